@@ -1,0 +1,107 @@
+"""KVLayout: the shape of one rank's KV pool, and every number derived from it.
+
+A block is one contiguous piece for all layers, `[kv_heads, layers, planes, block_size, row_width]`, so that a whole
+block, or a range of its KV heads, moves with one transfer descriptor (a descriptor costs about 5 us on NVLink whatever its
+size). Kernels, engine and kvtransfer take a KVLayout and hard-code nothing. Torch-free; knows no addresses and no devices.
+"""
+
+import hashlib
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, model_validator
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+class LayerGroup(BaseModel):
+    """Layers that store rows of the same shape inside a block.
+
+    layers: global layer ids in storage order. heads: *global* ids of the KV heads this rank stores. planes: 2 for K and
+    V, 1 for a joint latent row. row_width: elements of one token's row in one plane of one head. scale_bytes: bytes of
+    quantisation scales after the rows of the group (0 without).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    row_width: int
+    planes: int = 2
+    dtype: str = "float32"
+    scale_bytes: int = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(f"dtype must be one of {sorted(DTYPE_BYTES)}, not {self.dtype!r}")
+        if not self.layers or not self.heads or self.row_width < 1 or self.planes not in (1, 2):
+            raise ValueError("a layer group needs layers, heads, row_width >= 1 and 1 or 2 planes")
+        return self
+
+
+class KVLayout(BaseModel):
+    """One rank's pool: `num_blocks` blocks of `block_size` tokens; the first version builds exactly one group."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    groups: tuple[LayerGroup, ...]
+    block_size: int
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if len(self.groups) != 1:
+            raise ValueError(f"KVLayout takes one layer group for now, not {len(self.groups)}")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"block_size must be a power of two, not {self.block_size}")
+        return self
+
+    @classmethod
+    def uniform(cls, *, num_layers: int, heads: tuple[int, ...], head_dim: int, block_size: int, dtype: str) -> Self:
+        """The layout of a decoder whose layers all store K and V rows of `head_dim` for the global KV heads `heads`."""
+        group = LayerGroup(layers=tuple(range(num_layers)), heads=heads, row_width=head_dim, dtype=dtype)
+        return cls(groups=(group,), block_size=block_size)
+
+    @property
+    def group(self) -> LayerGroup:
+        return self.groups[0]
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int, int]:
+        """`(kv_heads, layers, planes, block_size, row_width)`, contiguous in this order."""
+        g = self.group
+        return len(g.heads), len(g.layers), g.planes, self.block_size, g.row_width
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of one KV head (all layers, all planes) in one block."""
+        g = self.group
+        return len(g.layers) * g.planes * self.block_size * g.row_width * DTYPE_BYTES[g.dtype]
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self.group.heads) * self.head_bytes + self.group.scale_bytes
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of KV one token costs on this rank."""
+        return self.block_bytes // self.block_size
+
+    def head_range(self, heads: tuple[int, ...]) -> tuple[int, int]:
+        """`(offset, bytes)` inside a block of the contiguous run of global KV heads `heads`; ValueError if not stored so."""
+        stored = self.group.heads
+        if not heads or heads[0] not in stored:
+            raise ValueError(f"KV heads {heads} are not stored here (stored: {stored})")
+        first = stored.index(heads[0])
+        if stored[first : first + len(heads)] != heads:
+            raise ValueError(f"KV heads {heads} are not contiguous in {stored}")
+        return first * self.head_bytes, len(heads) * self.head_bytes
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` rows."""
+        return -(-num_tokens // self.block_size)
+
+    def compat_digest(self, model_fingerprint: str) -> str:
+        """Equal on two ranks exactly when a block's bytes mean the same on both (head ids may differ between ranks)."""
+        g = self.group
+        text = f"{model_fingerprint}|{g.layers}|{g.planes}|{g.row_width}|{g.dtype}|{g.scale_bytes}|{self.block_size}"
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,0 +1,165 @@
+"""The whole configuration of a cluster: one YAML (`args:` of cluster.yaml) in, one frozen tree out.
+
+Every other room receives its part from here; nobody sets a field later, derived values are properties. An unknown key is an
+error that names the nearest known one. Torch-free. Knows nothing of Ray.
+"""
+
+import difflib
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+import pdserve
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+Role = Literal["prefill", "decode", "both"]
+
+
+class Config(BaseModel):
+    """Base of all configuration: frozen, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)
+                    raise ValueError(f"unknown key {key!r} in {cls.__name__}: did you mean {near[0]!r}?")
+        return data
+
+
+class ModelConfig(Config):
+    """Which model is served and under which name.
+
+    path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the working directory, then
+    beside the `pdserve` package (so the shipped demo is found wherever Ray starts its processes). name: the `model` clients
+    send; defaults to the folder's last part. load_format: "auto" reads safetensors; "dummy" draws random weights from
+    config.json alone. seed: of the dummy weights.
+    """
+
+    path: str = "demo/pdserve-demo"
+    name: str | None = None
+    dtype: Dtype = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0
+
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.path).name
+
+    @property
+    def resolved_path(self) -> str:
+        """An existing folder, or `path` as it is (then taken for a Hub id)."""
+        for base in (Path(), Path(pdserve.__file__).parent.parent):
+            if (base / self.path).is_dir():
+                return str((base / self.path).resolve())
+        return self.path
+
+
+class EngineConfig(Config):
+    """One engine: batch limits, KV pool, device.
+
+    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences in one step. num_kv_blocks: size of the pool in
+    blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
+    deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    block_size: Literal[16, 32, 64, 128] = 16
+    max_model_len: int | None = Field(None, ge=1)
+    max_num_batched_tokens: int = Field(2048, ge=16)
+    max_num_seqs: int = Field(256, ge=1)
+    num_kv_blocks: int | None = Field(None, ge=2)
+    kv_memory_bytes: int = Field(256 << 20, ge=1)
+    kv_memory_fraction: float = Field(0.9, gt=0, le=1)
+    enable_prefix_caching: bool = True
+    deterministic: bool = False
+
+
+class TransferConfig(Config):
+    """KV hand-off between workers.
+
+    lease_s: how long P keeps published blocks without a sign from D. pull_deadline_s: how long D waits for one pull before
+    it recomputes. progress_delay_us: sleep of NIXL's progress thread (0 spins a core). ucx_tls: UCX transports, None lets
+    UCX choose. max_pinned_fraction: share of P's pool that published blocks may pin; max_reserved_fraction: share of D's pool
+    that pulls may hold.
+    """
+
+    connector: Literal["nixl", "local"] = "nixl"
+    lease_s: float = Field(30.0, gt=0)
+    pull_deadline_s: float = Field(10.0, gt=0)
+    progress_delay_us: int = Field(1000, ge=0)
+    ucx_tls: str | None = None
+    max_pinned_fraction: float = Field(0.5, gt=0, le=1)
+    max_reserved_fraction: float = Field(0.5, gt=0, le=1)
+
+
+class DeploymentConfig(Config):
+    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank; resources per replica."""
+
+    replicas: int = Field(1, ge=0)
+    num_cpus: float = Field(0.0, ge=0)
+    num_gpus: float = Field(0.0, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+    engine: EngineConfig | None = None
+
+
+class RouterConfig(Config):
+    """The HTTP side: replicas, and the limits checked before a worker spends anything.
+
+    split_min_tokens: prompts shorter than this are not split. max_attempts: workers tried for one request.
+    """
+
+    replicas: int = Field(1, ge=1)
+    num_cpus: float = Field(0.0, ge=0)
+    resources: dict[str, float] = Field(default_factory=dict)
+    max_n: int = Field(64, ge=1)
+    max_logprobs: int = Field(20, ge=0)
+    max_body_bytes: int = Field(32 << 20, ge=1024)
+    split_min_tokens: int = Field(1, ge=1)
+    max_attempts: int = Field(3, ge=1)
+    attempt_deadline_s: float = Field(600.0, gt=0)
+
+
+class ClusterConfig(Config):
+    """Everything under `args:` of cluster.yaml.
+
+    mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode` workers alone, each doing
+    whole requests.
+    """
+
+    mode: Literal["disaggregated", "aggregated"] = "disaggregated"
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    prefill: DeploymentConfig = Field(default_factory=DeploymentConfig)
+    decode: DeploymentConfig = Field(default_factory=DeploymentConfig)
+
+    @model_validator(mode="after")
+    def _check(self) -> "ClusterConfig":
+        if self.decode.replicas < 1:
+            raise ValueError("decode.replicas must be at least 1: decode workers finish every request")
+        if self.mode == "disaggregated" and self.prefill.replicas < 1:
+            raise ValueError("prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: aggregated")
+        return self
+
+    def worker(self, role: Role) -> "WorkerConfig":
+        """The configuration of one worker of the given role."""
+        deployment = self.prefill if role == "prefill" else self.decode
+        return WorkerConfig(
+            role=role, model=self.model, engine=deployment.engine or self.engine, transfer=self.transfer
+        )
+
+
+class WorkerConfig(Config):
+    """What one worker (replica + engine) needs; made by `ClusterConfig.worker`."""
+
+    role: Role = "both"
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: EngineConfig = Field(default_factory=EngineConfig)
+    transfer: TransferConfig = Field(default_factory=TransferConfig)
