@@ -1,0 +1,397 @@
+"""The messages between processes, as msgspec types: router <-> worker, and what a hand-off ticket holds.
+
+Torch-free: the router imports this file and nothing else of the engine. Knows no sockets: who carries the bytes is
+`worker.engine_client` and `cluster`. One rule rules them all: the router's record is the only authority on a request's
+tokens, so every message about a request carries its `RequestKey`, and messages of an older attempt are dropped.
+
+    router --Command--> worker        Submit, Cancel, ConnectPeer, DisconnectPeer, Subscribe, RouterLost
+    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed, PeerStatus, Snapshot
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+Phase = Literal["full", "prefill", "decode"]
+FinishReason = Literal["stop", "length"]
+
+MAX_SEED = 2**63 - 1
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the tokens of a request are drawn; the names and defaults are vLLM's. Every field is validated by name.
+
+    n: choices per prompt. temperature: 0 is greedy. top_p, top_k (0 or -1: off), min_p: filters, applied in the order top_k,
+    top_p, min_p after the temperature. repetition_penalty: over prompt and output; presence_penalty, frequency_penalty:
+    over the output. logit_bias: added to the logits of token ids. seed: None lets the receiver draw one. stop: strings
+    that end the text; stop_token_ids end the tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before.
+    max_tokens: None means up to the model's length. logprobs, prompt_logprobs: how many alternatives to report a position,
+    besides the chosen one (0: the chosen one only; None: nothing), of the distribution before any of the above.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        msgspec.structs.force_setattr(self, "stop", stop)
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
+        _check_integers(self)
+        _check_numbers(self)
+        if not all(isinstance(s, str) and s for s in self.stop):
+            raise ValueError("stop must be a non-empty string or a list of non-empty strings")
+        if not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
+            raise ValueError("stop_token_ids must be a list of token ids >= 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        for token, bias in (self.logit_bias or {}).items():
+            if not _is_int(token) or token < 0 or not _is_number(bias) or not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias must map token ids >= 0 to numbers in [-100, 100], not {token!r}: {bias!r}")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """ValueError when a token id lies outside the vocabulary."""
+        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+            for token in ids:
+                if token >= vocab_size:
+                    raise ValueError(f"{name} holds token id {token}, but the vocabulary ends at {vocab_size - 1}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+# name -> (lowest, highest, None allowed)
+_INTEGERS: dict[str, tuple[int, int, bool]] = {
+    "n": (1, 1 << 16, False),
+    "top_k": (-1, 1 << 31, False),
+    "seed": (-(1 << 63), MAX_SEED, True),
+    "min_tokens": (0, 1 << 31, False),
+    "max_tokens": (1, 1 << 31, True),
+    "logprobs": (0, 1 << 20, True),
+    "prompt_logprobs": (0, 1 << 20, True),
+}
+
+# name -> (lowest, highest, lowest itself allowed)
+_NUMBERS: dict[str, tuple[float, float, bool]] = {
+    "temperature": (0.0, 100.0, True),
+    "top_p": (0.0, 1.0, False),
+    "min_p": (0.0, 1.0, True),
+    "repetition_penalty": (0.0, 100.0, False),
+    "presence_penalty": (-2.0, 2.0, True),
+    "frequency_penalty": (-2.0, 2.0, True),
+}
+
+
+def _check_integers(params: SamplingParams) -> None:
+    for name, (low, high, optional) in _INTEGERS.items():
+        value = getattr(params, name)
+        if value is None and optional:
+            continue
+        if not _is_int(value) or not low <= value <= high:
+            raise ValueError(f"{name} must be an integer in [{low}, {high}], not {value!r}")
+
+
+def _check_numbers(params: SamplingParams) -> None:
+    for name, (low, high, closed) in _NUMBERS.items():
+        value = getattr(params, name)
+        if not _is_number(value) or value > high or value < low or (value == low and not closed):
+            raise ValueError(f"{name} must be a number in {'[' if closed else '('}{low:g}, {high:g}], not {value!r}")
+
+
+class RequestKey(msgspec.Struct, frozen=True, array_like=True):
+    """Names one attempt at one request. (router_id, epoch) is the router process that owns it; epoch is new at each start."""
+
+    router_id: str
+    epoch: int
+    request_id: str
+    attempt: int = 0
+
+
+class RankPool(msgspec.Struct, frozen=True, array_like=True):
+    """One rank's registered memory. heads: global KV head ids stored there, in order. memory: NIXL's "DRAM" or "VRAM"."""
+
+    agent_name: str
+    agent_metadata: bytes
+    pool_address: int
+    memory: str
+    device_id: int
+    heads: tuple[int, ...]
+
+
+class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer needs once to read from an engine's pool. incarnation is new at every start of the engine's process."""
+
+    engine_id: str
+    incarnation: str
+    connector: str
+    compat: str
+    num_blocks: int
+    block_bytes: int
+    head_bytes: int
+    generation_address: int
+    ranks: tuple[RankPool, ...]
+
+
+class Ticket(msgspec.Struct, frozen=True, kw_only=True):
+    """Permission to read published blocks: valid while the generations still match and the incarnation lives.
+
+    block_ids: P's blocks, in order of position from token 0; the last may be partly filled. generations: one a block, as
+    they were when the block's rows were written. num_tokens: rows published. lease_s: P unpins after this long unless renewed.
+    """
+
+    engine_id: str
+    incarnation: str
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    num_tokens: int
+    lease_s: float
+
+
+class Start(msgspec.Struct, frozen=True, array_like=True):
+    """One choice to generate: `forced` are the tokens the router already accepted; generation goes on behind them."""
+
+    choice: int
+    forced: tuple[int, ...] = ()
+
+
+class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
+    """Run (a phase of) a request. sampling.seed is set. phase "prefill": compute the prompt, sample one token of each start,
+    publish the blocks; "decode": pull the ticket's blocks, or recompute, and generate; "full": everything here.
+    cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first."""
+
+    key: RequestKey
+    phase: Phase
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    starts: tuple[Start, ...]
+    ticket: Ticket | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
+    """Idempotent: stop the attempt, drop its ticket, free its blocks; may come before the Submit. choices: only these."""
+
+    key: RequestKey
+    choices: tuple[int, ...] | None = None
+
+
+class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
+    """Prepare to pull from this pool; answered by a PeerStatus. Idempotent."""
+
+    meta: PoolMeta
+
+
+class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"):
+    engine_id: str
+    incarnation: str
+
+
+class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
+    """A router opened its event stream; answered by a Hello to it. Sent by the replica shell, not by the router."""
+
+    router_id: str
+    epoch: int
+
+
+class RouterLost(msgspec.Struct, frozen=True, kw_only=True, tag="router_lost"):
+    """The event stream of (router_id, epoch) ended: every request it owns is aborted."""
+
+    router_id: str
+    epoch: int
+
+
+class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
+    """The engine process leaves its loop and releases its resources."""
+
+
+Command = Submit | Cancel | ConnectPeer | DisconnectPeer | Subscribe | RouterLost | Stop
+
+
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+    """Log-probability of the token at one position, its rank (1 = likeliest), and the likeliest alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
+    """First event on a new stream: what this worker is. pool is None when it cannot hand KV over (aggregated mode)."""
+
+    role: str
+    model_fingerprint: str
+    vocab_size: int
+    max_model_len: int
+    max_request_tokens: int
+    block_size: int
+    pool: PoolMeta | None
+
+
+class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
+    """New tokens of one choice. position: index of the first among the choice's generated tokens (0 = first).
+
+    stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None.
+    """
+
+    request_id: str
+    attempt: int
+    choice: int
+    position: int
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
+    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: one a prompt token but the first (None)."""
+
+    request_id: str
+    attempt: int
+    cached_tokens: int
+    logprobs: tuple[TokenLogprob | None, ...] | None = None
+
+
+class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="handoff"):
+    """P published the prompt's blocks. Always follows the first tokens' Deltas in the same batch."""
+
+    request_id: str
+    attempt: int
+    ticket: Ticket
+
+
+class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
+    """How D came by the prompt's KV. source: "p2p", "cache" (all of it cached here) or "recompute" (reason says why)."""
+
+    request_id: str
+    attempt: int
+    source: str
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    transport: str = ""
+    seconds: float = 0.0
+    cached_tokens: int = 0
+    reason: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):
+    """The attempt ended without finishing. kind "invalid": never retry; "overloaded", "internal": another worker may do."""
+
+    request_id: str
+    attempt: int
+    kind: Literal["invalid", "overloaded", "internal"]
+    message: str
+
+
+class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="peer"):
+    """Whether this worker can pull from the peer. transport: what the timed self-test saw; bytes_per_s: its bandwidth."""
+
+    engine_id: str
+    incarnation: str
+    connected: bool
+    transport: str = ""
+    bytes_per_s: float = 0.0
+    detail: str = ""
+
+
+class Sample(msgspec.Struct, frozen=True, array_like=True):
+    """One exposed sample of a metric: its name with suffix (`_bucket`, `_total` ...), labels and value."""
+
+    name: str
+    labels: dict[str, str]
+    value: float
+
+
+class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
+    name: str
+    kind: str
+    help: str
+    samples: tuple[Sample, ...]
+
+
+class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):
+    """The worker's state, pushed about once a second while it changes and at least every few seconds.
+
+    queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus families.
+    """
+
+    role: str
+    num_waiting: int
+    num_running: int
+    queue_tokens: int
+    free_blocks: int
+    total_blocks: int
+    pinned_blocks: int
+    quarantined_blocks: int
+    metrics: tuple[MetricFamily, ...] = ()
+
+
+Event = Hello | Delta | PromptScored | Handoff | Arrived | Failed | PeerStatus | Snapshot
+
+
+class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """One message a step for one router: everything that happened to its requests, in order."""
+
+    worker_id: str
+    incarnation: str
+    events: tuple[Event, ...]
+
+
+_command_decoder = msgspec.msgpack.Decoder(Command)
+_batch_decoder = msgspec.msgpack.Decoder(EventBatch)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Command | EventBatch) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_command(data: bytes) -> Command:
+    """Raises msgspec.ValidationError on anything that is not a well-formed command."""
+    return _command_decoder.decode(data)
+
+
+def decode_batch(data: bytes) -> EventBatch:
+    """Raises msgspec.ValidationError on anything that is not a well-formed batch."""
+    return _batch_decoder.decode(data)
+
+
+_ID = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+def check_request_id(request_id: str) -> str:
+    """The id itself; ValueError unless it is 1 to 256 printable ASCII characters without spaces."""
+    if not _ID.fullmatch(request_id):
+        raise ValueError("request_id must be 1 to 256 printable ASCII characters without spaces")
+    return request_id
