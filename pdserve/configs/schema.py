@@ -111,7 +111,8 @@ class DeploymentConfig(Config):
 class RouterConfig(Config):
     """The HTTP side: replicas, and the limits checked before a worker spends anything.
 
-    split_min_tokens: prompts shorter than this are not split. max_attempts: workers tried for one request.
+    split_min_tokens: prompts shorter than this are not split. max_attempts: workers tried in a row without a new token.
+    worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: so is a leg without events.
     """
 
     replicas: int = Field(1, ge=1)
@@ -122,7 +123,8 @@ class RouterConfig(Config):
     max_body_bytes: int = Field(32 << 20, ge=1024)
     split_min_tokens: int = Field(1, ge=1)
     max_attempts: int = Field(3, ge=1)
-    attempt_deadline_s: float = Field(600.0, gt=0)
+    worker_silence_s: float = Field(15.0, gt=0)
+    attempt_deadline_s: float = Field(300.0, gt=0)
 
 
 class ClusterConfig(Config):

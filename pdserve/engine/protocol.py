@@ -126,11 +126,15 @@ def _check_numbers(params: SamplingParams) -> None:
             raise ValueError(f"{name} must be a number in {'[' if closed else '('}{low:g}, {high:g}], not {value!r}")
 
 
+PROTOCOL_VERSION = 1
+
+
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names one attempt at one request. (router_id, epoch) is the router process that owns it; epoch is new at each start."""
+    """Names one Submit. (router_id, session) is the event stream its events go to; session is new whenever a router opens a
+    stream to a worker. attempt is unique per Submit of a request: P's leg and D's leg of one hand-off have different ones."""
 
     router_id: str
-    epoch: int
+    session: int
     request_id: str
     attempt: int = 0
 
@@ -147,10 +151,11 @@ class RankPool(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer needs once to read from an engine's pool. incarnation is new at every start of the engine's process."""
+    """What a peer needs once to read from an engine's pool. incarnation: the engine process's start, in ns of its host's
+    clock; between two of one engine_id the higher is the living one."""
 
     engine_id: str
-    incarnation: str
+    incarnation: int
     connector: str
     compat: str
     num_blocks: int
@@ -165,11 +170,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
 
     block_ids: P's blocks, in order of position from token 0; the last may be partly filled. generations: one a block, as
     they were when the block's rows were written. num_tokens: rows published. lease_s: P unpins after this long unless renewed.
+    content: digest of the tokens, salt and model whose rows these are; D computes its own and refuses another's. key: of
+    P's Submit; D's has another attempt (and session).
     """
 
     engine_id: str
-    incarnation: str
+    incarnation: int
     key: RequestKey
+    content: bytes
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
     num_tokens: int
@@ -184,9 +192,15 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Run (a phase of) a request. sampling.seed is set. phase "prefill": compute the prompt, sample one token of each start,
-    publish the blocks; "decode": pull the ticket's blocks, or recompute, and generate; "full": everything here.
-    cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first."""
+    """Run (a phase of) a request. sampling.seed is set. phase "prefill": compute the prompt, sample one token of each start
+    (no forced ones), publish the blocks; "decode": pull the ticket's blocks, or recompute, and generate; "full": everything
+    here. Dropped without an answer when the key's session is not open (any more).
+
+    starts: distinct choices < n, at least one. All limits (max_tokens, min_tokens) and positions count forced tokens; the
+    next draw has position len(forced); forced tokens enter the penalties of their own choice. A start that forced tokens
+    already finish is invalid. sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once it has them.
+    cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
+    """
 
     key: RequestKey
     phase: Phase
@@ -199,7 +213,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Idempotent: stop the attempt, drop its ticket, free its blocks; may come before the Submit. choices: only these."""
+    """Idempotent: stop what the Submit of exactly this key started, drop its ticket, free its blocks; may come before that
+    Submit, which is then dropped. choices: only these (None: all; all that are left is the same as None)."""
 
     key: RequestKey
     choices: tuple[int, ...] | None = None
@@ -213,21 +228,22 @@ class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
 
 class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"):
     engine_id: str
-    incarnation: str
+    incarnation: int
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
-    """A router opened its event stream; answered by a Hello to it. Sent by the replica shell, not by the router."""
+    """A router opened its event stream; answered by a Hello to it. Sent by the replica shell, not by the router, which
+    sends nothing to the worker before that Hello."""
 
     router_id: str
-    epoch: int
+    session: int
 
 
 class RouterLost(msgspec.Struct, frozen=True, kw_only=True, tag="router_lost"):
-    """The event stream of (router_id, epoch) ended: every request it owns is aborted."""
+    """The event stream (router_id, session) ended: every request it owns is aborted, later Submits of it are dropped."""
 
     router_id: str
-    epoch: int
+    session: int
 
 
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
@@ -247,8 +263,10 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
-    """First event on a new stream: what this worker is. pool is None when it cannot hand KV over (aggregated mode)."""
+    """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
+    PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated mode)."""
 
+    protocol: int
     role: str
     model_fingerprint: str
     vocab_size: int
@@ -256,10 +274,12 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     max_request_tokens: int
     block_size: int
     pool: PoolMeta | None
+    peers: tuple["PeerStatus", ...] = ()
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """New tokens of one choice. position: index of the first among the choice's generated tokens (0 = first).
+    """New tokens of one choice. position: index of the first among the choice's generated tokens (0 = first). logprobs: one a
+    token when asked for. A gap between two positions of a leg means a lost message: the leg has failed.
 
     stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None.
     """
@@ -275,12 +295,15 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 
 class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
-    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: one a prompt token but the first (None)."""
+    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: of the prompt tokens from `start` on (the
+    very first is None); long ones come in several events, `final` is the last."""
 
     request_id: str
     attempt: int
     cached_tokens: int
+    start: int = 0
     logprobs: tuple[TokenLogprob | None, ...] | None = None
+    final: bool = True
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="handoff"):
@@ -315,10 +338,11 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="fa
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="peer"):
-    """Whether this worker can pull from the peer. transport: what the timed self-test saw; bytes_per_s: its bandwidth."""
+    """Whether this worker can pull from the peer; told to every router on every change. transport: what the timed self-test
+    saw; bytes_per_s: its bandwidth."""
 
     engine_id: str
-    incarnation: str
+    incarnation: int
     connected: bool
     transport: str = ""
     bytes_per_s: float = 0.0
@@ -341,7 +365,7 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):
-    """The worker's state, pushed about once a second while it changes and at least every few seconds.
+    """The worker's state, pushed by the engine itself about once a second, also when nothing changed: a sign of life.
 
     queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus families.
     """
@@ -364,7 +388,7 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     """One message a step for one router: everything that happened to its requests, in order."""
 
     worker_id: str
-    incarnation: str
+    incarnation: int
     events: tuple[Event, ...]
 
 

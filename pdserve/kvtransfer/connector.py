@@ -45,7 +45,7 @@ class Unpinned:
 class PullDone:
     """Every byte arrived and every generation still matched after the last byte."""
 
-    key: RequestKey
+    pull_id: int
     num_bytes: int
     num_descriptors: int
     transport: str
@@ -55,9 +55,9 @@ class PullDone:
 @dataclass(frozen=True)
 class PullFailed:
     """reason: "stale-generation", "stale-incarnation", "peer-lost", "not-connected", "deadline", "cancelled", "error".
-    settled False: bytes may still land in the destination blocks until PullSettled comes for the same key."""
+    settled False: bytes may still land in the destination blocks until the one PullSettled comes for the same pull_id."""
 
-    key: RequestKey
+    pull_id: int
     reason: str
     detail: str
     settled: bool
@@ -65,7 +65,7 @@ class PullFailed:
 
 @dataclass(frozen=True)
 class PullSettled:
-    key: RequestKey
+    pull_id: int
 
 
 ReceiverEvent = PullDone | PullFailed | PullSettled | PeerStatus
@@ -78,9 +78,10 @@ class KVSender(Protocol):
         """What a receiver needs to connect."""
         ...
 
-    def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int) -> Ticket:
-        """A ticket for blocks whose rows are completely written (the caller has waited for the device). The caller keeps
-        them pinned until `poll` returns Unpinned for the key, or it calls `revoke`."""
+    def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
+        """A ticket for blocks whose rows are completely written (the caller has waited for the device) and which the caller
+        owns, so their generations stand still. It keeps them pinned until `poll` returns Unpinned for the key, or it
+        calls `revoke`. content: `engine.block_manager.BlockHasher.content` of what the rows hold."""
         ...
 
     def revoke(self, key: RequestKey) -> None:
@@ -97,20 +98,21 @@ class KVReceiver(Protocol):
 
     def connect(self, meta: PoolMeta) -> None:
         """Connect (again) and run the timed self-test in the background; `poll` returns a PeerStatus. Idempotent. An older
-        incarnation of the same engine_id is dropped."""
+        incarnation of the same engine_id is dropped; an older one than the connected is ignored."""
         ...
 
     def disconnect(self, engine_id: str, incarnation: str) -> None: ...
 
-    def pull(self, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
-        """Read `ticket.block_ids[skip:]` into `local_blocks` (same length; may be empty: then only the sender is told)."""
+    def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
+        """Read `ticket.block_ids[skip:]` into `local_blocks` (same length; may be empty: then only the sender is told).
+        pull_id: the caller's own counter, never used twice; all events of this pull carry it. Exactly one PullDone or PullFailed comes."""
         ...
 
     def reject(self, ticket: Ticket) -> None:
         """Tell the sender that nobody will pull this ticket (best effort)."""
         ...
 
-    def cancel(self, key: RequestKey) -> None:
+    def cancel(self, pull_id: int) -> None:
         """End a pull early; the usual PullFailed("cancelled", ...) follows unless it was already reported."""
         ...
 

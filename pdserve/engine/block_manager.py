@@ -1,0 +1,203 @@
+"""Bookkeeping of the KV pool's blocks: who owns which, what each holds, which may be reused. Pure CPU, no tensors, no device.
+
+Every block but the null block 0 is in exactly one state, and the sums are checked:
+
+    free (blank) --allocate--> owned --release--> free (blank, or cached while its content is known)
+    free (cached) --acquire--> owned                owned --quarantine--> quarantined --settle--> free (blank)
+
+Generations: `generations[b]` is bumped whenever block b is handed to a new owner, before anybody writes into it, so a reader
+of an older ticket can tell. The table is plain host memory that a connector registers. Called by the scheduler and the engine.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+NULL_BLOCK = 0
+
+
+class OutOfBlocks(Exception):
+    """Fewer blocks are free than asked for."""
+
+
+class BlockHasher:
+    """128-bit keyed hashes of full blocks, each over its parent, so two are equal only for equal prefixes.
+
+    model: the fingerprint of weights and adapter. Stable over processes and hosts, unlike Python's `hash()`.
+    """
+
+    def __init__(self, model: str, block_size: int) -> None:
+        self.block_size = block_size
+        self._key = blake2b(model.encode(), digest_size=32).digest()
+
+    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
+        """Append the digests of the full blocks of `tokens` that `hashes` does not hold yet. salt separates tenants."""
+        parent = hashes[-1] if hashes else blake2b(salt.encode(), digest_size=16, key=self._key).digest()
+        for index in range(len(hashes), len(tokens) // self.block_size):
+            block = np.asarray(tokens[index * self.block_size : (index + 1) * self.block_size], dtype="<i4")
+            parent = blake2b(parent + block.tobytes(), digest_size=16, key=self._key).digest()
+            hashes.append(parent)
+
+    def content(self, tokens: Sequence[int], salt: str) -> bytes:
+        """Digest of all of `tokens` with salt and model: what a hand-off ticket's rows hold."""
+        ids = np.asarray(tokens, dtype="<i4").tobytes()
+        return blake2b(salt.encode() + b"\0" + ids, digest_size=16, key=self._key, person=b"content").digest()
+
+
+class BlockManager:
+    """Reference-counted blocks with prefix caching (LRU eviction) and contiguity-aware allocation."""
+
+    def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
+        if num_blocks < 2:
+            raise ValueError(f"num_kv_blocks must be at least 2 (one is the null block), not {num_blocks}")
+        self.num_blocks = num_blocks
+        self.enable_caching = enable_caching
+        self.generations = np.zeros(num_blocks, dtype=np.int64)
+        self._refs = np.zeros(num_blocks, dtype=np.int32)
+        self._blank = np.ones(num_blocks, dtype=bool)
+        self._blank[NULL_BLOCK] = False
+        self._num_blank = num_blocks - 1
+        self._lru: OrderedDict[int, None] = OrderedDict()  # free blocks with known content, oldest first
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._quarantined: dict[int, str] = {}
+
+    # --- counts ---
+
+    @property
+    def num_usable(self) -> int:
+        return self.num_blocks - 1
+
+    @property
+    def num_free(self) -> int:
+        return self._num_blank + len(self._lru)
+
+    @property
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
+
+    @property
+    def num_owned(self) -> int:
+        return self.num_usable - self.num_free - self.num_quarantined
+
+    def is_shared(self, block: int) -> bool:
+        return bool(self._refs[block] > 1)
+
+    # --- prefix cache ---
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest cached prefix of `hashes`; acquire them before the next allocate."""
+        found: list[int] = []
+        for digest in hashes:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def commit(self, block: int, digest: bytes) -> None:
+        """The owned `block` now holds all rows of `digest`. A digest already held by another block stays there."""
+        assert self._refs[block] > 0, f"commit of block {block}, which nobody owns"
+        if self.enable_caching and digest not in self._block_of:
+            assert block not in self._hash_of, f"block {block} committed twice"
+            self._block_of[digest] = block
+            self._hash_of[block] = digest
+
+    # --- ownership ---
+
+    def acquire(self, blocks: Sequence[int]) -> None:
+        """One more owner for each block, which must be owned or cached."""
+        for block in blocks:
+            if self._refs[block] == 0:
+                del self._lru[block]
+            self._refs[block] += 1
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """`count` blocks with one owner and a new generation each, neighbours where possible, behind block `after` if free.
+
+        Raises OutOfBlocks (and takes nothing) when fewer are free. Evicts cached blocks, least recently used first.
+        """
+        if count > self.num_free:
+            raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
+        while self._num_blank < count:
+            self._evict(next(iter(self._lru)))
+        blocks = self._pick(count, after)
+        taken = np.asarray(blocks, dtype=np.int64)
+        self._blank[taken] = False
+        self._num_blank -= count
+        self._refs[taken] = 1
+        self.generations[taken] += 1
+        return blocks
+
+    def release(self, blocks: Iterable[int]) -> None:
+        """One owner fewer for each block. Later blocks of a sequence are evicted before earlier ones."""
+        for block in reversed(list(blocks)):
+            self._refs[block] -= 1
+            assert self._refs[block] >= 0, f"block {block} released once too often"
+            if self._refs[block] == 0:
+                if block in self._hash_of:
+                    self._lru[block] = None
+                else:
+                    self._set_blank(block)
+
+    def quarantine(self, blocks: Iterable[int], reason: str) -> None:
+        """Blocks with a single owner leave it, but bytes may still land in them: nobody gets them before `settle`."""
+        for block in blocks:
+            assert self._refs[block] == 1, f"block {block} has {self._refs[block]} owners, cannot be quarantined"
+            assert block not in self._hash_of, f"block {block} has known content, cannot be a transfer destination"
+            self._refs[block] = 0
+            self._quarantined[block] = reason
+
+    def settle(self, blocks: Iterable[int]) -> None:
+        """Nothing lands in these quarantined blocks any more."""
+        for block in blocks:
+            del self._quarantined[block]
+            self._set_blank(block)
+
+    # --- checks ---
+
+    def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
+        """AssertionError unless reference counts equal the given owners' block lists and every block has one state."""
+        counts = Counter(block for blocks in owners for block in blocks)
+        owned = {int(b) for b in np.flatnonzero(self._refs)}
+        assert {b: int(self._refs[b]) for b in owned} == dict(counts), "reference counts differ from the owners"
+        blank = {int(b) for b in np.flatnonzero(self._blank)}
+        states = [owned, blank, set(self._lru), set(self._quarantined), {NULL_BLOCK}]
+        assert sum(map(len, states)) == self.num_blocks, "a block has two states or none"
+        assert set().union(*states) == set(range(self.num_blocks)), "a block has no state"
+        assert len(blank) == self._num_blank
+        assert {b: h for h, b in self._block_of.items()} == self._hash_of
+        assert set(self._lru) <= set(self._hash_of) and not blank & set(self._hash_of)
+
+    # --- inside ---
+
+    def _set_blank(self, block: int) -> None:
+        self._blank[block] = True
+        self._num_blank += 1
+
+    def _evict(self, block: int) -> None:
+        del self._lru[block]
+        del self._block_of[self._hash_of.pop(block)]
+        self._set_blank(block)
+
+    def _pick(self, count: int, after: int | None) -> list[int]:
+        if count == 0:
+            return []
+        first = (after if after is not None else NULL_BLOCK) + 1
+        if after is not None and first + count <= self.num_blocks and self._blank[first : first + count].all():
+            return list(range(first, first + count))
+        if count == 1:
+            return [int(self._blank.argmax())]
+        return self._pick_runs(count)
+
+    def _pick_runs(self, count: int) -> list[int]:
+        """The first run of blank blocks that is long enough, else the longest runs first."""
+        ids = np.flatnonzero(self._blank)
+        runs = np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1)
+        fitting = next((run for run in runs if len(run) >= count), None)
+        if fitting is not None:
+            return fitting[:count].tolist()
+        runs.sort(key=len, reverse=True)
+        return np.concatenate(runs)[:count].tolist()

@@ -1,0 +1,184 @@
+"""Decides how many tokens of which sequence the next step computes, and gives them blocks.
+
+One scheduler for both phases: `schedule()` returns `{sequence: number of tokens}` under a token budget. Running sequences come
+first (a decode is one token, a prefill a chunk), then waiting ones are admitted. When blocks run out, the running
+sequence that comes last in order is preempted: it loses its blocks and computes everything again later. Knows nothing of
+devices, sampling or hand-off; called by the engine.
+
+    WAITING --admit--> RUNNING --finish--> FINISHED
+       ^------preempt-----'
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
+from pdserve.engine.sequence import Sequence, Status
+
+
+@dataclass
+class Plan:
+    """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before anything is written."""
+
+    num_tokens: dict[Sequence, int] = field(default_factory=dict)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.num_tokens)
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, prefix caching, priorities and preemption by recompute."""
+
+    def __init__(self, blocks: BlockManager, hasher: BlockHasher, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+        self.blocks = blocks
+        self.hasher = hasher
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_num_seqs = max_num_seqs
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self.prefix_queries = 0
+        self.prefix_hits = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a waiting sequence: those that own (imported) blocks first, then by priority and arrival."""
+        insort(self.waiting, seq, key=lambda s: (not s.block_table, *s.order))
+
+    def start_fork(self, seq: Sequence) -> None:
+        """Run a sequence that just forked off a running one; admission counted it already."""
+        seq.status = Status.RUNNING
+        insort(self.running, seq, key=lambda s: s.order)
+
+    def finish(self, seq: Sequence) -> None:
+        """Take the sequence out and free its blocks; idempotent."""
+        if seq.status is Status.FINISHED:
+            return
+        (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
+        seq.status = Status.FINISHED
+        self._drop_blocks(seq)
+
+    def schedule(self) -> Plan:
+        """The next step's work; empty when nothing can run now (no work, or the blocks are pinned elsewhere)."""
+        plan = Plan()
+        budget = self.max_num_batched_tokens
+        preemptions = self.num_preemptions
+        for seq in list(self.running):
+            if budget == 0:
+                break
+            if seq.status is Status.RUNNING:  # may have been preempted for one before it
+                budget -= self._continue(seq, budget, plan)
+        if self.num_preemptions == preemptions:
+            self._admit(budget, plan)
+        if not plan and self.waiting and not self.running:
+            self._break_hold_and_wait()
+        return plan
+
+    def check_integrity(self) -> None:
+        """AssertionError when a queue holds a sequence in the wrong state."""
+        assert all(s.status is Status.RUNNING for s in self.running)
+        assert all(s.status is Status.WAITING for s in self.waiting)
+        assert len(set(map(id, self.running + self.waiting))) == len(self.running) + len(self.waiting)
+
+    def _continue(self, seq: Sequence, budget: int, plan: Plan) -> int:
+        """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted itself)."""
+        count = min(seq.num_uncomputed, budget)
+        while seq.status is Status.RUNNING:
+            try:
+                self._provide(seq, count, plan)
+            except OutOfBlocks:
+                self._preempt(self.running[-1])
+            else:
+                plan.num_tokens[seq] = count
+                return count
+        return 0
+
+    def _admit(self, budget: int, plan: Plan) -> None:
+        slots = self.max_num_seqs - sum(1 + len(s.pending_forks) for s in self.running)
+        while self.waiting and budget > 0:
+            seq = self.waiting[0]
+            width = 1 + len(seq.pending_forks)
+            if width > slots or not self._match_prefix(seq):
+                return
+            count = min(seq.num_uncomputed, budget)
+            self._provide(seq, count, plan)
+            self.waiting.pop(0)
+            seq.status = Status.RUNNING
+            insort(self.running, seq, key=lambda s: s.order)
+            plan.num_tokens[seq] = count
+            budget -= count
+            slots -= width
+
+    def _match_prefix(self, seq: Sequence) -> bool:
+        """Give a sequence without blocks its cached prefix; False (and nothing taken) unless all its tokens fit now."""
+        fresh = not seq.block_table
+        if fresh and not seq.request.wants_prompt_logprobs:
+            # the last token is always computed: its logits are needed
+            limit = (seq.num_tokens - 1) // self.hasher.block_size
+            self._take_prefix(seq, self.blocks.match(seq.hashes(self.hasher)[:limit]))
+        needed = self._num_missing(seq, seq.num_tokens) + self._writes_shared_block(seq)
+        if needed > self.blocks.num_free:
+            if fresh:
+                self._drop_blocks(seq)
+            return False
+        if fresh and not seq.request.prompt_reported:
+            seq.request.cached_tokens = seq.num_computed
+            self.prefix_queries += seq.num_tokens
+            self.prefix_hits += seq.num_computed
+        return True
+
+    def _take_prefix(self, seq: Sequence, cached: list[int]) -> None:
+        self.blocks.acquire(cached)
+        seq.block_table = cached
+        seq.num_committed = len(cached)
+        seq.num_computed = len(cached) * self.hasher.block_size
+
+    def _provide(self, seq: Sequence, count: int, plan: Plan) -> None:
+        """Blocks for the next `count` rows of `seq`, its own copy of a shared partial block first; raises OutOfBlocks."""
+        missing = self._num_missing(seq, seq.num_computed + count)
+        shared = self._writes_shared_block(seq)
+        if missing + shared > self.blocks.num_free:
+            raise OutOfBlocks(f"{missing + shared} blocks wanted, {self.blocks.num_free} free")
+        if shared:
+            index = seq.num_computed // self.hasher.block_size
+            source = seq.block_table[index]
+            [target] = self.blocks.allocate(1)
+            self.blocks.release([source])
+            seq.block_table[index] = target
+            plan.copies.append((source, target))
+        after = seq.block_table[-1] if seq.block_table else None
+        seq.block_table += self.blocks.allocate(missing, after)
+
+    def _num_missing(self, seq: Sequence, num_rows: int) -> int:
+        return max(0, -(-num_rows // self.hasher.block_size) - len(seq.block_table))
+
+    def _writes_shared_block(self, seq: Sequence) -> bool:
+        index = seq.num_computed // self.hasher.block_size
+        return index < len(seq.block_table) and self.blocks.is_shared(seq.block_table[index])
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        seq.status = Status.WAITING
+        self._drop_blocks(seq)
+        self.add(seq)
+        self.num_preemptions += 1
+
+    def _break_hold_and_wait(self) -> None:
+        """Nothing runs and the first in line does not fit: the last waiting owner of imported blocks gives them back."""
+        owners = [s for s in self.waiting[1:] if s.block_table]
+        if owners:
+            seq = owners[-1]
+            self.waiting.remove(seq)
+            self._drop_blocks(seq)
+            self.add(seq)
+            self.num_preemptions += 1
+
+    def _drop_blocks(self, seq: Sequence) -> None:
+        self.blocks.release(seq.block_table)
+        seq.block_table = []
+        seq.num_computed = 0
+        seq.num_committed = 0

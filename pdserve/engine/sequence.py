@@ -1,0 +1,95 @@
+"""What the engine knows of a request while it runs: a Request, and one Sequence for each of its choices.
+
+A fresh request starts as one sequence that computes the prompt; when the prompt is done the other choices fork off it and
+share its blocks. A request with forced tokens (resumed elsewhere, or pulled from P) starts with all its sequences.
+Knows no scheduler and no device. Made by the engine from protocol messages.
+"""
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from pdserve.engine.block_manager import BlockHasher
+from pdserve.engine.protocol import FinishReason, RequestKey, SamplingParams, TokenLogprob
+
+
+class Status(Enum):
+    WAITING = "waiting"  # has work, is not in the running batch; may own blocks (imported) or none
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Request:
+    """One attempt at one request. prefill_only: sample the first tokens, then keep the prompt's blocks for a hand-off."""
+
+    key: RequestKey
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int
+    stop_token_ids: frozenset[int]
+    prefill_only: bool = False
+    priority: int = 0
+    cache_salt: str = ""
+    prompt_reported: bool = False
+    cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    sequences: list["Sequence"] = field(default_factory=list)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        return self.sampling.prompt_logprobs is not None and not self.prompt_reported
+
+
+@dataclass(eq=False)
+class Sequence:
+    """The tokens of one choice and where their KV lies.
+
+    token_ids: prompt, forced and sampled tokens. num_computed: leading tokens whose rows are in the pool. block_table: blocks in
+    order of position. pending_forks: choices that fork off when the prompt is computed.
+    """
+
+    request: Request
+    choice: int
+    token_ids: list[int]
+    arrival: int
+    num_computed: int = 0
+    block_table: list[int] = field(default_factory=list)
+    num_committed: int = 0
+    status: Status = Status.WAITING
+    pending_forks: tuple[int, ...] = ()
+    _hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def num_uncomputed(self) -> int:
+        return len(self.token_ids) - self.num_computed
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Scheduling order: priority first, then arrival."""
+        return self.request.priority, self.arrival
+
+    def hashes(self, hasher: BlockHasher) -> list[bytes]:
+        """Digests of the full blocks of all tokens so far; only new full blocks are hashed."""
+        hasher.extend(self._hashes, self.token_ids, self.request.cache_salt)
+        return self._hashes
+
+    def finish_reason_after(self, token: int, max_model_len: int) -> FinishReason | None:
+        """Why the choice ends with `token`, which was just appended; None when it goes on."""
+        sampling = self.request.sampling
+        if token in self.request.stop_token_ids and self.num_generated > sampling.min_tokens:
+            return "stop"
+        if self.num_generated >= self.request.max_tokens or self.num_tokens >= max_model_len:
+            return "length"
+        return None
