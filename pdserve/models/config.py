@@ -1,0 +1,209 @@
+"""ModelSpec: the facts of one model that the rest of pdserve needs, read from a Hugging Face folder or Hub id.
+
+Refuses by name, with ValueError, every configuration that would be computed wrongly: a model that loads is a model that
+is served exactly. Knows no tensors and no devices. Read once by the engine; passed to models/loader.py.
+"""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict
+
+from pdserve.models.checkpoint import resolve_folder, weights_digest
+
+RopeKind = Literal["default", "linear", "llama3"]
+SpecDtype = Literal["float32", "float16", "bfloat16"]
+LoadFormat = Literal["auto", "dummy"]
+
+# architecture (as in config.json) -> transformers' model_type, whose defaults fill what config.json leaves out
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+
+
+class RopeSpec(BaseModel):
+    """Rotary embedding: base `theta` and scaling rule `kind`; the other fields belong to "linear" and "llama3"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    theta: float
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 8192
+
+
+class ModelSpec(BaseModel):
+    """Architecture facts of a decoder-only model; make it with `read_spec`.
+
+    family: transformers' model_type. dtype: of the checkpoint. qkv_bias, o_bias: biases of the attention projections.
+    qk_norm: RMSNorm over each head of q and k before the rotation. max_position: positions the rope tables cover.
+    eos_token_ids: of config.json and generation_config.json together. weights: identity of the weights, equal on two
+    hosts exactly when they hold the same ones (a digest of their content, or the seed of dummy weights).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    architecture: str
+    family: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position: int
+    rms_eps: float
+    rope: RopeSpec
+    tie_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: SpecDtype
+    eos_token_ids: tuple[int, ...]
+    weights: str
+
+    def fingerprint(self) -> str:
+        """128-bit hex: equal on two workers exactly when both compute the same KV rows from the same tokens."""
+        return hashlib.blake2b(self.model_dump_json().encode(), digest_size=16).hexdigest()
+
+
+def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> ModelSpec:
+    """The spec of the model in folder (or of Hub id) `path`.
+
+    "auto" also reads samples of the weights for the fingerprint; "dummy" needs config.json alone and takes `seed` for
+    it. ValueError names what cannot be served: architecture, sliding_window, rope type, activation, quantisation.
+    """
+    folder = resolve_folder(path, load_format)
+    raw = _read_json(folder / "config.json")
+    if raw is None:
+        raise ValueError(f"{folder} holds no config.json: it is not a model folder in Hugging Face format")
+    architecture = _architecture(raw)
+    hf = _with_defaults(raw, ARCHITECTURES[architecture], folder)
+    _refuse_unservable(raw, hf)
+    generation = _read_json(folder / "generation_config.json") or {}
+    weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
+    return _spec(architecture, hf, _eos_ids(hf.eos_token_id, generation.get("eos_token_id")), weights)
+
+
+def _read_json(file: Path) -> dict[str, Any] | None:
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def _architecture(raw: dict[str, Any]) -> str:
+    """The architecture config.json names, or the one of its model_type when it names none (a config saved alone)."""
+    named = raw.get("architectures") or [a for a, family in ARCHITECTURES.items() if family == raw.get("model_type")]
+    architecture = named[0] if named else raw.get("model_type")
+    if architecture not in ARCHITECTURES:
+        raise ValueError(f"architecture {architecture!r} is not known; known: {', '.join(sorted(ARCHITECTURES))}")
+    return architecture
+
+
+def _with_defaults(raw: dict[str, Any], family: str, folder: Path) -> Any:
+    """transformers' config object: the family's defaults filled in, old and new rope keys as `rope_parameters`."""
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
+    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
+        raise ValueError(f"{folder / 'config.json'} is not a valid {family} configuration: {error}") from error
+
+
+def _refuse_unservable(raw: dict[str, Any], hf: Any) -> None:
+    if raw.get("quantization_config") or raw.get("compression_config"):
+        raise ValueError("quantization_config: quantised checkpoints are not supported yet; use the 16-bit weights")
+    if raw.get("use_sliding_window") or getattr(hf, "sliding_window", None) is not None:
+        raise ValueError(
+            f"sliding_window={getattr(hf, 'sliding_window', None)} is not supported yet: attention would see tokens "
+            f"that the model must not; where the model was trained without a window, set it to null in config.json"
+        )
+    if set(getattr(hf, "layer_types", None) or ()) - {"full_attention"}:
+        raise ValueError(f"layer_types {sorted(set(hf.layer_types))}: only full_attention is supported")
+    if hf.hidden_act != "silu":
+        raise ValueError(f"hidden_act={hf.hidden_act!r} is not supported: only 'silu' is")
+    if hf.num_attention_heads % hf.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads={hf.num_attention_heads} is no multiple of "
+            f"num_key_value_heads={hf.num_key_value_heads}"
+        )
+
+
+def _spec(architecture: str, hf: Any, eos_token_ids: tuple[int, ...], weights: str) -> ModelSpec:
+    family = ARCHITECTURES[architecture]
+    attention_bias = bool(getattr(hf, "attention_bias", False))
+    return ModelSpec(
+        architecture=architecture,
+        family=family,
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=_head_dim(hf),
+        intermediate_size=hf.intermediate_size,
+        vocab_size=hf.vocab_size,
+        max_position=hf.max_position_embeddings,
+        rms_eps=hf.rms_norm_eps,
+        rope=_rope(hf),
+        tie_embeddings=bool(hf.tie_word_embeddings),
+        qkv_bias=attention_bias or family == "qwen2",
+        o_bias=attention_bias,
+        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        qk_norm=family == "qwen3",
+        dtype=_dtype(hf.dtype),
+        eos_token_ids=eos_token_ids,
+        weights=weights,
+    )
+
+
+def _head_dim(hf: Any) -> int:
+    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+    if head_dim % 2:
+        raise ValueError(f"head_dim={head_dim} is odd: the rotary embedding needs an even one")
+    return head_dim
+
+
+def _rope(hf: Any) -> RopeSpec:
+    facts = hf.rope_parameters
+    kind = facts["rope_type"]
+    if kind not in get_args(RopeKind):
+        raise ValueError(f"rope_type={kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+    if facts.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"partial_rotary_factor={facts['partial_rotary_factor']} is not supported: only 1.0 is")
+    if kind == "default":
+        return RopeSpec(theta=facts["rope_theta"])
+    if kind == "linear":
+        return RopeSpec(theta=facts["rope_theta"], kind="linear", factor=facts["factor"])
+    return RopeSpec(
+        theta=facts["rope_theta"],
+        kind="llama3",
+        factor=facts["factor"],
+        low_freq_factor=facts["low_freq_factor"],
+        high_freq_factor=facts["high_freq_factor"],
+        original_max_position=facts["original_max_position_embeddings"],
+    )
+
+
+def _dtype(dtype: Any) -> SpecDtype:
+    """config.json's dtype (a torch.dtype here); float32 when it has none, as in transformers."""
+    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    for known in get_args(SpecDtype):
+        if name == known:
+            return known
+    raise ValueError(f"dtype={name!r} is not supported; supported: {', '.join(get_args(SpecDtype))}")
+
+
+def _eos_ids(*sources: int | list[int] | None) -> tuple[int, ...]:
+    """All ids of the sources, in order, each once."""
+    ids: dict[int, None] = {}
+    for source in sources:
+        ids.update(dict.fromkeys([source] if isinstance(source, int) else source or []))
+    return tuple(ids)

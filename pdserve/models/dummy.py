@@ -1,0 +1,40 @@
+"""Random numbers that depend on (key, element index) alone: not on device, dtype, chunking or sharding.
+
+torch.Generator draws differently on CPU and CUDA and by dtype, so two workers with one seed could hold different dummy
+weights under one fingerprint. Here each element hashes its index (splitmix64, Steele et al. 2014) in integer
+arithmetic, which is exact everywhere. Used by models/weights.py for load_format="dummy".
+"""
+
+import hashlib
+
+import torch
+
+CHUNK = 1 << 24  # elements hashed at once: bounds the int64 temporaries to a few hundred MiB
+MASK64 = (1 << 64) - 1
+GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+SUM_STD = (4 * ((1 << 32) - 1) / 12) ** 0.5  # of the sum of four uniform integers of 16 bits
+SUM_MEAN = 2 * 65535
+
+
+def fill_normal(target: torch.Tensor, std: float, key: str) -> None:
+    """Fill the contiguous `target` in place with nearly normal numbers (four uniforms summed) of the given std."""
+    start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
+    flat = target.view(-1)
+    for begin in range(0, flat.numel(), CHUNK):
+        piece = flat[begin : begin + CHUNK]
+        bits = _splitmix64(start, torch.arange(begin, begin + piece.numel(), device=target.device))
+        sums = sum((bits >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
+        assert isinstance(sums, torch.Tensor)
+        piece.copy_((sums - SUM_MEAN).float() * (std / SUM_STD))
+
+
+def _splitmix64(start: int, index: torch.Tensor) -> torch.Tensor:
+    """64 random bits for each int64 index; products wrap, and shifts are made logical by masking the sign's copies."""
+    z = index * _signed(GOLDEN) + _signed(start)
+    z = (z ^ ((z >> 30) & (MASK64 >> 30))) * _signed(MIX1)
+    z = (z ^ ((z >> 27) & (MASK64 >> 27))) * _signed(MIX2)
+    return z ^ ((z >> 31) & (MASK64 >> 31))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >> 63 else value

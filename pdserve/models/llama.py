@@ -1,0 +1,135 @@
+"""The Llama family: Llama 2 and 3, Mistral (without window), Qwen2 and Qwen3; ModelSpec carries every difference.
+
+    ids -> embedding
+        -> layers x [ norm -> qkv (-> qk norm) -> rope -> attend -> o -> norm -> gate_up -> silu_mul -> down ]
+        -> norm -> hidden -> lm_head -> logits
+
+Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences nor the KV pool: `attend`,
+given by the engine's model runner, writes K and V and reads the past. Arithmetic goes through Ops, so CPU and GPU
+differ only there. Shapes: T tokens, Hq query heads, Hk KV heads, D head_dim.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from pdserve.kernels.ops import Ops
+from pdserve.models.config import ModelSpec
+from pdserve.models.rope import rope_tables
+from pdserve.models.weights import Weight, WeightSet
+from pdserve.parallel.dims import ParallelDims
+
+Tensor = torch.Tensor
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""`attend(layer, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D]) -> [T, Hq, D]`, scaled by D ** -0.5; q and k are rotated."""
+
+
+class Linear:
+    """`x [T, in] -> [T, out]`; several projections (`outs`: checkpoint module -> rows) in one matrix."""
+
+    def __init__(self, ops: Ops, weights: WeightSet, outs: dict[str, int], num_inputs: int, bias: bool) -> None:
+        self._ops = ops
+        self._weight = weights.add({f"{name}.weight": rows for name, rows in outs.items()}, num_inputs)
+        self._bias = weights.add({f"{name}.bias": rows for name, rows in outs.items()}, init="bias") if bias else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._ops.linear(x, self._weight.data, self._bias.data if self._bias else None)
+
+
+class Attention:
+    """Projections, optional norm of each q and k head, rotation; the attention itself is `attend`."""
+
+    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: tuple[Tensor, Tensor]) -> None:
+        self._spec, self._layer, self._ops, self._rope = spec, layer, ops, rope
+        name = f"model.layers.{layer}.self_attn"
+        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        self._sizes = [q_size, kv_size, kv_size]
+        outs = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        self._qkv = Linear(ops, weights, outs, spec.hidden_size, spec.qkv_bias)
+        self._o = Linear(ops, weights, {f"{name}.o_proj": spec.hidden_size}, q_size, spec.o_bias)
+        self._qk_norms: tuple[Weight, Weight] | None = None
+        if spec.qk_norm:
+            self._qk_norms = (
+                weights.add({f"{name}.q_norm.weight": spec.head_dim}, init="ones"),
+                weights.add({f"{name}.k_norm.weight": spec.head_dim}, init="ones"),
+            )
+
+    def __call__(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        q, k, v = (part.unflatten(1, (-1, self._spec.head_dim)) for part in self._qkv(x).split(self._sizes, dim=1))
+        if self._qk_norms:
+            q, k = self._head_norm(q, self._qk_norms[0]), self._head_norm(k, self._qk_norms[1])
+        q, k = self._ops.apply_rope(q, k, *self._rope, positions)
+        return self._o(attend(self._layer, q, k, v).flatten(1))
+
+    def _head_norm(self, x: Tensor, weight: Weight) -> Tensor:
+        """RMSNorm over each head alone: `[T, H, D]`."""
+        rows = x.reshape(-1, x.shape[-1])
+        return self._ops.rms_norm(rows, weight.data, self._spec.rms_eps).view(x.shape)
+
+
+class Mlp:
+    """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))` with gate and up in one matrix."""
+
+    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet) -> None:
+        self._ops = ops
+        name, size = f"model.layers.{layer}.mlp", spec.intermediate_size
+        outs = {f"{name}.gate_proj": size, f"{name}.up_proj": size}
+        self._gate_up = Linear(ops, weights, outs, spec.hidden_size, spec.mlp_bias)
+        self._down = Linear(ops, weights, {f"{name}.down_proj": spec.hidden_size}, size, spec.mlp_bias)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._down(self._ops.silu_mul(self._gate_up(x)))
+
+
+class Layer:
+    """One decoder layer. `delta` is what the layer before computed and has not yet added to `residual`."""
+
+    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: tuple[Tensor, Tensor]) -> None:
+        self._ops, self._eps = ops, spec.rms_eps
+        name = f"model.layers.{layer}"
+        self._input_norm = weights.add({f"{name}.input_layernorm.weight": spec.hidden_size}, init="ones")
+        self._post_norm = weights.add({f"{name}.post_attention_layernorm.weight": spec.hidden_size}, init="ones")
+        self._attention = Attention(spec, layer, ops, weights, rope)
+        self._mlp = Mlp(spec, layer, ops, weights)
+
+    def __call__(
+        self, delta: Tensor, residual: Tensor | None, positions: Tensor, attend: Attend
+    ) -> tuple[Tensor, Tensor]:
+        """`delta [T, hidden]`, `residual [T, hidden]` (None before the first layer) -> the same after this layer."""
+        if residual is None:
+            x, residual = self._ops.rms_norm(delta, self._input_norm.data, self._eps), delta
+        else:
+            x, residual = self._ops.add_rms_norm(delta, residual, self._input_norm.data, self._eps)
+        x = self._attention(x, positions, attend)
+        x, residual = self._ops.add_rms_norm(x, residual, self._post_norm.data, self._eps)
+        return self._mlp(x), residual
+
+
+class Llama:
+    """A decoder-only model whose `weights` are declared here and filled by models/loader.py."""
+
+    def __init__(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, ops: Ops, dims: ParallelDims) -> None:
+        assert dims.world_size == 1, "every rank holds the whole model until weights are sharded"
+        self.spec = spec
+        self.weights = WeightSet(dtype, device)
+        self._ops = ops
+        self._embedding = self.weights.add({"model.embed_tokens.weight": spec.vocab_size}, spec.hidden_size)
+        rope = rope_tables(spec.rope, spec.head_dim, spec.max_position, device)
+        self._layers = [Layer(spec, i, ops, self.weights, rope) for i in range(spec.num_layers)]
+        self._norm = self.weights.add({"model.norm.weight": spec.hidden_size}, init="ones")
+        self._lm_head = self._embedding
+        if not spec.tie_embeddings:
+            self._lm_head = self.weights.add({"lm_head.weight": spec.vocab_size}, spec.hidden_size)
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """`input_ids [T]`, `positions [T]` (int64; position in its own sequence) -> hidden `[T, hidden]`, normed."""
+        delta: Tensor = torch.nn.functional.embedding(input_ids, self._embedding.data)
+        residual: Tensor | None = None
+        for layer in self._layers:
+            delta, residual = layer(delta, residual, positions, attend)
+        assert residual is not None
+        return self._ops.add_rms_norm(delta, residual, self._norm.data, self.spec.rms_eps)[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden [N, hidden]` -> float32 `[N, vocab]`, computed in the model's dtype."""
+        return self._ops.linear(hidden, self._lm_head.data, None).float()

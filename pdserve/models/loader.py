@@ -1,0 +1,75 @@
+"""Builds a model and fills its weights: from safetensors, or at random for benchmarks.
+
+All or nothing: a weight that stays unfilled, or a checkpoint tensor nobody takes, is an error that names it. Knows no
+architecture (models/registry.py) and no fused matrices (models/weights.py). Called by the engine's model runner.
+"""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from tqdm import tqdm
+
+from pdserve.kernels.ops import Ops
+from pdserve.models.checkpoint import resolve_folder, weight_files
+from pdserve.models.config import LoadFormat, ModelSpec
+from pdserve.models.registry import BUILDERS, CausalLM
+from pdserve.models.weights import WeightSet
+from pdserve.parallel.dims import ParallelDims
+
+PROGRESS_BYTES = 1 << 30  # smaller checkpoints load in a moment and show no progress bar
+NAMED_TENSORS = 8  # of a long list, an error names this many
+
+
+def load_model(
+    path: str,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    ops: Ops,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    dims: ParallelDims | None = None,
+) -> CausalLM:
+    """The model of `spec` on `device`, computing in `dtype`, with the weights of folder (or Hub id) `path`.
+
+    "dummy" reads no file and draws weights from `seed` on the device, equal on every device. ValueError names the
+    tensors that are missing, unexpected, or of another shape than config.json says.
+    """
+    model = BUILDERS[spec.architecture](spec, dtype, device, ops, dims or ParallelDims())
+    if load_format == "dummy":
+        for weight in model.weights.all:
+            weight.draw(seed)
+    else:
+        _fill(model.weights, weight_files(resolve_folder(path, load_format)), spec.tie_embeddings)
+    return model
+
+
+def _fill(weights: WeightSet, files: list[Path], tied: bool) -> None:
+    unused: list[str] = []
+    for file in _with_progress(files):
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
+                if name in weights.by_name:
+                    weights.by_name[name].load(name, tensors.get_tensor(name))
+                elif not _harmless(name, tied):
+                    unused.append(name)
+    if unused:
+        raise ValueError(f"the model has no place for these tensors of {files[0].parent}: {_named(unused)}")
+    if missing := weights.missing():
+        raise ValueError(f"{files[0].parent} lacks these tensors: {_named(missing)}")
+
+
+def _harmless(name: str, tied: bool) -> bool:
+    """Tensors that say nothing new: rope tables older tools stored, and the output matrix where it is the embedding."""
+    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
+
+
+def _with_progress(files: list[Path]) -> "tqdm[Path]":
+    large = sum(file.stat().st_size for file in files) >= PROGRESS_BYTES
+    return tqdm(files, desc="loading weights", unit="file", disable=not large)
+
+
+def _named(names: list[str]) -> str:
+    rest = len(names) - NAMED_TENSORS
+    return ", ".join(sorted(names)[:NAMED_TENSORS]) + (f" and {rest} more" if rest > 0 else "")

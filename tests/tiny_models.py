@@ -1,0 +1,54 @@
+"""Tiny random models of every supported family, as transformers saves them; shared by the tests of several rooms.
+
+Weights are drawn wide (std 0.2 at width 64, against transformers' 0.02), norms and biases too, so that greedy output
+depends on every weight, on positions and on the mask: a model that drops one of them gives other tokens.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,  # at head_dim 16 some wavelengths are kept, some blended, some divided
+}
+SHAPE = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama", {"num_key_value_heads": 4}),
+    "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+}
+
+
+def make_tiny(family: str, path: Path | str, seed: int = 0, *, max_shard_size: str = "1GB", **overrides: Any) -> Path:
+    """Write a tiny model of `family` (a key of FAMILIES) into folder `path`; `overrides` are config.json fields."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_type, facts = FAMILIES[family]
+    config = AutoConfig.for_model(model_type, **{**SHAPE, **facts, **overrides})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.normal_(mean, 0.2, generator=generator)
+    model.save_pretrained(path, max_shard_size=max_shard_size)
+    return Path(path)
