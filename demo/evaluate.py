@@ -1,0 +1,84 @@
+"""Measures the demo model's recall with transformers alone: exact match of greedy answers to fresh prompts.
+
+Two measures of the same thing: `generate_answers` decodes token by token, as a server would; `answers_match` runs one
+forward pass over prompt + right answer and asks whether every arg max along the answer is the right token, which is
+equivalent for greedy decoding and fast enough to run during training. Called by hand, by demo/train.py and the tests.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaForCausalLM
+
+from demo.data import EOS, RecallPrompt
+from demo.recall import THRESHOLD, length_bucket, recall_prompts, shares
+
+MODEL_DIR = Path(__file__).parent / "pdserve-demo"
+
+
+@torch.inference_mode()
+def answers_match(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: Sequence[RecallPrompt], batch_size: int = 32
+) -> list[bool]:
+    """For each prompt, whether greedy decoding would give exactly the answer and then <|eos|>."""
+    device = model.device
+    matches: list[bool] = []
+    for start in range(0, len(prompts), batch_size):
+        batch = prompts[start : start + batch_size]
+        texts = tokenizer.encode_batch([p.prompt + p.answer + EOS for p in batch])
+        width = max(len(text.ids) for text in texts)
+        # Right padding needs no mask: with causal attention no real token sees the padding.
+        ids = torch.tensor([text.ids + [0] * (width - len(text.ids)) for text in texts], device=device)
+        predicted = model(input_ids=ids, use_cache=False).logits.argmax(-1)  # [batch, width]
+        for i, p in enumerate(batch):
+            first, last = len(tokenizer.encode(p.prompt).ids), len(texts[i].ids)
+            matches.append(bool(torch.equal(predicted[i, first - 1 : last - 1], ids[i, first:last])))
+    return matches
+
+
+@torch.inference_mode()
+def generate_answers(model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: Sequence[RecallPrompt]) -> list[str]:
+    """Greedy completions of at most 16 tokens by transformers' `generate`, one prompt at a time, <|eos|> removed."""
+    answers: list[str] = []
+    for p in tqdm(prompts, desc="recall", file=sys.stderr):
+        ids = torch.tensor([tokenizer.encode(p.prompt).ids], device=model.device)
+        output: Tensor = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
+        )  # [1, prompt + new]
+        answers.append(tokenizer.decode(output[0, ids.shape[1] :].tolist()))
+    return answers
+
+
+def load_model(folder: Path, device: str = "cpu") -> LlamaForCausalLM:
+    """The stored weights, cast up to float32 as the CPU engine serves them."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    move: Callable[[str], LlamaForCausalLM] = model.to
+    return move(device).eval()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="recall of the demo model, by transformers alone")
+    parser.add_argument("--model", type=Path, default=MODEL_DIR)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--num", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=12345)
+    args = parser.parse_args()
+    tokenizer = Tokenizer.from_file(str(args.model / "tokenizer.json"))
+    prompts = recall_prompts(args.seed, args.num)
+    answers = generate_answers(load_model(args.model, args.device), tokenizer, prompts)
+    matches = [answer == p.answer for answer, p in zip(answers, prompts, strict=True)]
+    print("by kind:  ", shares([p.kind for p in prompts], matches))
+    print("by tokens:", shares([length_bucket(len(tokenizer.encode(p.prompt).ids)) for p in prompts], matches))
+    accuracy = sum(matches) / len(matches)
+    print(f"recall: {sum(matches)} of {len(matches)} = {accuracy:.4f} (seed {args.seed}, threshold {THRESHOLD})")
+    return 0 if accuracy >= THRESHOLD else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

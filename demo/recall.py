@@ -1,0 +1,40 @@
+"""The recall measure's fixed parts: which prompts, which threshold, how accuracy is broken down.
+
+Free of torch, since benchmarks/recall.py asks a server and never loads the model. Called by it, demo/evaluate.py,
+demo/train.py and the tests. Who answers the prompts is not known here.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+
+from demo.data import RecallPrompt, recall_prompt
+
+MAX_PROMPT_TOKENS = 1500
+MIN_PROMPT_TOKENS = 60
+THRESHOLD = 0.97
+
+
+def recall_prompts(seed: int, num_prompts: int, max_tokens: int = MAX_PROMPT_TOKENS) -> list[RecallPrompt]:
+    """Prompts of at most `max_tokens` tokens, lengths spread evenly, in random order."""
+    if not 2 * MIN_PROMPT_TOKENS <= max_tokens <= MAX_PROMPT_TOKENS:
+        raise ValueError(
+            f"max_tokens is {max_tokens}: choose {2 * MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}, the range trained for"
+        )
+    rng = random.Random(seed)
+    # A text may end one sentence past its target.
+    return [recall_prompt(rng, rng.randint(MIN_PROMPT_TOKENS, max_tokens - 10)) for _ in range(num_prompts)]
+
+
+def shares(keys: Sequence[str], matches: Sequence[bool]) -> str:
+    """Accuracy by key as one line, such as "code 0.990 (75)  home 1.000 (70)"."""
+    groups: dict[str, list[bool]] = defaultdict(list)
+    for key, match in zip(keys, matches, strict=True):
+        groups[key].append(match)
+    return "  ".join(f"{key} {sum(groups[key]) / len(groups[key]):.3f} ({len(groups[key])})" for key in sorted(groups))
+
+
+def length_bucket(num_tokens: int) -> str:
+    """The range of 250 tokens a prompt falls in, such as "0500-0749"."""
+    low = num_tokens // 250 * 250
+    return f"{low:04d}-{low + 249:04d}"

@@ -1,0 +1,54 @@
+"""Training rows: generated documents as token ids, one document a row, cut or padded to the row's length.
+
+Free of torch, so that worker processes start fast. Knows tokenizer.json and the generators, not the model or the
+schedule. Called by demo/train.py, in worker processes or inline.
+"""
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from tokenizers import Tokenizer
+
+from demo.data import EOS, document
+
+ROW_LENGTHS = (256, 1024, 2048)
+RECALL_SHARE = {256: 0.5, 1024: 0.75, 2048: 0.8}
+FILL = 0.97
+
+
+@dataclass(frozen=True)
+class Shard:
+    """`rows`: uint16 [num_rows, row_length + 1] (inputs and, one to the right, their targets), each starting with <|bos|> and padded at the end with <|eos|>."""
+
+    row_length: int
+    rows: npt.NDArray[np.uint16]
+
+
+def make_shard(tokenizer: Tokenizer, seed: int, row_length: int, num_tokens: int) -> Shard:
+    """The shard that this seed names: about `num_tokens` tokens of rows of `row_length` (a key of RECALL_SHARE)."""
+    rng = random.Random(seed)
+    num_rows = max(1, num_tokens // row_length)
+    texts = [document(rng, int(FILL * row_length), RECALL_SHARE[row_length]) for _ in range(num_rows)]
+    rows = np.full((num_rows, row_length + 1), tokenizer.token_to_id(EOS), dtype=np.uint16)
+    for row, encoding in zip(rows, tokenizer.encode_batch_fast(texts), strict=True):
+        ids = encoding.ids[: row_length + 1]
+        row[: len(ids)] = ids
+    return Shard(row_length, rows)
+
+
+_worker_tokenizer: list[Tokenizer] = []
+
+
+def start_worker(tokenizer_file: Path) -> None:
+    """Pool initializer: one tokenizer a process, single-threaded since the pool already fills the cores."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _worker_tokenizer.append(Tokenizer.from_file(str(tokenizer_file)))
+
+
+def worker_shard(task: tuple[int, int, int]) -> Shard:
+    """Pool task (seed, row_length, num_tokens) -> Shard; needs `start_worker` first."""
+    return make_shard(_worker_tokenizer[0], *task)
