@@ -1,0 +1,78 @@
+"""Incremental detokenisation: token ids in, the text that became certain out, in constant time a token.
+
+What it holds back is only what a later token can still change: an incomplete UTF-8 character (byte-level BPE) or a
+run of byte tokens (sentencepiece). The pieces, joined, equal `Tokenizer.decode` of all tokens. Knows no stop strings
+(`text.stop`). One object a choice; called by the router and by the offline `LLM`.
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from pdserve.text.pieces import BytePieces, TextPieces
+from pdserve.text.tokenizer import Tokenizer
+
+_utf8_decoder = codecs.getincrementaldecoder("utf-8")
+
+
+class _Assembler(Protocol):
+    def push(self, token_id: int) -> str: ...
+
+    def flush(self) -> str: ...
+
+
+class IncrementalDetokenizer:
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        pieces = tokenizer.pieces
+        self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
+        self._assembler: _Assembler = (
+            _ByteAssembler(pieces) if isinstance(pieces, BytePieces) else _TextAssembler(pieces)
+        )
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens make certain; may be empty; never a U+FFFD that a later token would undo."""
+        return "".join(self._assembler.push(token) for token in token_ids if token not in self._skipped)
+
+    def flush(self) -> str:
+        """The rest, when no token follows: an incomplete character becomes U+FFFD, as in `Tokenizer.decode`."""
+        return self._assembler.flush()
+
+
+class _ByteAssembler:
+    def __init__(self, pieces: BytePieces) -> None:
+        self._pieces = pieces
+        self._decoder = _utf8_decoder("replace")
+
+    def push(self, token_id: int) -> str:
+        return self._decoder.decode(self._pieces.token_bytes(token_id))
+
+    def flush(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+class _TextAssembler:
+    """Byte tokens are held until their run ends: only the whole run decides between characters and U+FFFD."""
+
+    def __init__(self, pieces: TextPieces) -> None:
+        self._pieces = pieces
+        self._first = True
+        self._run: list[int] = []
+
+    def push(self, token_id: int) -> str:
+        if self._pieces.is_byte(token_id):
+            self._run.append(token_id)
+            return ""
+        if self._pieces.is_empty(token_id):
+            return ""
+        text = self.flush()
+        text += self._pieces.decode([token_id]) if self._first else self._pieces.piece(token_id)
+        self._first = False
+        return text
+
+    def flush(self) -> str:
+        if not self._run:
+            return ""
+        text = self._pieces.decode(self._run) if self._first else self._pieces.inner(self._run)
+        self._first = False
+        self._run = []
+        return text

@@ -1,0 +1,124 @@
+"""What one token adds to a text, independent of its neighbours: the table behind incremental detokenisation.
+
+Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, only UTF-8 ties neighbours together. Sentencepiece-like
+and WordPiece decoders: a token is text; the first of a sequence is special (its leading space goes), and a run of
+`<0xNN>` byte tokens is one unit. A decoder of any other kind is refused, not guessed. Called by `text.tokenizer` and `text.detokenize`.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import tokenizers
+
+
+class BytePieces:
+    """Byte-level decoder: the text of a sequence is the UTF-8 decoding of its tokens' bytes, joined."""
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self._backend = backend
+        self._cache: dict[int, bytes] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        piece = self._cache.get(token_id)
+        if piece is None:
+            piece = self._cache[token_id] = _byte_level_bytes(self._backend.id_to_token(token_id) or "")
+        return piece
+
+
+class TextPieces:
+    """Text decoder, asked through an anchor: a token's piece is what it adds behind an ordinary token."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, byte_fallback: bool) -> None:
+        self._backend = backend
+        self._byte_fallback = byte_fallback
+        self._anchor = _find_anchor(backend)
+        self._anchor_length = len(self.decode([self._anchor]))
+        self._cache: dict[int, str] = {}
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=False)
+
+    def is_byte(self, token_id: int) -> bool:
+        return self._byte_fallback and _fallback_byte(self._backend.id_to_token(token_id)) is not None
+
+    def is_empty(self, token_id: int) -> bool:
+        """Whether the decoder does not see the token at all: it does not count as the first of a sequence."""
+        return not self._backend.id_to_token(token_id)
+
+    def inner(self, ids: Sequence[int]) -> str:
+        """The text of these tokens when others come before them."""
+        return self.decode([self._anchor, *ids])[self._anchor_length :]
+
+    def piece(self, token_id: int) -> str:
+        piece = self._cache.get(token_id)
+        if piece is None:
+            piece = self._cache[token_id] = self.inner([token_id])
+        return piece
+
+    def token_bytes(self, token_id: int) -> bytes:
+        byte = _fallback_byte(self._backend.id_to_token(token_id)) if self._byte_fallback else None
+        return self.piece(token_id).encode() if byte is None else bytes([byte])
+
+
+def make_pieces(backend: tokenizers.Tokenizer) -> BytePieces | TextPieces:
+    """ValueError when the decoder is none of the known kinds."""
+    stages = _stages(json.loads(backend.to_str())["decoder"])
+    kinds = [stage["type"] for stage in stages]
+    if kinds == ["ByteLevel"]:
+        return BytePieces(backend)
+    for stage in stages:
+        if stage["type"] not in {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece"}:
+            raise ValueError(
+                f"the tokenizer's decoder {stage['type']!r} cannot be streamed: ByteLevel, Metaspace, WordPiece and "
+                "sequences of Replace, ByteFallback, Fuse, Strip can"
+            )
+        if stage["type"] == "Strip" and stage["stop"]:
+            raise ValueError("the tokenizer's decoder strips the end of a text, which cannot be streamed")
+    return TextPieces(backend, byte_fallback="ByteFallback" in kinds)
+
+
+def _stages(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if decoder is None:
+        return []
+    if decoder["type"] == "Sequence":
+        return [stage for inner in decoder["decoders"] for stage in _stages(inner)]
+    return [decoder]
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_alphabet()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    """As the ByteLevel decoder: a token with a character outside the alphabet (an added one) stands for its own UTF-8."""
+    try:
+        return bytes(_BYTE_OF_CHAR[char] for char in token)
+    except KeyError:
+        return token.encode()
+
+
+def _fallback_byte(token: str | None) -> int | None:
+    if token is None or len(token) != 6 or not token.startswith("<0x") or not token.endswith(">"):
+        return None
+    try:
+        return int(token[3:5], 16)
+    except ValueError:
+        return None
+
+
+def _find_anchor(backend: tokenizers.Tokenizer) -> int:
+    """A token that decodes to itself: plain letters without space, special meaning or byte."""
+    specials = {token.content for token in backend.get_added_tokens_decoder().values()}
+    vocabulary = backend.get_vocab(with_added_tokens=True)
+    plain = [t for t in vocabulary if t.isalnum() and t.isascii() and t not in specials]
+    for token in sorted(plain, key=lambda t: (len(t), t)):
+        if backend.decode([vocabulary[token]], skip_special_tokens=False) == token:
+            return vocabulary[token]
+    raise ValueError("the tokenizer's vocabulary holds no plain word to stream text behind")

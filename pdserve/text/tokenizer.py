@@ -1,0 +1,164 @@
+"""A Hugging Face tokenizer folder without transformers: encode, decode, chat template, special tokens.
+
+Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and the eos ids of generation_config.json. Needs only
+`tokenizers` and jinja2, so a process without torch can use it (transformers' AutoTokenizer imports torch). Knows no
+requests and no streams: `text.detokenize` turns single tokens into text. Called by the router and by the offline `LLM`.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from pdserve.text.chat_template import ChatTemplate
+from pdserve.text.pieces import BytePieces, TextPieces, make_pieces
+
+_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Tokenizer:
+    """One loaded tokenizer. Immutable after loading; its methods may be called from several threads."""
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str] | None = None,
+        eos_token_ids: Sequence[int] = (),
+        chat_template: str | None = None,
+    ) -> None:
+        """backend: truncation and padding are switched off. special_tokens: name, as in templates -> text."""
+        backend.no_truncation()
+        backend.no_padding()
+        self._backend = backend
+        self.special_tokens = dict(special_tokens or {})
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self._template = ChatTemplate(chat_template) if chat_template is not None else None
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Tokenizer":
+        """Read a folder in Hugging Face format. ValueError: no folder, no tokenizer.json, or a broken file."""
+        folder = Path(path)
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise ValueError(
+                f"tokenizer path {str(path)!r} holds no tokenizer.json: give a local folder in Hugging Face format; "
+                "a slow tokenizer is converted by transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+            )
+        try:
+            backend = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the bindings raise plain Exception
+            raise ValueError(
+                f"{file} is not a tokenizer that this version of `tokenizers` can read: {error}"
+            ) from error
+        config = _read_json(folder / "tokenizer_config.json")
+        specials = _special_tokens(_read_json(folder / "special_tokens_map.json") | config)
+        eos = _eos_token_ids(folder, backend, specials)
+        return cls(backend, specials, eos, _chat_template(folder, config))
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Highest token id plus one, added tokens included (the model's own vocabulary may be padded beyond it)."""
+        return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        added = self._backend.get_added_tokens_decoder()
+        return frozenset(token_id for token_id, token in added.items() if token.special)
+
+    @cached_property
+    def pieces(self) -> BytePieces | TextPieces:
+        """What each single token contributes to a text; shared by all incremental detokenizers."""
+        return make_pieces(self._backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; releases the GIL meanwhile. ValueError when the text is no valid Unicode."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as error:
+            raise ValueError("the text holds a lone surrogate, which is no valid Unicode: send valid UTF-8") from error
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes one token stands for in the middle of a text; empty when the id is unknown."""
+        return self.pieces.token_bytes(token_id)
+
+    def token_text(self, token_id: int) -> str:
+        """One token as readable text; bytes that are no complete character show as U+FFFD."""
+        return self.token_bytes(token_id).decode("utf-8", "replace")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> str:
+        """The prompt text of a conversation. ValueError: no template, bad messages, or the template refuses them."""
+        if self._template is None:
+            raise ValueError(
+                "this model's tokenizer has no chat template: use /v1/completions, or add chat_template.jinja"
+            )
+        variables: dict[str, Any] = self.special_tokens | kwargs
+        return self._template.render(messages, add_generation_prompt, tools, variables)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **kwargs: Any,
+    ) -> list[int]:
+        """Token ids of a conversation; the template writes its own special tokens. Raises as `render_chat`."""
+        return self.encode(self.render_chat(messages, add_generation_prompt, tools, **kwargs), add_special_tokens=False)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file} must hold a JSON object, not {type(data).__name__}")
+    return data
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Name -> text; a token is a string or an AddedToken's dict."""
+    specials = {}
+    for name in _NAMED_SPECIALS:
+        token = config.get(name)
+        text = token.get("content") if isinstance(token, dict) else token
+        if isinstance(text, str):
+            specials[name] = text
+    return specials
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str, str]) -> list[int]:
+    """The tokenizer's eos and those of generation_config.json (without one, config.json), as in transformers."""
+    source = folder / "generation_config.json"
+    value = _read_json(source if source.is_file() else folder / "config.json").get("eos_token_id")
+    ids = [] if value is None else list(value) if isinstance(value, list) else [value]
+    own = backend.token_to_id(specials["eos_token"]) if "eos_token" in specials else None
+    return ids if own is None else [own, *ids]
+
+
+def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja wins over the config's; of several named ones the one called "default"."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
