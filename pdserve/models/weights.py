@@ -26,9 +26,13 @@ class Weight:
         self._init = init
         self._slices = dict(zip(parts, self.data.split(list(parts.values())), strict=True))
 
+    def part(self, name: str) -> torch.Tensor:
+        """The rows (a view of `data`) that the checkpoint tensor `name` fills."""
+        return self._slices[name]
+
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy the checkpoint tensor `name` into its rows, converting dtype. ValueError on a wrong shape or integers."""
-        target = self._slices[name]
+        """Copy checkpoint tensor `name` into its rows, converting dtype; ValueError on a wrong shape or integers"""
+        target = self.part(name)
         if tensor.shape != target.shape:
             raise ValueError(
                 f"{name} has shape {list(tensor.shape)} in the checkpoint; config.json says {list(target.shape)}"

@@ -1,0 +1,194 @@
+"""Our models against transformers, float32: logits of every position, greedy tokens, and mutations that must show."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import make_tiny
+
+from pdserve.kernels.ops import Ops, ops_for
+from pdserve.models.config import ModelSpec, read_spec
+from pdserve.models.llama import Attend
+from pdserve.models.loader import load_model
+from pdserve.models.registry import CausalLM
+
+CPU = torch.device("cpu")
+TOLERANCE = 1e-4
+PROMPT_TOKENS = 200  # past original_max_position_embeddings of the scaled models
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama2", {}),
+    "llama2-tied": ("llama2", {"tie_word_embeddings": True}),
+    "llama2-linear-rope": ("llama2", {"rope_parameters": LINEAR_ROPE}),
+    "llama3": ("llama3", {}),
+    "llama3-tied": ("llama3", {"tie_word_embeddings": True}),
+    "llama3-biases": ("llama3", {"attention_bias": True, "mlp_bias": True}),
+    "mistral": ("mistral", {}),
+    "mistral-tied": ("mistral", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen2-tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
+    "qwen3-biases": ("qwen3", {"attention_bias": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(case: str) -> Path:
+        if case not in made:
+            family, overrides = CASES[case]
+            made[case] = make_tiny(family, tmp_path_factory.mktemp(case), seed=7, **overrides)
+        return made[case]
+
+    return get
+
+
+def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
+    """Causal attention over one sequence given whole; `window` and `scale` mutate mask and softmax scale."""
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 * scale
+        t = torch.arange(len(q))
+        hidden = t[None, :] > t[:, None]
+        if window:
+            hidden |= t[None, :] <= t[:, None] - window
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+    return attend
+
+
+def load(folder: Path, spec: ModelSpec | None = None, ops: Ops | None = None) -> CausalLM:
+    return load_model(str(folder), spec or read_spec(str(folder)), torch.float32, CPU, ops or ops_for(CPU))
+
+
+def prompt(num_tokens: int = PROMPT_TOKENS) -> torch.Tensor:
+    return torch.randint(256, (num_tokens,), generator=torch.Generator().manual_seed(1))
+
+
+def our_logits(model: CausalLM, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
+    with torch.inference_mode():
+        return model.logits(model.forward(ids, torch.arange(len(ids)), attend or dense_attend()))
+
+
+def reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+def reference_logits(folder: Path) -> torch.Tensor:
+    with torch.inference_mode():
+        return reference(folder)(prompt()[None]).logits[0]
+
+
+def gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    return (a - b).abs().max().item()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_of_every_position_equal_transformers(case: str, folder_of: Callable[[str], Path]) -> None:
+    logits = our_logits(load(folder_of(case)), prompt())
+    assert logits.dtype == torch.float32 and logits.shape == (PROMPT_TOKENS, 256)
+    assert gap(logits, reference_logits(folder_of(case))) < TOLERANCE
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_equal_transformers(case: str, folder_of: Callable[[str], Path]) -> None:
+    ids = start = prompt(64)
+    model = load(folder_of(case))
+    for _ in range(64):
+        ids = torch.cat([ids, our_logits(model, ids)[-1].argmax().view(1)])
+    with torch.inference_mode():
+        expected = reference(folder_of(case)).generate(
+            start[None], attention_mask=torch.ones(1, 64, dtype=torch.long), max_new_tokens=64, do_sample=False
+        )
+    assert ids.tolist() == expected[0].tolist()
+    assert len(set(ids[64:].tolist())) > 8, "a model that repeats itself proves little"
+
+
+def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
+    """Tokens of a sequence in any order on the flat axis, with their positions, give the same rows."""
+    model, ids = load(folder_of("llama3")), prompt(24)
+    order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        back = order.argsort()
+        return dense_attend()(layer, q[back], k[back], v[back])[order]
+
+    with torch.inference_mode():
+        shuffled = model.logits(model.forward(ids[order], order, attend))
+    assert gap(shuffled, our_logits(model, ids)[order]) < TOLERANCE
+
+
+def rope_changed(**changes: Any) -> Callable[[ModelSpec], ModelSpec]:
+    return lambda spec: spec.model_copy(update={"rope": spec.rope.model_copy(update=changes)})
+
+
+@pytest.mark.parametrize(
+    ("case", "mutate"),
+    [
+        ("llama2", rope_changed(theta=10500.0)),
+        ("llama2-linear-rope", rope_changed(factor=4.2)),
+        ("llama3", rope_changed(kind="default")),
+        ("llama3", rope_changed(original_max_position=72)),
+        ("llama3", rope_changed(low_freq_factor=1.2)),
+        ("llama3", rope_changed(high_freq_factor=3.5)),
+        ("qwen2", lambda spec: spec.model_copy(update={"rms_eps": 1e-3})),
+    ],
+)
+def test_a_wrong_fact_shows(
+    case: str, mutate: Callable[[ModelSpec], ModelSpec], folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of(case)
+    mutant = load(folder, mutate(read_spec(str(folder))))
+    assert gap(our_logits(mutant, prompt()), reference_logits(folder)) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("attend", [dense_attend(window=64), dense_attend(scale=1.02)], ids=["mask", "scale"])
+def test_a_wrong_attention_shows(attend: Attend, folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("mistral")
+    assert gap(our_logits(load(folder), prompt(), attend), reference_logits(folder)) > 10 * TOLERANCE
+
+
+class WithoutHeadNorm:
+    """Ops whose rms_norm passes rows of width 32 (Qwen3's heads; hidden rows are 64 wide) through."""
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return x if x.shape[-1] == 32 else self._ops.rms_norm(x, weight, eps)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+
+def test_a_dropped_head_norm_shows(folder_of: Callable[[str], Path]) -> None:
+    folder = folder_of("qwen3")
+    mutant = load(folder, ops=WithoutHeadNorm(ops_for(CPU)))  # type: ignore[arg-type]
+    assert gap(our_logits(mutant, prompt()), reference_logits(folder)) > 10 * TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["llama3-biases", "qwen2", "qwen3"])
+def test_every_weight_matters(case: str, folder_of: Callable[[str], Path]) -> None:
+    """Zeroing any checkpoint tensor, a bias or a head norm too, leaves parity."""
+    folder = folder_of(case)
+    expected = reference_logits(folder)
+    names = list(load(folder).weights.by_name)
+    model = load(folder)
+    for name in names:
+        part = model.weights.by_name[name].part(name)
+        kept = part.clone()
+        part.zero_()
+        # k_proj.bias turns every key of a head alike, yet the rotation makes it count by distance
+        assert gap(our_logits(model, prompt()), expected) > 10 * TOLERANCE, name
+        part.copy_(kept)
+    assert gap(our_logits(model, prompt()), expected) < TOLERANCE
