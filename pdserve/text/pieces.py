@@ -1,8 +1,9 @@
 """What one token adds to a text, independent of its neighbours: the table behind incremental detokenisation.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, only UTF-8 ties neighbours together. Sentencepiece-like
+Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, only UTF-8 ties neighbours together. Sentencepiece
 and WordPiece decoders: a token is text; the first of a sequence is special (its leading space goes), and a run of
-`<0xNN>` byte tokens is one unit. A decoder of any other kind is refused, not guessed. Called by `text.tokenizer` and `text.detokenize`.
+`<0xNN>` byte tokens is one unit. A decoder of any other kind is refused, not guessed. Called by `text.tokenizer` and
+`text.detokenize`.
 """
 
 import json
@@ -97,7 +98,7 @@ _BYTE_OF_CHAR = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """As the ByteLevel decoder: a token with a character outside the alphabet (an added one) stands for its own UTF-8."""
+    """As the ByteLevel decoder: a token with a character outside the alphabet stands for its own UTF-8."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:
