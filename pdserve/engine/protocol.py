@@ -24,7 +24,7 @@ MAX_SEED = 2**63 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the tokens of a request are drawn; the names and defaults are vLLM's. Every field is validated by name.
 
-    n: choices per prompt. temperature: 0 is greedy. top_p, top_k (0 or -1: off), min_p: filters, applied in the order top_k,
+    n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off), min_p: filters, applied in the order top_k,
     top_p, min_p after the temperature. repetition_penalty: over prompt and output; presence_penalty, frequency_penalty:
     over the output. logit_bias: added to the logits of token ids. seed: None lets the receiver draw one. stop: strings
     that end the text; stop_token_ids end the tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before.
@@ -70,7 +70,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @property
     def greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < 1e-5
 
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError when a token id lies outside the vocabulary."""

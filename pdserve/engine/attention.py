@@ -1,0 +1,64 @@
+"""Paged attention of one step: the `attend` callable that a model's layers call.
+
+Writes the step's K and V rows into the pool, then attends: single-query sequences (decodes) by the decode kernel, the others
+(prefill chunks) by the varlen prefill kernel. Knows the pool's layout through tensors only; built anew each step by the
+model runner.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.kernels.ops import Ops
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """Where a step's rows lie. Rows are ordered: decodes (one query each), prefill chunks, then padding to the null block.
+
+    slots: int64 `[rows]`, block * block_size + offset of each row. block_tables: int32 `[sequences, max_blocks]`;
+    context_lens: int32 `[sequences]`, KV length including this step's rows; query_starts: int32 `[prefills + 1]`, offsets
+    into the prefill rows.
+    """
+
+    num_decodes: int
+    num_prefill_rows: int
+    slots: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    query_starts: Tensor
+    max_decode_context: int
+    max_query_len: int
+
+
+class PagedAttention:
+    """`attend(layer, q, k, v) -> out` over the pool `[blocks, kv_heads, layers, 2, block_size, head_dim]`."""
+
+    def __init__(self, pool: Tensor, ops: Ops, scale: float, batch: AttentionBatch) -> None:
+        self._pool = pool
+        self._ops = ops
+        self._scale = scale
+        self._batch = batch
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q `[rows, heads, head_dim]`, k and v `[rows, kv_heads, head_dim]` -> `[rows, heads, head_dim]`."""
+        b = self._batch
+        kv = self._pool[:, :, layer]
+        self._ops.write_kv(k, v, kv, b.slots)
+        out = q.new_zeros(q.shape)
+        d, p = b.num_decodes, b.num_prefill_rows
+        if d:
+            out[:d] = self._ops.paged_decode(
+                q[:d], kv, b.block_tables[:d], b.context_lens[:d], self._scale, b.max_decode_context
+            )
+        if p:
+            out[d : d + p] = self._ops.paged_prefill(
+                q[d : d + p],
+                kv,
+                b.block_tables[d:],
+                b.context_lens[d:],
+                b.query_starts,
+                b.max_query_len,
+                self._scale,
+            )
+        return out

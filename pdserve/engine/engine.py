@@ -1,0 +1,424 @@
+"""The engine: requests in, protocol events out, one `step()` at a time.
+
+Owns scheduler, block manager, pool and model runner, and turns sampled tokens into events. Serves both phases: a
+prefill-only request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that somebody else
+filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
+"""
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
+from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
+from pdserve.engine.model_runner import Fence, ModelRunner
+from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
+from pdserve.engine.sampler import Sampled, SampleRow, sample, token_logprobs
+from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.engine.sequence import Request, Sequence, Status
+from pdserve.kernels.ops import ops_for
+from pdserve.models.config import ModelSpec, read_spec
+from pdserve.models.loader import load_model
+
+LOGPROBS_PER_EVENT = 1024  # prompt positions in one PromptScored, so that no event outgrows a message
+
+
+@dataclass(frozen=True)
+class HeldPrompt:
+    """The blocks of a finished prefill-only request; they stay owned until `Engine.release_held(key)`."""
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    content: bytes
+
+
+@dataclass
+class Reservation:
+    """Blocks for rows that somebody else will fill. block_table: the first `num_cached` hold their rows already."""
+
+    request: Request
+    starts: tuple[Start, ...]
+    block_table: list[int]
+    num_cached: int
+
+    @property
+    def destination(self) -> list[int]:
+        """The blocks to fill."""
+        return self.block_table[self.num_cached :]
+
+
+@dataclass
+class StepResult:
+    """What a step did. The events of its tokens may go out at once; the held prompts may be published once `fence.ready()`."""
+
+    events: list[tuple[RequestKey, Event]] = field(default_factory=list)
+    held: list[HeldPrompt] = field(default_factory=list)
+    fence: Fence = field(default_factory=Fence)
+    num_rows: int = 0
+
+
+@dataclass
+class EngineStats:
+    """Running totals since start."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+
+class Engine:
+    """One model on one device. Not thread-safe: one thread calls everything."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
+        self.config = config
+        self.device = _device(config.device)
+        if config.deterministic and self.device.type == "cuda":
+            raise ValueError("engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)")
+        path = model.resolved_path
+        self.spec: ModelSpec = read_spec(path, model.load_format, model.seed)
+        dtype = _dtype(model.dtype, self.spec, self.device)
+        ops = ops_for(self.device)
+        weights = load_model(
+            path, self.spec, TORCH_DTYPES[dtype], self.device, ops, load_format=model.load_format, seed=model.seed
+        )
+        self.layout = KVLayout.uniform(
+            num_layers=self.spec.num_layers,
+            heads=tuple(range(self.spec.num_kv_heads)),
+            head_dim=self.spec.head_dim,
+            block_size=config.block_size,
+            dtype=dtype,
+        )
+        self.runner = ModelRunner(weights, torch.empty(0), config.block_size, ops, self.device)
+        num_blocks = num_blocks_for(config, self.layout, self.device, self._peak_activation_bytes())
+        self.runner.pool = allocate_pool(self.layout, num_blocks, self.device)
+        self.model_fingerprint = f"{self.spec.fingerprint()}/{dtype}"
+        self.blocks = BlockManager(num_blocks, config.enable_prefix_caching)
+        self.hasher = BlockHasher(self.model_fingerprint, config.block_size)
+        self.scheduler = Scheduler(self.blocks, self.hasher, config.max_num_batched_tokens, config.max_num_seqs)
+        self.max_model_len = min(config.max_model_len or self.spec.max_position, self.spec.max_position)
+        self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * config.block_size)
+        self.stats = EngineStats()
+        self._arrivals = itertools.count()
+        self._requests: dict[RequestKey, Request] = {}
+        self._held: dict[RequestKey, HeldPrompt] = {}
+
+    @property
+    def pool(self) -> Tensor:
+        return self.runner.pool
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    # --- requests in and out ---
+
+    def make_request(self, submit: Submit) -> Request:
+        """Check a Submit against this engine; ValueError naming the parameter when it can never run here."""
+        prompt, sampling = submit.prompt_token_ids, submit.sampling
+        vocab = self.spec.vocab_size
+        if not prompt:
+            raise ValueError("prompt must hold at least one token")
+        if min(prompt) < 0 or max(prompt) >= vocab:
+            raise ValueError(f"prompt holds a token id outside 0..{vocab - 1}")
+        if len(prompt) >= self.max_request_tokens:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, but a request may have {self.max_request_tokens} in all "
+                "(max_model_len, or what the KV pool holds): shorten it"
+            )
+        sampling.check_vocab(vocab)
+        self._check_starts(submit)
+        limit = self.max_request_tokens - len(prompt)
+        stops = frozenset(sampling.stop_token_ids)
+        request = Request(
+            key=submit.key,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            max_tokens=min(sampling.max_tokens or limit, limit),
+            stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self.spec.eos_token_ids),
+            prefill_only=submit.phase == "prefill",
+            priority=submit.priority,
+            cache_salt=submit.cache_salt,
+        )
+        for start in submit.starts:
+            if len(start.forced) >= request.max_tokens:
+                raise ValueError(f"choice {start.choice} has {len(start.forced)} forced tokens: nothing is left to do")
+        return request
+
+    def _check_starts(self, submit: Submit) -> None:
+        choices = [start.choice for start in submit.starts]
+        if not choices or len(set(choices)) != len(choices):
+            raise ValueError("starts must name at least one choice, each once")
+        if len(choices) > self.config.max_num_seqs:
+            raise ValueError(f"n is {len(choices)}, but a step runs at most {self.config.max_num_seqs} sequences")
+        if submit.phase == "prefill" and any(start.forced for start in submit.starts):
+            raise ValueError('phase "prefill" takes no forced tokens: use "full" or "decode"')
+
+    def add(self, request: Request, starts: Iterable[Start]) -> None:
+        """Queue a request that computes its prompt here. Fresh choices share one computation and fork behind the prompt."""
+        starts = tuple(starts)
+        fresh = not any(start.forced for start in starts)
+        self._register(request)
+        for start in starts[:1] if fresh else starts:
+            seq = self._sequence(request, start)
+            if fresh:
+                seq.pending_forks = tuple(s.choice for s in starts[1:])
+            self.scheduler.add(seq)
+
+    def abort(self, key: RequestKey, choices: tuple[int, ...] | None = None) -> bool:
+        """Stop a request (or some of its choices) and free their blocks; idempotent. True when the request is gone."""
+        request = self._requests.get(key)
+        if request is None:
+            return True
+        for seq in list(request.sequences):
+            kept = () if choices is None else tuple(c for c in seq.pending_forks if c not in choices)
+            if choices is None or (seq.choice in choices and not kept):
+                self._finish(seq)
+            elif seq.choice in choices:
+                seq.choice, seq.pending_forks = kept[0], kept[1:]  # another choice takes the prompt's computation over
+            else:
+                seq.pending_forks = kept
+        return key not in self._requests
+
+    def release_held(self, key: RequestKey) -> None:
+        """Free the blocks of a held prompt; idempotent."""
+        held = self._held.pop(key, None)
+        if held is not None:
+            self.blocks.release(held.block_ids)
+
+    # --- joining with blocks filled by others ---
+
+    def reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
+        """Blocks for the prompt's rows, cached ones first; None when too few are free now."""
+        probe = Sequence(request, 0, list(request.prompt_token_ids), 0)
+        cached = self.blocks.match(probe.hashes(self.hasher))
+        self.blocks.acquire(cached)
+        missing = self.layout.num_blocks_for(request.num_prompt_tokens) - len(cached)
+        try:
+            fresh = self.blocks.allocate(missing, cached[-1] if cached else None)
+        except OutOfBlocks:
+            self.blocks.release(cached)
+            return None
+        return Reservation(request, starts, cached + fresh, len(cached))
+
+    def join(self, reservation: Reservation) -> None:
+        """All rows of the reservation are in place: its choices go on behind their forced tokens."""
+        request = reservation.request
+        request.prompt_reported = True
+        request.cached_tokens = reservation.num_cached * self.config.block_size
+        self._register(request)
+        rows = request.num_prompt_tokens
+        for index, start in enumerate(reservation.starts):
+            seq = self._sequence(request, start)
+            seq.block_table = list(reservation.block_table)
+            seq.num_computed = rows
+            if index:
+                self.blocks.acquire(seq.block_table)
+            self._commit_full_blocks(seq)
+            self.scheduler.add(seq)
+
+    def cancel_reservation(self, reservation: Reservation, settled: bool) -> list[int]:
+        """Give a reservation back. settled False: its destination goes to quarantine; those blocks are returned."""
+        destination = reservation.destination
+        self.blocks.release(reservation.block_table[: reservation.num_cached])
+        if settled:
+            self.blocks.release(destination)
+            return []
+        self.blocks.quarantine(destination, "transfer")
+        return destination
+
+    # --- the step ---
+
+    def step(self) -> StepResult:
+        """Compute one step; empty when nothing can run."""
+        plan = self.scheduler.schedule()
+        if not plan:
+            return StepResult()
+        wanted = {seq: self._wanted_positions(seq, count) for seq, count in plan.num_tokens.items()}
+        logits, fence = self.runner.execute(plan, wanted)
+        result = StepResult(fence=fence, num_rows=sum(plan.num_tokens.values()))
+        self._score_prompts(logits, wanted)
+        finishing = self._advance(plan)
+        last_row = dict(zip(wanted, itertools.accumulate(len(w) for w in wanted.values()), strict=True))
+        self._sample(logits, {seq: last_row[seq] - 1 for seq in finishing}, result)
+        self.stats.num_steps += 1
+        return result
+
+    def _wanted_positions(self, seq: Sequence, count: int) -> range:
+        """Positions of this chunk whose logits are needed: the last one when it samples, the prompt's when they are scored."""
+        end = seq.num_computed + count
+        last = end if end == seq.num_tokens else end - 1
+        if seq.request.wants_prompt_logprobs:
+            return range(seq.num_computed, min(end, max(last, seq.request.num_prompt_tokens - 1)))
+        return range(end - 1, last)
+
+    def _score_prompts(self, logits: Tensor, wanted: dict[Sequence, range]) -> None:
+        """Log-probabilities of prompt tokens, each from the row before it."""
+        row = 0
+        for seq, positions in wanted.items():
+            request = seq.request
+            if request.wants_prompt_logprobs:
+                scored = [p for p in positions if len(request.prompt_logprobs) <= p + 1 < request.num_prompt_tokens]
+                targets = [request.prompt_token_ids[p + 1] for p in scored]
+                first = row + (scored[0] - positions[0] if scored else 0)
+                count = request.sampling.prompt_logprobs
+                block = logits[first : first + len(scored)]
+                request.prompt_logprobs += token_logprobs(block, targets, [count] * len(scored))
+            row += len(positions)
+
+    def _advance(self, plan: Plan) -> list[Sequence]:
+        """Count the computed rows, remember full blocks, and return the sequences that now sample."""
+        for seq, count in plan.num_tokens.items():
+            seq.num_computed += count
+            self.stats.prompt_tokens += max(0, min(count, seq.request.num_prompt_tokens - seq.num_computed + count))
+            self._commit_full_blocks(seq)
+        return [seq for seq in plan.num_tokens if seq.num_uncomputed == 0]
+
+    def _sample(self, logits: Tensor, row_of: dict[Sequence, int], result: StepResult) -> None:
+        drawn = [(seq, choice) for seq in row_of for choice in (seq.choice, *seq.pending_forks)]
+        if not drawn:
+            return
+        rows = [_sample_row(seq, choice) for seq, choice in drawn]
+        index = [row_of[seq] for seq, _ in drawn]
+        if index != list(range(logits.shape[0])):
+            logits = logits[torch.tensor(index).to(self.device, non_blocking=True)]
+        tokens = dict(zip(drawn, sample(logits, rows), strict=True))
+        self.stats.generation_tokens += len(tokens)
+        for seq in row_of:
+            self._accept(seq, [tokens[seq, choice] for choice in (seq.choice, *seq.pending_forks)], result)
+
+    def _accept(self, seq: Sequence, sampled: list[Sampled], result: StepResult) -> None:
+        """Append the sampled tokens of a sequence and of the choices that fork off it here; emit their events."""
+        request = seq.request
+        self._report_prompt(request, result)
+        family = [seq, *self._fork(seq)]
+        reasons = [self._append(s, token, result) for s, token in zip(family, sampled, strict=True)]
+        if request.prefill_only and not all(reasons):
+            self._hold(seq, result)
+        for member, reason in zip(family, reasons, strict=True):
+            if reason or request.prefill_only:
+                self._finish(member)
+
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        """The pending choices as sequences of their own, sharing all blocks of `seq`."""
+        forks = []
+        for choice in seq.pending_forks:
+            fork = self._sequence(seq.request, Start(choice))
+            fork.num_computed = seq.num_computed
+            fork.num_committed = seq.num_committed
+            fork.block_table = list(seq.block_table)
+            self.blocks.acquire(fork.block_table)
+            self.scheduler.start_fork(fork)
+            forks.append(fork)
+        seq.pending_forks = ()
+        return forks
+
+    def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
+        request, token = seq.request, sampled.token_id
+        position = seq.num_generated
+        seq.token_ids.append(token)
+        reason = seq.finish_reason_after(token, self.max_request_tokens)
+        stopped_by = token if reason == "stop" and token in request.sampling.stop_token_ids else None
+        logprobs = (sampled.logprob,) if sampled.logprob is not None else None
+        delta = Delta(
+            request.key.request_id,
+            request.key.attempt,
+            seq.choice,
+            position,
+            (token,),
+            reason,
+            stopped_by,
+            logprobs,
+        )
+        result.events.append((request.key, delta))
+        return reason
+
+    def _hold(self, seq: Sequence, result: StepResult) -> None:
+        request = seq.request
+        count = self.layout.num_blocks_for(request.num_prompt_tokens)
+        content = self.hasher.content(request.prompt_token_ids, request.cache_salt)
+        held = HeldPrompt(request.key, tuple(seq.block_table[:count]), request.num_prompt_tokens, content)
+        self.blocks.acquire(held.block_ids)
+        self._held[request.key] = held
+        result.held.append(held)
+
+    def _report_prompt(self, request: Request, result: StepResult) -> None:
+        if request.prompt_reported:
+            return
+        scored = request.prompt_logprobs if request.wants_prompt_logprobs else []
+        request.prompt_reported = True
+        for start in range(0, max(len(scored), 1), LOGPROBS_PER_EVENT):
+            event = PromptScored(
+                request_id=request.key.request_id,
+                attempt=request.key.attempt,
+                cached_tokens=request.cached_tokens,
+                start=start,
+                logprobs=tuple(scored[start : start + LOGPROBS_PER_EVENT]) if scored else None,
+                final=start + LOGPROBS_PER_EVENT >= len(scored),
+            )
+            result.events.append((request.key, event))
+
+    # --- inside ---
+
+    def _register(self, request: Request) -> None:
+        assert request.key not in self._requests, f"{request.key} was submitted twice"
+        self._requests[request.key] = request
+
+    def _sequence(self, request: Request, start: Start) -> Sequence:
+        tokens = [*request.prompt_token_ids, *start.forced]
+        seq = Sequence(request, start.choice, tokens, next(self._arrivals))
+        request.sequences.append(seq)
+        return seq
+
+    def _finish(self, seq: Sequence) -> None:
+        self.scheduler.finish(seq)
+        request = seq.request
+        if all(s.status is Status.FINISHED for s in request.sequences):
+            self._requests.pop(request.key, None)
+
+    def _commit_full_blocks(self, seq: Sequence) -> None:
+        full = seq.num_computed // self.config.block_size
+        if full > seq.num_committed:
+            hashes = seq.hashes(self.hasher)
+            for index in range(seq.num_committed, full):
+                self.blocks.commit(seq.block_table[index], hashes[index])
+            seq.num_committed = full
+
+    def _peak_activation_bytes(self) -> int:
+        if self.device.type != "cuda" or self.config.num_kv_blocks is not None:
+            return 0
+        rows = self.config.max_num_batched_tokens
+        return self.runner.peak_activation_bytes(rows, min(rows, self.config.max_num_seqs))
+
+    def check_integrity(self, reservations: Iterable[Reservation] = ()) -> None:
+        """AssertionError when blocks, owners and queues disagree; for tests and for idle moments."""
+        self.scheduler.check_integrity()
+        tables = [seq.block_table for request in self._requests.values() for seq in request.sequences]
+        held = [list(h.block_ids) for h in self._held.values()]
+        self.blocks.check_integrity([*tables, *held, *(r.block_table for r in reservations)])
+
+
+def _sample_row(seq: Sequence, choice: int) -> SampleRow:
+    request = seq.request
+    output = seq.token_ids[request.num_prompt_tokens :]
+    return SampleRow(request.sampling, choice, request.prompt_token_ids, output, request.stop_token_ids)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine.device is 'cuda', but torch sees no CUDA device: set it to cpu or auto")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
+    """"auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact enough to be invariant."""
+    if name != "auto":
+        return name
+    return spec.dtype if device.type == "cuda" else "float32"

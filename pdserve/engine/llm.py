@@ -1,0 +1,261 @@
+"""Offline generation in this process: `LLM(model).generate(prompts, params)`, without Ray, router or hand-off.
+
+Adds text to the engine: tokenising, detokenising, stop strings, a progress bar. Results look as vLLM users know them. Re-exports
+SamplingParams, the one name users need besides LLM.
+"""
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+from tqdm import tqdm
+
+from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.engine.engine import Engine
+from pdserve.engine.protocol import (
+    MAX_SEED,
+    Delta,
+    PromptScored,
+    RequestKey,
+    SamplingParams,
+    Start,
+    Submit,
+    TokenLogprob,
+)
+from pdserve.engine.sequence import Request
+from pdserve.text.detokenize import IncrementalDetokenizer
+from pdserve.text.stop import StopMatcher
+from pdserve.text.tokenizer import Tokenizer
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: list[int]
+
+
+Prompt = str | Sequence[int] | TokensPrompt
+
+
+@dataclass
+class CompletionOutput:
+    """One choice. stop_reason: the stop string or stop token id that ended it, None for end-of-sequence and length."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        return None if self.logprobs is None else sum(entry.logprob for entry in self.logprobs)
+
+
+@dataclass
+class RequestOutput:
+    """One prompt and its choices."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+    finished: bool = False
+
+
+class LLM:
+    """A model in this process.
+
+    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random weights). dtype, seed: see
+    ModelConfig; seed also draws the seeds of requests that have none, so a run repeats. tokenizer: another folder to take
+    the tokenizer from; False works with token ids alone. Other keywords are EngineConfig's. ValueError names a bad one.
+    """
+
+    def __init__(
+        self,
+        model: str = "demo/pdserve-demo",
+        *,
+        dtype: str = "auto",
+        load_format: str = "auto",
+        seed: int = 0,
+        tokenizer: str | bool = True,
+        **engine: Any,
+    ) -> None:
+        config = ModelConfig(path=model, dtype=dtype, load_format=load_format, seed=seed)  # type: ignore[arg-type]
+        self.engine = Engine(config, EngineConfig(**engine))
+        folder = config.resolved_path if tokenizer is True else tokenizer
+        self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
+        self._seeds = random.Random(seed)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; default SamplingParams().
+
+        Every request is checked before the first is computed (ValueError).
+        """
+        batch = _as_batch(prompts)
+        params = self._params_for(batch, sampling_params)
+        runs = [self._make_run(prompt, p) for prompt, p in zip(batch, params, strict=True)]
+        self._run(runs, use_tqdm)
+        return [run.output for run in runs]
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+    ) -> list[RequestOutput]:
+        """`generate` over one conversation or several, through the model's chat template."""
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer: create LLM with tokenizer=True or a folder")
+        conversations: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        prompts: list[Prompt] = [
+            self.tokenizer.apply_chat_template(conversation, add_generation_prompt) for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _params_for(
+        self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * len(batch)
+        if len(params) != len(batch):
+            raise ValueError(f"sampling_params has {len(params)} entries for {len(batch)} prompts: give one, or one each")
+        return list(params)
+
+    def _make_run(self, prompt: Prompt, params: SamplingParams) -> "_Run":
+        text, ids = self._tokenise(prompt)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or create LLM with a tokenizer")
+        seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
+        name = str(self._num_requests)
+        self._num_requests += 1
+        submit = Submit(
+            key=RequestKey("llm", 0, name),
+            phase="full",
+            prompt_token_ids=tuple(ids),
+            sampling=_with_seed(params, seed),
+            starts=tuple(Start(choice) for choice in range(params.n)),
+        )
+        outputs = [CompletionOutput(choice) for choice in range(params.n)]
+        output = RequestOutput(name, text, list(ids), outputs)
+        return _Run(self.engine.make_request(submit), submit.starts, output, self.tokenizer)
+
+    def _tokenise(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+        if isinstance(prompt, Mapping):
+            return None, prompt["prompt_token_ids"]
+        if not isinstance(prompt, str):
+            return None, prompt
+        if self.tokenizer is None:
+            raise ValueError("a text prompt needs a tokenizer: give token ids, or create LLM with a tokenizer")
+        return prompt, self.tokenizer.encode(prompt)
+
+    def _run(self, runs: list["_Run"], use_tqdm: bool) -> None:
+        live = {run.request.key: run for run in runs}
+        for run in runs:
+            self.engine.add(run.request, run.starts)
+        try:
+            with tqdm(total=len(runs), desc="generating", unit="request", disable=not use_tqdm) as progress:
+                while live:
+                    for key, event in self.engine.step().events:
+                        run = live.get(key)
+                        if run is None:
+                            continue
+                        stopped = run.take(event)
+                        if stopped is not None:
+                            self.engine.abort(key, (stopped,))
+                        if run.finished:
+                            del live[key]
+                            progress.update()
+        finally:
+            for key in live:
+                self.engine.abort(key)
+
+
+class _Run:
+    """A request in flight: gathers its events into the output."""
+
+    def __init__(
+        self, request: Request, starts: tuple[Start, ...], output: RequestOutput, tokenizer: Tokenizer | None
+    ) -> None:
+        self.request = request
+        self.starts = starts
+        self.output = output
+        sampling = request.sampling
+        self._skip_stop_token = not sampling.include_stop_str_in_output
+        self._texts = [
+            (IncrementalDetokenizer(tokenizer, sampling.skip_special_tokens), self._matcher(sampling))
+            for _ in output.outputs
+            if tokenizer is not None
+        ]
+
+    @staticmethod
+    def _matcher(sampling: SamplingParams) -> StopMatcher:
+        return StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def take(self, event: object) -> int | None:
+        """Apply an event; returns the choice that a stop string just ended, if any."""
+        if isinstance(event, PromptScored):
+            self.output.num_cached_tokens = event.cached_tokens
+            if event.logprobs is not None:
+                self.output.prompt_logprobs = [*(self.output.prompt_logprobs or []), *event.logprobs]
+        elif isinstance(event, Delta) and self.output.outputs[event.choice].finish_reason is None:
+            return self._take_delta(event, self.output.outputs[event.choice])
+        return None
+
+    def _take_delta(self, delta: Delta, choice: CompletionOutput) -> int | None:
+        choice.token_ids += delta.token_ids
+        if delta.logprobs is not None:
+            choice.logprobs = [*(choice.logprobs or []), *delta.logprobs]
+        choice.finish_reason = delta.finish_reason
+        choice.stop_reason = delta.stop_reason
+        stop = self._add_text(delta, choice) if self._texts else None
+        if stop is not None:
+            choice.finish_reason, choice.stop_reason = "stop", stop
+        self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
+        return choice.index if stop is not None and delta.finish_reason is None else None
+
+    def _add_text(self, delta: Delta, choice: CompletionOutput) -> str | None:
+        """Append the certain text; returns the stop string that matched. Stops count only from min_tokens on."""
+        detokenizer, matcher = self._texts[choice.index]
+        hidden = delta.stop_reason is not None and self._skip_stop_token
+        text = detokenizer.push(delta.token_ids[:-1] if hidden else delta.token_ids)
+        if delta.finish_reason is not None:
+            text += detokenizer.flush()
+        if len(choice.token_ids) <= self.request.sampling.min_tokens and delta.finish_reason is None:
+            choice.text += text
+            return None
+        emitted, stop = matcher.push(text)
+        choice.text += emitted
+        if stop is None and delta.finish_reason is not None:
+            choice.text += matcher.flush()
+        return stop
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    values = {name: getattr(params, name) for name in params.__struct_fields__}
+    return SamplingParams(**{**values, "seed": seed})
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A list of prompts from one or many: text, token ids, or a dict with prompt_token_ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]  # type: ignore[list-item]
+    items: Iterable[Any] = list(prompts)
+    if all(isinstance(item, int) for item in items) and items:
+        return [items]  # type: ignore[list-item]
+    return list(items)
