@@ -9,11 +9,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
+LoadFormat = Literal["auto", "dummy"]
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-HUB_PATTERNS = {"auto": ["*.json", "*.safetensors"], "dummy": ["*.json"]}
+HUB_PATTERNS: dict[LoadFormat, list[str]] = {"auto": ["*.json", "*.safetensors"], "dummy": ["*.json"]}
 HUB_IGNORED = ["consolidated*", "original/*"]  # the same weights a second time, in the vendor's own naming
 
 SAMPLES = 4
@@ -32,7 +33,7 @@ class TensorEntry:
     end: int
 
 
-def resolve_folder(path: str, load_format: str) -> Path:
+def resolve_folder(path: str, load_format: LoadFormat) -> Path:
     """The local folder of a model: `path` itself, or the snapshot of the Hub id `path` (downloaded when not cached).
 
     `load_format` "dummy" downloads no weights. ValueError if `path` is neither a folder nor a repository of the Hub.

@@ -11,11 +11,10 @@ from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict
 
-from pdserve.models.checkpoint import resolve_folder, weights_digest
+from pdserve.models.checkpoint import LoadFormat, resolve_folder, weights_digest
 
 RopeKind = Literal["default", "linear", "llama3"]
 SpecDtype = Literal["float32", "float16", "bfloat16"]
-LoadFormat = Literal["auto", "dummy"]
 
 # architecture (as in config.json) -> transformers' model_type, whose defaults fill what config.json leaves out
 ARCHITECTURES = {
@@ -44,8 +43,8 @@ class ModelSpec(BaseModel):
 
     family: transformers' model_type. dtype: of the checkpoint. qkv_bias, o_bias: biases of the attention projections.
     qk_norm: RMSNorm over each head of q and k before the rotation. max_position: positions the rope tables cover.
-    eos_token_ids: of config.json and generation_config.json together. weights: identity of the weights, equal on two
-    hosts exactly when they hold the same ones (a digest of their content, or the seed of dummy weights).
+    eos_token_ids: of config.json and generation_config.json together. weights: their identity on
+    any host (a digest of their content, or the seed of dummy weights).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,7 +71,7 @@ class ModelSpec(BaseModel):
     weights: str
 
     def fingerprint(self) -> str:
-        """128-bit hex: equal on two workers exactly when both compute the same KV rows from the same tokens."""
+        """128-bit hex: equal only on workers that compute the same KV rows from the same tokens (in the same dtype)."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=16).hexdigest()
 
 

@@ -131,5 +131,8 @@ class Llama:
         return self._ops.add_rms_norm(delta, residual, self._norm.data, self.spec.rms_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, hidden]` -> float32 `[N, vocab]`, computed in the model's dtype."""
+        """`hidden [N, hidden]` -> float32 `[N, vocab]`, computed in the model's dtype.
+
+        `forward` and `logits` leave T and N as they are: where Ops wants padded rows (CPU), the caller pads.
+        """
         return self._ops.linear(hidden, self._lm_head.data, None).float()

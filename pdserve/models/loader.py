@@ -11,8 +11,8 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from pdserve.kernels.ops import Ops
-from pdserve.models.checkpoint import resolve_folder, weight_files
-from pdserve.models.config import LoadFormat, ModelSpec
+from pdserve.models.checkpoint import LoadFormat, resolve_folder, weight_files
+from pdserve.models.config import ModelSpec
 from pdserve.models.registry import BUILDERS, CausalLM
 from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims

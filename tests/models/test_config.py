@@ -1,0 +1,204 @@
+"""read_spec: facts of real configurations in old and new form, refusals by name, and the fingerprint."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, make_tiny
+
+from pdserve.models.config import ARCHITECTURES, ModelSpec, RopeSpec, read_spec
+from pdserve.models.registry import BUILDERS
+
+LLAMA_31_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 128000,
+    "eos_token_id": [128001, 128008, 128009],
+}
+QWEN2_05B = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "rope_theta": 1000000.0,
+    "use_sliding_window": False,
+    "sliding_window": 32768,
+    "max_window_layers": 21,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 151645,
+}
+MISTRAL = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": None,
+    "rope_theta": 1e6,
+    "dtype": "bfloat16",
+}
+
+
+def spec_of(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelSpec:
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return read_spec(str(folder), load_format="dummy")
+
+
+def test_llama_31_as_published(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, LLAMA_31_8B)
+    assert (spec.architecture, spec.family, spec.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
+    assert (spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (32, 4096, 14336, 128256)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 8, 128)
+    assert (spec.max_position, spec.rms_eps, spec.tie_embeddings) == (131072, 1e-5, False)
+    assert spec.rope == RopeSpec(
+        theta=500000.0,
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=8192,
+    )
+    assert not (spec.qkv_bias or spec.o_bias or spec.mlp_bias or spec.qk_norm)
+    assert spec.eos_token_ids == (128001, 128008, 128009)
+
+
+def test_qwen2_as_published(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, QWEN2_05B, {"eos_token_id": [151645, 151643]})
+    assert (spec.qkv_bias, spec.o_bias, spec.qk_norm, spec.tie_embeddings) == (True, False, False, True)
+    assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (14, 2, 64)
+    assert spec.rope == RopeSpec(theta=1000000.0)
+    assert spec.eos_token_ids == (151645, 151643)
+
+
+def test_qwen3_head_dim_and_norms(tmp_path: Path) -> None:
+    spec = spec_of(
+        tmp_path,
+        {**QWEN2_05B, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
+    )
+    assert (spec.head_dim, spec.qk_norm, spec.qkv_bias) == (128, True, False)
+
+
+@pytest.mark.parametrize("scaling", [{"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}])
+def test_old_and_new_rope_keys_mean_the_same(scaling: dict[str, Any], tmp_path: Path) -> None:
+    old = spec_of(tmp_path, {**LLAMA_31_8B, "rope_theta": 5e4, "rope_scaling": scaling})
+    new = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope_")}
+    new["rope_parameters"] = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
+    assert old.rope == spec_of(tmp_path, new).rope == RopeSpec(theta=5e4, kind="linear", factor=4.0)
+
+
+def test_defaults_are_the_family_s(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path, {"model_type": "llama"})
+    assert (spec.architecture, spec.num_kv_heads, spec.head_dim) == ("LlamaForCausalLM", 32, 128)
+    assert (spec.dtype, spec.rope) == ("float32", RopeSpec(theta=10000.0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
+    spec = read_spec(str(make_tiny(family, tmp_path, eos_token_id=[2, 5])))
+    assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.eos_token_ids) == (3, 64, "float32", (2, 5))
+    assert spec.rope.kind == ("llama3" if family == "llama3" else "default")
+
+
+def test_every_known_architecture_has_a_builder() -> None:
+    assert set(BUILDERS) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA_31_8B, "architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not known; known: Llama.*Qwen3"),
+        ({"model_type": "bert"}, "'bert' is not known"),
+        ({}, "architecture None is not known"),
+        ({**MISTRAL, "sliding_window": 4096}, "sliding_window=4096 is not supported yet"),
+        ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, "sliding_window=4096 is not supp"),
+        ({**QWEN2_05B, "use_sliding_window": True}, "sliding_window=32768 is not supported yet"),
+        (
+            {**QWEN2_05B, "layer_types": ["full_attention", "sliding_attention"] * 12},
+            "only full_attention is supported",
+        ),
+        ({**LLAMA_31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
+        ({**LLAMA_31_8B, "rope_scaling": {"type": "banana", "factor": 4.0}}, "rope_type='banana' is not supported"),
+        ({**LLAMA_31_8B, "rope_scaling": {"rope_type": "linear"}}, "not a valid llama configuration.*factor"),
+        ({**LLAMA_31_8B, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({**LLAMA_31_8B, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
+        ({**LLAMA_31_8B, "quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
+        ({**LLAMA_31_8B, "torch_dtype": "float64"}, "dtype='float64' is not supported"),
+        ({**LLAMA_31_8B, "num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
+        ({**LLAMA_31_8B, "head_dim": 127}, "(?s)even rotary dimension|head_dim=127 is odd"),
+        ({**LLAMA_31_8B, "hidden_size": "wide"}, "(?s)not a valid llama configuration.*hidden_size"),
+    ],
+)
+def test_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_of(tmp_path, config)
+
+
+def test_no_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        read_spec(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'no-such/model' is not a local folder"):
+        read_spec("no-such/model")
+    with pytest.raises(ValueError, match=r"'./no/such/folder' is not a local folder"):
+        read_spec("./no/such/folder")
+
+
+def test_fingerprint_follows_content_and_not_files(tmp_path: Path) -> None:
+    first = read_spec(str(make_tiny("qwen3", tmp_path / "a", seed=1))).fingerprint()
+    resharded = read_spec(str(make_tiny("qwen3", tmp_path / "b", seed=1, max_shard_size="50KB"))).fingerprint()
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 2
+    assert first == resharded and len(first) == 32
+    assert read_spec(str(make_tiny("qwen3", tmp_path / "c", seed=2))).fingerprint() != first
+    assert read_spec(str(make_tiny("qwen3", tmp_path / "d", seed=1, rms_norm_eps=1e-5))).fingerprint() != first
+
+
+def test_fingerprint_sees_one_changed_small_tensor(tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path)
+    first = read_spec(str(folder)).fingerprint()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][50, 30] += 1
+    save_file(tensors, folder / "model.safetensors")
+    assert read_spec(str(folder)).fingerprint() != first
+
+
+@pytest.mark.parametrize("row", [0, 1023])
+def test_fingerprint_samples_both_ends_of_a_large_tensor(row: int, tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path, vocab_size=1024)  # an embedding of 256 KiB
+    first = read_spec(str(folder)).fingerprint()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][row] += torch.ones(64)
+    save_file(tensors, folder / "model.safetensors")
+    assert read_spec(str(folder)).fingerprint() != first
+
+
+def test_fingerprint_of_dummy_weights_is_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    prints = [read_spec(str(tmp_path), "dummy", seed).fingerprint() for seed in (0, 0, 1)]
+    assert prints[0] == prints[1] != prints[2]
