@@ -57,14 +57,12 @@ class Attention:
     def __call__(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         q, k, v = (part.unflatten(1, (-1, self._spec.head_dim)) for part in self._qkv(x).split(self._sizes, dim=1))
         if self._qk_norms:
-            q, k = self._head_norm(q, self._qk_norms[0]), self._head_norm(k, self._qk_norms[1])
+            q, k = (
+                self._ops.rms_norm(x, norm.data, self._spec.rms_eps)
+                for x, norm in zip((q, k), self._qk_norms, strict=True)
+            )
         q, k = self._ops.apply_rope(q, k, *self._rope, positions)
         return self._o(attend(self._layer, q, k, v).flatten(1))
-
-    def _head_norm(self, x: Tensor, weight: Weight) -> Tensor:
-        """RMSNorm over each head alone: `[T, H, D]`."""
-        rows = x.reshape(-1, x.shape[-1])
-        return self._ops.rms_norm(rows, weight.data, self._spec.rms_eps).view(x.shape)
 
 
 class Mlp:
