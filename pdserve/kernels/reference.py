@@ -1,11 +1,14 @@
 """Every op of ops.py in plain torch: the oracle of the Triton kernels and the production path on CPU.
 
 On CPU the results are batch-invariant bit for bit: what a (sequence, query position) gets does not depend on the other
-sequences, on chunking, on cached prefixes, or on whether paged_decode or paged_prefill computes it. Three facts carry this: a
-float32 GEMM gives equal rows for every number of rows that is a multiple of ROW_MULTIPLE; KV is reduced in chunks at fixed
-absolute positions; merging a chunk that a row must not see leaves that row's bits alone. It assumes one torch thread, as
-the engine uses on CPU. Knows nothing of models, schedulers or block managers. Called by models through ops_for().
+sequences, on chunking, on cached prefixes, or on whether paged_decode or paged_prefill computes it. Three facts carry
+this: a float32 GEMM gives equal rows for every number of rows that is a multiple of ROW_MULTIPLE; KV is reduced in
+chunks at fixed absolute positions; merging a chunk that a row must not see leaves that row's bits alone. It assumes
+one torch thread, as the engine uses on CPU. Knows nothing of models, schedulers or block managers. Called by models
+through ops_for().
 """
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -34,7 +37,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their positions [T].
 
-    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an implementation may work in place.
+    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an implementation may work in
+    place.
     """
     cos_rows, sin_rows = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, D // 2]
     first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
@@ -50,7 +54,9 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`; x [T, in], weight [out, in]. Batch-invariant on CPU when T is a multiple of ROW_MULTIPLE."""
+    """`x @ weight.T + bias`; x [T, in], weight [out, in]. Batch-invariant on CPU when T is a multiple of
+    ROW_MULTIPLE.
+    """
     return functional.linear(x, weight, bias)
 
 
@@ -64,7 +70,7 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Copies whole blocks of `pool` [num_blocks, ...] from ids `src` to ids `dst` (int64 [N]); no block may be in both."""
+    """Copies whole blocks of `pool` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block may be in both."""
     pool[dst] = pool[src]
 
 
@@ -73,20 +79,21 @@ def paged_decode(
 ) -> Tensor:
     """Attention of one query per sequence over its paged KV; returns [S, Hq, D] in q's dtype.
 
-    q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [S, max_blocks] int32; context_lens [S] int32: KV rows
-    including the query's own. A context of 0 yields zeros. max_context_len bounds context_lens.
+    q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [S, max_blocks] int32; context_lens [S] int32: KV
+    rows including the query's own. A context of 0 yields zeros. max_context_len bounds context_lens.
     """
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     # Longest first, so that the sequences which reach a chunk are always a prefix of the batch.
     context_lens, order = context_lens.sort(descending=True, stable=True)
     tables = _chunked_tables(block_tables[order], context_lens, max_context_len, kv.shape[3])
-    rows = _pad_rows(q[order].float().view(num_seqs, num_kv_heads, -1, head_dim))
+    rows = _pad_rows(q[order].float().reshape(num_seqs, num_kv_heads, -1, head_dim))
     total = _RunningSoftmax(rows)
     lens = context_lens.tolist()
     for chunk, start in enumerate(range(0, lens[0] if lens else 0, KV_CHUNK)):
         active = sum(length > start for length in lens)
-        seen = torch.arange(start, start + KV_CHUNK, device=q.device) < context_lens[:active, None]  # [active, KV_CHUNK]
+        keys = torch.arange(start, start + KV_CHUNK, device=q.device)
+        seen = keys < context_lens[:active, None]  # [active, KV_CHUNK]
         rows_kv = _gather_kv(kv, tables[:active, chunk])
         _zero_unseen(rows_kv, seen)
         bias = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, MASKED)
@@ -108,13 +115,14 @@ def paged_prefill(
 ) -> Tensor:
     """Causal attention of several queries per sequence over its paged KV; returns [T, Hq, D] in q's dtype.
 
-    q [T, Hq, D] holds the sequences one after another, s at rows query_starts[s] : query_starts[s + 1] (int32 [S + 1]). They
-    are the last positions of its context_lens[s], so a cached prefix or earlier chunks come first in the block table. Rows of
-    q after query_starts[-1] are padding and yield zeros. max_query_len bounds the queries of one sequence.
+    q [T, Hq, D] holds the sequences one after another, s at rows query_starts[s] : query_starts[s + 1] (int32, S + 1 of
+    them). They are the last positions of its context_lens[s], so a cached prefix or earlier chunks come first in the
+    block table. Rows of q after query_starts[-1] are padding and yield zeros. max_query_len bounds the queries of one
+    sequence.
     """
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     starts, lens = query_starts.tolist(), context_lens.tolist()
-    query_lens = [end - start for start, end in zip(starts, starts[1:], strict=False)]
+    query_lens = [end - start for start, end in pairwise(starts)]
     decoding = [seq for seq, query_len in enumerate(query_lens) if query_len == 1]
     if decoding:
         queries = [starts[seq] for seq in decoding]
@@ -130,7 +138,8 @@ def paged_prefill(
 def _prefill_one(q: Tensor, kv: Tensor, block_table: Tensor, context_len: Tensor, scale: float) -> Tensor:
     """Causal attention of one sequence: q [query_len, Hq, D] are the last of `context_len` [1] positions."""
     query_len, num_heads, head_dim = q.shape
-    num_kv_heads, group, num_keys = kv.shape[1], num_heads // kv.shape[1], int(context_len)
+    num_kv_heads, num_keys = kv.shape[1], int(context_len)
+    group = num_heads // num_kv_heads
     tables = _chunked_tables(block_table, context_len, num_keys, kv.shape[3])[0]
     chunks = [_gather_kv(kv, table[None]) for table in tables]  # each [2, 1, Hk, KV_CHUNK, D]
     last_seen = torch.arange((len(chunks) - 1) * KV_CHUNK, len(chunks) * KV_CHUNK, device=q.device) < num_keys
@@ -149,7 +158,7 @@ def _prefill_one(q: Tensor, kv: Tensor, block_table: Tensor, context_len: Tensor
             bias.masked_fill_(keys > row_positions[:, None], MASKED)
             total.add(rows, chunks[start // KV_CHUNK], bias.expand(1, num_kv_heads, -1, -1), scale)
         tile_out = total.result()[0, :, : len(tile) * group]  # [Hk, P * group, D]
-        outs.append(tile_out.unflatten(1, (len(tile), group)).transpose(0, 1).reshape(tile.shape[0], num_heads, head_dim))
+        outs.append(tile_out.unflatten(1, (len(tile), group)).transpose(0, 1).flatten(1, 2))
     return torch.cat(outs).to(q.dtype)
 
 
@@ -197,9 +206,13 @@ def _pad_rows(rows: Tensor) -> Tensor:
 
 
 def _chunked_tables(block_tables: Tensor, context_lens: Tensor, max_context_len: int, block_size: int) -> Tensor:
-    """Block ids by chunk, int64 [S, chunks, KV_CHUNK / block_size]; entries past the context become the null block 0."""
+    """Block ids by chunk, int64 [S, chunks, KV_CHUNK / block_size]; entries past the context become the null block
+    0.
+    """
     if KV_CHUNK % block_size:
-        raise ValueError(f"block_size must divide {KV_CHUNK} for the CPU attention, not {block_size}: use 16, 32, 64 or 128")
+        raise ValueError(
+            f"block_size must divide {KV_CHUNK} for the CPU attention, not {block_size}: use 16, 32, 64 or 128"
+        )
     per_chunk = KV_CHUNK // block_size
     width = -(-max_context_len // KV_CHUNK) * per_chunk
     tables = block_tables[:, :width].long()
@@ -211,13 +224,15 @@ def _chunked_tables(block_tables: Tensor, context_lens: Tensor, max_context_len:
 def _gather_kv(kv: Tensor, blocks: Tensor) -> Tensor:
     """K and V rows of `blocks` [n, b] in float32: [2, n, Hk, b * block_size, D].
 
-    Reads `kv` as a matrix with one row a (block, head, layer, plane), since index_select of rows is three times faster than
-    indexing by (block, head).
+    Reads `kv` as a matrix with one row a (block, head, layer, plane), since index_select of rows is three times faster
+    than indexing by (block, head).
     """
     num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
     width = block_size * head_dim
     if kv.stride()[2:] != (width, head_dim, 1) or kv.stride(0) % width or kv.stride(1) % width:
-        raise ValueError(f"kv must be a layer of a contiguous pool, not a view with strides {kv.stride()}: pass pool[:, :, i]")
+        raise ValueError(
+            f"kv must be a layer of a contiguous pool, not a view with strides {kv.stride()}: pass pool[:, :, i]"
+        )
     block_rows, head_rows = kv.stride(0) // width, kv.stride(1) // width
     num_rows = (num_blocks - 1) * block_rows + (num_kv_heads - 1) * head_rows + 2
     planes = torch.arange(2, device=kv.device).view(2, 1, 1, 1)
@@ -230,8 +245,8 @@ def _gather_kv(kv: Tensor, blocks: Tensor) -> Tensor:
 def _zero_unseen(rows_kv: Tensor, seen: Tensor) -> None:
     """Zeroes in place the rows of `rows_kv` [2, n, Hk, KV_CHUNK, D] where `seen` [n, KV_CHUNK] is false.
 
-    A block's unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing their bits is several
-    times faster than masked_fill_ or where.
+    A block's unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing their bits is
+    several times faster than masked_fill_ or where.
     """
     keep = seen.to(torch.int32).neg_()
     rows_kv.view(torch.int32).bitwise_and_(keep[:, None, :, None])

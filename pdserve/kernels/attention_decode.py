@@ -1,0 +1,211 @@
+# mypy: allow-untyped-defs
+"""Paged decode attention in Triton: one query per sequence, its KV split over programs, a second kernel to merge the
+splits (Flash-Decoding, Dao et al. 2023; here with paged KV and the query heads of one KV head packed into a tile).
+
+Split count and tiles follow from shapes alone, so a launch can be captured in a CUDA graph. Knows nothing of batching
+policy. Called through triton_ops.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.tiles import LOG2_E, attend, load_rows
+
+MIN_SPAN = tl.constexpr(256)  # tokens; a shorter split costs more in the merge than it wins
+PROGRAMS_PER_SM = 8
+MERGE_STEP = tl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """block_m: query heads, block_n: KV rows of one step; the rest is what Triton calls it."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> DecodeTiles:
+    """Tiles for `group` query heads per KV head. Three stages of K and V must fit shared memory (227 KiB on Hopper)."""
+    block_d = triton.next_power_of_2(head_dim)
+    row_bytes = block_d * dtype.itemsize
+    block_m = min(max(triton.next_power_of_2(group), 16), 64)
+    return DecodeTiles(block_m, 64 if row_bytes <= 256 else 32, block_d, 4, 3 if row_bytes <= 512 else 2)
+
+
+def num_decode_splits(num_programs: int, max_context_len: int, num_sms: int) -> int:
+    """Splits of each context: enough programs to fill the device several times over, none below MIN_SPAN tokens."""
+    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, num_programs)
+    return max(min(wanted, triton.cdiv(max_context_len, MIN_SPAN.value)), 1)
+
+
+def launch_decode(
+    q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int, num_sms: int
+) -> Tensor:
+    """reference.paged_decode on tensors whose rows are contiguous; returns [S, Hq, D]."""
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    group = num_heads // num_kv_heads
+    tiles = decode_tiles(group, head_dim, q.dtype)
+    head_tiles = triton.cdiv(group, tiles.block_m)
+    num_splits = num_decode_splits(num_kv_heads * head_tiles * num_seqs, max_context_len, num_sms)
+
+    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
+    partial = out[:, :, None]
+    if num_splits > 1:
+        partial = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
+    decode_kernel[(num_kv_heads * head_tiles, num_seqs, num_splits)](
+        q,
+        kv,
+        block_tables,
+        context_lens,
+        partial,
+        lse,
+        scale * LOG2_E,
+        group,
+        head_tiles,
+        block_size.bit_length() - 1,
+        q.stride(0),
+        q.stride(1),
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        block_tables.stride(0),
+        HEAD_DIM=head_dim,
+        BLOCK_D=tiles.block_d,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    if num_splits > 1:
+        merge_kernel[(num_heads, num_seqs)](
+            partial,
+            lse,
+            out,
+            num_splits,
+            HEAD_DIM=head_dim,
+            BLOCK_D=tiles.block_d,
+            BLOCK_SPLITS=max(triton.next_power_of_2(num_splits), MERGE_STEP.value),
+            num_warps=2,
+        )
+    return out
+
+
+@triton.jit(do_not_specialize=["group", "head_tiles", "block_shift", "stride_table"])
+def decode_kernel(
+    q_ptr,  # [S, Hq, D]
+    kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
+    table_ptr,  # int32 [S, max_blocks]
+    context_ptr,  # int32 [S]
+    out_ptr,  # [S, Hq, num_splits, D], contiguous
+    lse_ptr,  # float32 [S, Hq, num_splits], base 2
+    scale_log2,
+    group,
+    head_tiles,
+    block_shift,
+    stride_q_seq,
+    stride_q_head,
+    stride_block,
+    stride_kv_head,
+    stride_plane,
+    stride_table,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (KV head and tile of its query heads, sequence, split): normalised attention over the split, and its
+    log-sum.
+    """
+    kv_head = tl.program_id(0) // head_tiles
+    head_tile = tl.program_id(0) % head_tiles
+    seq = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
+    num_heads = tl.num_programs(0) // head_tiles * group
+
+    # Each sequence divides its own context, so the grid may be sized for a longer one (a captured graph).
+    num_keys = tl.load(context_ptr + seq)
+    span = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N) * BLOCK_N, MIN_SPAN)
+    first = split * span
+    end = tl.minimum(first + span, num_keys)
+
+    group_heads = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    heads = kv_head * group + group_heads
+    in_group = group_heads < group
+    q = load_rows(q_ptr + seq * stride_q_seq, heads.to(tl.int64) * stride_q_head, in_group, HEAD_DIM, BLOCK_D)
+
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_positions = tl.zeros([BLOCK_M], tl.int32) + num_keys
+    table = table_ptr + seq * stride_table
+    kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
+    acc, row_max, row_sum = attend(
+        acc,
+        row_max,
+        row_sum,
+        q,
+        kv_head_ptr,
+        table,
+        first,
+        end,
+        row_positions,
+        end,
+        scale_log2,
+        block_shift,
+        stride_block,
+        stride_plane,
+        HEAD_DIM,
+        BLOCK_D,
+        BLOCK_N,
+        True,
+    )
+
+    out_rows = (seq * num_heads + heads) * num_splits + split
+    dims = tl.arange(0, BLOCK_D)
+    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+    mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+    # An empty split has row_max -inf; the tiny keeps log2 away from 0.
+    tl.store(lse_ptr + out_rows, row_max + tl.log2(tl.maximum(row_sum, 1e-30)), mask=in_group)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def merge_kernel(
+    partial_ptr,  # float32 [S, Hq, num_splits, D]
+    lse_ptr,  # float32 [S, Hq, num_splits], base 2
+    out_ptr,  # [S, Hq, D]
+    num_splits,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SPLITS: tl.constexpr,
+):
+    """Program (query head, sequence): the splits' outputs weighted by 2 ** lse; zeros if every split is empty."""
+    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    splits = tl.arange(0, BLOCK_SPLITS)
+    lse_row = lse_ptr + row * num_splits
+    lse = tl.load(lse_row + splits, mask=splits < num_splits, other=float("-inf"))
+    largest = tl.max(lse, 0)
+    largest = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.sum(tl.exp2(lse - largest), 0)
+
+    dims = tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, num_splits, MERGE_STEP):
+        step = start + tl.arange(0, MERGE_STEP)
+        step_lse = tl.load(lse_row + step, mask=step < num_splits, other=float("-inf"))
+        mask = (step_lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+        part_rows = (row * num_splits + step) * HEAD_DIM
+        part = tl.load(partial_ptr + part_rows[:, None] + dims[None, :], mask=mask, other=0.0)
+        acc += tl.sum(part * tl.exp2(step_lse - largest)[:, None], 0)
+    out = acc / tl.where(total > 0, total, 1.0)
+    tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -1,0 +1,193 @@
+# mypy: allow-untyped-defs
+"""Paged causal prefill attention in Triton: queries of many sequences in one launch, each over its own paged KV
+(FlashAttention-2, Dao 2023; here the query heads of one KV head share a tile, so short chunks fill it too).
+
+Tiles follow from shapes alone. Knows nothing of chunking policy. Called through triton_ops.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.tiles import LOG2_E, attend, load_rows
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """block_m: rows (position, query head) of one program, block_n: KV rows of one step."""
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> PrefillTiles:
+    """Tiles for Hopper: wgmma wants 64 rows a warp group; the accumulator and the stages of K and V must fit."""
+    block_d = triton.next_power_of_2(head_dim)
+    if dtype == torch.float32:  # no tensor cores in exact float32: small tiles keep registers
+        return PrefillTiles(max(triton.next_power_of_2(group), 32), 32, block_d, 4, 2 if block_d <= 128 else 1)
+    if block_d <= 128:
+        return PrefillTiles(128, 64, block_d, 8, 3)
+    return PrefillTiles(128, 64, block_d, 8, 2)
+
+
+def launch_prefill(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """reference.paged_prefill on tensors whose rows are contiguous; returns [T, Hq, D]."""
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    group = num_heads // num_kv_heads
+    tiles = prefill_tiles(group, head_dim, q.dtype)
+    tile_len = tiles.block_m // group
+    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    grid = (triton.cdiv(max_query_len, tile_len), num_kv_heads, len(context_lens) + 1)
+    prefill_kernel[grid](
+        q,
+        kv,
+        block_tables,
+        context_lens,
+        query_starts,
+        out,
+        scale * LOG2_E,
+        num_tokens,
+        group,
+        tile_len,
+        block_size.bit_length() - 1,
+        q.stride(0),
+        q.stride(1),
+        kv.stride(0),
+        kv.stride(1),
+        kv.stride(2),
+        block_tables.stride(0),
+        HEAD_DIM=head_dim,
+        BLOCK_D=tiles.block_d,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["num_tokens", "group", "tile_len", "block_shift", "stride_table"])
+def prefill_kernel(
+    q_ptr,  # [T, Hq, D]
+    kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
+    table_ptr,  # int32 [S, max_blocks]
+    context_ptr,  # int32 [S]
+    starts_ptr,  # int32 [S + 1]
+    out_ptr,  # [T, Hq, D], contiguous
+    scale_log2,
+    num_tokens,
+    group,
+    tile_len,
+    block_shift,
+    stride_q_token,
+    stride_q_head,
+    stride_block,
+    stride_kv_head,
+    stride_plane,
+    stride_table,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    """Program (tile of tile_len positions, KV head, sequence). Sequence S, past the last, zeroes the padding rows."""
+    # The longest tiles of a head start first and its short ones fill the tail; heads are the outer axis, so that the
+    # programs running at one time share one head's KV in L2.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head = tl.program_id(1)
+    seq = tl.program_id(2).to(tl.int64)
+    num_seqs = tl.num_programs(2) - 1
+    num_heads = tl.num_programs(1) * group
+
+    # Row r of the tile is query head r % group of the tile's position r // group.
+    row = tl.arange(0, BLOCK_M)
+    row_offset = row // group
+    heads = kv_head * group + row % group
+    in_tile = row_offset < tile_len
+    dims = tl.arange(0, BLOCK_D)
+    in_head = (dims < HEAD_DIM)[None, :]
+
+    seq_start = tl.load(starts_ptr + seq)
+    first = tile * tile_len
+    if seq == num_seqs:
+        zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
+        for start in range(seq_start + first, num_tokens, tl.num_programs(0) * tile_len):
+            tokens = start + row_offset
+            rows = (tokens.to(tl.int64) * num_heads + heads) * HEAD_DIM
+            mask = (in_tile & (tokens < num_tokens))[:, None] & in_head
+            tl.store(out_ptr + rows[:, None] + dims[None, :], zeros, mask=mask)
+    else:
+        query_len = tl.load(starts_ptr + seq + 1) - seq_start
+        if first < query_len:
+            num_keys = tl.load(context_ptr + seq)
+            tokens = (seq_start + first + row_offset).to(tl.int64)
+            in_seq = in_tile & (first + row_offset < query_len)
+            q = load_rows(q_ptr, tokens * stride_q_token + heads * stride_q_head, in_seq, HEAD_DIM, BLOCK_D)
+
+            first_position = num_keys - query_len + first
+            row_positions = first_position + row_offset
+            acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            table = table_ptr + seq * stride_table
+            kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
+            seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+            end = tl.minimum(first_position + tile_len, num_keys)
+            acc, row_max, row_sum = attend(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                kv_head_ptr,
+                table,
+                0,
+                seen_by_all,
+                row_positions,
+                num_keys,
+                scale_log2,
+                block_shift,
+                stride_block,
+                stride_plane,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_N,
+                False,
+            )
+            acc, row_max, row_sum = attend(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                kv_head_ptr,
+                table,
+                seen_by_all,
+                end,
+                row_positions,
+                num_keys,
+                scale_log2,
+                block_shift,
+                stride_block,
+                stride_plane,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_N,
+                True,
+            )
+            rows = (tokens * num_heads + heads) * HEAD_DIM
+            out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
+            tl.store(out_ptr + rows[:, None] + dims[None, :], out, mask=in_seq[:, None] & in_head)

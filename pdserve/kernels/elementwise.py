@@ -1,0 +1,222 @@
+# mypy: allow-untyped-defs
+"""Triton kernels of one pass over the activations: RMS norm (with the residual add), rotary embedding, SiLU gate.
+
+Each reads and writes every element once and computes in float32. Knows nothing of models. Called through triton_ops.py.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROPE_HEADS = 8  # heads of one program
+SILU_BLOCK = 1024
+
+
+def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """reference.rms_norm; x [rows, width] or [rows, heads, width], any strides but the last, which is 1."""
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    width, per_row = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
+    block, rows, warps = _norm_tile(width)
+    num_rows = x.numel() // width
+    rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x,
+        weight,
+        y,
+        eps,
+        num_rows,
+        per_row,
+        x.stride(0),
+        x.stride(1) if x.ndim == 3 else 0,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=warps,
+    )
+    return y
+
+
+def launch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """reference.add_rms_norm; x and residual [rows, width], contiguous."""
+    y, new_residual = torch.empty_like(x), torch.empty_like(x)
+    width = x.shape[-1]
+    block, rows, warps = _norm_tile(width)
+    num_rows = x.numel() // width
+    add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+        x, residual, weight, y, new_residual, eps, num_rows, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=warps
+    )
+    return y, new_residual
+
+
+def launch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
+    """reference.apply_rope in place on q and k; their last dim is contiguous, cos and sin are contiguous."""
+    num_tokens, num_heads, head_dim = q.shape
+    q_tiles = triton.cdiv(num_heads, ROPE_HEADS)
+    rope_kernel[(num_tokens, q_tiles + triton.cdiv(k.shape[1], ROPE_HEADS))](
+        q,
+        k,
+        cos,
+        sin,
+        positions,
+        q.stride(0),
+        q.stride(1),
+        k.stride(0),
+        k.stride(1),
+        num_heads,
+        k.shape[1],
+        q_tiles,
+        HALF=head_dim // 2,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        HEADS=ROPE_HEADS,
+        num_warps=2,
+    )
+
+
+def launch_silu_mul(gate_up: Tensor) -> Tensor:
+    """reference.silu_mul; the last dim of gate_up is contiguous."""
+    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
+    grid = (num_tokens, triton.cdiv(width, SILU_BLOCK))
+    silu_mul_kernel[grid](gate_up, y, width, gate_up.stride(0), BLOCK=SILU_BLOCK, num_warps=4)
+    return y
+
+
+def _norm_tile(width: int) -> tuple[int, int, int]:
+    """(block, rows, warps) of one norm program: narrow rows share a program, wide ones get more warps."""
+    block = triton.next_power_of_2(width)
+    rows = max(1024 // block, 1)
+    return block, rows, min(max(block * rows // 512, 1), 16)
+
+
+@triton.jit
+def normalise(x, weight_ptr, eps, out_dtype: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """x [ROWS, BLOCK] float32 over its root mean square, rounded to out_dtype, times weight [WIDTH], rounded again."""
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    normed = (x * scale[:, None]).to(out_dtype).to(tl.float32)
+    return (normed * weight[None, :]).to(out_dtype)
+
+
+@triton.jit(do_not_specialize=["num_rows", "per_row"])
+def rms_norm_kernel(
+    x_ptr,  # [num_rows / per_row, per_row, WIDTH]
+    weight_ptr,
+    y_ptr,  # contiguous
+    eps,
+    num_rows,
+    per_row,
+    stride_outer,
+    stride_inner,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    offsets = row // per_row * stride_outer + row % per_row * stride_inner
+    x = tl.load(x_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+    y = normalise(x, weight_ptr, eps, y_ptr.dtype.element_ty, WIDTH, BLOCK)
+    tl.store(y_ptr + (row * WIDTH)[:, None] + columns[None, :], y, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def add_rms_norm_kernel(
+    x_ptr,  # this and all others [num_rows, WIDTH], contiguous
+    residual_ptr,
+    weight_ptr,
+    y_ptr,
+    new_residual_ptr,
+    eps,
+    num_rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = (row < num_rows)[:, None] & (columns < WIDTH)[None, :]
+    offsets = (row * WIDTH)[:, None] + columns[None, :]
+    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+    # Rounded before the norm, so that y is the norm of what is stored.
+    new_residual = (x + residual).to(y_ptr.dtype.element_ty)
+    tl.store(new_residual_ptr + offsets, new_residual, mask=mask)
+    y = normalise(new_residual.to(tl.float32), weight_ptr, eps, y_ptr.dtype.element_ty, WIDTH, BLOCK)
+    tl.store(y_ptr + offsets, y, mask=mask)
+
+
+@triton.jit
+def rotate(
+    base,
+    first_head,
+    num_heads,
+    stride_head,
+    cos,
+    sin,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Rotates heads first_head..first_head + HEADS of the token at `base` in place by cos, sin [BLOCK_HALF]."""
+    heads = first_head + tl.arange(0, HEADS)
+    dims = tl.arange(0, BLOCK_HALF)
+    mask = (heads < num_heads)[:, None] & (dims < HALF)[None, :]
+    pointers = base + (heads * stride_head)[:, None] + dims[None, :]
+    first = tl.load(pointers, mask=mask, other=0.0)
+    second = tl.load(pointers + HALF, mask=mask, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    tl.store(pointers, (a * cos[None, :] - b * sin[None, :]).to(first.dtype), mask=mask)
+    tl.store(pointers + HALF, (b * cos[None, :] + a * sin[None, :]).to(first.dtype), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_q_heads", "num_k_heads", "q_tiles"])
+def rope_kernel(
+    q_ptr,  # [T, Hq, D]
+    k_ptr,  # [T, Hk, D]
+    cos_ptr,  # float32 [max_pos, HALF]
+    sin_ptr,
+    positions_ptr,  # [T]
+    stride_q_token,
+    stride_q_head,
+    stride_k_token,
+    stride_k_head,
+    num_q_heads,
+    num_k_heads,
+    q_tiles,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    """Program (token, tile of HEADS heads): first the tiles of q, then those of k."""
+    token = tl.program_id(0).to(tl.int64)
+    tile = tl.program_id(1)
+    dims = tl.arange(0, BLOCK_HALF)
+    table_row = tl.load(positions_ptr + token).to(tl.int64) * HALF
+    cos = tl.load(cos_ptr + table_row + dims, mask=dims < HALF, other=0.0)
+    sin = tl.load(sin_ptr + table_row + dims, mask=dims < HALF, other=0.0)
+    if tile < q_tiles:
+        base = q_ptr + token * stride_q_token
+        rotate(base, tile * HEADS, num_q_heads, stride_q_head, cos, sin, HALF, BLOCK_HALF, HEADS)
+    else:
+        base = k_ptr + token * stride_k_token
+        rotate(base, (tile - q_tiles) * HEADS, num_k_heads, stride_k_head, cos, sin, HALF, BLOCK_HALF, HEADS)
+
+
+@triton.jit
+def silu_mul_kernel(
+    gate_up_ptr,  # [T, 2 * width]
+    y_ptr,  # [T, width], contiguous
+    width,
+    stride_token,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    row = gate_up_ptr + token * stride_token
+    gate = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(row + width + columns, mask=mask, other=0.0).to(tl.float32)
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    tl.store(y_ptr + token * width + columns, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,58 @@
+"""Ops: the functions a model computes with, and the choice of who implements them.
+
+reference.py (plain torch) and triton_ops.py (Triton) are the two modules that implement it; reference.py documents
+shapes and dtypes. Knows nothing of models. Called once a process by the model runner, which hands the result to its
+model.
+"""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels import reference
+
+
+class Ops(Protocol):
+    """All ops on one device. Outputs are new tensors unless said otherwise; no op waits for the device on CUDA."""
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+
+    def apply_rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """May work in place: use the returned tensors, and q and k no more."""
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
+
+    def write_kv(self, k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None: ...
+
+    def paged_decode(
+        self, q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int
+    ) -> Tensor: ...
+
+    def paged_prefill(
+        self,
+        q: Tensor,
+        kv: Tensor,
+        block_tables: Tensor,
+        context_lens: Tensor,
+        query_starts: Tensor,
+        max_query_len: int,
+        scale: float,
+    ) -> Tensor: ...
+
+    def copy_blocks(self, pool: Tensor, src: Tensor, dst: Tensor) -> None: ...
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+
+def ops_for(device: torch.device) -> Ops:
+    """The ops for tensors on `device`: plain torch on "cpu", Triton on "cuda"; ValueError for anything else."""
+    if device.type == "cpu":
+        return reference
+    if device.type == "cuda":
+        from pdserve.kernels import triton_ops
+
+        return triton_ops
+    raise ValueError(f"device must be cpu or cuda, not {device.type!r}: set engine.device")

@@ -1,0 +1,92 @@
+# mypy: allow-untyped-defs
+"""Device helpers that every attention kernel shares: dot(), loads of paged KV rows, the online softmax.
+
+They know the layout of one layer's KV, `[num_blocks, kv_heads, 2, block_size, head_dim]`, and nothing of grids or
+sequences. Called by attention_decode.py and attention_prefill.py.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
+
+
+@triton.jit
+def dot(a, b, acc):
+    """`a @ b + acc`, accumulated in float32, exact for float32 inputs (the default on a GPU would be TF32)."""
+    if INTERPRETED:
+        # The interpreter holds bf16 as raw 16-bit patterns and would multiply those.
+        result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif a.dtype == tl.float32:
+        result = tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        result = tl.dot(a, b, acc)
+    return result
+
+
+@triton.jit
+def load_rows(base, rows, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Loads [len(rows), BLOCK_D] at int64 element offsets `rows`; zeros where `valid` is false and from HEAD_DIM on."""
+    dims = tl.arange(0, BLOCK_D)
+    mask = valid[:, None]
+    if HEAD_DIM != BLOCK_D:
+        mask = mask & (dims < HEAD_DIM)[None, :]
+    return tl.load(base + rows[:, None] + dims[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM: tl.constexpr):
+    """int64 offsets of the K rows at absolute `positions` from the base of their KV head; block_size = 1 <<
+    block_shift.
+    """
+    blocks = tl.load(table + (positions >> block_shift), mask=valid, other=0).to(tl.int64)
+    offsets = positions & ((1 << block_shift) - 1)
+    return blocks * stride_block + offsets * HEAD_DIM
+
+
+@triton.jit
+def attend(
+    acc,
+    row_max,
+    row_sum,
+    q,
+    kv_head,
+    table,
+    start,
+    end,
+    row_positions,
+    num_keys,
+    scale_log2,
+    block_shift,
+    stride_block,
+    stride_plane,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Online softmax (base 2) of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N a step; start is a multiple of
+    it.
+
+    acc [M, BLOCK_D], row_max [M] and row_sum [M] are what earlier keys left. MASKED: some keys lie at or after
+    num_keys or after a row's position; without it every row sees every key. A row must see a key in its first step:
+    its row_max would stay -inf, and -inf - -inf is NaN.
+    """
+    for block_start in range(start, end, BLOCK_N):
+        positions = block_start + tl.arange(0, BLOCK_N)
+        valid = positions < num_keys
+        rows = kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM)
+        k = load_rows(kv_head, rows, valid, HEAD_DIM, BLOCK_D)
+        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32)) * scale_log2
+        if MASKED:
+            visible = valid[None, :] & (positions[None, :] <= row_positions[:, None])
+            scores = tl.where(visible, scores, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(scores, 1))
+        probs = tl.exp2(scores - new_max[:, None])
+        keep = tl.exp2(row_max - new_max)
+        v = load_rows(kv_head + stride_plane, rows, valid, HEAD_DIM, BLOCK_D)
+        acc = dot(probs.to(v.dtype), v, acc * keep[:, None])
+        row_sum = row_sum * keep + tl.sum(probs, 1)
+        row_max = new_max
+    return acc, row_max, row_sum

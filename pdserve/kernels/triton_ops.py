@@ -1,0 +1,126 @@
+"""Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
+elementwise.py, kv_cache.py, attention_decode.py and attention_prefill.py; reference.py documents each function.
+
+No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
+Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.attention_decode import launch_decode
+from pdserve.kernels.attention_prefill import launch_prefill
+from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_rope, launch_silu_mul
+from pdserve.kernels.kv_cache import launch_copy_blocks, launch_write_kv
+
+INTERPRETER_SMS = 8
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """reference.rms_norm."""
+    if x.numel() == 0:
+        return torch.empty_like(x)
+    rows = x if x.ndim in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
+    return launch_rms_norm(rows, weight, eps).view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """reference.add_rms_norm."""
+    if x.numel() == 0:
+        return torch.empty_like(x), torch.empty_like(x)
+    return launch_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+
+
+def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """reference.apply_rope, in place: the returned tensors are q and k."""
+    _check_rows(q=q, k=k)
+    if q.numel():
+        launch_rope(q, k, cos, sin, positions)
+    return q, k
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """reference.silu_mul."""
+    _check_rows(gate_up=gate_up)
+    if gate_up.numel() == 0:
+        return gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    return launch_silu_mul(gate_up)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """reference.linear, by cuBLAS."""
+    return functional.linear(x, weight, bias)
+
+
+def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
+    """reference.write_kv."""
+    _check_rows(k=k, v=v)
+    _check_kv(kv)
+    if k.numel():
+        launch_write_kv(k, v, kv, slots)
+
+
+def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    """reference.copy_blocks."""
+    if not pool.is_contiguous():
+        raise ValueError("pool must be contiguous: pass the whole pool, not a layer of it")
+    if len(src):
+        launch_copy_blocks(pool, src, dst)
+
+
+def paged_decode(
+    q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int
+) -> Tensor:
+    """reference.paged_decode."""
+    _check_attention(q, kv, block_tables)
+    if q.numel() == 0:
+        return torch.empty_like(q)
+    return launch_decode(q, kv, block_tables, context_lens, scale, max_context_len, _num_sms(q.device))
+
+
+def paged_prefill(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    max_query_len: int,
+    scale: float,
+) -> Tensor:
+    """reference.paged_prefill."""
+    _check_attention(q, kv, block_tables)
+    if q.numel() == 0:
+        return torch.empty_like(q)
+    return launch_prefill(q, kv, block_tables, context_lens, query_starts, max(max_query_len, 1), scale)
+
+
+@lru_cache
+def _num_sms(device: torch.device) -> int:
+    if device.type != "cuda":
+        return INTERPRETER_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _check_attention(q: Tensor, kv: Tensor, block_tables: Tensor) -> None:
+    _check_rows(q=q, block_tables=block_tables)
+    _check_kv(kv)
+    if q.shape[1] % kv.shape[1] or q.shape[1] // kv.shape[1] > 64:
+        raise ValueError(f"q must have 1 to 64 heads for each of kv's {kv.shape[1]}, not {q.shape[1]} in all")
+
+
+def _check_rows(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dim: make it contiguous there")
+
+
+def _check_kv(kv: Tensor) -> None:
+    block_size, head_dim = kv.shape[3:]
+    if kv.stride()[2:] != (block_size * head_dim, head_dim, 1) or block_size & (block_size - 1):
+        raise ValueError(
+            "kv must be pool[:, :, layer] of a contiguous pool whose block_size is a power of two, "
+            f"not {tuple(kv.shape)} with strides {kv.stride()}"
+        )
