@@ -1,0 +1,59 @@
+"""Errors as an OpenAI client expects them, and the reasons a request ends without an answer.
+
+Knows no HTTP framework. Raised by parsing, admission and dispatch; `router.app` turns them into responses or stream
+events.
+"""
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+FailureKind = Literal["invalid", "overloaded", "unavailable", "internal"]
+
+_STATUS: dict[str, tuple[int, str, str | None]] = {
+    "invalid": (400, "invalid_request_error", None),
+    "overloaded": (429, "rate_limit_error", "overloaded"),
+    "unavailable": (503, "service_unavailable_error", "no_workers"),
+    "internal": (500, "internal_error", None),
+}
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error form. param: the request's parameter at fault. retry_after: seconds, for 429 and
+    503."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    def body(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+
+
+class RequestFailed(ApiError):
+    """A request that was admitted, or ready to be, and got no complete answer."""
+
+    def __init__(self, failure: FailureKind, message: str) -> None:
+        status, kind, code = _STATUS[failure]
+        super().__init__(message, status=status, kind=kind, code=code, retry_after=1 if status in (429, 503) else None)
+        self.failure = failure
+
+
+def value_error(error: ValueError, names: Iterable[str]) -> ApiError:
+    """An ApiError for a ValueError whose message begins with the parameter's name, as all of ours do."""
+    words = str(error).split()
+    first = words[0].rstrip(":,") if words else ""
+    return ApiError(str(error), param=first if first in set(names) else None)

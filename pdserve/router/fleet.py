@@ -1,0 +1,277 @@
+"""All workers this router sees: one reader a worker over its event stream, their states, and the commands to them.
+
+    join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends
+                                 -> lost: stream ended, broken, or silent; its legs are told at once
+
+Knows no tokens and no policies. A lost worker is forgotten; whoever watches the running set (`cluster/`) calls `join`
+again for every running worker, as often as it likes. One object a router process, used from its event loop only.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import msgspec
+
+from pdserve.engine.protocol import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Command,
+    Delta,
+    EventBatch,
+    Hello,
+    PeerStatus,
+    RequestKey,
+    Snapshot,
+    Submit,
+    decode_batch,
+)
+from pdserve.router.link import WorkerLink, WorkerLost
+from pdserve.router.peers import Introducer
+from pdserve.router.worker_state import Inbox, Leg, Lost, WorkerState
+
+logger = logging.getLogger(__name__)
+
+TICK_S = 0.5
+
+
+class Fleet:
+    def __init__(self, worker_silence_s: float = 15.0, router_id: str | None = None) -> None:
+        """worker_silence_s: a worker that pushes nothing for so long is lost. router_id: unique per process by
+        default."""
+        self.router_id = router_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        self.changed = asyncio.Event()
+        self.num_stale_events = 0
+        self._silence_s = worker_silence_s
+        self._workers: dict[str, WorkerState] = {}
+        self._readers: dict[str, asyncio.Task[None]] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._ticker: asyncio.Task[None] | None = None
+        self._session = 0
+        self._introducer = Introducer(self.post, time.monotonic)
+
+    @property
+    def workers(self) -> list[WorkerState]:
+        """Workers that have said Hello, draining ones too."""
+        return list(self._workers.values())
+
+    @property
+    def worker_ids(self) -> set[str]:
+        """All that joined and did not leave or get lost, also those whose Hello is still awaited."""
+        return set(self._readers)
+
+    @property
+    def decode_workers(self) -> list[WorkerState]:
+        return [worker for worker in self._workers.values() if worker.can_decode and not worker.draining]
+
+    def join(self, link: WorkerLink) -> None:
+        """Open the worker's event stream. Does nothing for a worker that is here, but that a drain is called off."""
+        if self._ticker is None:
+            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+        if link.worker_id not in self._readers:
+            self._readers[link.worker_id] = asyncio.get_running_loop().create_task(self._read(link))
+        elif link.worker_id in self._workers:
+            self._workers[link.worker_id].draining = False
+
+    def leave(self, worker_id: str) -> None:
+        """The worker shall stop: send it nothing new, let its legs end, then close its stream."""
+        worker = self._workers.get(worker_id)
+        if worker is None:
+            self._close_stream(worker_id)
+        elif not worker.draining:
+            worker.draining = True
+            self._retire_when_idle(worker)
+
+    async def close(self) -> None:
+        """Deliver what is on its way (a second at most), then close all streams; the workers abort what is left."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=1.0)
+        tasks = [*self._readers.values(), *self._tasks, *([self._ticker] if self._ticker is not None else [])]
+        self._ticker = None
+        for worker in self.workers:
+            self._forget(worker, "the router stops")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def submit(
+        self,
+        worker: WorkerState,
+        request_id: str,
+        attempt: int,
+        inbox: Inbox,
+        tokens: int,
+        make: Callable[[RequestKey], Submit],
+    ) -> Leg:
+        """Open a leg and send its Submit in the background; a failure arrives in the inbox as Lost."""
+        key = RequestKey(self.router_id, worker.session, request_id, attempt)
+        command = make(key)
+        leg = Leg(key, worker, inbox, tokens, {start.choice for start in command.starts})
+        if self._workers.get(worker.worker_id) is not worker:
+            inbox.put(leg, Lost("the worker is gone"))
+            return leg
+        worker.legs[request_id, attempt] = leg
+        worker.outstanding_tokens += tokens
+        self.post(worker, command)
+        return leg
+
+    def unload(self, leg: Leg) -> None:
+        """The leg no longer costs its worker compute."""
+        leg.worker.outstanding_tokens -= leg.tokens
+        leg.tokens = 0
+
+    def end(self, leg: Leg, cancel: bool) -> None:
+        """Forget a leg; later events of it are dropped. cancel: the worker may still hold something for it.
+        Idempotent."""
+        if leg.worker.legs.pop((leg.key.request_id, leg.key.attempt), None) is None:
+            return
+        self.unload(leg)
+        if cancel:
+            self.post(leg.worker, Cancel(key=leg.key))
+        self._retire_when_idle(leg.worker)
+
+    def post(self, worker: WorkerState, command: Command) -> None:
+        """Send in the background: callers that are being cancelled can still say goodbye."""
+        self._spawn(self._deliver(worker, command))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _deliver(self, worker: WorkerState, command: Command) -> None:
+        try:
+            await worker.link.send(command)
+        except WorkerLost as error:
+            self._lose(worker, f"cannot be reached: {error}")
+        except Exception as error:
+            logger.exception("sending %s to worker %s failed", type(command).__name__, worker.worker_id)
+            self._lose(worker, f"cannot be sent to: {error!r}")
+
+    async def _read(self, link: WorkerLink) -> None:
+        """The life of one stream. However it ends, the worker's legs are told."""
+        self._session = max(self._session + 1, time.time_ns())
+        session, worker, reason = self._session, None, "its event stream ended"
+        stream = link.events(self.router_id, session)
+        try:
+            async for data in stream:
+                batch = decode_batch(data)
+                if worker is None:
+                    worker = self._enter(link, session, batch)
+                self._take(worker, batch)
+        except WorkerLost as error:
+            reason = f"lost: {error}"
+        except (msgspec.DecodeError, _ProtocolError) as error:
+            reason = f"sent what this router does not understand: {error}"
+        except Exception as error:
+            logger.exception("reading from worker %s failed", link.worker_id)
+            reason = f"reading from it failed: {error!r}"
+        finally:
+            if worker is not None:
+                self._forget(worker, reason)
+            if self._readers.get(link.worker_id) is asyncio.current_task():
+                del self._readers[link.worker_id]
+                logger.warning("worker %s left: %s", link.worker_id, reason)
+            aclose = getattr(stream, "aclose", None)
+            if aclose is not None:
+                await aclose()
+
+    def _enter(self, link: WorkerLink, session: int, batch: EventBatch) -> WorkerState:
+        hello = next((event for event in batch.events if isinstance(event, Hello)), None)
+        if hello is None:
+            raise _ProtocolError("the first batch holds no Hello")
+        if hello.protocol != PROTOCOL_VERSION:
+            raise _ProtocolError(f"it speaks protocol {hello.protocol}, this router {PROTOCOL_VERSION}")
+        worker = WorkerState(link, session, hello, batch.incarnation, time.monotonic())
+        worker.peers = {(peer.engine_id, peer.incarnation): peer for peer in hello.peers}
+        self._workers[link.worker_id] = worker
+        self._introduce()
+        return worker
+
+    def _take(self, worker: WorkerState, batch: EventBatch) -> None:
+        if batch.incarnation != worker.incarnation:
+            raise _ProtocolError("its engine was restarted within the stream")
+        worker.last_seen = time.monotonic()
+        for event in batch.events:
+            if isinstance(event, Delta):  # first: nearly all events are
+                self._route(worker, event)
+            elif isinstance(event, Snapshot):
+                self._update(worker, event)
+            elif isinstance(event, PeerStatus):
+                worker.peers[event.engine_id, event.incarnation] = event
+                self._introducer.reported(worker, event)
+                self._notify()
+            elif not isinstance(event, Hello):
+                self._route(worker, event)
+
+    def _route(self, worker: WorkerState, event: Any) -> None:
+        leg = worker.legs.get((event.request_id, event.attempt))
+        if leg is None:
+            self.num_stale_events += 1
+        else:
+            leg.inbox.put(leg, event)
+
+    def _update(self, worker: WorkerState, snapshot: Snapshot) -> None:
+        role, worker.snapshot = worker.role, snapshot
+        if snapshot.role != role:
+            self._introduce()
+
+    def _introduce(self) -> None:
+        self._introducer.introduce(self._workers.values())
+        self._notify()
+
+    def _notify(self) -> None:
+        """Wake who waits for a better fleet."""
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+    def _lose(self, worker: WorkerState, reason: str) -> None:
+        if self._workers.get(worker.worker_id) is worker:
+            logger.warning("worker %s %s", worker.worker_id, reason)
+            self._forget(worker, reason)
+            self._close_stream(worker.worker_id)
+
+    def _forget(self, worker: WorkerState, reason: str) -> None:
+        if self._workers.get(worker.worker_id) is not worker:
+            return
+        del self._workers[worker.worker_id]
+        legs, worker.legs = list(worker.legs.values()), {}
+        for leg in legs:
+            leg.inbox.put(leg, Lost(reason))
+        self._introducer.left(worker, self._workers.values())
+        self._notify()
+
+    def _close_stream(self, worker_id: str) -> None:
+        reader = self._readers.pop(worker_id, None)
+        if reader is not None:
+            reader.cancel()
+            self._tasks.add(reader)
+            reader.add_done_callback(self._tasks.discard)
+
+    def _retire_when_idle(self, worker: WorkerState) -> None:
+        if worker.draining and not worker.legs and self._workers.get(worker.worker_id) is worker:
+            self._forget(worker, "drained")
+            self._spawn(self._close_after_sends(worker))
+
+    async def _close_after_sends(self, worker: WorkerState) -> None:
+        """Let the last Cancels go out before the stream closes (closing it would abort the same, but not as exactly)."""
+        await asyncio.sleep(0)
+        self._close_stream(worker.worker_id)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(min(TICK_S, self._silence_s / 4))
+            oldest = time.monotonic() - self._silence_s
+            for worker in self.workers:
+                if worker.last_seen < oldest:
+                    self._lose(worker, f"pushed nothing for {self._silence_s:g} s")
+            self._introducer.introduce(self._workers.values())
+
+
+class _ProtocolError(Exception):
+    """The worker's messages cannot be understood."""

@@ -1,0 +1,72 @@
+"""Introduces workers to each other: every decode worker connects to every pool it may pull from, before requests need it.
+
+    unknown -> asked (ConnectPeer sent) -> connected
+                 ^  |                         |
+                 |  +--- not connected <------+       asked again after a growing delay
+
+Knows no requests. Called by `router.fleet` when workers come, go or report, and at its tick.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pdserve.engine.protocol import Command, ConnectPeer, DisconnectPeer, PeerStatus, PoolMeta
+from pdserve.router.worker_state import WorkerState
+
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 30.0
+
+PairKey = tuple[str, str, int]
+
+
+@dataclass(slots=True)
+class _Pair:
+    ask_at: float
+    retry_s: float = FIRST_RETRY_S
+
+
+class Introducer:
+    def __init__(self, send: Callable[[WorkerState, Command], None], now: Callable[[], float]) -> None:
+        self._send = send
+        self._now = now
+        self._pairs: dict[PairKey, _Pair] = {}
+
+    def introduce(self, workers: Iterable[WorkerState]) -> None:
+        """Ask every pair that is not connected and whose time has come."""
+        workers = list(workers)
+        pools = [(worker, worker.pool) for worker in workers if worker.can_prefill and not worker.draining]
+        for decode in workers:
+            if decode.can_decode and not decode.draining and decode.pool is not None:
+                for prefill, meta in pools:
+                    if meta is not None and may_pair(prefill, decode) and not decode.is_connected_to(prefill):
+                        self._ask(decode, meta)
+
+    def reported(self, decode: WorkerState, status: PeerStatus) -> None:
+        """An answer: a refusal is asked again later, each time after twice the delay."""
+        key = (decode.worker_id, status.engine_id, status.incarnation)
+        if status.connected:
+            self._pairs.pop(key, None)
+            return
+        pair = self._pairs.setdefault(key, _Pair(0.0))
+        pair.ask_at = self._now() + pair.retry_s
+        pair.retry_s = min(2 * pair.retry_s, LAST_RETRY_S)
+
+    def left(self, gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
+        pool = gone.pool
+        for decode in remaining:
+            if pool is not None and decode.can_decode:
+                decode.peers.pop((pool.engine_id, pool.incarnation), None)
+                self._send(decode, DisconnectPeer(engine_id=pool.engine_id, incarnation=pool.incarnation))
+        ids = (gone.worker_id, pool.engine_id if pool is not None else None)
+        self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] != ids[0] and key[1] != ids[1]}
+
+    def _ask(self, decode: WorkerState, meta: PoolMeta) -> None:
+        pair = self._pairs.setdefault((decode.worker_id, meta.engine_id, meta.incarnation), _Pair(0.0))
+        if self._now() >= pair.ask_at:
+            pair.ask_at = self._now() + LAST_RETRY_S  # an unanswered question; an answer sets an earlier time
+            self._send(decode, ConnectPeer(meta=meta))
+
+
+def may_pair(prefill: WorkerState, decode: WorkerState) -> bool:
+    """Two different workers of one model."""
+    return prefill is not decode and prefill.hello.model_fingerprint == decode.hello.model_fingerprint

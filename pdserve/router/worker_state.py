@@ -1,0 +1,125 @@
+"""What the router knows of one worker, and one leg: a Submit that the worker has, with the inbox its events go to.
+
+Plain state without behaviour of its own: `router.fleet` fills it, `router.choose` and `router.peers` read it.
+"""
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass, field
+
+from pdserve.engine.protocol import (
+    Arrived,
+    Delta,
+    Failed,
+    Handoff,
+    Hello,
+    PeerStatus,
+    PoolMeta,
+    PromptScored,
+    RequestKey,
+    Snapshot,
+)
+from pdserve.router.link import WorkerLink
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The leg's worker is gone."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Silent:
+    """No event came for the leg's deadline."""
+
+    seconds: float
+
+
+LegEvent = Delta | PromptScored | Handoff | Arrived | Failed | Lost | Silent
+
+
+class Inbox:
+    """Events of all legs of one request, in order of arrival; one reader."""
+
+    def __init__(self) -> None:
+        self._items: deque[tuple[Leg, LegEvent]] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def put(self, leg: "Leg", event: LegEvent) -> None:
+        self._items.append((leg, event))
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until there is at least one item."""
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    def pop(self) -> tuple["Leg", LegEvent]:
+        return self._items.popleft()
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """One Submit at one worker. tokens: its weight in the worker's load. pending: choices the worker still works on."""
+
+    key: RequestKey
+    worker: "WorkerState"
+    inbox: Inbox
+    tokens: int
+    pending: set[int]
+    handed_off: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class WorkerState:
+    """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens: weight of
+    this router's legs there. last_seen: seconds of the event loop's clock."""
+
+    link: WorkerLink
+    session: int
+    hello: Hello
+    incarnation: int
+    last_seen: float
+    snapshot: Snapshot | None = None
+    peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
+    legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
+    outstanding_tokens: int = 0
+    draining: bool = False
+
+    @property
+    def worker_id(self) -> str:
+        return self.link.worker_id
+
+    @property
+    def role(self) -> str:
+        """Workers may change their role; the newest report counts."""
+        return self.snapshot.role if self.snapshot is not None else self.hello.role
+
+    @property
+    def pool(self) -> PoolMeta | None:
+        return self.hello.pool
+
+    @property
+    def can_prefill(self) -> bool:
+        return self.role in ("prefill", "both") and self.pool is not None
+
+    @property
+    def can_decode(self) -> bool:
+        return self.role in ("decode", "both")
+
+    @property
+    def token_limit(self) -> int:
+        """Prompt and generated tokens of the largest request that can fit here."""
+        return min(self.hello.max_model_len, self.hello.max_request_tokens)
+
+    def is_connected_to(self, prefill: "WorkerState") -> bool:
+        if prefill.pool is None:
+            return False
+        status = self.peers.get((prefill.pool.engine_id, prefill.pool.incarnation))
+        return status is not None and status.connected
