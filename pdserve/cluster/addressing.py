@@ -1,0 +1,59 @@
+"""Sends a Serve call to the one worker that it names, and posts on the process's board which workers there are.
+
+Serve makes a `PinRouter` in every process that holds a handle of a worker deployment. It pickles the class with this whole module by
+value, so state lives in `cluster.membership`, which is imported by name. Chooses nothing: which worker is named is the business of
+`router`. Used by `cluster.app` (configuration) and `cluster.links` (calls).
+
+Serve's own way (queue, probes, back-off) is stepped over on purpose: it matches pending calls by the id of the request that they
+serve, so two calls of one request to different replicas could be swapped, and a call to a replica that is gone waits for ever.
+"""
+
+from ray.serve._private.common import DeploymentID, ReplicaID
+from ray.serve.request_router import PendingRequest, ReplicaResult, RequestRouter, RunningReplica
+
+from pdserve.cluster.membership import publish
+from pdserve.router.link import WorkerLost
+
+PIN = "worker_id"  # the keyword argument that names the worker
+
+
+def worker_id_of(replica_id: ReplicaID) -> str:
+    """Unique over restarts: Serve gives every replica it starts a new random id."""
+    return f"{replica_id.deployment_id.name}#{replica_id.unique_id}"
+
+
+def board_key(deployment: DeploymentID) -> str:
+    return f"{deployment.app_name}#{deployment.name}"
+
+
+class PinRouter(RequestRouter):
+    """Delivers a call to the replica whose worker id is its keyword argument `worker_id`, or raises WorkerLost at once."""
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        worker_id = pending_request.kwargs.get(PIN)
+        if worker_id is None:
+            raise ValueError(f"a call to {self._deployment_id} must name its replica by the keyword argument {PIN!r}")
+        for replica in self._replicas.values():
+            if worker_id_of(replica.replica_id) == worker_id:
+                if is_retry:  # refused or unreachable a moment ago; Serve would try again without a pause
+                    raise WorkerLost(f"worker {worker_id} cannot be reached")
+                return replica
+        raise WorkerLost(f"worker {worker_id} is not among the running replicas of {self._deployment_id}")
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        raise AssertionError("PinRouter picks in _choose_replica_for_request")
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._publish()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._publish()
+
+    def _publish(self) -> None:
+        publish(board_key(self._deployment_id), frozenset(worker_id_of(r) for r in self._replicas))

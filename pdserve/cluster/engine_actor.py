@@ -1,0 +1,68 @@
+"""The Ray actor around one rank's engine: its process, its GPU, nothing else.
+
+Thin on purpose: the engine is `worker.host.EngineHost`, which knows no Ray. This module imports no torch; the actor's process does,
+when the host is loaded. Created by `cluster.worker_replica`, which owns it: the replica's death is the actor's end.
+"""
+
+import importlib
+import os
+from typing import Any, Protocol
+
+import ray
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pdserve.configs.schema import WorkerConfig
+
+ENGINE_HOST = "pdserve.worker.host:EngineHost"
+
+
+class Host(Protocol):
+    """What an engine host offers to its process."""
+
+    def start(self) -> dict[str, Any]:
+        """Load the model; what this engine is."""
+        ...
+
+    def run(self) -> None:
+        """Serve until told to stop."""
+        ...
+
+
+class EngineActor:
+    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device) holds; `ping` has another."""
+
+    def __init__(
+        self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+    ) -> None:
+        # One thread an engine, before torch loads: several engines on a few cores collapse otherwise.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        module, _, name = engine_host.partition(":")
+        self._host: Host = getattr(importlib.import_module(module), name)(config, worker_id, incarnation, address)
+
+    @ray.method(concurrency_group="engine")
+    def start(self) -> dict[str, Any]:
+        return self._host.start()
+
+    @ray.method(concurrency_group="engine")
+    def run(self) -> None:
+        self._host.run()
+
+    @ray.method(concurrency_group="control")
+    def ping(self) -> int:
+        """The process id, from an engine process that still runs Python."""
+        return os.getpid()
+
+
+def create_engine_actor(
+    group: PlacementGroup, num_gpus: float, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+) -> Any:
+    """A handle of a new actor in bundle 1 of the replica's placement group (bundle 0 holds the replica)."""
+    actor = ray.remote(EngineActor).options(
+        num_cpus=0,
+        num_gpus=num_gpus,
+        max_restarts=0,
+        concurrency_groups={"engine": 1, "control": 1},
+        scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1),
+    )
+    return actor.remote(engine_host, config, worker_id, incarnation, address)

@@ -1,0 +1,35 @@
+"""Cuts event batches into pieces that Serve's gRPC takes (4 MiB a message as delivered), and joins them again.
+
+Almost every batch is one piece; large `prompt_logprobs` are not. Used by `cluster.worker_replica` and `cluster.links`.
+"""
+
+from collections.abc import Iterator
+
+PIECE_BYTES = 2 << 20
+
+_LAST = b"."
+_MORE = b"+"
+
+
+def cut(message: bytes) -> Iterator[bytes]:
+    """Pieces of at most PIECE_BYTES, each behind one byte that says whether another follows."""
+    start = 0
+    while len(message) - start > PIECE_BYTES:
+        yield _MORE + message[start : start + PIECE_BYTES]
+        start += PIECE_BYTES
+    yield _LAST + message[start:]
+
+
+class Joiner:
+    """Feed it pieces in order; it gives each message with its last piece."""
+
+    def __init__(self) -> None:
+        self._parts: list[bytes] = []
+
+    def feed(self, piece: bytes) -> bytes | None:
+        self._parts.append(piece[1:])
+        if piece[:1] == _MORE:
+            return None
+        message = b"".join(self._parts)
+        self._parts.clear()
+        return message

@@ -1,0 +1,97 @@
+"""The Serve replica of one worker: an asyncio shell that owns its engine process and passes bytes between it and the routers.
+
+Knows no tokens, no torch and no GPU; messages stay encoded. Used for both deployments, `Prefill` and `Decode`; made by `cluster.app`,
+called by `cluster.links`. The engine's end is the replica's end: Serve then starts a new one, which is a new incarnation.
+"""
+
+import asyncio
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.util import get_current_placement_group
+
+from pdserve.cluster.addressing import worker_id_of
+from pdserve.cluster.engine_actor import ENGINE_HOST, create_engine_actor
+from pdserve.cluster.framing import cut
+from pdserve.configs.schema import WorkerConfig
+from pdserve.worker.engine_client import EngineClient, EngineGone
+
+logger = logging.getLogger("ray.serve")
+
+PING_DEADLINE_S = 10.0
+STOP_DEADLINE_S = 10.0
+
+
+class WorkerReplica:
+    """config: of the worker. num_gpus: of its engine rank. engine_host: import path of the host class, `module:Class`."""
+
+    async def __init__(self, config: WorkerConfig, num_gpus: float, engine_host: str = ENGINE_HOST) -> None:
+        group = get_current_placement_group()
+        assert group is not None, "a worker deployment needs placement_group_bundles"
+        self.worker_id = worker_id_of(serve.get_replica_context().replica_id)
+        self._stopping = False
+        # A folder that only this user can enter: whoever reaches the socket commands the engine.
+        self._folder = tempfile.mkdtemp(prefix="pdserve-")
+        address = f"ipc://{self._folder}/engine"
+        self._engine: Any = create_engine_actor(
+            group, num_gpus, engine_host, config, self.worker_id, time.time_ns(), address
+        )
+        try:
+            info = await self._engine.start.remote()
+        except BaseException:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+        self._client = EngineClient(address)
+        self._running = asyncio.ensure_future(self._run())
+        logger.info("worker %s (%s) is ready: %s", self.worker_id, config.role, info)
+
+    async def submit(self, data: bytes, worker_id: str) -> None:
+        """Deliver one encoded Command. Raises EngineGone."""
+        self._check_address(worker_id)
+        self._client.send_encoded(data)
+
+    async def events(self, router_id: str, session: int, worker_id: str) -> AsyncGenerator[bytes, None]:
+        """The event stream of one router, in pieces (`cluster.framing`). Its end, however it comes, is a RouterLost."""
+        self._check_address(worker_id)
+        batches = self._client.subscribe(router_id, session)
+        try:
+            async for batch in batches:
+                for piece in cut(batch):
+                    yield piece
+        finally:
+            await batches.aclose()
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica that fails this a few times: an engine process that is frozen counts as dead."""
+        async with asyncio.timeout(PING_DEADLINE_S):
+            await self._engine.ping.remote()
+
+    async def __del__(self) -> None:
+        """Serve awaits this at a graceful end, after the streams have closed."""
+        self._stopping = True
+        self._client.close()
+        await asyncio.wait([self._running], timeout=STOP_DEADLINE_S)
+
+    def _check_address(self, worker_id: str) -> None:
+        if worker_id != self.worker_id:
+            raise EngineGone(f"this is worker {self.worker_id}, not {worker_id}")
+
+    async def _run(self) -> None:
+        """Ends with the engine. Unless it was asked to stop, this process goes too, at once: a shell without an engine serves nobody."""
+        reason = "its loop ended"
+        try:
+            await self._engine.run.remote()
+        except RayError as error:
+            reason = str(error)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        if not self._stopping:
+            logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
+            logging.shutdown()
+            os._exit(1)

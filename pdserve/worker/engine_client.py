@@ -1,0 +1,190 @@
+"""The replica shell's end of the wire to its engine process: commands down, one event stream per router up.
+
+A zmq PAIR over ipc. Down: `[encoded Command]`. Up: `[target, encoded EventBatch]`, where target is `router_id/session`, or `*` for
+every subscribed router. Batches pass through as bytes: nothing is decoded here. Knows no Ray and no torch; single-threaded: all
+methods belong to the event loop that made the client. Called by `cluster.worker_replica`, and by tests that need no Ray.
+"""
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncGenerator
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from pdserve.engine.protocol import Command, RouterLost, Stop, Subscribe, encode
+
+logger = logging.getLogger(__name__)
+
+EVERYONE = b"*"
+SEND_LIMIT = 100_000  # commands waiting for an engine that reads none
+STREAM_LIMIT = 10_000  # batches waiting for a router that reads none: minutes of steps
+
+
+class EngineGone(ConnectionError):
+    """The engine process closed its socket, died, or stopped reading."""
+
+
+def target_of(router_id: str, session: int) -> bytes:
+    """The frame that addresses one router's stream."""
+    return f"{router_id}/{session}".encode()
+
+
+class _Stream:
+    """Batches on their way to one router. It ends when closed and read empty."""
+
+    def __init__(self, router_id: str, session: int) -> None:
+        self.router_id = router_id
+        self.session = session
+        self.greeted = False
+        self.closed = False
+        self._batches: deque[bytes] = deque()
+        self._wake = asyncio.Event()
+
+    def put(self, batch: bytes) -> bool:
+        """False when the router has fallen too far behind."""
+        self._batches.append(batch)
+        self._wake.set()
+        return len(self._batches) <= STREAM_LIMIT
+
+    def close(self) -> None:
+        self.closed = True
+        self._wake.set()
+
+    async def get(self) -> bytes | None:
+        """The next batch, in order; None at the end."""
+        while not self._batches:
+            if self.closed:
+                return None
+            self._wake.clear()
+            await self._wake.wait()
+        return self._batches.popleft()
+
+
+class EngineClient:
+    """Connects to an engine at a zmq address (`ipc://…`); the engine may bind it later.
+
+    `closed` is set once the engine is gone, whatever the reason; from then on every call raises EngineGone and every stream ends.
+    Make it inside a running event loop.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.closed = asyncio.Event()
+        self._streams: dict[bytes, _Stream] = {}
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PAIR)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, SEND_LIMIT)
+        self._socket.set(zmq.RCVHWM, 0)
+        self._socket.set(zmq.RECONNECT_IVL, 20)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._loop.add_reader(self._monitor.get(zmq.FD), self._watch)
+        self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
+        self._socket.connect(address)
+        # zmq's descriptors are edge-triggered: without a first look at each, none ever fires.
+        self._watch()
+        self._receive()
+
+    def send(self, command: Command) -> None:
+        """Queue a command for the engine, in order. Raises EngineGone."""
+        self.send_encoded(encode(command))
+
+    def send_encoded(self, data: bytes) -> None:
+        """`send` of a command that is encoded already; the engine checks its form."""
+        if self.closed.is_set():
+            raise EngineGone("the engine process is gone")
+        try:
+            self._socket.send(data, zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineGone(f"the engine has left {SEND_LIMIT} commands unread") from None
+        # The socket's file descriptor is edge-triggered, and sending may consume the edge of a message that came meanwhile.
+        self._loop.call_soon(self._receive)
+
+    async def subscribe(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
+        """The encoded batches for this router, the first with its Hello; a newer subscription of the same router ends this one.
+
+        Closing the iterator tells the engine that the router is lost. Raises EngineGone when the engine is gone at the start, and
+        ends when it goes later.
+        """
+        stream = self._open(router_id, session)
+        try:
+            while (batch := await stream.get()) is not None:
+                yield batch
+        finally:
+            self._lose(stream)
+
+    def close(self) -> None:
+        """Tell the engine to stop, end all streams, close the socket. Idempotent."""
+        if not self.closed.is_set():
+            # LINGER is 0 for a dead peer's sake; a living one shall still read the Stop.
+            self._socket.set(zmq.LINGER, 1000)
+            self.send(Stop())
+            self._shut()
+
+    def _open(self, router_id: str, session: int) -> _Stream:
+        if self.closed.is_set():
+            raise EngineGone("the engine process is gone")
+        for stream in [s for s in self._streams.values() if s.router_id == router_id]:
+            if stream.session >= session:
+                raise EngineGone(f"router {router_id} has a newer stream ({stream.session}) than {session}")
+            self._lose(stream)
+        stream = self._streams[target_of(router_id, session)] = _Stream(router_id, session)
+        self.send(Subscribe(router_id=router_id, session=session))
+        return stream
+
+    def _lose(self, stream: _Stream) -> None:
+        if stream.closed:
+            return
+        stream.close()
+        del self._streams[target_of(stream.router_id, stream.session)]
+        if not self.closed.is_set():
+            self.send(RouterLost(router_id=stream.router_id, session=stream.session))
+
+    def _receive(self) -> None:
+        """Hand out everything that has arrived."""
+        while not self.closed.is_set():
+            try:
+                target, batch = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self._deliver(target, batch)
+
+    def _deliver(self, target: bytes, batch: bytes) -> None:
+        if target != EVERYONE:
+            stream = self._streams.get(target)
+            if stream is not None:
+                stream.greeted = True
+                self._put(stream, batch)
+            return
+        for stream in list(self._streams.values()):
+            if stream.greeted:  # the Hello comes first
+                self._put(stream, batch)
+
+    def _put(self, stream: _Stream, batch: bytes) -> None:
+        if not stream.put(batch):
+            logger.warning("router %s reads nothing: closing its stream", stream.router_id)
+            self._lose(stream)
+
+    def _watch(self) -> None:
+        """The monitor reports one event only: the engine's end was closed."""
+        while self._monitor.poll(0):
+            recv_monitor_message(self._monitor)
+            self._receive()
+            if not self.closed.is_set():
+                self._shut()
+                return
+
+    def _shut(self) -> None:
+        self.closed.set()
+        for stream in self._streams.values():
+            stream.close()
+        self._streams.clear()
+        self._loop.remove_reader(self._socket.get(zmq.FD))
+        self._loop.remove_reader(self._monitor.get(zmq.FD))
+        self._socket.disable_monitor()
+        self._monitor.close()
+        self._socket.close()
+        # Waits for LINGER, so never on the loop.
+        self._loop.run_in_executor(None, self._context.term)

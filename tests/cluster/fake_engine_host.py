@@ -1,0 +1,121 @@
+"""An engine host without an engine: the same two methods as `pdserve.worker.host.EngineHost`, the same protocol on the wire.
+
+A submitted request gets one token a step for `max_tokens` steps; token i of a prompt p is `p[0] + i`. Every command received is one line
+of a journal file named by the worker, in the folder that WORKER_JOURNAL names, so that tests see what reached an engine.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+
+from pdserve.configs.schema import WorkerConfig
+from pdserve.engine.protocol import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Command,
+    Delta,
+    Event,
+    EventBatch,
+    Hello,
+    RequestKey,
+    RouterLost,
+    Snapshot,
+    Stop,
+    Submit,
+    Subscribe,
+    decode_command,
+    encode,
+)
+
+STEP_S = 0.02
+
+
+def journal_path(worker_id: str) -> Path:
+    return Path(os.environ["WORKER_JOURNAL"]) / worker_id.replace("#", "-")
+
+
+class FakeEngineHost:
+    def __init__(self, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
+        self.config = config
+        self.worker_id = worker_id
+        self.incarnation = incarnation
+        self.address = address
+        self.requests: dict[RequestKey, Submit] = {}
+        self.positions: dict[RequestKey, int] = {}
+
+    def start(self) -> dict[str, Any]:
+        if self.config.model.path == "no-such-model":
+            raise ValueError("model.path: there is no 'no-such-model'")
+        return {"role": self.config.role, "pid": os.getpid()}
+
+    def run(self) -> None:
+        context = zmq.Context()
+        self.socket = context.socket(zmq.PAIR)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.bind(self.address)
+        stopped = False
+        while not stopped:
+            timeout_ms = int(STEP_S * 1000) if self.requests else 1000
+            if self.socket.poll(timeout_ms):
+                stopped = self.handle(decode_command(self.socket.recv()))
+            elif self.requests:
+                self.step()
+            else:
+                self.publish("*", Snapshot(**self.load()))
+        context.destroy(linger=0)
+
+    def handle(self, command: Command) -> bool:
+        self.note(command)
+        match command:
+            case Subscribe(router_id=router_id, session=session):
+                self.publish(f"{router_id}/{session}", self.hello())
+            case Submit(key=key):
+                self.requests[key] = command
+                self.positions[key] = 0
+            case Cancel(key=key):
+                self.requests.pop(key, None)
+            case RouterLost(router_id=router_id, session=session):
+                self.requests = {k: s for k, s in self.requests.items() if (k.router_id, k.session) != (router_id, session)}
+        return isinstance(command, Stop)
+
+    def step(self) -> None:
+        for key, submit in list(self.requests.items()):
+            position = self.positions[key]
+            self.positions[key] += 1
+            last = position + 1 == submit.sampling.max_tokens
+            token = submit.prompt_token_ids[0] + position
+            delta = Delta(key.request_id, key.attempt, 0, position, (token,), "length" if last else None)
+            if last:
+                del self.requests[key]
+            self.publish(f"{key.router_id}/{key.session}", delta)
+
+    def publish(self, target: str, *events: Event) -> None:
+        batch = EventBatch(worker_id=self.worker_id, incarnation=self.incarnation, events=events)
+        self.socket.send_multipart([target.encode(), encode(batch)])
+
+    def hello(self) -> Hello:
+        return Hello(
+            protocol=PROTOCOL_VERSION,
+            role=self.config.role,
+            model_fingerprint="fake",
+            vocab_size=1000,
+            max_model_len=1024,
+            max_request_tokens=1024,
+            block_size=16,
+            pool=None,
+        )
+
+    def load(self) -> dict[str, Any]:
+        counts = dict.fromkeys(
+            ("num_waiting", "queue_tokens", "free_blocks", "total_blocks", "pinned_blocks", "quarantined_blocks"), 0
+        )
+        return {"role": self.config.role, "num_running": len(self.requests), **counts}
+
+    def note(self, command: Command) -> None:
+        line = {"t": time.time(), "pid": os.getpid(), "command": command}
+        with journal_path(self.worker_id).open("ab") as journal:
+            journal.write(msgspec.json.encode(line) + b"\n")
