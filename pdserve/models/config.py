@@ -120,9 +120,9 @@ def _with_defaults(raw: dict[str, Any], family: str, folder: Path) -> Any:
 def _refuse_unservable(raw: dict[str, Any], hf: Any) -> None:
     if raw.get("quantization_config") or raw.get("compression_config"):
         raise ValueError("quantization_config: quantised checkpoints are not supported yet; use the 16-bit weights")
-    if raw.get("use_sliding_window") or getattr(hf, "sliding_window", None) is not None:
+    if getattr(hf, "sliding_window", None) is not None:  # None too where Qwen's use_sliding_window is false
         raise ValueError(
-            f"sliding_window={getattr(hf, 'sliding_window', None)} is not supported yet: attention would see tokens "
+            f"sliding_window={hf.sliding_window} is not supported yet: attention would see tokens "
             f"that the model must not; where the model was trained without a window, set it to null in config.json"
         )
     if set(getattr(hf, "layer_types", None) or ()) - {"full_attention"}:

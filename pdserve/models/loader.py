@@ -18,6 +18,8 @@ from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 PROGRESS_BYTES = 1 << 30  # smaller checkpoints load in a moment and show no progress bar
+# What the model may have no place for: rope tables that older tools stored, and the output matrix of a tied model.
+HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 NAMED_TENSORS = 8  # of a long list, an error names this many
 
 
@@ -41,28 +43,23 @@ def load_model(
         for weight in model.weights.all:
             weight.draw(seed)
     else:
-        _fill(model.weights, weight_files(resolve_folder(path, load_format)), spec.tie_embeddings)
+        _fill(model.weights, weight_files(resolve_folder(path, load_format)))
     return model
 
 
-def _fill(weights: WeightSet, files: list[Path], tied: bool) -> None:
+def _fill(weights: WeightSet, files: list[Path]) -> None:
     unused: list[str] = []
     for file in _with_progress(files):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 if name in weights.by_name:
                     weights.by_name[name].load(name, tensors.get_tensor(name))
-                elif not _harmless(name, tied):
+                elif not name.endswith(HARMLESS):
                     unused.append(name)
     if unused:
         raise ValueError(f"the model has no place for these tensors of {files[0].parent}: {_named(unused)}")
     if missing := weights.missing():
         raise ValueError(f"{files[0].parent} lacks these tensors: {_named(missing)}")
-
-
-def _harmless(name: str, tied: bool) -> bool:
-    """Tensors that say nothing new: rope tables older tools stored, and the output matrix where it is the embedding."""
-    return name.endswith("rotary_emb.inv_freq") or (tied and name == "lm_head.weight")
 
 
 def _with_progress(files: list[Path]) -> "tqdm[Path]":

@@ -41,6 +41,6 @@ def _llama3(rope: RopeSpec, freqs: torch.Tensor) -> torch.Tensor:
     share = (rope.original_max_position / wavelengths - rope.low_freq_factor) / (
         rope.high_freq_factor - rope.low_freq_factor
     )
-    blended = (1 - share) * scaled / rope.factor + share * scaled
+    blended = (1 - share) * freqs / rope.factor + share * freqs
     between = ~(wavelengths < longest_kept) & ~(wavelengths > shortest_divided)
     return torch.where(between, blended, scaled)

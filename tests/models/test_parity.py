@@ -56,7 +56,7 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 * scale
-        t = torch.arange(len(q))
+        t = torch.arange(len(q), device=q.device)
         hidden = t[None, :] > t[:, None]
         if window:
             hidden |= t[None, :] <= t[:, None] - window
@@ -112,6 +112,18 @@ def test_greedy_tokens_equal_transformers(case: str, folder_of: Callable[[str], 
         )
     assert ids.tolist() == expected[0].tolist()
     assert len(set(ids[64:].tolist())) > 8, "a model that repeats itself proves little"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", CASES)
+def test_logits_on_gpu_equal_those_on_cpu(case: str, folder_of: Callable[[str], Path]) -> None:
+    spec, cuda = read_spec(str(folder_of(case))), torch.device("cuda")
+    model = load_model(str(folder_of(case)), spec, torch.float32, cuda, ops_for(cuda))
+    ids = prompt().to(cuda)
+    with torch.inference_mode():
+        logits = model.logits(model.forward(ids, torch.arange(len(ids), device=cuda), dense_attend()))
+    assert gap(logits.cpu(), our_logits(load(folder_of(case)), prompt())) < 10 * TOLERANCE
 
 
 def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
