@@ -1,0 +1,90 @@
+"""Makes the (sender, receiver) pair of an engine over one shared agent: `build_connector`.
+
+A registry names the transports; nixl is imported only when it is chosen. Called once by the engine process, after the
+pool and the generation table are allocated for good (and after CUDA graph capture): they are registered here, once.
+"""
+
+from collections.abc import Callable
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve.configs.schema import TransferConfig
+from pdserve.engine.protocol import PoolMeta, RankPool
+from pdserve.kvtransfer.agent import TransferAgent, memory_of
+from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory, Wake
+from pdserve.kvtransfer.local import LocalAgent
+from pdserve.kvtransfer.metrics import TransferMetrics
+from pdserve.kvtransfer.peer_link import OwnPool
+from pdserve.kvtransfer.receiver import Receiver
+from pdserve.kvtransfer.sender import Sender
+
+
+def _nixl(name: str, config: TransferConfig) -> TransferAgent:
+    from pdserve.kvtransfer.nixl_agent import NixlAgent
+
+    return NixlAgent(name, progress_delay_us=config.progress_delay_us, ucx_tls=config.ucx_tls)
+
+
+def _local(name: str, config: TransferConfig) -> TransferAgent:
+    return LocalAgent(name)
+
+
+AGENTS: dict[str, Callable[[str, TransferConfig], TransferAgent]] = {"nixl": _nixl, "local": _local}
+
+
+def build_connector(
+    config: TransferConfig,
+    memory: PoolMemory,
+    engine_id: str,
+    incarnation: int,
+    wake: Wake,
+    *,
+    rank: int = 0,
+    registry: CollectorRegistry | None = None,
+) -> tuple[KVSender, KVReceiver]:
+    """config.connector chooses the transport. incarnation: see PoolMeta. wake: called from any thread when a `poll` has
+    something. registry: where the counters go. ValueError when the memory is not what PoolMemory says."""
+    _check_memory(memory)
+    agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config)
+    agent.register(memory.pool)
+    agent.register(torch.from_numpy(memory.generations))
+    metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
+    own = OwnPool(memory.pool, memory.layout, memory.layout.compat_digest(memory.model_fingerprint))
+    meta = _describe(agent, memory, own.compat, engine_id, incarnation)
+    sender = Sender(agent, meta, memory.generations, config.lease_s, wake, metrics)
+    return sender, Receiver(agent, own, wake, metrics)
+
+
+def _check_memory(memory: PoolMemory) -> None:
+    expected = (memory.pool.shape[0], *memory.layout.block_shape)
+    if tuple(memory.pool.shape) != expected:
+        raise ValueError(f"pool must have the shape {expected} of its layout, not {tuple(memory.pool.shape)}")
+    generations = memory.generations
+    if generations.dtype != "int64" or generations.shape != (expected[0],) or not generations.flags.c_contiguous:
+        raise ValueError(
+            f"generations must be contiguous int64 [{expected[0]}], not {generations.dtype} {generations.shape}"
+        )
+
+
+def _describe(agent: TransferAgent, memory: PoolMemory, compat: str, engine_id: str, incarnation: int) -> PoolMeta:
+    kind, device_id = memory_of(memory.pool)
+    rank_pool = RankPool(
+        agent_name=agent.name,
+        agent_metadata=agent.metadata,
+        pool_address=memory.pool.data_ptr(),
+        memory=kind,
+        device_id=device_id,
+        heads=memory.layout.group.heads,
+    )
+    return PoolMeta(
+        engine_id=engine_id,
+        incarnation=incarnation,
+        connector=agent.kind,
+        compat=compat,
+        num_blocks=memory.pool.shape[0],
+        block_bytes=memory.layout.block_bytes,
+        head_bytes=memory.layout.head_bytes,
+        generation_address=memory.generations.ctypes.data,
+        ranks=(rank_pool,),
+    )

@@ -1,0 +1,30 @@
+"""Counters of the KV connector, in a registry that the caller owns and exposes."""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+
+
+class TransferMetrics:
+    """outcome of a transfer: "done" or the reason of its PullFailed; of a ticket: published, done, rejected, expired,
+    revoked."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.transfers = Counter(
+            "pdserve_kv_transfers", "Pulls by how they ended.", ["transport", "outcome"], registry=registry
+        )
+        self.bytes = Counter("pdserve_kv_transfer_bytes", "Bytes of finished pulls.", ["transport"], registry=registry)
+        self.descriptors = Counter(
+            "pdserve_kv_transfer_descriptors",
+            "Descriptors of finished pulls, neighbours merged.",
+            ["transport"],
+            registry=registry,
+        )
+        self.seconds = Histogram(
+            "pdserve_kv_transfer_seconds",
+            "From the pull call to the verified end.",
+            buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+            registry=registry,
+        )
+        self.unsettled = Counter(
+            "pdserve_kv_transfers_unsettled", "Pulls given up while bytes could still land.", registry=registry
+        )
+        self.tickets = Counter("pdserve_kv_tickets", "Tickets by event.", ["event"], registry=registry)

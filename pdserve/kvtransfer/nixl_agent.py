@@ -1,0 +1,170 @@
+"""The NIXL transport: one agent a process, UCX backend. Turns NIXL's API, names and exceptions into
+`agent.TransferAgent`.
+
+Knows nothing of tickets and blocks. The only importer of nixl; made by `build.py`. What is known of NIXL 1.5.1 (tried):
+- its Python class sets pthrDelay=0, and then every agent's progress thread spins a whole core: `_create` sets it;
+- a post over CMA (process_vm_readv) copies everything before it returns; the GIL is free meanwhile, the agent's lock
+is not;
+- errors are exceptions; names come back as bytes or str;
+- neighbouring descriptors of one read are merged by NIXL itself (its telemetry shows it);
+- a child forked after an agent exists hangs: start processes by spawn.
+"""
+
+import importlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from pdserve.kvtransfer.agent import Pieces, Reason, TransferError, flat_bytes, memory_of
+from pdserve.kvtransfer.ucx_log import process_log
+
+logger = logging.getLogger(__name__)
+
+_create_lock = threading.Lock()
+
+
+def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
+    """A nixl_agent whose progress thread sleeps `progress_delay_us` between rounds.
+
+    The wrapper class has no argument for it, so the binding it calls is replaced while it constructs.
+    """
+
+    class Binding:
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(original, attribute)
+
+        @staticmethod
+        def nixlAgent(agent_name: str, config: Any) -> Any:
+            config.pthrDelay = progress_delay_us
+            return original.nixlAgent(agent_name, config)
+
+    strict = nixl_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
+    with _create_lock:
+        original = nixl_api.nixlBind
+        nixl_api.nixlBind = Binding()
+        try:
+            return nixl_api.nixl_agent(name, nixl_api.nixl_agent_config(backends=[], sync_mode=strict))
+        finally:
+            nixl_api.nixlBind = original
+
+
+class NixlAgent:
+    """See `agent.TransferAgent`. name: must be new at each start of a process: a peer may still know the old one."""
+
+    kind = "nixl"
+
+    def __init__(self, name: str, *, progress_delay_us: int, ucx_tls: str | None) -> None:
+        import nixl
+
+        nixl_api = importlib.import_module(f"{nixl._pkg.__name__}._api")
+        self.name = name
+        self._log = process_log()
+        self._bind = nixl_api.nixlBind
+        self._errors = tuple(
+            value for key, value in vars(self._bind).items() if key.startswith("nixl") and key.endswith("Error")
+        )
+        self._lost = (self._bind.nixlRemoteDisconnectError, self._bind.nixlBackendError)
+        self._users = 0
+        self._users_lock = threading.Lock()
+        with self._translate("create"):
+            self._agent: Any = _create(nixl_api, name, progress_delay_us)
+            with self._log.environment(ucx_tls):
+                self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+        logger.info("NIXL agent %s: progress delay %d us, UCX_TLS %s", name, progress_delay_us, ucx_tls or "unchanged")
+
+    @contextmanager
+    def _translate(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as error:
+            reason: Reason = "peer-lost" if isinstance(error, self._lost) else "error"
+            raise TransferError(reason, f"{what}: {type(error).__name__}: {error}") from error
+
+    @property
+    def metadata(self) -> bytes:
+        """Holds what is registered so far: register everything that peers read before the first call."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def register(self, tensor: torch.Tensor) -> Any:
+        flat = flat_bytes(tensor)
+        memory, device_id = memory_of(tensor)
+        with self._translate("register"):
+            return self._agent.register_memory([(flat.data_ptr(), flat.numel(), device_id, "")], memory)
+
+    def deregister(self, registration: Any) -> None:
+        with self._translate("deregister"):
+            self._agent.deregister_memory(registration)
+
+    def add_peer(self, metadata: bytes) -> str:
+        with self._translate("connect"):
+            name = self._agent.add_remote_agent(metadata)
+            return name.decode() if isinstance(name, bytes) else name
+
+    def remove_peer(self, name: str) -> None:
+        with self._translate("disconnect"):
+            self._agent.remove_remote_agent(name)
+        self._log.mark()  # what UCX had to say about it reaches our log
+
+    def prepare(self, peer: str | None, pieces: Pieces) -> Any:
+        row = (pieces.address, pieces.num_bytes, pieces.device_id, pieces.stride, pieces.count)
+        with self._translate("prepare"):
+            return self._agent.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", np.array([row], np.uint64), pieces.memory)
+
+    def release_prepared(self, prepared: Any) -> None:
+        with self._translate("release descriptors"):
+            prepared.release()
+
+    def make_read(
+        self, local: Any, local_ids: Sequence[int] | np.ndarray, remote: Any, remote_ids: Sequence[int] | np.ndarray
+    ) -> Any:
+        with self._translate("make read"):
+            return self._agent.make_prepped_xfer(
+                "READ", local, np.asarray(local_ids, np.int32), remote, np.asarray(remote_ids, np.int32)
+            )
+
+    def post(self, handle: Any) -> bool:
+        return self._state("post", self._agent.transfer, handle)
+
+    def check(self, handle: Any) -> bool:
+        return self._state("read", self._agent.check_xfer_state, handle)
+
+    def _state(self, what: str, call: Callable[[Any], str], handle: Any) -> bool:
+        with self._translate(what):
+            state = call(handle)
+        if state == "ERR":
+            raise TransferError("peer-lost", f"{what}: state ERR")
+        return state == "DONE"
+
+    def release(self, handle: Any) -> None:
+        with self._translate("release read"):
+            handle.release()
+
+    def notify(self, peer: str, message: bytes) -> None:
+        with self._translate("notify"):
+            self._agent.send_notif(peer, message)
+
+    def notices(self) -> list[bytes]:
+        with self._translate("notices"):
+            return [message for messages in self._agent.get_new_notifs().values() for message in messages]
+
+    def transport_mark(self) -> int:
+        return self._log.mark()
+
+    def transport_since(self, mark: int, memory: str) -> str:
+        return self._log.transport_since(mark, memory)
+
+    def attach(self) -> None:
+        with self._users_lock:
+            self._users += 1
+
+    def detach(self) -> None:
+        """The last one frees NIXL's agent: its progress thread ends and its registrations go."""
+        with self._users_lock:
+            self._users -= 1
+            if self._users == 0:
+                self._agent = None

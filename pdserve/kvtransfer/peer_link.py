@@ -1,0 +1,506 @@
+"""One thread per connected engine: connects, self-tests, reads blocks, verifies generations, and knows when memory is
+quiet.
+
+All calls that concern one peer are made by this thread, so a peer is never added twice at once and a slow or frozen
+one holds up nobody else. It knows pulls and generations; which link a ticket belongs to and who listens is
+`receiver.py`.
+
+    link:  IDLE -connect-> PROBING -self-test-> CONNECTED -error, disconnect-> DRAINING -all reads ended-> IDLE
+    pull:  waiting -> reading -> verifying -> done | failed (settled or not) ... -> settled
+
+When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up is kept and
+checked until it ends, however long: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP:
+419 of 512 MiB at the release, all of them 0.3 s later), and a frozen peer never errs. A read that *raised* may have
+had several requests under way on several lanes, of which one failed, so it counts as quiet only after the link has
+drained: every other read has ended, the peer is removed (UCX then closes the endpoint by force and cancels what is
+left), and QUIET_AFTER_REMOVAL_S has passed, which covers UCX's progress thread finishing the close. So a lost peer's
+pulls are reported at once, unsettled, and settle after.
+"""
+
+import enum
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Ticket
+from pdserve.kvtransfer.agent import Handle, Pieces, TransferAgent, TransferError, memory_of
+from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+from pdserve.kvtransfer.notice import Notice, encode_notice
+from pdserve.kvtransfer.ranges import (
+    HeadRange,
+    count_descriptors,
+    local_pieces,
+    order_pairs,
+    plan_for,
+    remote_pieces,
+)
+
+logger = logging.getLogger(__name__)
+
+PROBE_BYTES = 4 << 20
+PROBE_DEADLINE_S = 10.0
+QUIET_AFTER_REMOVAL_S = 0.05
+MIN_SLEEP_S, MAX_SLEEP_S = 30e-6, 5e-3
+SLEEP_SHARE = 0.02
+GENERATION_BYTES = 8
+
+LinkEvent = PullDone | PullFailed | PullSettled | PeerStatus
+
+
+class LinkState(enum.Enum):
+    IDLE = "idle"
+    PROBING = "probing"
+    CONNECTED = "connected"
+    DRAINING = "draining"
+
+
+@dataclass
+class Pull:
+    """One pull on its way. times: monotonic. reading: its data read has not ended. reported: its end was told
+    already."""
+
+    pull_id: int
+    ticket: Ticket
+    skip: int
+    local_blocks: tuple[int, ...]
+    deadline: float
+    started: float
+    num_descriptors: int = 0
+    reading: bool = False
+    reported: bool = False
+
+    @property
+    def remote_blocks(self) -> tuple[int, ...]:
+        return self.ticket.block_ids[self.skip :]
+
+
+@dataclass
+class Flight:
+    """A posted read. done: what to do when it ended well; nothing once the link drains."""
+
+    handle: Handle
+    done: Callable[[], None]
+    prepared: tuple[Any, ...] = ()
+    posted: float = field(default_factory=time.monotonic)
+
+
+class Owner(Protocol):
+    """What a link needs of its receiver."""
+
+    def emit(self, event: LinkEvent, transport: str) -> None: ...
+
+    def retire(self, link: "PeerLink") -> bool:
+        """Forget the link unless a command came in; True when its thread may end."""
+        ...
+
+
+@dataclass
+class OwnPool:
+    """Our side of every link: the registered pool."""
+
+    pool: torch.Tensor
+    layout: KVLayout
+    compat: str
+
+
+class Connection:
+    """What was prepared for one connected peer, and the memory that its generations and self-test bytes land in.
+
+    The scratch memory belongs to this connection alone: a late read of an older one cannot overwrite what is compared.
+    """
+
+    def __init__(self, agent: TransferAgent, own: OwnPool, meta: PoolMeta) -> None:
+        self.span = single_source(own.layout, meta)
+        self.meta, self._agent = meta, agent
+        rank = meta.ranks[self.span.rank]
+        self.memory, device_id = memory_of(own.pool)
+        self.block_bytes = own.layout.block_bytes
+        self.peer = agent.add_peer(rank.agent_metadata)
+        self._prepared: list[Any] = []
+        self._registrations: list[Any] = []
+        try:
+            mine = local_pieces(
+                own.pool.data_ptr(), self.block_bytes, own.pool.shape[0], self.span, self.memory, device_id
+            )
+            self.local = self._prepare(None, mine)
+            self.remote = self._prepare(self.peer, remote_pieces(rank, meta.block_bytes, meta.num_blocks, self.span))
+            self.generations = torch.full((meta.num_blocks,), -1, dtype=torch.int64)
+            self._register(self.generations)
+            self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * meta.block_bytes)
+            probe = torch.empty(self.probe_bytes, dtype=torch.uint8, device=own.pool.device)
+            self._register(probe)
+            self._probe = probe  # keeps the memory
+            whole = Pieces(probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id)
+            self.probe_local = self._prepare(None, whole)
+            theirs = Pieces(rank.pool_address, self.probe_bytes, self.probe_bytes, 1, rank.memory, rank.device_id)
+            self.probe_remote = self._prepare(self.peer, theirs)
+        except TransferError:
+            self.close()
+            raise
+
+    def _prepare(self, peer: str | None, pieces: Pieces) -> Any:
+        prepared = self._agent.prepare(peer, pieces)
+        self._prepared.append(prepared)
+        return prepared
+
+    def _register(self, tensor: torch.Tensor) -> None:
+        self._registrations.append(self._agent.register(tensor))
+
+    def prepare_generations(self, first: int, last: int) -> tuple[Any, Any]:
+        """Our and the peer's generation entries of the blocks first..last as one piece each. The caller releases
+        them."""
+        offset, size = first * GENERATION_BYTES, (last - first + 1) * GENERATION_BYTES
+        here = Pieces(self.generations.data_ptr() + offset, size, size, 1)
+        there = Pieces(self.meta.generation_address + offset, size, size, 1)
+        return self._agent.prepare(None, here), self._agent.prepare(self.peer, there)
+
+    def close(self) -> None:
+        """Every read must have ended. Each step is tried: a dead peer may make any of them fail."""
+        steps = [partial(self._agent.release_prepared, prepared) for prepared in self._prepared]
+        steps.append(partial(self._agent.remove_peer, self.peer))
+        steps += [partial(self._agent.deregister, registration) for registration in self._registrations]
+        for step in steps:
+            try:
+                step()
+            except TransferError as error:
+                logger.warning("while disconnecting from %s: %s", self.peer, error)
+
+
+def single_source(layout: KVLayout, meta: PoolMeta) -> HeadRange:
+    """The one range that fills our blocks. ValueError when our heads lie on several ranks of the peer, or not on rank
+    0, whose host holds the generation table: pulls over unequal tensor parallelism are not built yet."""
+    plan = plan_for(layout, meta.ranks)
+    if len(plan) != 1 or plan[0].rank != 0:
+        raise ValueError(
+            f"heads {layout.group.heads} must all lie on the peer's rank 0, not on {[p.rank for p in plan]}"
+        )
+    return plan[0]
+
+
+def check_compatible(own: OwnPool, kind: str, meta: PoolMeta) -> str:
+    """Empty, or why no pull from this pool can ever work, naming both sides."""
+    if meta.connector != kind:
+        return f"connector mismatch: ours is {kind!r}, the peer's {meta.connector!r}"
+    if meta.compat != own.compat:
+        digests = f"ours has digest {own.compat}, the peer's {meta.compat}"
+        return f"KV pools are not compatible (model, dtype or block size): {digests}"
+    if meta.head_bytes != own.layout.head_bytes:
+        return f"KV head bytes differ: ours {own.layout.head_bytes}, the peer's {meta.head_bytes}"
+    try:
+        single_source(own.layout, meta)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+class PeerLink:
+    """The connection to one incarnation of one engine. `connect`, `disconnect`, `pull`, `cancel`, `reject` only
+    enqueue."""
+
+    def __init__(self, agent: TransferAgent, own: OwnPool, owner: Owner, meta: PoolMeta) -> None:
+        self.meta = meta
+        self._agent, self._own, self._owner = agent, own, owner
+        self._state = LinkState.IDLE
+        self._connection: Connection | None = None
+        self._commands: deque[Callable[[], None]] = deque()
+        self._changed = threading.Condition()
+        self._flights: list[Flight] = []
+        self._pulls: dict[int, Pull] = {}
+        self._verifying = False
+        self._to_verify: list[Pull] = []
+        self._probe_deadline = self._probe_started = 0.0
+        self._status: PeerStatus | None = None
+        self._reconnect = False
+        self._leaving = False
+        self.thread = threading.Thread(target=self._run, name=f"pdserve-kv-{meta.engine_id}", daemon=True)
+        self.thread.start()
+
+    # Called from any thread.
+
+    def connect(self) -> None:
+        self._enqueue(self._connect)
+
+    def disconnect(self) -> None:
+        self._enqueue(self._disconnect)
+
+    def pull(self, pull: Pull) -> None:
+        self._enqueue(lambda: self._begin(pull))
+
+    def cancel(self, pull_id: int) -> None:
+        self._enqueue(lambda: self._cancel(pull_id))
+
+    def reject(self, key: RequestKey) -> None:
+        self._enqueue(lambda: self._tell(Notice("rejected", key)))
+
+    def _enqueue(self, command: Callable[[], None]) -> None:
+        with self._changed:
+            self._commands.append(command)
+            self._changed.notify()
+
+    def has_commands(self) -> bool:
+        return bool(self._commands)
+
+    # The link's thread, from here on.
+
+    def _run(self) -> None:
+        while True:
+            while self._commands:
+                self._commands.popleft()()
+            self._check_flights()
+            self._check_deadlines()
+            if self._state is LinkState.DRAINING and not self._flights:
+                self._finish_drain()
+            if self._leaving and self._state is LinkState.IDLE and self._owner.retire(self):
+                return
+            self._wait()
+
+    def _wait(self) -> None:
+        """Sleeps a share of the youngest read's age, so that waiting costs little and adds little; without reads, for
+        a command."""
+        if not self._flights:
+            with self._changed:
+                while not self._commands:
+                    self._changed.wait()
+            return
+        age = time.monotonic() - self._flights[-1].posted
+        sleep = min(max(age * SLEEP_SHARE, MIN_SLEEP_S), MAX_SLEEP_S)
+        if sleep < 1e-3:
+            time.sleep(sleep)
+            return
+        with self._changed:
+            if not self._commands:
+                self._changed.wait(sleep)
+
+    def _check_flights(self) -> None:
+        for flight in list(self._flights):
+            try:
+                ended = self._agent.check(flight.handle)
+            except TransferError as error:
+                self._end(flight)
+                self._lose(error)
+                continue
+            if ended:
+                self._end(flight)
+                if self._state is not LinkState.DRAINING:
+                    flight.done()
+
+    def _post(self, handle: Handle, done: Callable[[], None], prepared: tuple[Any, ...] = ()) -> None:
+        flight = Flight(handle, done, prepared)
+        self._flights.append(flight)
+        try:
+            ended = self._agent.post(handle)
+        except TransferError as error:
+            self._lose(error)  # some of it may be under way: the flight stays until `check` ends it too
+            return
+        if ended:
+            self._end(flight)
+            done()
+
+    def _end(self, flight: Flight) -> None:
+        self._flights.remove(flight)
+        self._agent.release(flight.handle)
+        for prepared in flight.prepared:
+            self._agent.release_prepared(prepared)
+
+    # Connecting and losing.
+
+    def _connect(self) -> None:
+        self._leaving = False
+        if self._state is LinkState.DRAINING:
+            self._reconnect = True
+        elif self._state is LinkState.CONNECTED:
+            self._emit(self._status)
+        elif self._state is LinkState.IDLE:
+            self._open()
+
+    def _open(self) -> None:
+        try:
+            self._connection = connection = Connection(self._agent, self._own, self.meta)
+        except TransferError as error:
+            self._report(connected=False, detail=str(error))
+            return
+        self._state = LinkState.PROBING
+        self._probe_deadline = time.monotonic() + PROBE_DEADLINE_S
+        mark = self._agent.transport_mark()
+        self._probe(connection, lambda: self._probe(connection, lambda: self._connected(connection, mark)))
+
+    def _probe(self, connection: Connection, done: Callable[[], None]) -> None:
+        """One self-test read. The first of a connection also sets up endpoints; the second is the timed one."""
+        try:
+            handle = self._agent.make_read(connection.probe_local, [0], connection.probe_remote, [0])
+        except TransferError as error:
+            self._lose(error)
+            return
+        self._probe_started = time.monotonic()
+        self._post(handle, done)
+
+    def _connected(self, connection: Connection, mark: int) -> None:
+        seconds = max(time.monotonic() - self._probe_started, 1e-9)
+        transport = self._agent.transport_since(mark, connection.memory)
+        self._state = LinkState.CONNECTED
+        self._report(connected=True, transport=transport, bytes_per_s=connection.probe_bytes / seconds)
+        for pull in list(self._pulls.values()):
+            self._start(pull)
+
+    def _report(self, connected: bool, transport: str = "", bytes_per_s: float = 0.0, detail: str = "") -> None:
+        self._status = PeerStatus(
+            engine_id=self.meta.engine_id,
+            incarnation=self.meta.incarnation,
+            connected=connected,
+            transport=transport,
+            bytes_per_s=bytes_per_s,
+            detail=detail,
+        )
+        self._emit(self._status)
+
+    def _disconnect(self) -> None:
+        self._leaving, self._reconnect = True, False
+        self._lose(TransferError("peer-lost", "disconnected"))
+
+    def _lose(self, error: TransferError) -> None:
+        """Fail everything and drain. Data that is complete is quiet; data under way settles when the link has
+        drained."""
+        if self._state not in (LinkState.PROBING, LinkState.CONNECTED):
+            return
+        self._state = LinkState.DRAINING
+        self._verifying = False
+        self._to_verify.clear()
+        for pull in list(self._pulls.values()):
+            if not pull.reported:
+                self._fail(pull, error.reason, str(error), settled=not pull.reading)
+        self._report(connected=False, detail=str(error))
+
+    def _finish_drain(self) -> None:
+        assert self._connection is not None
+        self._connection.close()
+        self._connection = None
+        if self._pulls:
+            time.sleep(QUIET_AFTER_REMOVAL_S)
+        for pull_id in self._pulls:
+            self._emit(PullSettled(pull_id))
+        self._pulls.clear()
+        self._state = LinkState.IDLE
+        if self._reconnect:
+            self._reconnect = False
+            self._open()
+
+    # Pulls.
+
+    def _begin(self, pull: Pull) -> None:
+        self._pulls[pull.pull_id] = pull
+        if self._state is LinkState.CONNECTED:
+            self._start(pull)
+        elif self._state is not LinkState.PROBING:
+            self._fail(pull, "not-connected", f"{self.meta.engine_id} is {self._state.value}", settled=True)
+
+    def _start(self, pull: Pull) -> None:
+        connection = self._connection
+        if connection is None or self._state is not LinkState.CONNECTED:
+            return  # lost by an earlier one of the waiting pulls, which failed this one too
+        if not pull.local_blocks:
+            self._finish(pull)
+            return
+        whole = connection.span.num_bytes == connection.block_bytes == connection.meta.block_bytes
+        local_ids, remote_ids = order_pairs(pull.local_blocks, pull.remote_blocks)
+        pull.num_descriptors = count_descriptors(local_ids, remote_ids, whole)
+        try:
+            handle = self._agent.make_read(connection.local, local_ids, connection.remote, remote_ids)
+        except TransferError as error:
+            self._fail(pull, "error", str(error), settled=True)
+            return
+        pull.reading = True
+        self._post(handle, lambda: self._data_done(pull))
+
+    def _data_done(self, pull: Pull) -> None:
+        pull.reading = False
+        if pull.reported:
+            del self._pulls[pull.pull_id]
+            self._emit(PullSettled(pull.pull_id))
+            return
+        self._to_verify.append(pull)
+        self._verify()
+
+    def _verify(self) -> None:
+        """Read the generations of all pulls whose data is complete, in one read, posted after the last byte of each."""
+        batch = [pull for pull in self._to_verify if not pull.reported]
+        if self._verifying or not batch:
+            return
+        assert self._connection is not None
+        self._to_verify.clear()
+        first = min(min(pull.remote_blocks) for pull in batch)
+        last = max(max(pull.remote_blocks) for pull in batch)
+        self._connection.generations[first : last + 1] = -1
+        try:
+            here, there = self._connection.prepare_generations(first, last)
+            handle = self._agent.make_read(here, [0], there, [0])
+        except TransferError as error:
+            self._lose(error)
+            return
+        self._verifying = True
+        self._post(handle, lambda: self._verified(batch), (here, there))
+
+    def _verified(self, batch: list[Pull]) -> None:
+        assert self._connection is not None
+        self._verifying = False
+        table = self._connection.generations.numpy()
+        for pull in batch:
+            if pull.reported:
+                continue
+            blocks = np.asarray(pull.remote_blocks)
+            stale = blocks[table[blocks] != np.asarray(pull.ticket.generations[pull.skip :])]
+            if len(stale):
+                self._fail(pull, "stale-generation", f"{len(stale)} blocks were reused, e.g. {stale[0]}", settled=True)
+            else:
+                self._finish(pull)
+        if self._state is LinkState.CONNECTED:
+            self._verify()
+
+    def _finish(self, pull: Pull) -> None:
+        del self._pulls[pull.pull_id]
+        assert self._connection is not None and self._status is not None
+        num_bytes = len(pull.local_blocks) * self._connection.span.num_bytes
+        seconds = time.monotonic() - pull.started
+        self._emit(PullDone(pull.pull_id, num_bytes, pull.num_descriptors, self._status.transport, seconds))
+        self._tell(Notice("done", pull.ticket.key))
+
+    def _fail(self, pull: Pull, reason: str, detail: str, settled: bool) -> None:
+        """Also tells the sender, which may unpin at once: it is only read, and nobody will use what still arrives."""
+        pull.reported = True
+        if settled:
+            del self._pulls[pull.pull_id]
+        self._emit(PullFailed(pull.pull_id, reason, detail, settled))
+        self._tell(Notice("rejected", pull.ticket.key))
+
+    def _cancel(self, pull_id: int) -> None:
+        pull = self._pulls.get(pull_id)
+        if pull is not None and not pull.reported:
+            self._fail(pull, "cancelled", "cancelled by the caller", settled=not pull.reading)
+
+    def _check_deadlines(self) -> None:
+        now = time.monotonic()
+        for pull in list(self._pulls.values()):
+            if not pull.reported and now > pull.deadline:
+                self._fail(pull, "deadline", f"no end after {now - pull.started:.3f} s", settled=not pull.reading)
+        if self._state is LinkState.PROBING and now > self._probe_deadline:
+            self._lose(TransferError("error", f"the self-test read did not end within {PROBE_DEADLINE_S:g} s"))
+
+    def _tell(self, notice: Notice) -> None:
+        if self._state is not LinkState.CONNECTED or self._connection is None:
+            return
+        try:
+            self._agent.notify(self._connection.peer, encode_notice(notice))
+        except TransferError as error:
+            self._lose(error)
+
+    def _emit(self, event: LinkEvent | None) -> None:
+        assert event is not None
+        self._owner.emit(event, self._status.transport if self._status else "")

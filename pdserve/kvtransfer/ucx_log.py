@@ -1,0 +1,125 @@
+"""Learns from UCX itself which transport its reads use.
+
+NIXL does not say, and its telemetry names only the backend ("UCX"). UCX prints, with UCX_PROTO_INFO=y, a table for
+each new kind of operation on each new kind of endpoint; we send UCX's log to a file of our own and read the `ucp_get`
+tables:
+
+    | D-1 intra-node cfg#1                                             |
+    | remote memory read by ucp_get*(multi) into host memory from host |
+    | 0..inf | zero-copy          | cma/memory                         |
+
+A second peer on the same kind of endpoint prints no new table, so the name is certain only while all tables agree;
+otherwise it is "ucx". UCX reads its environment when it is loaded, hence `environment`, which restores what was there.
+"""
+
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+UNKNOWN = "ucx"
+
+_TITLE = re.compile(r"\|\s*remote memory read by ucp_get\S* into (\S+)")
+_OWNER = re.compile(r"\|\s*\S+ (self|intra-node|inter-node)\b.* cfg#")
+_ROW = re.compile(r"\|\s*\S+\.\.inf\s*\|[^|]*\|([^|]*)\|")
+_TRANSPORT = re.compile(r"([a-z][a-z0-9_]*)/")
+_PREFIX = re.compile(r"^\[[^\]]*\] \[[^\]]*\]\s*")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ReadTable:
+    """One `ucp_get` table. memory: "DRAM" or "VRAM", of the destination; transports of the largest reads, e.g.
+    ("cma",)."""
+
+    memory: str
+    transports: tuple[str, ...]
+
+
+def parse_tables(lines: list[str]) -> tuple[list[ReadTable], list[str]]:
+    """The read tables to other processes among UCX log lines, and the lines that belong to no table."""
+    tables: list[ReadTable] = []
+    rest: list[str] = []
+    to_self, memory = False, ""
+    for line in lines:
+        body = _PREFIX.sub("", line)
+        if not body.startswith(("|", "+")):
+            rest.append(line)
+        elif owner := _OWNER.search(body):
+            to_self, memory = owner.group(1) == "self", ""
+        elif "ucp_" in body:
+            title = _TITLE.search(body)
+            memory = ("DRAM" if title.group(1) == "host" else "VRAM") if title else ""
+        elif memory and not to_self and (row := _ROW.search(body)):
+            tables.append(ReadTable(memory, tuple(sorted(set(_TRANSPORT.findall(row.group(1)))))))
+    return tables, rest
+
+
+class UcxLog:
+    """The log of this process's UCX; one a process, since UCX opens one file."""
+
+    def __init__(self) -> None:
+        descriptor, self._path = tempfile.mkstemp(prefix="pdserve-ucx-", suffix=".log")
+        self._file = os.fdopen(descriptor, "r", errors="replace")
+        self._lock = threading.Lock()
+        self._tail = ""
+        self._tables: list[ReadTable] = []
+
+    @contextmanager
+    def environment(self, tls: str | None) -> Iterator[None]:
+        """UCX's settings while its context is created. tls: UCX_TLS, None leaves the user's or UCX's choice."""
+        settings = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._path}
+        if tls is not None:
+            settings["UCX_TLS"] = tls
+        before = {name: os.environ.get(name) for name in settings}
+        os.environ.update(settings)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+            if os.path.exists(self._path):
+                os.unlink(self._path)  # UCX and we hold it open
+
+    def mark(self) -> int:
+        """How many tables were printed so far."""
+        with self._lock:
+            self._read()
+            return len(self._tables)
+
+    def transport_since(self, mark: int, memory: str) -> str:
+        """The transport of reads into `memory`: of the tables since `mark` or, without new ones, of all of them."""
+        with self._lock:
+            self._read()
+            new = [table for table in self._tables[mark:] if table.memory == memory]
+            known = {table.transports for table in new or self._tables if table.memory == memory}
+        return "+".join(known.pop()) or UNKNOWN if len(known) == 1 else UNKNOWN
+
+    def _read(self) -> None:
+        lines = (self._tail + self._file.read()).split("\n")
+        self._tail = lines.pop()
+        tables, rest = parse_tables(lines)
+        self._tables += tables
+        for line in rest:
+            if line.strip():
+                logger.warning("UCX: %s", line)
+
+
+_process_log: UcxLog | None = None
+_process_lock = threading.Lock()
+
+
+def process_log() -> UcxLog:
+    global _process_log
+    with _process_lock:
+        if _process_log is None:
+            _process_log = UcxLog()
+        return _process_log

@@ -1,0 +1,211 @@
+"""Engines for the kvtransfer tests: a small pool with a connector, in this process or in a child driven over a pipe."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.schema import TransferConfig
+from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Ticket
+from pdserve.kvtransfer.build import build_connector
+from pdserve.kvtransfer.connector import PoolMemory, ReceiverEvent, Unpinned
+
+NUM_BLOCKS = 64
+LAYOUT = KVLayout.uniform(num_layers=2, heads=(0, 1), head_dim=8, block_size=16, dtype="float32")
+
+
+def key(name: str, attempt: int = 0) -> RequestKey:
+    return RequestKey(router_id="router", session=1, request_id=name, attempt=attempt)
+
+
+def pattern(seed: int, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+    """The content of a source pool: every block differs."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(num_blocks, *LAYOUT.block_shape, generator=generator)
+
+
+class Engine:
+    """What an engine has: memory, sender, receiver, and a count of wakes."""
+
+    def __init__(
+        self,
+        engine_id: str,
+        config: TransferConfig,
+        *,
+        incarnation: int = 1,
+        pool: torch.Tensor | None = None,
+        fingerprint: str = "model",
+        registry: Any = None,
+    ) -> None:
+        self.pool = pool if pool is not None else torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape)
+        self.generations = np.arange(100, 100 + self.pool.shape[0], dtype=np.int64)
+        self.wakes = 0
+        memory = PoolMemory(self.pool, self.generations, LAYOUT, fingerprint)
+        self.sender, self.receiver = build_connector(
+            config, memory, engine_id, incarnation, self._wake, registry=registry
+        )
+        self.events: list[ReceiverEvent] = []
+
+    def _wake(self) -> None:
+        self.wakes += 1
+
+    def wait(self, wanted: Callable[[ReceiverEvent], bool], timeout_s: float = 10.0) -> Any:
+        """The first event that is wanted; it and those before it are taken from `events`."""
+        end = time.monotonic() + timeout_s
+        while time.monotonic() < end:
+            self.events += self.receiver.poll()
+            for index, event in enumerate(self.events):
+                if wanted(event):
+                    del self.events[: index + 1]
+                    return event
+            time.sleep(0.001)
+        raise AssertionError(f"no such event within {timeout_s} s; got {self.events}")
+
+    def wait_for(self, *kinds: type, pull_id: int | None = None, timeout_s: float = 10.0) -> Any:
+        return self.wait(
+            lambda e: isinstance(e, kinds) and (pull_id is None or getattr(e, "pull_id", None) == pull_id), timeout_s
+        )
+
+    def connect(self, meta: PoolMeta) -> PeerStatus:
+        self.receiver.connect(meta)
+        return self.wait_for(PeerStatus)
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
+class LocalSource:
+    """A source engine in this process."""
+
+    def __init__(self, engine_id: str, config: TransferConfig, *, incarnation: int = 1, seed: int = 0) -> None:
+        self.engine = Engine(engine_id, config, incarnation=incarnation, pool=pattern(seed))
+        self.meta = self.engine.sender.meta()
+
+    def publish(self, request: RequestKey, block_ids: list[int]) -> Ticket:
+        return self.engine.sender.publish(request, block_ids, len(block_ids) * LAYOUT.block_size, b"content")
+
+    def revoke(self, request: RequestKey) -> None:
+        self.engine.sender.revoke(request)
+
+    def bump(self, block: int) -> None:
+        self.engine.generations[block] += 1
+
+    def unpinned(self, timeout_s: float) -> list[Unpinned]:
+        """What was unpinned, as soon as something is."""
+        end = time.monotonic() + timeout_s
+        while True:
+            events = self.engine.sender.poll()
+            if events or time.monotonic() > end:
+                return events
+            time.sleep(0.0005)
+
+    def wakes(self) -> int:
+        return self.engine.wakes
+
+    def close(self) -> None:
+        self.engine.close()
+
+    @property
+    def faults(self) -> Any:
+        return self.engine.sender._agent.faults  # type: ignore[attr-defined]
+
+    def freeze(self) -> None:
+        self.faults.frozen = True
+
+    def thaw(self) -> None:
+        self.faults.frozen = False
+
+    def kill(self) -> None:
+        self.faults.dead = True
+
+
+def _child(pipe: Connection, parent: int, arguments: dict[str, Any]) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
+    if os.getppid() != parent:
+        return
+    source = LocalSource(**arguments)
+    pipe.send(source.meta)
+    while True:
+        name, values = pipe.recv()
+        if name == "exit":
+            source.close()
+            return
+        pipe.send(getattr(source, name)(*values))
+
+
+@dataclass
+class ProcessSource:
+    """The same engine in a process of its own, to be frozen and killed."""
+
+    engine_id: str
+    config: TransferConfig
+    incarnation: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = {
+            "engine_id": self.engine_id,
+            "config": self.config,
+            "incarnation": self.incarnation,
+            "seed": self.seed,
+        }
+        self.process = context.Process(target=_child, args=(theirs, os.getpid(), arguments), daemon=True)
+        self.process.start()
+        theirs.close()
+        self.meta: PoolMeta = self._receive(60.0)
+
+    def _receive(self, timeout_s: float) -> Any:
+        assert self._pipe.poll(timeout_s), "the source process does not answer"
+        return self._pipe.recv()
+
+    def _call(self, name: str, *values: Any) -> Any:
+        self._pipe.send((name, values))
+        return self._receive(20.0)
+
+    def publish(self, request: RequestKey, block_ids: list[int]) -> Ticket:
+        return self._call("publish", request, block_ids)
+
+    def revoke(self, request: RequestKey) -> None:
+        self._call("revoke", request)
+
+    def bump(self, block: int) -> None:
+        self._call("bump", block)
+
+    def unpinned(self, timeout_s: float) -> list[Unpinned]:
+        return self._call("unpinned", timeout_s)
+
+    def wakes(self) -> int:
+        return self._call("wakes")
+
+    def freeze(self) -> None:
+        psutil.Process(self.process.pid).suspend()
+
+    def thaw(self) -> None:
+        psutil.Process(self.process.pid).resume()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join(10)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            self._pipe.send(("exit", ()))
+            self.process.join(10)
+        if self.process.is_alive():
+            self.kill()
+
+
+Source = LocalSource | ProcessSource
