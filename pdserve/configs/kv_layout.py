@@ -1,8 +1,9 @@
 """KVLayout: the shape of one rank's KV pool, and every number derived from it.
 
 A block is one contiguous piece for all layers, `[kv_heads, layers, planes, block_size, row_width]`, so that a whole
-block, or a range of its KV heads, moves with one transfer descriptor (a descriptor costs about 5 us on NVLink whatever its
-size). Kernels, engine and kvtransfer take a KVLayout and hard-code nothing. Torch-free; knows no addresses and no devices.
+block, or a range of its KV heads, moves with one transfer descriptor (a descriptor costs about 5 us on NVLink whatever
+its size). Kernels, engine and kvtransfer take a KVLayout and hard-code nothing. Torch-free; knows no addresses and no
+devices.
 """
 
 import hashlib
@@ -87,7 +88,9 @@ class KVLayout(BaseModel):
         return self.block_bytes // self.block_size
 
     def head_range(self, heads: tuple[int, ...]) -> tuple[int, int]:
-        """`(offset, bytes)` inside a block of the contiguous run of global KV heads `heads`; ValueError if not stored so."""
+        """`(offset, bytes)` inside a block of the contiguous run of global KV heads `heads`; ValueError if not stored
+        so.
+        """
         stored = self.group.heads
         if not heads or heads[0] not in stored:
             raise ValueError(f"KV heads {heads} are not stored here (stored: {stored})")

@@ -1,7 +1,7 @@
 """The whole configuration of a cluster: one YAML (`args:` of cluster.yaml) in, one frozen tree out.
 
-Every other room receives its part from here; nobody sets a field later, derived values are properties. An unknown key is an
-error that names the nearest known one. Torch-free. Knows nothing of Ray.
+Every other room receives its part from here; nobody sets a field later, derived values are properties. An unknown key
+is an error that names the nearest known one. Torch-free. Knows nothing of Ray.
 """
 
 import difflib
@@ -35,10 +35,10 @@ class Config(BaseModel):
 class ModelConfig(Config):
     """Which model is served and under which name.
 
-    path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the working directory, then
-    beside the `pdserve` package (so the shipped demo is found wherever Ray starts its processes). name: the `model` clients
-    send; defaults to the folder's last part. load_format: "auto" reads safetensors; "dummy" draws random weights from
-    config.json alone. seed: of the dummy weights.
+    path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the working directory,
+    then beside the `pdserve` package (so the shipped demo is found wherever Ray starts its processes). name: the
+    `model` clients send; defaults to the folder's last part. load_format: "auto" reads safetensors; "dummy" draws
+    random weights from config.json alone. seed: of the dummy weights.
     """
 
     path: str = "demo/pdserve-demo"
@@ -63,8 +63,8 @@ class ModelConfig(Config):
 class EngineConfig(Config):
     """One engine: batch limits, KV pool, device.
 
-    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences in one step. num_kv_blocks: size of the pool in
-    blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
+    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences in one step. num_kv_blocks: size of the
+    pool in blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
     deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
     """
 
@@ -83,10 +83,10 @@ class EngineConfig(Config):
 class TransferConfig(Config):
     """KV hand-off between workers.
 
-    lease_s: how long P keeps published blocks without a sign from D. pull_deadline_s: how long D waits for one pull before
-    it recomputes. progress_delay_us: sleep of NIXL's progress thread (0 spins a core). ucx_tls: UCX transports, None lets
-    UCX choose. max_pinned_fraction: share of P's pool that published blocks may pin; max_reserved_fraction: share of D's pool
-    that pulls may hold.
+    lease_s: how long P keeps published blocks without a sign from D. pull_deadline_s: how long D waits for one pull
+    before it recomputes. progress_delay_us: sleep of NIXL's progress thread (0 spins a core). ucx_tls: UCX transports,
+    None lets UCX choose. max_pinned_fraction: share of P's pool that published blocks may pin; max_reserved_fraction:
+    share of D's pool that pulls may hold.
     """
 
     connector: Literal["nixl", "local"] = "nixl"
@@ -112,7 +112,8 @@ class RouterConfig(Config):
     """The HTTP side: replicas, and the limits checked before a worker spends anything.
 
     split_min_tokens: prompts shorter than this are not split. max_attempts: workers tried in a row without a new token.
-    worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: so is a leg without events.
+    worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: so is a leg
+    without events.
     """
 
     replicas: int = Field(1, ge=1)
@@ -130,38 +131,47 @@ class RouterConfig(Config):
 class ClusterConfig(Config):
     """Everything under `args:` of cluster.yaml.
 
-    mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode` workers alone, each doing
-    whole requests.
+    mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode` workers alone, each
+    doing whole requests.
     """
 
     mode: Literal["disaggregated", "aggregated"] = "disaggregated"
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    engine: EngineConfig = Field(default_factory=EngineConfig)
-    transfer: TransferConfig = Field(default_factory=TransferConfig)
-    router: RouterConfig = Field(default_factory=RouterConfig)
-    prefill: DeploymentConfig = Field(default_factory=DeploymentConfig)
-    decode: DeploymentConfig = Field(default_factory=DeploymentConfig)
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()
+    router: RouterConfig = RouterConfig()
+    prefill: DeploymentConfig = DeploymentConfig()
+    decode: DeploymentConfig = DeploymentConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas must be at least 1: decode workers finish every request")
         if self.mode == "disaggregated" and self.prefill.replicas < 1:
-            raise ValueError("prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: aggregated")
+            raise ValueError(
+                "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: aggregated"
+            )
         return self
 
     def worker(self, role: Role) -> "WorkerConfig":
         """The configuration of one worker of the given role."""
         deployment = self.prefill if role == "prefill" else self.decode
         return WorkerConfig(
-            role=role, model=self.model, engine=deployment.engine or self.engine, transfer=self.transfer
+            role="both" if self.mode == "aggregated" else role,
+            model=self.model,
+            engine=deployment.engine or self.engine,
+            transfer=self.transfer,
+            connects=self.mode == "disaggregated",
         )
 
 
 class WorkerConfig(Config):
-    """What one worker (replica + engine) needs; made by `ClusterConfig.worker`."""
+    """What one worker (replica + engine) needs; made by `ClusterConfig.worker`. connects: whether it hands KV over at
+    all.
+    """
 
     role: Role = "both"
-    model: ModelConfig = Field(default_factory=ModelConfig)
-    engine: EngineConfig = Field(default_factory=EngineConfig)
-    transfer: TransferConfig = Field(default_factory=TransferConfig)
+    connects: bool = True
+    model: ModelConfig = ModelConfig()
+    engine: EngineConfig = EngineConfig()
+    transfer: TransferConfig = TransferConfig()

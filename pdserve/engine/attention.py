@@ -1,8 +1,8 @@
 """Paged attention of one step: the `attend` callable that a model's layers call.
 
-Writes the step's K and V rows into the pool, then attends: single-query sequences (decodes) by the decode kernel, the others
-(prefill chunks) by the varlen prefill kernel. Knows the pool's layout through tensors only; built anew each step by the
-model runner.
+Writes the step's K and V rows into the pool, then attends: single-query sequences (decodes) by the decode kernel, the
+others (prefill chunks) by the varlen prefill kernel. Knows the pool's layout through tensors only; built anew each step
+by the model runner.
 """
 
 from dataclasses import dataclass
@@ -14,11 +14,12 @@ from pdserve.kernels.ops import Ops
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Where a step's rows lie. Rows are ordered: decodes (one query each), prefill chunks, then padding to the null block.
+    """Where a step's rows lie. Rows are ordered: decodes (one query each), prefill chunks, then padding to the null
+    block.
 
     slots: int64 `[rows]`, block * block_size + offset of each row. block_tables: int32 `[sequences, max_blocks]`;
-    context_lens: int32 `[sequences]`, KV length including this step's rows; query_starts: int32 `[prefills + 1]`, offsets
-    into the prefill rows.
+    context_lens: int32 `[sequences]`, KV length including this step's rows; query_starts: int32 `[prefills + 1]`,
+    offsets into the prefill rows.
     """
 
     num_decodes: int

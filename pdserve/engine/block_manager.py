@@ -1,12 +1,14 @@
-"""Bookkeeping of the KV pool's blocks: who owns which, what each holds, which may be reused. Pure CPU, no tensors, no device.
+"""Bookkeeping of the KV pool's blocks: who owns which, what each holds, which may be reused. Pure CPU, no tensors, no
+device.
 
 Every block but the null block 0 is in exactly one state, and the sums are checked:
 
     free (blank) --allocate--> owned --release--> free (blank, or cached while its content is known)
     free (cached) --acquire--> owned                owned --quarantine--> quarantined --settle--> free (blank)
 
-Generations: `generations[b]` is bumped whenever block b is handed to a new owner, before anybody writes into it, so a reader
-of an older ticket can tell. The table is plain host memory that a connector registers. Called by the scheduler and the engine.
+Generations: `generations[b]` is bumped whenever block b is handed to a new owner, before anybody writes into it, so a
+reader of an older ticket can tell. The table is plain host memory that a connector registers. Called by the scheduler
+and the engine.
 """
 
 from collections import Counter, OrderedDict
@@ -115,7 +117,8 @@ class BlockManager:
             self._refs[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one owner and a new generation each, neighbours where possible, behind block `after` if free.
+        """`count` blocks with one owner and a new generation each, neighbours where possible, behind block `after` if
+        free.
 
         Raises OutOfBlocks (and takes nothing) when fewer are free. Evicts cached blocks, least recently used first.
         """

@@ -1,8 +1,9 @@
 """The engine: requests in, protocol events out, one `step()` at a time.
 
 Owns scheduler, block manager, pool and model runner, and turns sampled tokens into events. Serves both phases: a
-prefill-only request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that somebody else
-filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
+prefill-only request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that
+somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with
+hand-off).
 """
 
 import itertools
@@ -55,7 +56,9 @@ class Reservation:
 
 @dataclass
 class StepResult:
-    """What a step did. The events of its tokens may go out at once; the held prompts may be published once `fence.ready()`."""
+    """What a step did. The events of its tokens may go out at once; the held prompts may be published once
+    `fence.ready()`.
+    """
 
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)
     held: list[HeldPrompt] = field(default_factory=list)
@@ -160,7 +163,9 @@ class Engine:
             raise ValueError('phase "prefill" takes no forced tokens: use "full" or "decode"')
 
     def add(self, request: Request, starts: Iterable[Start]) -> None:
-        """Queue a request that computes its prompt here. Fresh choices share one computation and fork behind the prompt."""
+        """Queue a request that computes its prompt here. Fresh choices share one computation and fork behind the
+        prompt.
+        """
         starts = tuple(starts)
         fresh = not any(start.forced for start in starts)
         self._register(request)
@@ -184,6 +189,10 @@ class Engine:
             else:
                 seq.pending_forks = kept
         return key not in self._requests
+
+    def knows(self, key: RequestKey) -> bool:
+        """Whether the request still has unfinished choices."""
+        return key in self._requests
 
     def release_held(self, key: RequestKey) -> None:
         """Free the blocks of a held prompt; idempotent."""
@@ -250,7 +259,9 @@ class Engine:
         return result
 
     def _wanted_positions(self, seq: Sequence, count: int) -> range:
-        """Positions of this chunk whose logits are needed: the last one when it samples, the prompt's when they are scored."""
+        """Positions of this chunk whose logits are needed: the last one when it samples, the prompt's when they are
+        scored.
+        """
         end = seq.num_computed + count
         last = end if end == seq.num_tokens else end - 1
         if seq.request.wants_prompt_logprobs:
@@ -418,7 +429,9 @@ def _device(name: str) -> torch.device:
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
-    """"auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact enough to be invariant."""
+    """ "auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact enough to be
+    invariant.
+    """
     if name != "auto":
         return name
     return spec.dtype if device.type == "cuda" else "float32"

@@ -1,7 +1,7 @@
 """Offline generation in this process: `LLM(model).generate(prompts, params)`, without Ray, router or hand-off.
 
-Adds text to the engine: tokenising, detokenising, stop strings, a progress bar. Results look as vLLM users know them. Re-exports
-SamplingParams, the one name users need besides LLM.
+Adds text to the engine: tokenising, detokenising, stop strings, a progress bar. Results look as vLLM users know them.
+Re-exports SamplingParams, the one name users need besides LLM.
 """
 
 import random
@@ -16,6 +16,7 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import (
     MAX_SEED,
     Delta,
+    Event,
     PromptScored,
     RequestKey,
     SamplingParams,
@@ -70,9 +71,10 @@ class RequestOutput:
 class LLM:
     """A model in this process.
 
-    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random weights). dtype, seed: see
-    ModelConfig; seed also draws the seeds of requests that have none, so a run repeats. tokenizer: another folder to take
-    the tokenizer from; False works with token ids alone. Other keywords are EngineConfig's. ValueError names a bad one.
+    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random weights). dtype, seed:
+    see ModelConfig; seed also draws the seeds of requests that have none, so a run repeats. tokenizer: another folder
+    to take the tokenizer from; False works with token ids alone. Other keywords are EngineConfig's. ValueError names a
+    bad one.
     """
 
     def __init__(
@@ -98,7 +100,8 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; default SamplingParams().
+        """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; default
+        SamplingParams().
 
         Every request is checked before the first is computed (ValueError).
         """
@@ -130,7 +133,9 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(batch)
         if len(params) != len(batch):
-            raise ValueError(f"sampling_params has {len(params)} entries for {len(batch)} prompts: give one, or one each")
+            raise ValueError(
+                f"sampling_params has {len(params)} entries for {len(batch)} prompts: give one, or one each"
+            )
         return list(params)
 
     def _make_run(self, prompt: Prompt, params: SamplingParams) -> "_Run":
@@ -168,18 +173,19 @@ class LLM:
             with tqdm(total=len(runs), desc="generating", unit="request", disable=not use_tqdm) as progress:
                 while live:
                     for key, event in self.engine.step().events:
-                        run = live.get(key)
-                        if run is None:
-                            continue
-                        stopped = run.take(event)
-                        if stopped is not None:
-                            self.engine.abort(key, (stopped,))
-                        if run.finished:
-                            del live[key]
-                            progress.update()
+                        if key in live:
+                            self._take(live[key], event)
+                            if live[key].finished:
+                                del live[key]
+                                progress.update()
         finally:
             for key in live:
                 self.engine.abort(key)
+
+    def _take(self, run: "_Run", event: Event) -> None:
+        stopped = run.take(event)
+        if stopped is not None:
+            self.engine.abort(run.request.key, (stopped,))
 
 
 class _Run:
@@ -207,7 +213,7 @@ class _Run:
     def finished(self) -> bool:
         return self.output.finished
 
-    def take(self, event: object) -> int | None:
+    def take(self, event: Event) -> int | None:
         """Apply an event; returns the choice that a stop string just ended, if any."""
         if isinstance(event, PromptScored):
             self.output.num_cached_tokens = event.cached_tokens

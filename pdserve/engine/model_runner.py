@@ -1,9 +1,11 @@
-"""Runs the model over one step's plan and returns the logits that are needed. The only part of the engine that holds tensors.
+"""Runs the model over one step's plan and returns the logits that are needed. The only part of the engine that holds
+tensors.
 
-Rows are padded to a multiple of 16 (they write to the null block): the CPU's float32 matrix products give every row the same
-bits for any such number of rows, which makes the CPU path batch-invariant. Called by the engine.
+Rows are padded to a multiple of 16 (they write to the null block): the CPU's float32 matrix products give every row the
+same bits for any such number of rows, which makes the CPU path batch-invariant. Called by the engine.
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -42,7 +44,7 @@ class ModelRunner:
         self.device = device
 
     @torch.inference_mode()
-    def execute(self, plan: Plan, logits_rows: dict[Sequence, SequenceOf[int]]) -> tuple[Tensor, Fence]:
+    def execute(self, plan: Plan, logits_rows: Mapping[Sequence, SequenceOf[int]]) -> tuple[Tensor, Fence]:
         """Compute the plan's rows and the logits of the asked ones.
 
         logits_rows: per sequence, positions (within the planned chunk, absolute) whose logits are wanted. Returns
@@ -124,7 +126,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
-        """Device memory (CUDA) the largest step needs beyond weights and pool, measured by running one over the null block."""
+        """Device memory (CUDA) the largest step needs beyond weights and pool, measured by running one over the null
+        block.
+        """
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         zeros = torch.zeros(num_rows, dtype=torch.long, device=self.device)

@@ -24,12 +24,13 @@ MAX_SEED = 2**63 - 1
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the tokens of a request are drawn; the names and defaults are vLLM's. Every field is validated by name.
 
-    n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off), min_p: filters, applied in the order top_k,
-    top_p, min_p after the temperature. repetition_penalty: over prompt and output; presence_penalty, frequency_penalty:
-    over the output. logit_bias: added to the logits of token ids. seed: None lets the receiver draw one. stop: strings
-    that end the text; stop_token_ids end the tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before.
-    max_tokens: None means up to the model's length. logprobs, prompt_logprobs: how many alternatives to report a position,
-    besides the chosen one (0: the chosen one only; None: nothing), of the distribution before any of the above.
+    n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off), min_p: filters, applied
+    in the order top_k, top_p, min_p after the temperature. repetition_penalty: over prompt and output;
+    presence_penalty, frequency_penalty: over the output. logit_bias: added to the logits of token ids. seed: None lets
+    the receiver draw one. stop: strings that end the text; stop_token_ids end the tokens. ignore_eos: go on past
+    end-of-sequence. min_tokens: no stop token before. max_tokens: None means up to the model's length. logprobs,
+    prompt_logprobs: how many alternatives to report a position, besides the chosen one (0: the chosen one only; None:
+    nothing), of the distribution before any of the above.
     """
 
     n: int = 1
@@ -66,7 +67,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
         for token, bias in (self.logit_bias or {}).items():
             if not _is_int(token) or token < 0 or not _is_number(bias) or not -100 <= bias <= 100:
-                raise ValueError(f"logit_bias must map token ids >= 0 to numbers in [-100, 100], not {token!r}: {bias!r}")
+                raise ValueError(
+                    f"logit_bias must map token ids >= 0 to numbers in [-100, 100], not {token!r}: {bias!r}"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -130,8 +133,9 @@ PROTOCOL_VERSION = 1
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names one Submit. (router_id, session) is the event stream its events go to; session is new whenever a router opens a
-    stream to a worker. attempt is unique per Submit of a request: P's leg and D's leg of one hand-off have different ones."""
+    """Names one Submit. (router_id, session) is the event stream its events go to; session is new whenever a router
+    opens a stream to a worker. attempt is unique per Submit of a request: P's leg and D's leg of one hand-off have
+    different ones."""
 
     router_id: str
     session: int
@@ -151,8 +155,8 @@ class RankPool(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer needs once to read from an engine's pool. incarnation: the engine process's start, in ns of its host's
-    clock; between two of one engine_id the higher is the living one."""
+    """What a peer needs once to read from an engine's pool. incarnation: the engine process's start, in ns of its
+    host's clock; between two of one engine_id the higher is the living one."""
 
     engine_id: str
     incarnation: int
@@ -168,10 +172,10 @@ class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to read published blocks: valid while the generations still match and the incarnation lives.
 
-    block_ids: P's blocks, in order of position from token 0; the last may be partly filled. generations: one a block, as
-    they were when the block's rows were written. num_tokens: rows published. lease_s: P unpins after this long unless renewed.
-    content: digest of the tokens, salt and model whose rows these are; D computes its own and refuses another's. key: of
-    P's Submit; D's has another attempt (and session).
+    block_ids: P's blocks, in order of position from token 0; the last may be partly filled. generations: one a block,
+    as they were when the block's rows were written. num_tokens: rows published. lease_s: P unpins after this long
+    unless renewed. content: digest of the tokens, salt and model whose rows these are; D computes its own and refuses
+    another's. key: of P's Submit; D's has another attempt (and session).
     """
 
     engine_id: str
@@ -192,14 +196,14 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Run (a phase of) a request. sampling.seed is set. phase "prefill": compute the prompt, sample one token of each start
-    (no forced ones), publish the blocks; "decode": pull the ticket's blocks, or recompute, and generate; "full": everything
-    here. Dropped without an answer when the key's session is not open (any more).
+    """Run (a phase of) a request. sampling.seed is set. phase "prefill": compute the prompt, sample one token of each
+    start (no forced ones), publish the blocks; "decode": pull the ticket's blocks, or recompute, and generate; "full":
+    everything here. Dropped without an answer when the key's session is not open (any more).
 
-    starts: distinct choices < n, at least one. All limits (max_tokens, min_tokens) and positions count forced tokens; the
-    next draw has position len(forced); forced tokens enter the penalties of their own choice. A start that forced tokens
-    already finish is invalid. sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once it has them.
-    cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
+    starts: distinct choices < n, at least one. All limits (max_tokens, min_tokens) and positions count forced tokens;
+    the next draw has position len(forced); forced tokens enter the penalties of their own choice. A start that forced
+    tokens already finish is invalid. sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once
+    it has them. cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
     """
 
     key: RequestKey
@@ -213,8 +217,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Idempotent: stop what the Submit of exactly this key started, drop its ticket, free its blocks; may come before that
-    Submit, which is then dropped. choices: only these (None: all; all that are left is the same as None)."""
+    """Idempotent: stop what the Submit of exactly this key started, drop its ticket, free its blocks; may come before
+    that Submit, which is then dropped. choices: only these (None: all; all that are left is the same as None)."""
 
     key: RequestKey
     choices: tuple[int, ...] | None = None
@@ -254,7 +258,9 @@ Command = Submit | Cancel | ConnectPeer | DisconnectPeer | Subscribe | RouterLos
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
-    """Log-probability of the token at one position, its rank (1 = likeliest), and the likeliest alternatives, best first."""
+    """Log-probability of the token at one position, its rank (1 = likeliest), and the likeliest alternatives, best
+    first.
+    """
 
     token_id: int
     logprob: float
@@ -264,7 +270,8 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
-    PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated mode)."""
+    PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated
+    mode)."""
 
     protocol: int
     role: str
@@ -278,8 +285,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """New tokens of one choice. position: index of the first among the choice's generated tokens (0 = first). logprobs: one a
-    token when asked for. A gap between two positions of a leg means a lost message: the leg has failed.
+    """New tokens of one choice. position: index of the first among the choice's generated tokens (0 = first). logprobs:
+    one a token when asked for. A gap between two positions of a leg means a lost message: the leg has failed.
 
     stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None.
     """
@@ -295,8 +302,8 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 
 class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
-    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: of the prompt tokens from `start` on (the
-    very first is None); long ones come in several events, `final` is the last."""
+    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: of the prompt tokens from `start`
+    on (the very first is None); long ones come in several events, `final` is the last."""
 
     request_id: str
     attempt: int
@@ -329,7 +336,9 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):
-    """The attempt ended without finishing. kind "invalid": never retry; "overloaded", "internal": another worker may do."""
+    """The attempt ended without finishing. kind "invalid": never retry; "overloaded", "internal": another worker may
+    do.
+    """
 
     request_id: str
     attempt: int
@@ -338,8 +347,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="fa
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="peer"):
-    """Whether this worker can pull from the peer; told to every router on every change. transport: what the timed self-test
-    saw; bytes_per_s: its bandwidth."""
+    """Whether this worker can pull from the peer; told to every router on every change. transport: what the timed
+    self-test saw; bytes_per_s: its bandwidth."""
 
     engine_id: str
     incarnation: int

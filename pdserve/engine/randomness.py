@@ -1,8 +1,8 @@
 """Counter-based random numbers: a function of (seed, choice, position, purpose, global token id) and of nothing else.
 
-So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id has its own number, and
-a rank that holds part of the vocabulary computes just its part. The mixer is a 32-bit finaliser (Wang/lowbias32 style)
-applied to each word in turn; 64-bit products wrap, of which the low 32 bits are exact on every device.
+So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id has its own number,
+and a rank that holds part of the vocabulary computes just its part. The mixer is a 32-bit finaliser (Wang/lowbias32
+style) applied to each word in turn; 64-bit products wrap, of which the low 32 bits are exact on every device.
 """
 
 from enum import IntEnum

@@ -1,7 +1,7 @@
 """Turns logits into tokens and log-probabilities: bias, penalties, temperature, filters, and the Gumbel-max draw.
 
-Rows are independent: a row's result does not depend on the batch it is in. Knows no blocks, no scheduling and no text. Called by
-the model runner with one `SampleRow` a logits row.
+Rows are independent: a row's result does not depend on the batch it is in. Knows no blocks, no scheduling and no text.
+Called by the model runner with one `SampleRow` a logits row.
 """
 
 from collections import Counter
@@ -18,7 +18,9 @@ NEG_INF = float("-inf")
 
 @dataclass(frozen=True)
 class SampleRow:
-    """What sampling needs to know of one choice: its settings and tokens so far. Stop tokens are masked before min_tokens."""
+    """What sampling needs to know of one choice: its settings and tokens so far. Stop tokens are masked before
+    min_tokens.
+    """
 
     sampling: SamplingParams
     choice: int
@@ -63,7 +65,9 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
 
 
 def token_logprobs(logits: Tensor, tokens: list[int], counts: list[int | None]) -> list[TokenLogprob | None]:
-    """Log-probability and rank of each row's token, with the `counts[row]` likeliest alternatives; None where counts is None."""
+    """Log-probability and rank of each row's token, with the `counts[row]` likeliest alternatives; None where counts is
+    None.
+    """
     rows = [i for i, count in enumerate(counts) if count is not None]
     result: list[TokenLogprob | None] = [None] * len(tokens)
     if not rows:

@@ -1,9 +1,9 @@
 """Decides how many tokens of which sequence the next step computes, and gives them blocks.
 
-One scheduler for both phases: `schedule()` returns `{sequence: number of tokens}` under a token budget. Running sequences come
-first (a decode is one token, a prefill a chunk), then waiting ones are admitted. When blocks run out, the running
-sequence that comes last in order is preempted: it loses its blocks and computes everything again later. Knows nothing of
-devices, sampling or hand-off; called by the engine.
+One scheduler for both phases: `schedule()` returns `{sequence: number of tokens}` under a token budget. Running
+sequences come first (a decode is one token, a prefill a chunk), then waiting ones are admitted. When blocks run out,
+the running sequence that comes last in order is preempted: it loses its blocks and computes everything again later.
+Knows nothing of devices, sampling or hand-off; called by the engine.
 
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
@@ -30,7 +30,9 @@ class Plan:
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, priorities and preemption by recompute."""
 
-    def __init__(self, blocks: BlockManager, hasher: BlockHasher, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, hasher: BlockHasher, max_num_batched_tokens: int, max_num_seqs: int
+    ) -> None:
         self.blocks = blocks
         self.hasher = hasher
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -85,7 +87,9 @@ class Scheduler:
         assert len(set(map(id, self.running + self.waiting))) == len(self.running) + len(self.waiting)
 
     def _continue(self, seq: Sequence, budget: int, plan: Plan) -> int:
-        """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted itself)."""
+        """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
+        itself).
+        """
         count = min(seq.num_uncomputed, budget)
         while seq.status is Status.RUNNING:
             try:

@@ -1,7 +1,7 @@
 """What the engine knows of a request while it runs: a Request, and one Sequence for each of its choices.
 
-A fresh request starts as one sequence that computes the prompt; when the prompt is done the other choices fork off it and
-share its blocks. A request with forced tokens (resumed elsewhere, or pulled from P) starts with all its sequences.
+A fresh request starts as one sequence that computes the prompt; when the prompt is done the other choices fork off it
+and share its blocks. A request with forced tokens (resumed elsewhere, or pulled from P) starts with all its sequences.
 Knows no scheduler and no device. Made by the engine from protocol messages.
 """
 
@@ -48,8 +48,8 @@ class Request:
 class Sequence:
     """The tokens of one choice and where their KV lies.
 
-    token_ids: prompt, forced and sampled tokens. num_computed: leading tokens whose rows are in the pool. block_table: blocks in
-    order of position. pending_forks: choices that fork off when the prompt is computed.
+    token_ids: prompt, forced and sampled tokens. num_computed: leading tokens whose rows are in the pool. block_table:
+    blocks in order of position. pending_forks: choices that fork off when the prompt is computed.
     """
 
     request: Request

@@ -26,8 +26,7 @@ class WorkerLink(Protocol):
         ...
 
     def events(self, router_id: str, session: int) -> AsyncIterator[bytes]:
-        """The worker's one event stream to this router: encoded EventBatches, a message a step, the first holding a Hello.
-        Ends or raises WorkerLost when the worker is gone. Closing it makes the worker abort everything (router_id, session) owns.
-        session: higher for every
-        stream the router opens to this worker."""
+        """The worker's one event stream to this router: encoded EventBatches, a message a step, the first holding a
+        Hello. Ends or raises WorkerLost when the worker is gone. Closing it makes the worker abort everything
+        (router_id, session) owns. session: higher for every stream the router opens to this worker."""
         ...

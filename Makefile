@@ -1,0 +1,30 @@
+# One virtual environment in .venv; every target sets it up when pyproject.toml changed.
+PYTHON ?= python3
+BIN := .venv/bin
+export RAY_AUTH_MODE ?= disabled
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: venv serve test soak check
+
+venv: .venv/installed
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "pdserve needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	touch $@
+
+serve: venv
+	$(BIN)/pdserve up cluster.yaml
+
+test: venv
+	$(BIN)/python -m pytest -m "not slow"
+
+soak: venv
+	$(BIN)/python -m pytest -m slow
+
+check: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy

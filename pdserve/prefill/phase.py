@@ -1,0 +1,84 @@
+"""What a worker does in the prefill phase: compute a prompt, publish its blocks, keep them pinned until D has them.
+
+Knows the engine and a KVSender; nothing of the decode phase, of sockets or of routers. Driven by worker.loop on its one
+thread.
+
+    COMPUTING --held by the engine--> FENCED --device done--> PUBLISHED --done | rejected | expired--> blocks free
+        cancel frees the blocks in any state; over the pin budget the oldest ticket is revoked: its blocks become plain
+        cached blocks, which D may still read as long as their generations match
+"""
+
+from collections import OrderedDict
+
+from pdserve.engine.engine import Engine, HeldPrompt, StepResult
+from pdserve.engine.model_runner import Fence
+from pdserve.engine.protocol import Event, Handoff, RequestKey, Submit
+from pdserve.kvtransfer.connector import KVSender
+
+
+class PrefillPhase:
+    """max_pinned_blocks: budget of blocks under tickets; a single ticket may exceed it."""
+
+    def __init__(self, engine: Engine, sender: KVSender, max_pinned_blocks: int) -> None:
+        self._engine = engine
+        self._sender = sender
+        self._max_pinned = max_pinned_blocks
+        self._fenced: OrderedDict[RequestKey, tuple[HeldPrompt, Fence]] = OrderedDict()
+        self._published: OrderedDict[RequestKey, HeldPrompt] = OrderedDict()
+        self.num_revoked = 0
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        fenced = sum(len(held.block_ids) for held, _ in self._fenced.values())
+        return fenced + sum(len(held.block_ids) for held in self._published.values())
+
+    @property
+    def waits_for_device(self) -> bool:
+        """Something will become ready without a message: poll again soon."""
+        return bool(self._fenced)
+
+    def submit(self, submit: Submit) -> None:
+        """Queue the prompt; ValueError when it can never run here."""
+        self._engine.add(self._engine.make_request(submit), submit.starts)
+
+    def on_step(self, result: StepResult) -> None:
+        """Take over the prompts whose last rows this step wrote."""
+        for held in result.held:
+            self._fenced[held.key] = held, result.fence
+
+    def poll(self) -> list[tuple[RequestKey, Event]]:
+        """Unpin what D is done with, publish what the device has finished; returns the hand-offs."""
+        for unpinned in self._sender.poll():
+            if self._published.pop(unpinned.key, None) is not None:
+                self._engine.release_held(unpinned.key)
+        events: list[tuple[RequestKey, Event]] = []
+        for key, (held, fence) in list(self._fenced.items()):
+            if fence.ready():
+                del self._fenced[key]
+                events.append((key, self._publish(held)))
+        self._keep_budget()
+        return events
+
+    def cancel(self, key: RequestKey) -> None:
+        """Drop the ticket or the hand-off in the making; idempotent. (The engine aborts what is still computing.)"""
+        if self._published.pop(key, None) is not None:
+            self._sender.revoke(key)
+        self._fenced.pop(key, None)
+        self._engine.release_held(key)
+
+    def knows(self, key: RequestKey) -> bool:
+        return key in self._fenced or key in self._published
+
+    def keys(self) -> list[RequestKey]:
+        return [*self._fenced, *self._published]
+
+    def _publish(self, held: HeldPrompt) -> Handoff:
+        ticket = self._sender.publish(held.key, held.block_ids, held.num_tokens, held.content)
+        self._published[held.key] = held
+        return Handoff(request_id=held.key.request_id, attempt=held.key.attempt, ticket=ticket)
+
+    def _keep_budget(self) -> None:
+        while len(self._published) > 1 and self.num_pinned_blocks > self._max_pinned:
+            oldest = next(iter(self._published))
+            self.cancel(oldest)
+            self.num_revoked += 1

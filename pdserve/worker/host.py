@@ -1,0 +1,129 @@
+"""One rank's engine process: builds the engine, its connector and the worker loop, and carries their bytes over zmq.
+
+The plain class under the Ray actor of cluster.engine_actor; tests run it in a thread or a process without Ray. Knows no
+Ray. Wire: a zmq PAIR bound to `address`; frames `[command]` in, `[target, batch]` out, all msgspec.
+"""
+
+import logging
+import os
+import time
+from typing import Any
+
+import msgspec
+import torch
+import zmq
+
+from pdserve.configs.schema import WorkerConfig
+from pdserve.engine.engine import Engine
+from pdserve.engine.protocol import EventBatch, decode_command, encode
+from pdserve.kvtransfer.build import build_connector
+from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory
+from pdserve.worker.loop import WorkerLoop
+from pdserve.worker.metrics import WorkerMetrics
+
+logger = logging.getLogger(__name__)
+
+
+class EngineHost:
+    """config: of the worker; worker_id: unique over restarts; incarnation: start time in ns; address: zmq, `ipc://...`.
+
+    `start` loads the model (slow), `run` serves until a Stop. Both on the same thread. An error in a step ends `run`:
+    an engine that failed once is not trusted again; its process goes and a new incarnation comes.
+    """
+
+    def __init__(self, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
+        self._config = config
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._address = address
+        self._loop: WorkerLoop | None = None
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._sender: KVSender | None = None
+        self._receiver: KVReceiver | None = None
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def start(self) -> dict[str, Any]:
+        """Load the model, allocate and register the pool, bind the address; what there is now, for the log."""
+        began = time.monotonic()
+        engine = Engine(self._config.model, self._config.engine)
+        if engine.device.type == "cpu":
+            torch.set_num_threads(1)
+        metrics = WorkerMetrics(engine)
+        if self._config.connects:
+            memory = PoolMemory(engine.pool, engine.blocks.generations, engine.layout, engine.model_fingerprint)
+            self._sender, self._receiver = build_connector(
+                self._config.transfer,
+                memory,
+                self._worker_id,
+                self._incarnation,
+                self._wake,
+                registry=metrics.registry,
+            )
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.set_hwm(0)
+        self._socket.setsockopt(zmq.LINGER, 1000)
+        self._socket.bind(self._address)
+        self._loop = WorkerLoop(
+            engine,
+            metrics,
+            self._config.transfer,
+            self._config.role,
+            self._worker_id,
+            self._incarnation,
+            self._sender,
+            self._receiver,
+            self._send,
+        )
+        return {
+            "model": self._config.model.served_name,
+            "device": str(engine.device),
+            "num_blocks": engine.blocks.num_usable,
+            "block_size": self._config.engine.block_size,
+            "seconds": round(time.monotonic() - began, 2),
+        }
+
+    def run(self) -> None:
+        """Serve until a Stop command; raises what a step raised."""
+        assert self._loop is not None and self._socket is not None, "start() comes before run()"
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._wake_fd, zmq.POLLIN)
+        try:
+            while not self._loop.stopped:
+                timeout = self._loop.turn()
+                ready = dict(poller.poll(int(timeout * 1000)))
+                if self._wake_fd in ready:
+                    os.eventfd_read(self._wake_fd)
+                if self._socket in ready:
+                    self._receive()
+        finally:
+            self._close()
+
+    def _receive(self) -> None:
+        assert self._loop is not None and self._socket is not None
+        while True:
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                command = decode_command(frame)
+            except (msgspec.MsgspecError, ValueError):
+                logger.exception("dropped a malformed command of %d bytes", len(frame))
+            else:
+                self._loop.handle(command)
+
+    def _send(self, target: str, batch: EventBatch) -> None:
+        assert self._socket is not None
+        self._socket.send_multipart([target.encode(), encode(batch)])
+
+    def _wake(self) -> None:
+        """Called from any thread: the connector has news."""
+        os.eventfd_write(self._wake_fd, 1)
+
+    def _close(self) -> None:
+        for part in (self._receiver, self._sender):
+            if part is not None:
+                part.close()
+        if self._socket is not None:
+            self._socket.close()

@@ -1,0 +1,319 @@
+"""The loop that composes an engine, a connector and both phases: commands in, batches of events out.
+
+One thread, one `turn()` at a time: poll the phases, run a step, send one EventBatch per router. Its role is a field of
+its state, and says what it is for; any worker can do any phase. Knows no sockets (worker.host carries the bytes) and no
+Ray.
+
+A command for a session that is not open is dropped; a Cancel that comes before its Submit leaves a tombstone.
+"""
+
+import logging
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+
+from pdserve.configs.schema import TransferConfig
+from pdserve.decode.phase import DecodePhase
+from pdserve.engine.engine import Engine
+from pdserve.engine.protocol import (
+    PROTOCOL_VERSION,
+    Arrived,
+    Cancel,
+    Command,
+    ConnectPeer,
+    DisconnectPeer,
+    Event,
+    EventBatch,
+    Failed,
+    Handoff,
+    Hello,
+    PeerStatus,
+    RequestKey,
+    RouterLost,
+    Snapshot,
+    Stop,
+    Submit,
+    Subscribe,
+)
+from pdserve.kvtransfer.connector import KVReceiver, KVSender
+from pdserve.prefill.phase import PrefillPhase
+from pdserve.worker.metrics import WorkerMetrics
+
+logger = logging.getLogger(__name__)
+
+Session = tuple[str, int]
+Send = Callable[[str, EventBatch], None]
+
+ALL_ROUTERS = "*"
+SNAPSHOT_PERIOD_S = 1.0
+TOMBSTONE_S = 60.0
+
+
+class WorkerLoop:
+    """sender and receiver may be None: then the worker takes whole requests alone (aggregated mode).
+
+    send(target, batch): target is "router_id/session" or "*".
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        metrics: WorkerMetrics,
+        config: TransferConfig,
+        role: str,
+        worker_id: str,
+        incarnation: int,
+        sender: KVSender | None,
+        receiver: KVReceiver | None,
+        send: Send,
+    ) -> None:
+        self.engine = engine
+        self.role = role
+        self.stopped = False
+        self._metrics = metrics
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._sender = sender
+        self._receiver = receiver
+        self._send = send
+        usable = engine.blocks.num_usable
+        self.prefill = PrefillPhase(engine, sender, int(usable * config.max_pinned_fraction)) if sender else None
+        self.decode = (
+            DecodePhase(engine, receiver, int(usable * config.max_reserved_fraction), config.pull_deadline_s)
+            if receiver
+            else None
+        )
+        self._sessions: set[Session] = set()
+        self._keys: dict[Session, set[RequestKey]] = defaultdict(set)
+        self._tombstones: OrderedDict[RequestKey, tuple[float, tuple[int, ...] | None]] = OrderedDict()
+        self._peers: dict[str, PeerStatus] = {}
+        self._outgoing: dict[Session, list[Event]] = defaultdict(list)
+        self._last_snapshot = 0.0
+        self._was_busy = False
+
+    # --- commands ---
+
+    def handle(self, command: Command) -> None:
+        """Apply one command; its events go out with the next `turn`."""
+        match command:
+            case Submit():
+                self._submit(command)
+            case Cancel():
+                self._cancel(command.key, command.choices)
+            case ConnectPeer():
+                self._connect(command)
+            case DisconnectPeer():
+                self._peers.pop(command.engine_id, None)
+                if self._receiver:
+                    self._receiver.disconnect(command.engine_id, command.incarnation)
+            case Subscribe():
+                self._subscribe((command.router_id, command.session))
+            case RouterLost():
+                self._router_lost((command.router_id, command.session))
+            case Stop():
+                self.stopped = True
+
+    def _submit(self, submit: Submit) -> None:
+        key = submit.key
+        session = (key.router_id, key.session)
+        if session not in self._sessions or key in self._keys[session]:
+            return
+        cancelled = self._tombstones.pop(key, None)
+        if cancelled is not None:
+            choices = cancelled[1]
+            starts = () if choices is None else tuple(s for s in submit.starts if s.choice not in choices)
+            if not starts:
+                return
+            submit = _with_starts(submit, starts)
+        self._keys[session].add(key)
+        try:
+            self._start(submit)
+        except ValueError as error:
+            self._keys[session].discard(key)
+            self._emit(key, Failed(request_id=key.request_id, attempt=key.attempt, kind="invalid", message=str(error)))
+
+    def _start(self, submit: Submit) -> None:
+        if submit.phase == "prefill" and self.prefill is not None:
+            self.prefill.submit(submit)
+        elif submit.phase == "decode" and self.decode is not None:
+            self._emit_all(self.decode.submit(submit))
+        elif submit.phase == "full":
+            self.engine.add(self.engine.make_request(submit), submit.starts)
+        else:
+            raise ValueError(f'this worker has no connector: phase must be "full", not {submit.phase!r}')
+
+    def _cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
+        if key not in self._keys.get((key.router_id, key.session), ()):
+            self._bury(key, choices)
+            return
+        if self.decode is not None:
+            self.decode.cancel(key, choices)
+        if self.engine.abort(key, choices) and choices is None and self.prefill is not None:
+            self.prefill.cancel(key)
+
+    def _bury(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
+        now = time.monotonic()
+        while self._tombstones and next(iter(self._tombstones.values()))[0] < now - TOMBSTONE_S:
+            self._tombstones.popitem(last=False)
+        known = self._tombstones.pop(key, None)
+        if known is not None and choices is not None:
+            choices = None if known[1] is None else (*known[1], *choices)
+        self._tombstones[key] = now, choices
+
+    def _connect(self, command: ConnectPeer) -> None:
+        meta = command.meta
+        if self._receiver is None:
+            self._tell_peer(
+                PeerStatus(
+                    engine_id=meta.engine_id,
+                    incarnation=meta.incarnation,
+                    connected=False,
+                    detail="this worker has no connector",
+                )
+            )
+            return
+        known = self._peers.get(meta.engine_id)
+        if known is not None and known.connected and known.incarnation == meta.incarnation:
+            self._tell_peer(known)
+        else:
+            self._receiver.connect(meta)
+
+    def _subscribe(self, session: Session) -> None:
+        self._sessions.add(session)
+        engine = self.engine
+        self._outgoing[session].append(
+            Hello(
+                protocol=PROTOCOL_VERSION,
+                role=self.role,
+                model_fingerprint=engine.model_fingerprint,
+                vocab_size=engine.spec.vocab_size,
+                max_model_len=engine.max_model_len,
+                max_request_tokens=engine.max_request_tokens,
+                block_size=engine.config.block_size,
+                pool=self._sender.meta() if self._sender else None,
+                peers=tuple(self._peers.values()),
+            )
+        )
+        self._outgoing[session].append(self.snapshot())
+
+    def _router_lost(self, session: Session) -> None:
+        self._sessions.discard(session)
+        for key in self._keys.pop(session, set()):
+            if self.decode is not None:
+                self.decode.cancel(key, None)
+            self.engine.abort(key)
+            if self.prefill is not None:
+                self.prefill.cancel(key)
+        self._outgoing.pop(session, None)
+
+    # --- the turn ---
+
+    def turn(self) -> float:
+        """Advance everything once and send what happened; returns the seconds it may sleep until a message or a wake."""
+        self._poll_phases()
+        busy = self.engine.has_work
+        stepped = self._step() if busy else False
+        if stepped:
+            self._poll_phases()  # publishes what the step finished, without waiting for the next turn
+        if self._was_busy and not busy:
+            self.check_integrity()
+        self._was_busy = busy
+        self._forget_finished()
+        self._flush()
+        if stepped:
+            return 0.0
+        polls = (
+            busy or (self.decode and self.decode.waits_for_blocks) or (self.prefill and self.prefill.waits_for_device)
+        )
+        return 0.002 if polls else max(0.0, self._last_snapshot + SNAPSHOT_PERIOD_S - time.monotonic())
+
+    def check_integrity(self) -> None:
+        """AssertionError when blocks are lost or owned twice."""
+        self.engine.check_integrity(self.decode.reservations if self.decode else ())
+
+    def snapshot(self) -> Snapshot:
+        engine, scheduler = self.engine, self.engine.scheduler
+        return Snapshot(
+            role=self.role,
+            num_waiting=len(scheduler.waiting),
+            num_running=len(scheduler.running),
+            queue_tokens=sum(seq.num_uncomputed for seq in scheduler.waiting),
+            free_blocks=engine.blocks.num_free,
+            total_blocks=engine.blocks.num_usable,
+            pinned_blocks=self.prefill.num_pinned_blocks if self.prefill else 0,
+            quarantined_blocks=engine.blocks.num_quarantined,
+            metrics=self._metrics.families(),
+        )
+
+    def _step(self) -> bool:
+        began = time.perf_counter()
+        result = self.engine.step()
+        if not result.num_rows:
+            return False
+        self._metrics.step_seconds.observe(time.perf_counter() - began)
+        self._emit_all(result.events)
+        if self.prefill is not None:
+            self.prefill.on_step(result)
+        return True
+
+    def _poll_phases(self) -> None:
+        if self.prefill is not None:
+            self._emit_all(self.prefill.poll())
+        if self.decode is not None:
+            events, peers = self.decode.poll()
+            self._emit_all(events)
+            for status in peers:
+                self._tell_peer(status)
+
+    def _tell_peer(self, status: PeerStatus) -> None:
+        known = self._peers.get(status.engine_id)
+        if known is None or status.incarnation >= known.incarnation:
+            self._peers[status.engine_id] = status
+        for session in self._sessions:
+            self._outgoing[session].append(status)
+
+    def _emit_all(self, events: list[tuple[RequestKey, Event]]) -> None:
+        for key, event in events:
+            self._emit(key, event)
+
+    def _emit(self, key: RequestKey, event: Event) -> None:
+        if isinstance(event, Arrived):
+            self._metrics.arrivals.labels(event.source, event.reason).inc()
+        elif isinstance(event, Handoff):
+            self._metrics.handoffs.inc()
+        session = (key.router_id, key.session)
+        if session in self._sessions:
+            self._outgoing[session].append(event)
+
+    def _flush(self) -> None:
+        for session, events in self._outgoing.items():
+            self._send_to(f"{session[0]}/{session[1]}", events)
+        self._outgoing.clear()
+        now = time.monotonic()
+        if self._sessions and now - self._last_snapshot >= SNAPSHOT_PERIOD_S:
+            self._last_snapshot = now
+            self._send_to(ALL_ROUTERS, [self.snapshot()])
+        elif not self._sessions:
+            self._last_snapshot = now
+
+    def _send_to(self, target: str, events: list[Event]) -> None:
+        batch = EventBatch(worker_id=self._worker_id, incarnation=self._incarnation, events=tuple(events))
+        self._send(target, batch)
+
+    def _forget_finished(self) -> None:
+        """Keys of requests that neither the engine nor a phase holds any more."""
+        for keys in self._keys.values():
+            done = [key for key in keys if not self._is_live(key)]
+            keys.difference_update(done)
+
+    def _is_live(self, key: RequestKey) -> bool:
+        return (
+            self.engine.knows(key)
+            or (self.prefill is not None and self.prefill.knows(key))
+            or (self.decode is not None and self.decode.knows(key))
+        )
+
+
+def _with_starts(submit: Submit, starts: tuple) -> Submit:
+    values = {name: getattr(submit, name) for name in submit.__struct_fields__}
+    return Submit(**{**values, "starts": starts})

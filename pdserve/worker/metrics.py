@@ -1,0 +1,82 @@
+"""A worker's own metrics: an engine's running totals and gauges as prometheus families, and their form on the wire.
+
+Reads the engine's state when asked (once a second), so counting costs the step nothing. Names are the field's where it
+has any. Knows no router; the connector counts its transfers in the registry that is passed to it.
+"""
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from pdserve.engine.engine import Engine
+from pdserve.engine.protocol import MetricFamily, Sample
+
+STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+
+class EngineCollector(Collector):
+    """Families of one engine's totals and gauges."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        engine, scheduler, blocks = self._engine, self._engine.scheduler, self._engine.blocks
+        totals = {
+            "pdserve_engine_steps": ("Engine steps", engine.stats.num_steps),
+            "pdserve_engine_prompt_tokens": ("Prompt tokens computed here", engine.stats.prompt_tokens),
+            "pdserve_engine_generation_tokens": ("Tokens sampled here", engine.stats.generation_tokens),
+            "pdserve_engine_preemptions": ("Sequences preempted for lack of blocks", scheduler.num_preemptions),
+            "pdserve_prefix_cache_queries": ("Tokens looked up in the prefix cache", scheduler.prefix_queries),
+            "pdserve_prefix_cache_hits": ("Tokens found in the prefix cache", scheduler.prefix_hits),
+        }
+        for name, (text, value) in totals.items():
+            yield CounterMetricFamily(name, text, value)
+        gauges = {
+            "pdserve_num_requests_running": ("Sequences in the running batch", len(scheduler.running)),
+            "pdserve_num_requests_waiting": ("Sequences waiting", len(scheduler.waiting)),
+            "pdserve_kv_cache_usage_perc": ("Share of KV blocks that are owned", blocks.num_owned / blocks.num_usable),
+        }
+        for name, (text, gauge) in gauges.items():
+            yield GaugeMetricFamily(name, text, gauge)
+        states = GaugeMetricFamily("pdserve_kv_blocks", "KV blocks by state", labels=["state"])
+        states.add_metric(["free"], blocks.num_free)
+        states.add_metric(["owned"], blocks.num_owned)
+        states.add_metric(["quarantined"], blocks.num_quarantined)
+        yield states
+
+
+class WorkerMetrics:
+    """The registry of one worker."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.registry = CollectorRegistry()
+        self.registry.register(EngineCollector(engine))
+        self.step_seconds = Histogram(
+            "pdserve_engine_step_seconds", "Duration of engine steps", buckets=STEP_BUCKETS, registry=self.registry
+        )
+        self.arrivals = Counter(
+            "pdserve_kv_arrivals",
+            "Prompts that came to the decode phase, by where their KV came from",
+            ["source", "reason"],
+            registry=self.registry,
+        )
+        self.handoffs = Counter(
+            "pdserve_kv_handoffs", "Prompts whose blocks this worker published", registry=self.registry
+        )
+
+    def families(self) -> tuple[MetricFamily, ...]:
+        """Everything in the registry, for a Snapshot."""
+        return tuple(_family(metric) for metric in self.registry.collect())
+
+
+def _family(metric: Metric) -> MetricFamily:
+    return MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric.samples)))
+
+
+def _samples(samples: Iterable) -> Iterator[Sample]:
+    for sample in samples:
+        if not sample.name.endswith("_created"):
+            yield Sample(sample.name, dict(sample.labels), float(sample.value))

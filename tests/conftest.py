@@ -1,0 +1,29 @@
+"""Fixtures of all rooms: one CPU thread, no Ray authentication surprises, a tiny model on disk."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+
+import pytest
+import torch
+from tiny_models import make_tiny
+
+torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine has no devices for, and say so."""
+    devices = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("gpu") and devices < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("multigpu") and devices < 2:
+            item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, here are {devices}"))
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A llama3-like random model with wide weights, vocabulary 256, 512 positions."""
+    return make_tiny("llama3", tmp_path_factory.mktemp("tiny") / "llama")

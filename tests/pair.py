@@ -1,0 +1,188 @@
+"""Two workers in this thread, joined by the in-process connector: what the worker and phase tests drive.
+
+`Pair` plays the router by hand: submits, turns both loops, gathers events, so a test can stop at any point between two turns.
+"""
+
+import itertools
+import time
+from collections import defaultdict
+from pathlib import Path
+
+from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
+from pdserve.engine.engine import Engine
+from pdserve.engine.protocol import (
+    Cancel,
+    ConnectPeer,
+    Delta,
+    Event,
+    EventBatch,
+    Handoff,
+    PeerStatus,
+    RequestKey,
+    RouterLost,
+    SamplingParams,
+    Start,
+    Submit,
+    Subscribe,
+    decode_batch,
+    decode_command,
+    encode,
+)
+from pdserve.kvtransfer.build import build_connector
+from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.worker.loop import WorkerLoop
+from pdserve.worker.metrics import WorkerMetrics
+
+ROUTER, SESSION = "router", 7
+_incarnations = itertools.count(1)
+
+
+class Worker:
+    """A WorkerLoop whose batches are kept; every message passes through its encoded form."""
+
+    def __init__(self, model: Path, name: str, role: str, transfer: TransferConfig, **engine: object) -> None:
+        self.engine = Engine(ModelConfig(path=str(model)), EngineConfig(**engine))
+        memory = PoolMemory(
+            self.engine.pool, self.engine.blocks.generations, self.engine.layout, self.engine.model_fingerprint
+        )
+        metrics = WorkerMetrics(self.engine)
+        incarnation = next(_incarnations)
+        sender, receiver = build_connector(
+            transfer, memory, name, incarnation, lambda: None, registry=metrics.registry
+        )
+        self.sender, self.receiver = sender, receiver
+        self.loop = WorkerLoop(
+            self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent
+        )
+        self.events: list[Event] = []
+        self.by_session: dict[str, list[Event]] = defaultdict(list)
+        self.command(Subscribe(router_id=ROUTER, session=SESSION))
+        self.loop.turn()
+
+    def _sent(self, target: str, batch: EventBatch) -> None:
+        events = decode_batch(encode(batch)).events
+        self.by_session[target] += events
+        self.events += events
+
+    def command(self, command: object) -> None:
+        self.loop.handle(decode_command(encode(command)))
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
+class Pair:
+    """P and D over one model, connected."""
+
+    def __init__(self, model: Path, *, p: dict | None = None, d: dict | None = None, **transfer: object) -> None:
+        config = TransferConfig(connector="local", **transfer)
+        common = {"device": "cpu", "num_kv_blocks": 128}
+        suffix = next(_incarnations)
+        self.p = Worker(model, f"P{suffix}", "prefill", config, **{**common, **(p or {})})
+        self.d = Worker(model, f"D{suffix}", "decode", config, **{**common, **(d or {})})
+        self.d.command(ConnectPeer(meta=self.p.sender.meta()))
+        self.until(lambda: any(isinstance(e, PeerStatus) and e.connected for e in self.d.events))
+        self._ids = itertools.count()
+
+    def close(self) -> None:
+        self.p.close()
+        self.d.close()
+
+    def turn(self) -> None:
+        self.p.loop.turn()
+        self.d.loop.turn()
+
+    def until(self, done, seconds: float = 10.0) -> None:
+        """Turn both loops until `done()`."""
+        limit = time.monotonic() + seconds
+        while not done():
+            assert time.monotonic() < limit, "nothing came of it"
+            self.turn()
+            time.sleep(0.0005)
+
+    def prefill(self, prompt: list[int], sampling: SamplingParams) -> tuple[Handoff | None, dict[int, list[int]]]:
+        """Run the prefill leg: the hand-off (None when every choice is finished) and the first tokens."""
+        key = RequestKey(ROUTER, SESSION, f"r{next(self._ids)}", 1)
+        self.p.command(submit(key, "prefill", prompt, sampling))
+        firsts: list[Delta] = []
+
+        def done() -> bool:
+            firsts[:] = [e for e in of(self.p, key) if isinstance(e, Delta)]
+            ended = len(firsts) == sampling.n and all(f.finish_reason for f in firsts)
+            return ended or any(isinstance(e, Handoff) for e in of(self.p, key))
+
+        self.until(done)
+        handoff = next((e for e in of(self.p, key) if isinstance(e, Handoff)), None)
+        return handoff, {first.choice: list(first.token_ids) for first in firsts}
+
+    def decode(self, handoff: Handoff | None, prompt: list[int], sampling: SamplingParams, forced: dict) -> RequestKey:
+        """Submit the decode leg of the choices in `forced`."""
+        request_id = handoff.request_id if handoff else f"r{next(self._ids)}"
+        key = RequestKey(ROUTER, SESSION, request_id, 2)
+        starts = tuple(Start(choice, tuple(tokens)) for choice, tokens in forced.items())
+        ticket = handoff.ticket if handoff else None
+        self.d.command(submit(key, "decode", prompt, sampling, starts=starts, ticket=ticket))
+        return key
+
+    def finish(self, key: RequestKey, num_choices: int = 1) -> dict[int, list[int]]:
+        """Turn until the decode leg ends; its tokens by choice."""
+        self.until(lambda: len([d for d in deltas(self.d, key) if d.finish_reason]) == num_choices)
+        return tokens_of(self.d, key)
+
+    def split(self, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
+        """Both legs: all tokens by choice."""
+        handoff, first = self.prefill(prompt, sampling)
+        if handoff is None:
+            return first
+        open_choices = {
+            e.choice: list(e.token_ids)
+            for e in self.p.events
+            if isinstance(e, Delta) and e.request_id == handoff.request_id and e.finish_reason is None
+        }
+        key = self.decode(handoff, prompt, sampling, open_choices)
+        rest = self.finish(key, len(open_choices))
+        return {choice: first[choice] + rest.get(choice, []) for choice in first}
+
+    def assert_empty(self, seconds: float = 2.0) -> None:
+        """Everything is free on both sides, soon."""
+        self.until(lambda: not any(owned(w) for w in (self.p, self.d)), seconds)
+        for worker in (self.p, self.d):
+            worker.loop.check_integrity()
+
+    def lose_router(self) -> None:
+        for worker in (self.p, self.d):
+            worker.command(RouterLost(router_id=ROUTER, session=SESSION))
+
+
+def submit(key: RequestKey, phase: str, prompt: list[int], sampling: SamplingParams, **more: object) -> Submit:
+    starts = more.pop("starts", tuple(Start(choice) for choice in range(sampling.n)))
+    return Submit(
+        key=key, phase=phase, prompt_token_ids=tuple(prompt), sampling=sampling, starts=starts, **more
+    )
+
+
+def cancel(worker: Worker, key: RequestKey, choices: tuple[int, ...] | None = None) -> None:
+    worker.command(Cancel(key=key, choices=choices))
+
+
+def owned(worker: Worker) -> int:
+    blocks = worker.engine.blocks
+    return blocks.num_owned + blocks.num_quarantined
+
+
+def of(worker: Worker, key: RequestKey) -> list[Event]:
+    return [
+        e for e in worker.events if getattr(e, "request_id", None) == key.request_id and e.attempt == key.attempt
+    ]
+
+
+def deltas(worker: Worker, key: RequestKey) -> list[Delta]:
+    return [e for e in of(worker, key) if isinstance(e, Delta)]
+
+
+def tokens_of(worker: Worker, key: RequestKey) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = defaultdict(list)
+    for delta in deltas(worker, key):
+        tokens[delta.choice] += delta.token_ids
+    return dict(tokens)

@@ -1,0 +1,83 @@
+"""The rooms import one way only (docs/architecture.md), and what serves HTTP stays free of torch."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pdserve
+
+ROOT = Path(pdserve.__file__).parent
+
+# room -> rooms it may import; everyone may import configs
+ALLOWED: dict[str, set[str]] = {
+    "configs": set(),
+    "text": set(),
+    "kernels": set(),
+    "parallel": set(),
+    "models": {"kernels", "parallel"},
+    "engine": {"models", "kernels", "parallel", "text"},
+    "kvtransfer": {"engine"},
+    "prefill": {"engine", "kvtransfer"},
+    "decode": {"engine", "kvtransfer"},
+    "worker": {"engine", "kvtransfer", "prefill", "decode"},
+    "router": {"engine", "text"},
+    "cluster": {"router", "worker", "engine", "text"},
+}
+# a room that may import only some files of another
+ONLY: dict[tuple[str, str], set[str]] = {
+    ("router", "engine"): {"pdserve.engine.protocol"},
+    ("kvtransfer", "engine"): {"pdserve.engine.protocol"},
+    ("cluster", "engine"): {"pdserve.engine.protocol"},
+}
+OUTSIDE: dict[str, set[str]] = {"ray": {"cluster"}, "nixl": {"kvtransfer"}, "lmcache": {"kvtransfer"}}
+
+
+def files() -> list[Path]:
+    return sorted(p for p in ROOT.rglob("*.py") if p.parent != ROOT)
+
+
+def imports_of(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+    return found
+
+
+@pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
+def test_rooms_import_one_way(path: Path) -> None:
+    room = path.relative_to(ROOT).parts[0]
+    for name in imports_of(path):
+        top, *rest = name.split(".")
+        assert room in OUTSIDE.get(top, {room}), f"{room} must not import {top}"
+        if top != "pdserve" or not rest or rest[0] in (room, "configs"):
+            continue
+        assert rest[0] in ALLOWED[room], f"{room} must not import {name}"
+        only = ONLY.get((room, rest[0]))
+        assert only is None or name in only, f"{room} may import {only} of {rest[0]}, not {name}"
+
+
+def test_every_room_is_listed() -> None:
+    rooms = {p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    assert rooms == set(ALLOWED)
+
+
+def modules(*rooms: str) -> list[str]:
+    return [
+        ".".join(("pdserve", *p.relative_to(ROOT).with_suffix("").parts))
+        for room in rooms
+        for p in sorted((ROOT / room).glob("*.py"))
+    ]
+
+
+def test_router_and_shell_need_no_torch() -> None:
+    names = [*modules("router", "text", "configs"), "pdserve.engine.protocol", "pdserve.worker.engine_client"]
+    names += ["pdserve.cluster.worker_replica", "pdserve.cluster.router_replica", "pdserve.cluster.client"]
+    code = f"import sys\nfor n in {names}: __import__(n)\nassert 'torch' not in sys.modules, 'torch was imported'"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,297 @@
+"""The whole hand-off between two worker loops over the in-process connector, turn by turn."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from pair import ROUTER, SESSION, Pair, cancel, deltas, of, owned, submit, tokens_of
+
+from pdserve.engine.llm import LLM
+from pdserve.engine.protocol import (
+    Arrived,
+    Failed,
+    Handoff,
+    Hello,
+    PromptScored,
+    RequestKey,
+    RouterLost,
+    SamplingParams,
+    Start,
+    Subscribe,
+)
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, seed=1)
+SAMPLED = SamplingParams(
+    temperature=1.0, max_tokens=20, seed=11, n=3, top_p=0.95, top_k=60, presence_penalty=0.3, repetition_penalty=1.1
+)
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama) -> LLM:
+    return LLM(str(tiny_llama), tokenizer=False, num_kv_blocks=256, device="cpu")
+
+
+@pytest.fixture
+def pair(tiny_llama) -> Iterator[Pair]:
+    pair = Pair(tiny_llama)
+    yield pair
+    pair.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
+    [output] = llm.generate([prompt], sampling, use_tqdm=False)
+    return {choice.index: choice.token_ids for choice in output.outputs}
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100, 203])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_split_equals_one_engine(pair: Pair, llm: LLM, length: int, sampling: SamplingParams) -> None:
+    prompt = prompt_of(length)
+    assert pair.split(prompt, sampling) == expected(llm, prompt, sampling)
+    pair.assert_empty()
+
+
+def test_kv_moved_and_is_reported(pair: Pair) -> None:
+    prompt = prompt_of(100)
+    pair.split(prompt, GREEDY)
+    [arrived] = [e for e in pair.d.events if isinstance(e, Arrived)]
+    assert arrived.source == "p2p"
+    assert arrived.num_bytes == 7 * pair.d.engine.layout.block_bytes
+    assert arrived.num_descriptors >= 1
+
+
+def test_cached_blocks_are_not_moved(pair: Pair, llm: LLM) -> None:
+    shared = prompt_of(64)
+    pair.split(shared + prompt_of(20, 1), GREEDY)
+    second = shared + prompt_of(20, 2)
+    assert pair.split(second, GREEDY) == expected(llm, second, GREEDY)
+    first_pull, second_pull = [e for e in pair.d.events if isinstance(e, Arrived)]
+    block = pair.d.engine.layout.block_bytes
+    assert (first_pull.num_bytes, second_pull.num_bytes) == (6 * block, 2 * block)
+    assert second_pull.cached_tokens == 64
+
+
+def test_fully_cached_prompt_moves_nothing(pair: Pair, llm: LLM) -> None:
+    prompt = prompt_of(48)
+    for _ in range(2):
+        assert pair.split(prompt, GREEDY) == expected(llm, prompt, GREEDY)
+    assert [e.source for e in pair.d.events if isinstance(e, Arrived)] == ["p2p", "cache"]
+    pair.assert_empty()
+
+
+def test_blocks_stay_pinned_until_d_is_done(pair: Pair) -> None:
+    handoff, first = pair.prefill(prompt_of(40), GREEDY)
+    pair.turn()
+    assert owned(pair.p) == 3
+    key = pair.decode(handoff, prompt_of(40), GREEDY, first)
+    pair.finish(key)
+    pair.assert_empty()
+
+
+def test_choices_that_end_at_the_first_token_are_not_handed_over(pair: Pair) -> None:
+    handoff, first = pair.prefill(prompt_of(20), SamplingParams(temperature=0, max_tokens=1, seed=0, n=2))
+    assert handoff is None and len(first) == 2
+    pair.assert_empty()
+
+
+def test_reused_blocks_are_noticed_and_recomputed(tiny_llama, llm: LLM) -> None:
+    pair = Pair(tiny_llama, p={"num_kv_blocks": 8})
+    prompt = prompt_of(60)
+    handoff, first = pair.prefill(prompt, GREEDY)
+    cancel(pair.p, handoff.ticket.key)
+    pair.prefill(prompt_of(100, 9), GREEDY)  # takes the freed blocks
+    key = pair.decode(handoff, prompt, GREEDY, first)
+    rest = pair.finish(key)
+    assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
+    [arrived] = [e for e in of(pair.d, key) if isinstance(e, Arrived)]
+    assert (arrived.source, arrived.reason) == ("recompute", "stale-generation")
+    pair.close()
+
+
+def test_ticket_for_another_prompt_is_refused(pair: Pair, llm: LLM) -> None:
+    handoff, _ = pair.prefill(prompt_of(40, 1), GREEDY)
+    other = prompt_of(40, 2)
+    full = expected(llm, other, GREEDY)[0]
+    key = pair.decode(handoff, other, GREEDY, {0: full[:1]})
+    assert pair.finish(key)[0] == full[1:]
+    [arrived] = [e for e in of(pair.d, key) if isinstance(e, Arrived)]
+    assert arrived.reason == "ticket-for-other-content"
+    pair.assert_empty()
+
+
+def test_dead_peer_means_recompute(pair: Pair, llm: LLM) -> None:
+    prompt = prompt_of(50)
+    handoff, first = pair.prefill(prompt, GREEDY)
+    pair.p.sender._agent.faults.dead = True
+    key = pair.decode(handoff, prompt, GREEDY, first)
+    rest = pair.finish(key)
+    assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
+    assert next(e for e in of(pair.d, key) if isinstance(e, Arrived)).reason == "peer-lost"
+
+
+def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama, llm: LLM) -> None:
+    pair = Pair(tiny_llama, pull_deadline_s=0.2)
+    prompt = prompt_of(50)
+    handoff, first = pair.prefill(prompt, GREEDY)
+    pair.p.sender._agent.faults.frozen = True
+    key = pair.decode(handoff, prompt, GREEDY, first)
+    rest = pair.finish(key)
+    assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
+    assert pair.d.engine.blocks.num_quarantined == 4
+    pair.d.loop.check_integrity()
+    pair.p.sender._agent.faults.frozen = False
+    pair.assert_empty()
+    assert pair.d.engine.blocks.num_quarantined == 0
+    pair.close()
+
+
+def test_lease_ends_without_d(tiny_llama) -> None:
+    pair = Pair(tiny_llama, lease_s=0.2)
+    pair.prefill(prompt_of(50), GREEDY)
+    assert owned(pair.p) == 4
+    pair.assert_empty(3.0)
+    pair.close()
+
+
+def test_pin_budget_revokes_the_oldest_ticket(tiny_llama, llm: LLM) -> None:
+    pair = Pair(tiny_llama, p={"num_kv_blocks": 21}, max_pinned_fraction=0.5)
+    prompts = [prompt_of(64, seed) for seed in range(4)]
+    handed = [pair.prefill(prompt, GREEDY) for prompt in prompts]
+    assert pair.p.loop.prefill.num_revoked == 2
+    for prompt, (handoff, first) in zip(prompts, handed, strict=True):
+        rest = pair.finish(pair.decode(handoff, prompt, GREEDY, first))
+        assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
+    pair.assert_empty()
+    pair.close()
+
+
+def test_tiny_decode_pool_makes_progress(tiny_llama, llm: LLM) -> None:
+    """More imports than blocks: reservations wait, running sequences preempt, all finish, right."""
+    pair = Pair(tiny_llama, d={"num_kv_blocks": 14})
+    sampling = SamplingParams(temperature=0, max_tokens=40, seed=1)
+    prompts = [prompt_of(50 + 9 * i, i) for i in range(6)]
+    handed = [pair.prefill(prompt, sampling) for prompt in prompts]
+    keys = [pair.decode(h, p, sampling, f) for (h, f), p in zip(handed, prompts, strict=True)]
+    for prompt, (_, first), key in zip(prompts, handed, keys, strict=True):
+        rest = pair.finish(key)
+        assert {0: first[0] + rest[0]} == expected(llm, prompt, sampling)
+    pair.assert_empty()
+    pair.close()
+
+
+def test_cancel_at_every_turn_leaves_nothing(tiny_llama) -> None:
+    pair = Pair(tiny_llama)
+    prompt = prompt_of(60)
+    for turns in range(12):
+        p_key = RequestKey(ROUTER, SESSION, f"c{turns}", 1)
+        pair.p.command(submit(p_key, "prefill", prompt_of(60, turns), SAMPLED))
+        for _ in range(turns):
+            pair.turn()
+        cancel(pair.p, p_key)
+        handoff, first = pair.prefill(prompt, GREEDY)
+        d_key = pair.decode(handoff, prompt, GREEDY, first)
+        for _ in range(turns):
+            pair.turn()
+        cancel(pair.d, d_key)
+        cancel(pair.p, handoff.ticket.key)
+        pair.assert_empty()
+    pair.close()
+
+
+def test_cancel_before_submit_is_a_tombstone(pair: Pair) -> None:
+    key = RequestKey(ROUTER, SESSION, "early", 1)
+    cancel(pair.p, key)
+    pair.p.command(submit(key, "prefill", prompt_of(20), GREEDY))
+    for _ in range(20):
+        pair.turn()
+    assert of(pair.p, key) == [] and owned(pair.p) == 0
+
+
+def test_cancel_of_some_choices(pair: Pair, llm: LLM) -> None:
+    prompt = prompt_of(30)
+    key = RequestKey(ROUTER, SESSION, "some", 1)
+    cancel(pair.d, key, (1,))  # one before the Submit, one while it runs
+    pair.d.command(submit(key, "full", prompt, SAMPLED))
+    pair.until(lambda: any(d.choice == 2 for d in deltas(pair.d, key)))
+    cancel(pair.d, key, (2,))
+    tokens = pair.finish(key)
+    full = expected(llm, prompt, SAMPLED)
+    assert tokens[0] == full[0] and 1 not in tokens
+    assert len(tokens[2]) < len(full[2])
+    pair.assert_empty()
+
+
+def test_lost_router_frees_everything(pair: Pair) -> None:
+    handoff, first = pair.prefill(prompt_of(60), GREEDY)
+    pair.prefill(prompt_of(70), GREEDY)
+    pair.decode(handoff, prompt_of(60), GREEDY, first)
+    pair.d.command(submit(RequestKey(ROUTER, SESSION, "x", 1), "full", prompt_of(9), SAMPLED))
+    pair.turn()
+    pair.lose_router()
+    pair.assert_empty()
+    late = RequestKey(ROUTER, SESSION, "late", 1)
+    pair.d.command(submit(late, "full", prompt_of(9), GREEDY))
+    pair.turn()
+    assert of(pair.d, late) == [] and owned(pair.d) == 0
+
+
+def test_another_router_is_not_disturbed(pair: Pair, llm: LLM) -> None:
+    pair.d.command(Subscribe(router_id="other", session=1))
+    key = RequestKey("other", 1, "mine", 1)
+    prompt = prompt_of(33)
+    pair.d.command(submit(key, "full", prompt, GREEDY))
+    pair.turn()
+    pair.d.command(RouterLost(router_id=ROUTER, session=SESSION))
+    assert pair.finish(key) == expected(llm, prompt, GREEDY)
+    mine = pair.d.by_session["other/1"]
+    assert isinstance(mine[0], Hello) and pair.d.by_session[f"{ROUTER}/{SESSION}"]
+    assert not any(getattr(e, "request_id", "mine") != "mine" for e in mine)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "starts", "named"),
+    [
+        ([], GREEDY, (Start(0),), "prompt"),
+        ([256], GREEDY, (Start(0),), "prompt"),
+        ([1] * 600, GREEDY, (Start(0),), "prompt"),
+        ([1], GREEDY, (), "starts"),
+        ([1], GREEDY, (Start(0), Start(0)), "starts"),
+        ([1], SamplingParams(stop_token_ids=[999], seed=0), (Start(0),), "stop_token_ids"),
+        ([1], SamplingParams(max_tokens=1, seed=0), (Start(0, (5,)),), "forced"),
+    ],
+)
+def test_what_can_never_run_is_refused_by_name(pair: Pair, prompt, sampling, starts, named) -> None:
+    key = RequestKey(ROUTER, SESSION, "bad", 1)
+    pair.d.command(submit(key, "full", prompt, sampling, starts=starts))
+    pair.turn()
+    [failed] = of(pair.d, key)
+    assert isinstance(failed, Failed) and failed.kind == "invalid" and named in failed.message
+    assert owned(pair.d) == 0
+
+
+def test_resume_with_forced_tokens_gives_the_same_tokens(pair: Pair, llm: LLM) -> None:
+    """What a failover needs: any number of accepted tokens per choice, the rest comes out identical."""
+    prompt = prompt_of(37)
+    full = expected(llm, prompt, SAMPLED)
+    forced = {0: full[0][:7], 1: full[1][:1], 2: full[2][:15]}
+    key = pair.decode(None, prompt, SAMPLED, forced)
+    rest = pair.finish(key, 3)
+    assert {c: forced[c] + rest[c] for c in forced} == full
+    assert {d.choice: d.position for d in reversed(deltas(pair.d, key))} == {0: 7, 1: 1, 2: 15}
+
+
+def test_prompt_logprobs_come_from_p(pair: Pair, llm: LLM) -> None:
+    prompt = prompt_of(45)
+    sampling = SamplingParams(temperature=0, max_tokens=4, seed=0, prompt_logprobs=2)
+    handoff, _ = pair.prefill(prompt, sampling)
+    [scored] = [e for e in pair.p.events if isinstance(e, PromptScored)]
+    [output] = llm.generate([prompt], sampling, use_tqdm=False)
+    assert list(scored.logprobs) == output.prompt_logprobs
+    events = [type(e) for e in pair.p.events]
+    assert events.index(PromptScored) < events.index(Handoff)
+    assert tokens_of(pair.p, handoff.ticket.key)[0] == output.outputs[0].token_ids[:1]
