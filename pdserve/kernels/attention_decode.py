@@ -6,37 +6,25 @@ Split count and tiles follow from shapes alone, so a launch can be captured in a
 policy. Called through triton_ops.py.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.tiles import LOG2_E, attend, load_rows
+from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
 
 MIN_SPAN = tl.constexpr(256)  # tokens; a shorter split costs more in the merge than it wins
 PROGRAMS_PER_SM = 8
 MERGE_STEP = tl.constexpr(8)
 
 
-@dataclass(frozen=True)
-class DecodeTiles:
-    """block_m: query heads, block_n: KV rows of one step; the rest is what Triton calls it."""
-
-    block_m: int
-    block_n: int
-    block_d: int
-    num_warps: int
-    num_stages: int
-
-
-def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> DecodeTiles:
-    """Tiles for `group` query heads per KV head. Three stages of K and V must fit shared memory (227 KiB on Hopper)."""
+def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+    """Tiles for `group` query heads per KV head; the stages of K and V fit Hopper's shared memory several times."""
+    block_m = max(triton.next_power_of_2(group), 16)
+    if dtype == torch.float32:
+        return float32_tiles(block_m, head_dim)
     block_d = triton.next_power_of_2(head_dim)
-    row_bytes = block_d * dtype.itemsize
-    block_m = min(max(triton.next_power_of_2(group), 16), 64)
-    return DecodeTiles(block_m, 64 if row_bytes <= 256 else 32, block_d, 4, 3 if row_bytes <= 512 else 2)
+    return AttentionTiles(block_m, 64 if block_d <= 128 else 32, block_d, 4, 3)
 
 
 def num_decode_splits(num_programs: int, max_context_len: int, num_sms: int) -> int:
@@ -46,22 +34,23 @@ def num_decode_splits(num_programs: int, max_context_len: int, num_sms: int) -> 
 
 
 def launch_decode(
-    q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int, num_sms: int
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    tiles: AttentionTiles,
+    num_splits: int,
 ) -> Tensor:
     """reference.paged_decode on tensors whose rows are contiguous; returns [S, Hq, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
-    group = num_heads // num_kv_heads
-    tiles = decode_tiles(group, head_dim, q.dtype)
-    head_tiles = triton.cdiv(group, tiles.block_m)
-    num_splits = num_decode_splits(num_kv_heads * head_tiles * num_seqs, max_context_len, num_sms)
-
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
     partial = out[:, :, None]
     if num_splits > 1:
         partial = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-    decode_kernel[(num_kv_heads * head_tiles, num_seqs, num_splits)](
+    decode_kernel[(num_kv_heads, num_seqs, num_splits)](
         q,
         kv,
         block_tables,
@@ -69,8 +58,7 @@ def launch_decode(
         partial,
         lse,
         scale * LOG2_E,
-        group,
-        head_tiles,
+        num_heads // num_kv_heads,
         block_size.bit_length() - 1,
         q.stride(0),
         q.stride(1),
@@ -99,7 +87,7 @@ def launch_decode(
     return out
 
 
-@triton.jit(do_not_specialize=["group", "head_tiles", "block_shift", "stride_table"])
+@triton.jit(do_not_specialize=["group", "block_shift", "stride_table"])
 def decode_kernel(
     q_ptr,  # [S, Hq, D]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
@@ -109,7 +97,6 @@ def decode_kernel(
     lse_ptr,  # float32 [S, Hq, num_splits], base 2
     scale_log2,
     group,
-    head_tiles,
     block_shift,
     stride_q_seq,
     stride_q_head,
@@ -125,12 +112,11 @@ def decode_kernel(
     """Program (KV head and tile of its query heads, sequence, split): normalised attention over the split, and its
     log-sum.
     """
-    kv_head = tl.program_id(0) // head_tiles
-    head_tile = tl.program_id(0) % head_tiles
+    kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)
-    num_heads = tl.num_programs(0) // head_tiles * group
+    num_heads = tl.num_programs(0) * group
 
     # Each sequence divides its own context, so the grid may be sized for a longer one (a captured graph).
     num_keys = tl.load(context_ptr + seq)
@@ -138,7 +124,7 @@ def decode_kernel(
     first = split * span
     end = tl.minimum(first + span, num_keys)
 
-    group_heads = head_tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    group_heads = tl.arange(0, BLOCK_M)
     heads = kv_head * group + group_heads
     in_group = group_heads < group
     q = load_rows(q_ptr + seq * stride_q_seq, heads.to(tl.int64) * stride_q_head, in_group, HEAD_DIM, BLOCK_D)

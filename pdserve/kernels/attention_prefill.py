@@ -5,35 +5,20 @@
 Tiles follow from shapes alone. Knows nothing of chunking policy. Called through triton_ops.py.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.tiles import LOG2_E, attend, load_rows
+from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
 
 
-@dataclass(frozen=True)
-class PrefillTiles:
-    """block_m: rows (position, query head) of one program, block_n: KV rows of one step."""
-
-    block_m: int
-    block_n: int
-    block_d: int
-    num_warps: int
-    num_stages: int
-
-
-def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> PrefillTiles:
-    """Tiles for Hopper: wgmma wants 64 rows a warp group; the accumulator and the stages of K and V must fit."""
+def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+    """Tiles for Hopper: 64 rows a warp group suit wgmma. With 4 warps the addresses of the KV rows would spill."""
+    if dtype == torch.float32:
+        return float32_tiles(max(triton.next_power_of_2(group), 32), head_dim)
     block_d = triton.next_power_of_2(head_dim)
-    if dtype == torch.float32:  # no tensor cores in exact float32: small tiles keep registers
-        return PrefillTiles(max(triton.next_power_of_2(group), 32), 32, block_d, 4, 2 if block_d <= 128 else 1)
-    if block_d <= 128:
-        return PrefillTiles(128, 64, block_d, 8, 3)
-    return PrefillTiles(128, 64, block_d, 8, 2)
+    return AttentionTiles(128, 64, block_d, 8, 3 if block_d <= 128 else 2)
 
 
 def launch_prefill(
@@ -44,12 +29,12 @@ def launch_prefill(
     query_starts: Tensor,
     max_query_len: int,
     scale: float,
+    tiles: AttentionTiles,
 ) -> Tensor:
     """reference.paged_prefill on tensors whose rows are contiguous; returns [T, Hq, D]."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
-    tiles = prefill_tiles(group, head_dim, q.dtype)
     tile_len = tiles.block_m // group
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     grid = (triton.cdiv(max_query_len, tile_len), num_kv_heads, len(context_lens) + 1)

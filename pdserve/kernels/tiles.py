@@ -1,14 +1,38 @@
 # mypy: allow-untyped-defs
-"""Device helpers that every attention kernel shares: dot(), loads of paged KV rows, the online softmax.
+"""What the attention kernels share: tile sizes, dot(), loads of paged KV rows, the online softmax.
 
 They know the layout of one layer's KV, `[num_blocks, kv_heads, 2, block_size, head_dim]`, and nothing of grids or
 sequences. Called by attention_decode.py and attention_prefill.py.
 """
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 
 LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class AttentionTiles:
+    """Constants of one attention launch: block_m query rows of a program, block_n KV rows of a step, block_d >=
+    head_dim.
+    """
+
+    block_m: int
+    block_n: int
+    block_d: int
+    num_warps: int
+    num_stages: int
+
+
+def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
+    """Small steps and many warps: exact float32 has no tensor cores, so operands and sums all live in registers."""
+    block_d = triton.next_power_of_2(head_dim)
+    num_warps = min(max(block_m * block_d // 512, 4), 16)
+    return AttentionTiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, 2)
+
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 

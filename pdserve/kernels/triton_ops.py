@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.attention_decode import launch_decode
-from pdserve.kernels.attention_prefill import launch_prefill
+from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_splits
+from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_rope, launch_silu_mul
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_write_kv
 
@@ -78,7 +78,11 @@ def paged_decode(
     _check_attention(q, kv, block_tables)
     if q.numel() == 0:
         return torch.empty_like(q)
-    return launch_decode(q, kv, block_tables, context_lens, scale, max_context_len, _num_sms(q.device))
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[1]
+    tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
+    num_splits = num_decode_splits(num_seqs * num_kv_heads, max_context_len, _num_sms(q.device))
+    return launch_decode(q, kv, block_tables, context_lens, scale, tiles, num_splits)
 
 
 def paged_prefill(
@@ -94,7 +98,8 @@ def paged_prefill(
     _check_attention(q, kv, block_tables)
     if q.numel() == 0:
         return torch.empty_like(q)
-    return launch_prefill(q, kv, block_tables, context_lens, query_starts, max(max_query_len, 1), scale)
+    tiles = prefill_tiles(q.shape[1] // kv.shape[1], q.shape[2], q.dtype)
+    return launch_prefill(q, kv, block_tables, context_lens, query_starts, max(max_query_len, 1), scale, tiles)
 
 
 @lru_cache
