@@ -326,6 +326,7 @@ class PeerLink:
         try:
             self._connection = connection = Connection(self._agent, self._own, self.meta)
         except TransferError as error:
+            self._fail_all("not-connected", str(error))
             self._report(connected=False, detail=str(error))
             return
         self._state = LinkState.PROBING
@@ -364,6 +365,7 @@ class PeerLink:
 
     def _disconnect(self) -> None:
         self._leaving, self._reconnect = True, False
+        self._fail_all("peer-lost", "disconnected")
         self._lose(TransferError("peer-lost", "disconnected"))
 
     def _lose(self, error: TransferError) -> None:
@@ -374,20 +376,18 @@ class PeerLink:
         self._state = LinkState.DRAINING
         self._verifying = False
         self._to_verify.clear()
-        for pull in list(self._pulls.values()):
-            if not pull.reported:
-                self._fail(pull, error.reason, str(error), settled=not pull.reading)
+        self._fail_all(error.reason, str(error))
         self._report(connected=False, detail=str(error))
 
     def _finish_drain(self) -> None:
         assert self._connection is not None
         self._connection.close()
         self._connection = None
-        if self._pulls:
+        unsettled = [pull for pull in self._pulls.values() if pull.reading]
+        if unsettled:
             time.sleep(QUIET_AFTER_REMOVAL_S)
-        for pull_id in self._pulls:
-            self._emit(PullSettled(pull_id))
-        self._pulls.clear()
+        for pull in unsettled:
+            self._settle(pull)
         self._state = LinkState.IDLE
         if self._reconnect:
             self._reconnect = False
@@ -399,7 +399,7 @@ class PeerLink:
         self._pulls[pull.pull_id] = pull
         if self._state is LinkState.CONNECTED:
             self._start(pull)
-        elif self._state is not LinkState.PROBING:
+        elif self._state is not LinkState.PROBING and not self._reconnect:
             self._fail(pull, "not-connected", f"{self.meta.engine_id} is {self._state.value}", settled=True)
 
     def _start(self, pull: Pull) -> None:
@@ -423,8 +423,7 @@ class PeerLink:
     def _data_done(self, pull: Pull) -> None:
         pull.reading = False
         if pull.reported:
-            del self._pulls[pull.pull_id]
-            self._emit(PullSettled(pull.pull_id))
+            self._settle(pull)
             return
         self._to_verify.append(pull)
         self._verify()
@@ -479,6 +478,15 @@ class PeerLink:
             del self._pulls[pull.pull_id]
         self._emit(PullFailed(pull.pull_id, reason, detail, settled))
         self._tell(Notice("rejected", pull.ticket.key))
+
+    def _fail_all(self, reason: str, detail: str) -> None:
+        for pull in list(self._pulls.values()):
+            if not pull.reported:
+                self._fail(pull, reason, detail, settled=not pull.reading)
+
+    def _settle(self, pull: Pull) -> None:
+        del self._pulls[pull.pull_id]
+        self._emit(PullSettled(pull.pull_id))
 
     def _cancel(self, pull_id: int) -> None:
         pull = self._pulls.get(pull_id)

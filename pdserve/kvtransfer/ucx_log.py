@@ -12,6 +12,7 @@ A second peer on the same kind of endpoint prints no new table, so the name is c
 otherwise it is "ucx". UCX reads its environment when it is loaded, hence `environment`, which restores what was there.
 """
 
+import ctypes
 import logging
 import os
 import re
@@ -104,6 +105,7 @@ class UcxLog:
         return "+".join(known.pop()) or UNKNOWN if len(known) == 1 else UNKNOWN
 
     def _read(self) -> None:
+        ctypes.CDLL(None).fflush(None)  # UCX writes through a C stream and never flushes it
         lines = (self._tail + self._file.read()).split("\n")
         self._tail = lines.pop()
         tables, rest = parse_tables(lines)

@@ -4,6 +4,7 @@ import itertools
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, Source, key, pattern
@@ -31,7 +32,7 @@ def source(config: TransferConfig) -> Iterator[Source]:
 
 
 @pytest.fixture(scope="module")
-def registry() -> CollectorRegistry:
+def registry(config: TransferConfig) -> CollectorRegistry:
     return CollectorRegistry()
 
 
@@ -80,9 +81,7 @@ def test_self_test_names_a_transport_and_a_bandwidth(sink: Engine, source: Sourc
         ([40, 30, 20], [0, 1, 2], 3),
     ],
 )
-def test_pull_is_bit_equal(
-    sink: Engine, source: Source, remote: list[int], local: list[int], descriptors: int
-) -> None:
+def test_pull_is_bit_equal(sink: Engine, source: Source, remote: list[int], local: list[int], descriptors: int) -> None:
     request = request_key()
     done = pull(sink, source.publish(request, remote), local)
     assert isinstance(done, PullDone), done
@@ -128,16 +127,12 @@ def test_reuse_of_a_skipped_block_does_not_matter(sink: Engine, source: Source) 
 def test_ticket_of_another_incarnation_is_refused(sink: Engine, source: Source) -> None:
     request = request_key()
     ticket = source.publish(request, [1])
-    import msgspec
-
     failed = pull(sink, msgspec.structs.replace(ticket, incarnation=19), [0])
     assert failed.reason == "stale-incarnation" and failed.settled
     source.revoke(request)
 
 
 def test_unknown_engine_is_not_connected(sink: Engine, source: Source) -> None:
-    import msgspec
-
     request = request_key()
     ticket = source.publish(request, [1])
     failed = pull(sink, msgspec.structs.replace(ticket, engine_id="nobody"), [0])
@@ -146,8 +141,6 @@ def test_unknown_engine_is_not_connected(sink: Engine, source: Source) -> None:
 
 
 def test_ticket_with_blocks_outside_the_pool_is_an_error(sink: Engine, source: Source) -> None:
-    import msgspec
-
     request = request_key()
     ticket = source.publish(request, [1])
     failed = pull(sink, msgspec.structs.replace(ticket, block_ids=(64,)), [0])
@@ -198,9 +191,8 @@ def test_concurrent_pulls_all_arrive(sink: Engine, source: Source) -> None:
     for index, ticket in enumerate(tickets):
         ids.append(next(_pull_ids))
         sink.receiver.pull(ids[-1], ticket, [3 * index, 3 * index + 1, 3 * index + 2], 0, 10.0)
-    for pull_id in ids:
-        end = sink.wait(lambda e, i=pull_id: getattr(e, "pull_id", None) == i)
-        assert isinstance(end, PullDone), end
+    ends = [sink.wait_for(PullDone, PullFailed) for _ in ids]  # in any order
+    assert sorted(end.pull_id for end in ends) == ids and all(isinstance(end, PullDone) for end in ends), ends
     expected = torch.stack([pattern(7)[b + 20 * j] for b in range(20) for j in range(3)])
     assert torch.equal(sink.pool[:60], expected)
     seen = 0
@@ -221,8 +213,6 @@ def test_incompatible_pool_is_named(config: TransferConfig, source: Source) -> N
 
 
 def test_older_incarnation_is_ignored(sink: Engine, source: Source) -> None:
-    import msgspec
-
     sink.receiver.connect(msgspec.structs.replace(source.meta, incarnation=3))
     request = request_key()
     assert isinstance(pull(sink, source.publish(request, [2]), [2]), PullDone)

@@ -1,0 +1,133 @@
+"""Peers that die, freeze and come back; over NIXL with real signals, in process by injected faults."""
+
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+import torch
+from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, key, pattern
+
+from pdserve.configs.schema import TransferConfig
+from pdserve.engine.protocol import PeerStatus
+from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+
+CONFIGS = {
+    "local": TransferConfig(connector="local"),
+    # Over CMA a frozen peer is read all the same and a pull ends inside the post; over TCP it takes part in every read.
+    "nixl-tcp": TransferConfig(connector="nixl", ucx_tls="tcp"),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def config(request: pytest.FixtureRequest) -> TransferConfig:
+    return CONFIGS[request.param]
+
+
+@pytest.fixture(scope="module")
+def sink(config: TransferConfig) -> Iterator[Engine]:
+    engine = Engine("d", config)
+    yield engine
+    engine.close()
+
+
+def make_source(config: TransferConfig, incarnation: int) -> Source:
+    make = LocalSource if config.connector == "local" else ProcessSource
+    return make("p", config, incarnation=incarnation, seed=incarnation)
+
+
+@pytest.fixture(scope="module")
+def source(config: TransferConfig, sink: Engine) -> Iterator[Source]:
+    source = make_source(config, 1)
+    yield source
+    source.close()
+
+
+def test_transport_is_the_one_asked_for(sink: Engine, source: Source, config: TransferConfig) -> None:
+    status = sink.connect(source.meta)
+    assert status.connected
+    assert status.transport == ("local" if config.connector == "local" else "tcp")
+
+
+def test_deadline_of_a_frozen_peer_settles_after_the_thaw(sink: Engine, source: Source) -> None:
+    ticket = source.publish(key("frozen"), [3, 4])
+    sink.pool.zero_()
+    source.freeze()
+    try:
+        start = time.monotonic()
+        sink.receiver.pull(100, ticket, [7, 8], 0, 0.3)
+        failed = sink.wait_for(PullFailed, PullDone, timeout_s=3)
+        assert (failed.pull_id, failed.reason, failed.settled) == (100, "deadline", False)
+        assert 0.25 < time.monotonic() - start < 1.0
+        time.sleep(0.3)
+        assert sink.receiver.poll() == []  # quarantine holds while the peer is frozen
+    finally:
+        source.thaw()
+    assert sink.wait_for(PullSettled).pull_id == 100
+    landed = sink.pool.clone()
+    time.sleep(0.2)
+    assert torch.equal(sink.pool, landed)
+    assert source.unpinned(2.0)[0].outcome == "rejected"
+
+
+def test_cancel_of_a_read_in_flight_settles_later(sink: Engine, source: Source) -> None:
+    ticket = source.publish(key("cancelled"), [5])
+    source.freeze()
+    try:
+        sink.receiver.pull(200, ticket, [9], 0, 30.0)
+        time.sleep(0.1)
+        sink.receiver.cancel(200)
+        sink.receiver.cancel(200)
+        failed = sink.wait_for(PullFailed, timeout_s=3)
+        assert (failed.pull_id, failed.reason, failed.settled) == (200, "cancelled", False)
+    finally:
+        source.thaw()
+    sink.wait_for(PullSettled, pull_id=200)
+    assert source.unpinned(2.0)[0].outcome == "rejected"
+    sink.receiver.pull(201, source.publish(key("after"), [6]), [9], 0, 5.0)
+    assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=201), PullDone)
+    assert torch.equal(sink.pool[9], pattern(1)[6])
+    assert source.unpinned(2.0)[0].outcome == "done"
+    assert sink.receiver.poll() == []  # one failure and one settling, no more
+
+
+def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: Source, config: TransferConfig) -> None:
+    in_flight, later = source.publish(key("in flight"), [1, 2]), source.publish(key("later"), [3])
+    source.freeze()
+    sink.receiver.pull(300, in_flight, [0, 1], 0, 30.0)
+    time.sleep(0.1)
+    start = time.monotonic()
+    source.kill()
+    failed = sink.wait_for(PullFailed)
+    assert (failed.pull_id, failed.reason, failed.settled) == (300, "peer-lost", False)
+    assert time.monotonic() - start < 2.0
+    status = sink.wait_for(PeerStatus)
+    assert not status.connected and status.incarnation == 1
+    sink.wait_for(PullSettled, pull_id=300)
+    sink.receiver.pull(301, later, [2], 0, 5.0)
+    assert sink.wait_for(PullFailed, pull_id=301).reason == "not-connected"
+
+    status = sink.connect(source.meta)  # still the dead one
+    assert not status.connected and status.detail
+
+    successor = make_source(config, 2)
+    try:
+        assert sink.connect(successor.meta).connected
+        sink.receiver.pull(302, later, [2], 0, 5.0)
+        assert sink.wait_for(PullFailed, pull_id=302).reason == "stale-incarnation"
+        sink.receiver.pull(303, successor.publish(key("new"), [11, 12]), [4, 5], 0, 5.0)
+        assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=303), PullDone)
+        assert torch.equal(sink.pool[[4, 5]], pattern(2)[[11, 12]])
+        assert successor.unpinned(2.0)[0].outcome == "done"
+    finally:
+        successor.close()
+
+
+def test_idle_engine_sleeps(config: TransferConfig, sink: Engine) -> None:
+    """Both sides of a connector with nothing to do: their threads wait without a timeout, NIXL's own polls each ms."""
+    process = psutil.Process()
+    before = process.cpu_times()
+    time.sleep(3.0 if config.connector == "nixl" else 1.0)
+    after = process.cpu_times()
+    spent = after.user + after.system - before.user - before.system
+    assert spent / (3.0 if config.connector == "nixl" else 1.0) < 0.05
