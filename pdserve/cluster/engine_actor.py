@@ -58,11 +58,9 @@ def create_engine_actor(
     group: PlacementGroup, num_gpus: float, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str
 ) -> Any:
     """A handle of a new actor in bundle 1 of the replica's placement group (bundle 0 holds the replica)."""
-    actor = ray.remote(EngineActor).options(
-        num_cpus=0,
+    make_actor_class = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1})
+    actor = make_actor_class(EngineActor).options(
         num_gpus=num_gpus,
-        max_restarts=0,
-        concurrency_groups={"engine": 1, "control": 1},
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1),
     )
     return actor.remote(engine_host, config, worker_id, incarnation, address)

@@ -27,6 +27,7 @@ logger = logging.getLogger("ray.serve")
 
 PING_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 10.0
+REASON_DEADLINE_S = 2.0
 
 
 class WorkerReplica:
@@ -84,12 +85,19 @@ class WorkerReplica:
             raise EngineGone(f"this is worker {self.worker_id}, not {worker_id}")
 
     async def _run(self) -> None:
-        """Ends with the engine. Unless it was asked to stop, this process goes too, at once: a shell without an engine serves nobody."""
+        """Ends with the engine. Unless it was asked to stop, this process goes too, at once: a shell without an engine
+        serves nobody."""
         reason = "its loop ended"
+        run = asyncio.ensure_future(self._engine.run.remote())
+        closed = asyncio.ensure_future(self._client.closed.wait())
+        await asyncio.wait([run, closed], return_when=asyncio.FIRST_COMPLETED)
         try:
-            await self._engine.run.remote()
+            async with asyncio.timeout(REASON_DEADLINE_S):
+                await run
         except RayError as error:
             reason = str(error)
+        except TimeoutError:
+            reason = "it closed its socket and does not end"
         shutil.rmtree(self._folder, ignore_errors=True)
         if not self._stopping:
             logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)

@@ -1,9 +1,32 @@
-"""Nothing of the fake engine is installed: workers of a local Ray find it on PYTHONPATH."""
+"""One local Ray a session. Nothing of the fake engine is installed: worker processes find it on PYTHONPATH."""
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 HERE = str(Path(__file__).parent)
 sys.path.insert(0, HERE)
-os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
+@pytest.fixture(scope="session")
+def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where fake engines write what they receive."""
+    return tmp_path_factory.mktemp("journal")
+
+
+@pytest.fixture(scope="session")
+def local_ray(journal: Path) -> Iterator[None]:
+    # Ray's processes inherit these; Serve's token authentication would write into the home folder.
+    os.environ["RAY_AUTH_MODE"] = "disabled"
+    os.environ["WORKER_JOURNAL"] = str(journal)
+    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+    import ray
+    from ray import serve
+
+    ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    yield
+    serve.shutdown()
+    ray.shutdown()

@@ -1,0 +1,86 @@
+"""Builds the Serve application from a `ClusterConfig`: deployments `Router`, `Prefill` and `Decode`.
+
+`serve run cluster.yaml` and `pdserve up` call `build` by its import path, with `args:` of the YAML; Serve may do so in another process
+and folder than the user's. Decides placement, counts and deadlines; the work is in `router_replica` and `worker_replica`.
+"""
+
+import logging
+
+import ray
+from ray import serve
+from ray.serve import Application, Deployment
+from ray.serve.config import RequestRouterConfig
+
+from pdserve.cluster.engine_actor import ENGINE_HOST
+from pdserve.cluster.placement import CRUMB, unplaceable, worker_bundles, workers
+from pdserve.cluster.router_replica import RouterReplica
+from pdserve.cluster.worker_replica import WorkerReplica
+from pdserve.configs.schema import ClusterConfig, Role
+
+logger = logging.getLogger("ray.serve")
+
+ROUTER = "Router"
+DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}  # key in the configuration -> deployment
+ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+
+# Admission is ours, by tokens: Serve's own limit (5 by default) must never be what refuses.
+NO_LIMIT = 1 << 20
+
+COMMON = {
+    "max_ongoing_requests": NO_LIMIT,
+    "health_check_period_s": 1.0,
+    "health_check_timeout_s": 15.0,
+    "graceful_shutdown_wait_loop_s": 0.2,
+}
+ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
+WORKER_SHUTDOWN_S = 90.0  # routers close their streams once their last request there has ended
+
+
+def build(args: ClusterConfig) -> Application:
+    """The application of one cluster. Logs what the cluster has no room for now; Serve waits for it."""
+    for complaint in unplaceable(args, node_resources()):
+        logger.warning("not enough resources yet, replicas will wait: %s", complaint)
+    return assemble(args, ENGINE_HOST)
+
+
+def assemble(config: ClusterConfig, engine_host: str) -> Application:
+    """engine_host: import path of the class that an engine process runs (`cluster.engine_actor.Host`)."""
+    config = resolve_model(config)
+    handles = [worker_deployment(config, key, engine_host) for key in workers(config)]
+    return router_deployment(config).bind(config, *handles)
+
+
+def resolve_model(config: ClusterConfig) -> ClusterConfig:
+    """The same with the model's folder absolute, if it is a folder here: replicas may start elsewhere."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"path": config.model.resolved_path})})
+
+
+def worker_deployment(config: ClusterConfig, key: str, engine_host: str) -> Application:
+    deployment = workers(config)[key]
+    decorate = serve.deployment(
+        name=DEPLOYMENTS[key],
+        num_replicas=deployment.replicas,
+        ray_actor_options={"num_cpus": CRUMB},
+        placement_group_bundles=worker_bundles(deployment),
+        placement_group_strategy="STRICT_PACK",
+        request_router_config=RequestRouterConfig(request_router_class="pdserve.cluster.addressing:PinRouter"),
+        graceful_shutdown_timeout_s=WORKER_SHUTDOWN_S,
+        **COMMON,
+    )
+    return decorate(WorkerReplica).bind(config.worker(ROLES[key]), deployment.num_gpus, engine_host)
+
+
+def router_deployment(config: ClusterConfig) -> Deployment:
+    decorate = serve.deployment(
+        name=ROUTER,
+        num_replicas=config.router.replicas,
+        ray_actor_options={"num_cpus": config.router.num_cpus, "resources": config.router.resources},
+        graceful_shutdown_timeout_s=ROUTER_SHUTDOWN_S,
+        **COMMON,
+    )
+    return decorate(serve.ingress()(RouterReplica))
+
+
+def node_resources() -> list[dict[str, float]]:
+    """Total resources of each living node of the cluster this process is connected to."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

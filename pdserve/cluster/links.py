@@ -1,0 +1,141 @@
+"""How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher that tells the fleet who is there.
+
+Knows no tokens. `ServeLink` is `router.link.WorkerLink` over a deployment handle whose calls `cluster.addressing` delivers to the
+named replica; whatever goes wrong with Ray comes out as WorkerLost. Used by `cluster.router_replica`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import suppress
+from contextvars import Context
+from typing import Any, Protocol
+
+import grpc
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException, RequestCancelledError
+from ray.serve.handle import DeploymentHandle
+
+from pdserve.cluster.addressing import board_key
+from pdserve.cluster.framing import Joiner
+from pdserve.cluster.membership import Members, listen
+from pdserve.engine.protocol import Command, encode
+from pdserve.router.link import WorkerLink, WorkerLost
+
+SEND_DEADLINE_S = 10.0
+REJOIN_S = 0.5  # a worker whose stream broke while it still counts as running is tried again this often
+MAX_COMMAND_BYTES = 3 << 20  # Serve's gRPC servers take 4 MiB
+
+# RayActorError (ActorDied, or ActorUnavailable over gRPC), errors of the replica itself, and calls that never got to it.
+LOSSES = (RayError, RayServeException, RequestCancelledError, grpc.RpcError, ConnectionError, TimeoutError)
+
+
+class ServeLink:
+    """One worker seen from this process. handle: of the worker's deployment, shared by all links to it."""
+
+    def __init__(self, handle: DeploymentHandle, worker_id: str) -> None:
+        self._worker_id = worker_id
+        # by reference, a streamed item costs several times as much, and passes Ray's object store
+        self._submit = handle.options(method_name="submit", _by_reference=False)
+        self._events = handle.options(method_name="events", stream=True, _by_reference=False)
+
+    @property
+    def worker_id(self) -> str:
+        return self._worker_id
+
+    async def send(self, command: Command) -> None:
+        """Raises WorkerLost, and ValueError when the command is larger than Serve transports."""
+        data = encode(command)
+        if len(data) > MAX_COMMAND_BYTES:
+            raise ValueError(f"prompt: the request takes {len(data)} bytes, more than the {MAX_COMMAND_BYTES} a worker is sent")
+        try:
+            async with asyncio.timeout(SEND_DEADLINE_S):
+                await _call(self._submit, data, worker_id=self._worker_id)
+        except LOSSES as error:
+            raise self._lost(error) from error
+
+    async def events(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
+        response = _call(self._events, router_id, session, worker_id=self._worker_id)
+        joiner = Joiner()
+        try:
+            async for piece in response:
+                message = joiner.feed(piece)
+                if message is not None:
+                    yield message
+        except LOSSES as error:
+            raise self._lost(error) from error
+        except (asyncio.CancelledError, GeneratorExit):
+            with suppress(*LOSSES):  # what ended it meanwhile
+                response.cancel()
+            raise
+
+    def _lost(self, error: Exception) -> WorkerLost:
+        return error if isinstance(error, WorkerLost) else WorkerLost(f"{type(error).__name__}: {error}".splitlines()[0])
+
+
+def _call(handle: DeploymentHandle, *args: Any, **kwargs: Any) -> Any:
+    """Outside the context of the HTTP request that may be running: Serve cancels what a cancelled request has called, and the
+    goodbyes to its workers are sent just then."""
+    return Context().run(handle.remote, *args, **kwargs)
+
+
+class Membership(Protocol):
+    """The two calls of `router.fleet.Fleet` that the watcher makes."""
+
+    @property
+    def worker_ids(self) -> set[str]: ...
+
+    def join(self, link: WorkerLink) -> None: ...
+
+    def leave(self, worker_id: str) -> None: ...
+
+
+class MembershipWatcher:
+    """Keeps a fleet equal to the running replicas of some worker deployments. Make and use it inside the event loop."""
+
+    def __init__(self, fleet: Membership, handles: list[DeploymentHandle]) -> None:
+        self._fleet = fleet
+        self._handles = {board_key(handle.deployment_id): handle for handle in handles}
+        self._running: dict[str, Members] = {}
+        self._links: dict[str, ServeLink] = {}
+        self._changed = asyncio.Event()
+        self._stops: list[Callable[[], None]] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        for key, handle in self._handles.items():
+            handle.options(_by_reference=False)  # makes Serve build this process's PinRouter
+            self._stops.append(listen(key, lambda members, key=key: loop.call_soon_threadsafe(self._set, key, members)))
+        self._task = loop.create_task(self._watch())
+
+    def stop(self) -> None:
+        for stop in self._stops:
+            stop()
+        if self._task is not None:
+            self._task.cancel()
+
+    def _set(self, key: str, members: Members) -> None:
+        self._running[key] = members
+        self._changed.set()
+
+    async def _watch(self) -> None:
+        while True:
+            self._changed.clear()
+            self._update()
+            try:
+                async with asyncio.timeout(REJOIN_S):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
+
+    def _update(self) -> None:
+        present = set()
+        for key, members in self._running.items():
+            for worker_id in members:
+                present.add(worker_id)
+                if worker_id not in self._links:
+                    self._links[worker_id] = ServeLink(self._handles[key], worker_id)
+                self._fleet.join(self._links[worker_id])
+        for worker_id in self._links.keys() - present:
+            del self._links[worker_id]
+            self._fleet.leave(worker_id)

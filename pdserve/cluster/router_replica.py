@@ -1,0 +1,3 @@
+"""placeholder"""
+class RouterReplica: 
+    def __serve_build_asgi_app__(self): ...
