@@ -47,13 +47,9 @@ class Worker:
         )
         metrics = WorkerMetrics(self.engine)
         incarnation = next(_incarnations)
-        sender, receiver = build_connector(
-            transfer, memory, name, incarnation, lambda: None, registry=metrics.registry
-        )
+        sender, receiver = build_connector(transfer, memory, name, incarnation, lambda: None, registry=metrics.registry)
         self.sender, self.receiver = sender, receiver
-        self.loop = WorkerLoop(
-            self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent
-        )
+        self.loop = WorkerLoop(self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent)
         self.events: list[Event] = []
         self.by_session: dict[str, list[Event]] = defaultdict(list)
         self.command(Subscribe(router_id=ROUTER, session=SESSION))
@@ -157,9 +153,7 @@ class Pair:
 
 def submit(key: RequestKey, phase: str, prompt: list[int], sampling: SamplingParams, **more: object) -> Submit:
     starts = more.pop("starts", tuple(Start(choice) for choice in range(sampling.n)))
-    return Submit(
-        key=key, phase=phase, prompt_token_ids=tuple(prompt), sampling=sampling, starts=starts, **more
-    )
+    return Submit(key=key, phase=phase, prompt_token_ids=tuple(prompt), sampling=sampling, starts=starts, **more)
 
 
 def cancel(worker: Worker, key: RequestKey, choices: tuple[int, ...] | None = None) -> None:
@@ -172,9 +166,7 @@ def owned(worker: Worker) -> int:
 
 
 def of(worker: Worker, key: RequestKey) -> list[Event]:
-    return [
-        e for e in worker.events if getattr(e, "request_id", None) == key.request_id and e.attempt == key.attempt
-    ]
+    return [e for e in worker.events if getattr(e, "request_id", None) == key.request_id and e.attempt == key.attempt]
 
 
 def deltas(worker: Worker, key: RequestKey) -> list[Delta]:

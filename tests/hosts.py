@@ -1,0 +1,111 @@
+"""Engine hosts in processes of their own, reached over zmq without Ray: real NIXL, real sockets, quick to start.
+
+`Host` is one worker process. `LocalLink` gives a router a link to it. What needs Serve itself is tested in tests/cluster.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+
+from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig, WorkerConfig
+from pdserve.engine.protocol import Command
+from pdserve.router.link import WorkerLost
+from pdserve.worker.engine_client import EngineClient, EngineGone
+
+_spawn = multiprocessing.get_context("spawn")  # a fork after a NIXL agent exists hangs
+
+
+def _serve(config: WorkerConfig, worker_id: str, incarnation: int, address: str, ready) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from pdserve.worker.host import EngineHost
+
+    host = EngineHost(config, worker_id, incarnation, address)
+    host.start()
+    ready.set()
+    host.run()
+
+
+class Host:
+    """A running engine host; `kill` is SIGKILL, `close` ends it whatever its state."""
+
+    def __init__(self, config: WorkerConfig, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
+        self.address = f"ipc://{self._folder.name}/engine"
+        self._ready = _spawn.Event()
+        self.process = _spawn.Process(
+            target=_serve, args=(config, worker_id, time.time_ns(), self.address, self._ready), daemon=True
+        )
+        self.process.start()
+
+    def wait(self, seconds: float = 60.0) -> None:
+        """Until the engine serves."""
+        limit = time.monotonic() + seconds
+        while not self._ready.wait(0.2):
+            assert self.process.is_alive(), "the engine host died at its start"
+            assert time.monotonic() < limit, "the engine host did not start in time"
+
+    def kill(self) -> None:
+        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10)
+
+    def close(self) -> None:
+        if self.process.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.process.pid, signal.SIGKILL)
+        self.process.join(10)
+        self._folder.cleanup()
+
+
+@contextlib.contextmanager
+def hosts(
+    model: Path | str, *names: str, engine: dict | None = None, transfer: dict | None = None
+) -> Iterator[list[Host]]:
+    """One host a name; names beginning with P prefill, with D decode, with A take whole requests without a connector."""
+    started = []
+    try:
+        for name in names:
+            config = WorkerConfig(
+                role={"P": "prefill", "D": "decode", "A": "both"}[name[0]],
+                connects=name[0] != "A",
+                model=ModelConfig(path=str(model)),
+                engine=EngineConfig(**{"device": "cpu", "num_kv_blocks": 512, **(engine or {})}),
+                transfer=TransferConfig(**(transfer or {})),
+            )
+            started.append(Host(config, f"{name}-{time.time_ns()}"))
+        for host in started:
+            host.wait()
+        yield started
+    finally:
+        for host in started:
+            host.close()
+
+
+class LocalLink:
+    """router.link.WorkerLink over zmq; make it inside the event loop that uses it."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        self.client = EngineClient(host.address)
+
+    @property
+    def worker_id(self) -> str:
+        return self._host.worker_id
+
+    async def send(self, command: Command) -> None:
+        try:
+            self.client.send(command)
+        except EngineGone as error:
+            raise WorkerLost(str(error)) from error
+
+    async def events(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
+        try:
+            async for batch in self.client.subscribe(router_id, session):
+                yield batch
+        except EngineGone as error:
+            raise WorkerLost(str(error)) from error

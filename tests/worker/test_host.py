@@ -1,0 +1,149 @@
+"""Engine hosts in their own processes: hand-off by NIXL, idle cost, death of a peer."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import psutil
+import pytest
+from hosts import Host, LocalLink, hosts
+
+from pdserve.engine.llm import LLM
+from pdserve.engine.protocol import (
+    Arrived,
+    Cancel,
+    ConnectPeer,
+    Delta,
+    Event,
+    Handoff,
+    Hello,
+    PeerStatus,
+    RequestKey,
+    SamplingParams,
+    Snapshot,
+    Start,
+    Submit,
+    decode_batch,
+)
+
+PROMPT = tuple((i * 37) % 251 for i in range(300))
+GREEDY = SamplingParams(temperature=0, max_tokens=20, seed=1)
+
+
+class Wire:
+    """A router by hand: one event stream, everything that came on it."""
+
+    def __init__(self, host: Host) -> None:
+        self.link = LocalLink(host)
+        self.events: list[Event] = []
+        self._reader = asyncio.create_task(self._read())
+
+    async def _read(self) -> None:
+        async for batch in self.link.events("router", 1):
+            self.events += decode_batch(batch).events
+
+    async def submit(self, attempt: int, phase: str, ticket=None, forced: tuple[int, ...] = ()) -> RequestKey:
+        key = RequestKey("router", 1, "request", attempt)
+        starts = (Start(0, forced),)
+        await self.link.send(
+            Submit(key=key, phase=phase, prompt_token_ids=PROMPT, sampling=GREEDY, starts=starts, ticket=ticket)
+        )
+        return key
+
+    def of(self, kind: type) -> list:
+        return [event for event in self.events if isinstance(event, kind)]
+
+    async def until(self, kind: type, test=lambda event: True, seconds: float = 10.0):
+        async with asyncio.timeout(seconds):
+            while not (found := [event for event in self.of(kind) if test(event)]):
+                await asyncio.sleep(0.002)
+        return found[0]
+
+    def tokens(self) -> list[int]:
+        return [token for delta in self.of(Delta) for token in delta.token_ids]
+
+    async def close(self) -> None:
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self.link.client.close()
+
+
+@asynccontextmanager
+async def wires(*pair: Host) -> AsyncIterator[list[Wire]]:
+    made = [Wire(host) for host in pair]
+    try:
+        for wire in made:
+            await wire.until(Hello)
+        yield made
+    finally:
+        for wire in made:
+            await wire.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama) -> list[int]:
+    llm = LLM(str(tiny_llama), tokenizer=False, device="cpu")
+    return llm.generate([list(PROMPT)], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+@pytest.fixture
+def pair(tiny_llama) -> Iterator[list[Host]]:
+    with hosts(tiny_llama, "P", "D", transfer={"pull_deadline_s": 2.0}) as started:
+        yield started
+
+
+async def connect(p: Wire, d: Wire) -> PeerStatus:
+    await d.link.send(ConnectPeer(meta=p.of(Hello)[0].pool))
+    return await d.until(PeerStatus)
+
+
+async def test_idle_cost_hand_off_and_death_of_p(pair: list[Host], expected: list[int]) -> None:
+    async with wires(*pair) as (p, d):
+        assert (await connect(p, d)).connected
+        await _idle_is_cheap(pair)
+        prefilled = await p.submit(1, "prefill")
+        handoff = await p.until(Handoff)
+        await d.submit(2, "decode", handoff.ticket, p.tokens()[0:1])
+        await d.until(Delta, lambda delta: delta.finish_reason)
+        assert p.tokens() + d.tokens() == expected
+        arrived = d.of(Arrived)[0]
+        assert arrived.source == "p2p" and arrived.num_bytes > 0 and arrived.transport
+        await d.link.send(Cancel(key=prefilled))  # of another worker's leg: nothing happens
+        for wire in (p, d):
+            free = await wire.until(Snapshot, lambda s: s.free_blocks == s.total_blocks and s.num_running == 0)
+            assert free.quarantined_blocks == 0
+        samples = {s.name: s for family in d.of(Snapshot)[-1].metrics for s in family.samples}
+        assert samples["pdserve_kv_transfer_bytes_total"].value == arrived.num_bytes
+
+        other = tuple(reversed(expected[:1]))
+        pair[0].kill()
+        await d.submit(3, "decode", handoff.ticket, other)
+        again = await d.until(Arrived, lambda event: event.attempt == 3)
+        assert again.source in ("cache", "recompute", "p2p")
+        await d.until(Delta, lambda delta: delta.attempt == 3 and delta.finish_reason)
+        assert expected[:1] + [t for e in d.of(Delta) if e.attempt == 3 for t in e.token_ids] == expected
+
+
+async def _idle_is_cheap(pair: list[Host]) -> None:
+    """The engine process alone; replica and engine together are measured in tests/cluster."""
+    processes = [psutil.Process(host.process.pid) for host in pair]
+    before = [sum(process.cpu_times()[:2]) for process in processes]
+    await asyncio.sleep(4.0)
+    for process, start in zip(processes, before, strict=True):
+        assert (sum(process.cpu_times()[:2]) - start) / 4.0 < 0.04
+
+
+async def test_killed_p_means_recompute(pair: list[Host], expected: list[int]) -> None:
+    async with wires(*pair) as (p, d):
+        await connect(p, d)
+        await p.submit(1, "prefill")
+        handoff = await p.until(Handoff)
+        first = p.tokens()
+        pair[0].kill()
+        began = time.monotonic()
+        await d.submit(2, "decode", handoff.ticket, tuple(first))
+        arrived = await d.until(Arrived)
+        assert arrived.source == "recompute" and time.monotonic() - began < 4.0
+        await d.until(Delta, lambda delta: delta.finish_reason)
+        assert first + d.tokens() == expected
