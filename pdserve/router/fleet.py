@@ -259,7 +259,8 @@ class Fleet:
             self._spawn(self._close_after_sends(worker))
 
     async def _close_after_sends(self, worker: WorkerState) -> None:
-        """Let the last Cancels go out before the stream closes (closing it would abort the same, but not as exactly)."""
+        """Let the last Cancels go out before the stream closes (closing it would abort the same, but not as
+        exactly)."""
         await asyncio.sleep(0)
         self._close_stream(worker.worker_id)
 

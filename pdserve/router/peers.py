@@ -1,4 +1,5 @@
-"""Introduces workers to each other: every decode worker connects to every pool it may pull from, before requests need it.
+"""Introduces workers to each other: every decode worker connects to every pool it may pull from, before requests need
+it.
 
     unknown -> asked (ConnectPeer sent) -> connected
                  ^  |                         |

@@ -1,8 +1,8 @@
 """The request record: the only authority on which tokens a request has.
 
-Every Submit of the request (a leg) has its own number; what comes from a leg that is no longer live is dropped, the token at a
-position is the first one accepted for it, and what was accepted goes to the next leg as forced tokens. Pure bookkeeping:
-knows no workers, no text, no time. Owned by `router.dispatch`.
+Every Submit of the request (a leg) has its own number; what comes from a leg that is no longer live is dropped, the
+token at a position is the first one accepted for it, and what was accepted goes to the next leg as forced tokens.
+Pure bookkeeping: knows no workers, no text, no time. Owned by `router.dispatch`.
 """
 
 from dataclasses import dataclass, field
@@ -98,7 +98,8 @@ class RequestRecord:
         record.finish_reason, record.stop_reason = "stop", stop_string
 
     def score(self, scored: PromptScored) -> None:
-        """Take the prompt's cached tokens (the first report counts) and its log-probabilities, which may come in parts."""
+        """Take the prompt's cached tokens (the first report counts) and its log-probabilities, which may come in
+        parts."""
         if scored.attempt not in self._live:
             return
         if self.cached_tokens is None:

@@ -78,8 +78,8 @@ class Leg:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens: weight of
-    this router's legs there. last_seen: seconds of the event loop's clock."""
+    """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens:
+    weight of this router's legs there. last_seen: seconds of the event loop's clock."""
 
     link: WorkerLink
     session: int

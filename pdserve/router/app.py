@@ -1,0 +1,285 @@
+"""The OpenAI-compatible HTTP server: Starlette routes over `router.service`.
+
+Reads bodies under a limit, answers in JSON or server-sent events, turns every error into OpenAI's form, and stops a
+generation as soon as its client is gone. Knows no workers. Built by `cluster/` (Serve ingress) and by tests.
+"""
+
+import asyncio
+import logging
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from pdserve.configs.schema import RouterConfig
+from pdserve.engine.protocol import check_request_id
+from pdserve.router.errors import ApiError
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import exposition
+from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
+from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder
+from pdserve.router.service import Chunk, Generation, Service
+from pdserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+# nginx's status for a client that went away; nobody reads it but the access log
+CLIENT_CLOSED = 499
+
+
+class _ClientGone(Exception):
+    pass
+
+
+def build_app(
+    fleet: Fleet, tokenizer: Tokenizer, config: RouterConfig, model_name: str, service: Service | None = None
+) -> Starlette:
+    """model_name: what clients send as `model`. service: to share one with a Python handle; made here by default."""
+    api = _Api(service or Service(fleet, tokenizer, config, model_name))
+    routes = [
+        Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
+        Route("/v1/chat/completions", api.endpoint(api.chat), methods=["POST"]),
+        Route("/v1/models", api.endpoint(api.models), methods=["GET"]),
+        Route("/health", api.endpoint(api.health), methods=["GET"]),
+        Route("/metrics", api.endpoint(api.metrics), methods=["GET"]),
+    ]
+    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app.state.service = api.service
+    return app
+
+
+class _Api:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+
+    def endpoint(self, handler: Endpoint) -> Endpoint:
+        """The handler with its errors in OpenAI's form."""
+
+        async def call(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except ApiError as error:
+                self.service.metrics.rejections.labels(str(error.status)).inc()
+                return _error(error)
+            except (_ClientGone, ClientDisconnect):
+                return Response(status_code=CLIENT_CLOSED)
+            except Exception:
+                logger.exception("%s failed", request.url.path)
+                return _error(_internal())
+
+        return call
+
+    async def completions(self, request: Request) -> Response:
+        call = parse(await _read_body(request, self.service.config.max_body_bytes), CompletionRequest)
+        self._check_model(call.model)
+        generation = await self.service.admit(
+            call.prompts(),
+            call.sampling(),
+            request_id=_request_id(request, "cmpl"),
+            priority=call.priority or 0,
+            cache_salt=call.cache_salt or "",
+            add_special_tokens=call.add_special_tokens is not False,
+        )
+        responder = CompletionResponder(call, generation, self.service.tokenizer)
+        return await _answer(request, generation, responder, bool(call.stream), call.include_usage)
+
+    async def chat(self, request: Request) -> Response:
+        call = parse(await _read_body(request, self.service.config.max_body_bytes), ChatRequest)
+        self._check_model(call.model)
+        sampling = call.sampling()
+        prompt = await self.service.chat_prompt(
+            call.messages, call.add_generation_prompt is not False, call.tools, call.chat_template_kwargs
+        )
+        generation = await self.service.admit(
+            [prompt],
+            sampling,
+            request_id=_request_id(request, "chatcmpl"),
+            priority=call.priority or 0,
+            cache_salt=call.cache_salt or "",
+        )
+        responder = ChatResponder(call, generation, self.service.tokenizer)
+        return await _answer(request, generation, responder, bool(call.stream), call.include_usage)
+
+    async def models(self, request: Request) -> Response:
+        workers = self.service.fleet.decode_workers
+        model = {"id": self.service.model_name, "object": "model", "created": 0, "owned_by": "pdserve"}
+        length = max((worker.token_limit for worker in workers), default=None)
+        return _json({"object": "list", "data": [model | {"max_model_len": length}]})
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=200 if self.service.fleet.decode_workers else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        page = exposition(self.service.metrics, self.service.fleet)
+        return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
+
+    def _check_model(self, name: str) -> None:
+        if name != self.service.model_name:
+            message = f"the model {name!r} does not exist: this server has {self.service.model_name!r}"
+            raise ApiError(message, status=404, kind="not_found_error", param="model", code="model_not_found")
+
+
+async def _read_body(request: Request, limit: int) -> bytes:
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            message = f"the body is larger than {limit} bytes: send less, or raise router.max_body_bytes"
+            raise ApiError(message, status=413, code="body_too_large")
+    return bytes(body)
+
+
+def _request_id(request: Request, prefix: str) -> str:
+    """The client's x-request-id behind the prefix, or a new one."""
+    given = request.headers.get("x-request-id")
+    if given is None:
+        return f"{prefix}-{uuid.uuid4().hex}"
+    try:
+        return f"{prefix}-{check_request_id(given)}"
+    except ValueError as error:
+        raise ApiError(f"x-request-id: {error}", param="x-request-id") from error
+
+
+async def _answer(
+    request: Request, generation: Generation, responder: Responder, streams: bool, include_usage: bool
+) -> Response:
+    watch = _ClientWatch(request.receive)
+    try:
+        if streams:
+            batches = generation.stream()
+            # the first tokens decide between an error status and a stream
+            first = await watch.unless_gone(anext(batches))
+            return _EventStream(generation, batches, first, responder, watch, include_usage)
+        results = await watch.unless_gone(generation.collect())
+    except BaseException:
+        generation.close()
+        watch.close()
+        raise
+    watch.close()
+    return _json(responder.whole(results))
+
+
+class _ClientWatch:
+    """Knows when the client goes away. Listens from the moment the body is read; there must be only one listener."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._gone = asyncio.create_task(_wait_disconnect(receive))
+
+    async def unless_gone(self, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
+        """The result of work, which is cancelled, with _ClientGone raised, when the client leaves before."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise _ClientGone
+            return task.result()
+        finally:
+            await _stop(task)
+
+    def close(self) -> None:
+        self._gone.cancel()
+
+
+async def _wait_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(task: asyncio.Future[Any]) -> None:
+    """Cancel and let its `finally` blocks run."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+
+
+class _EventStream(Response):
+    """Server-sent events of one generation. Ends it, whatever ends the stream."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        generation: Generation,
+        batches: AsyncGenerator[list[Chunk], None],
+        first: list[Chunk],
+        responder: Responder,
+        watch: _ClientWatch,
+        include_usage: bool,
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._generation = generation
+        self._batches = batches
+        self._first = first
+        self._responder = responder
+        self._watch = watch
+        self._include_usage = include_usage
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._watch.unless_gone(self._send_all(send))
+        except (_ClientGone, OSError):
+            logger.debug("client left %s", self._generation.request_id)
+        finally:
+            self._generation.close()
+            self._watch.close()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._events()) as events:
+            async for event in events:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self) -> AsyncGenerator[bytes, None]:
+        try:
+            yield self._encode(self._first)
+            async with aclosing(self._batches) as batches:
+                async for batch in batches:
+                    yield self._encode(batch)
+            if self._include_usage:
+                yield _event(self._responder.usage_chunk())
+        except ApiError as error:
+            yield _event(error.body())
+        except Exception:
+            logger.exception("stream %s failed", self._generation.request_id)
+            yield _event(_internal().body())
+        yield b"data: [DONE]\n\n"
+
+    def _encode(self, batch: list[Chunk]) -> bytes:
+        return b"".join(_event(event) for chunk in batch for event in self._responder.chunks(chunk))
+
+
+def _event(data: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+
+
+def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(data), status_code=status, headers=headers, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    headers = None if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    return _json(error.body(), error.status, headers)
+
+
+def _internal() -> ApiError:
+    return ApiError("the server failed; its log says why", status=500, kind="internal_error")
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Unknown paths and methods."""
+    assert isinstance(error, HTTPException)
+    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+    return _error(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code, kind=kind))

@@ -1,0 +1,51 @@
+"""The text of one choice: accepted tokens in, text that is certain out, and where a stop string ended it.
+
+Joins `text.detokenize` and `text.stop` by vLLM's rules: a stop token's own text is not shown unless
+include_stop_str_in_output, and stop strings are looked for behind the first min_tokens tokens only. Knows no workers.
+"""
+
+from collections.abc import Sequence
+
+from pdserve.engine.protocol import FinishReason, SamplingParams
+from pdserve.text.detokenize import IncrementalDetokenizer
+from pdserve.text.stop import StopMatcher
+from pdserve.text.tokenizer import Tokenizer
+
+
+class ChoiceText:
+    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
+        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.skip_special_tokens)
+        self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
+        self._min_tokens = sampling.min_tokens
+        self._shows_stop = sampling.include_stop_str_in_output
+        self._num_tokens = 0
+
+    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, str | None, int]:
+        """(new text, the stop string that matched, tokens of the choice up to the match). finish_reason: what ended the
+        tokens at the worker; it flushes what is held back. After a match nothing may be pushed."""
+        hidden = 1 if finish_reason == "stop" and not self._shows_stop else 0
+        visible = token_ids[: len(token_ids) - hidden]
+        if self._matcher is None:
+            self._num_tokens += len(token_ids)
+            text = self._detokenizer.push(visible)
+            return text + self._detokenizer.flush() if finish_reason else text, None, self._num_tokens
+        return self._match(self._matcher, visible, hidden, finish_reason is not None)
+
+    def _match(
+        self, matcher: StopMatcher, visible: Sequence[int], hidden: int, finished: bool
+    ) -> tuple[str, str | None, int]:
+        text = ""
+        for token in visible:  # one by one: the token that completes a stop string is the choice's last
+            self._num_tokens += 1
+            piece, stop = self._look(matcher, self._detokenizer.push((token,)))
+            text += piece
+            if stop is not None:
+                return text, stop, self._num_tokens
+        self._num_tokens += hidden
+        if not finished:
+            return text, None, self._num_tokens
+        piece, stop = self._look(matcher, self._detokenizer.flush())
+        return text + piece + matcher.flush(), stop, self._num_tokens
+
+    def _look(self, matcher: StopMatcher, text: str) -> tuple[str, str | None]:
+        return matcher.push(text) if self._num_tokens > self._min_tokens else (text, None)

@@ -1,0 +1,374 @@
+"""Runs one prompt through the fleet: plan, P's leg, hand-off, D's leg; fails over; leaves nothing behind at any worker.
+
+    plan --split--> P leg --Handoff--> D leg --> finished
+      |  --whole------------------------^  |
+      +<---- recover: cancel all legs, exclude the failed worker, resume with forced tokens ----+
+
+Every new token goes through the record first. All sends are in the background, so nothing here waits for a worker but
+the inbox, and `close` works from a cancelled task. Knows no HTTP. Called by `router.service`, one RequestRun a
+prompt.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from pdserve.configs.schema import RouterConfig
+from pdserve.engine.protocol import (
+    Arrived,
+    Cancel,
+    Delta,
+    Failed,
+    FinishReason,
+    Handoff,
+    Phase,
+    PromptScored,
+    RequestKey,
+    SamplingParams,
+    Start,
+    Submit,
+    Ticket,
+    TokenLogprob,
+)
+from pdserve.router.choice_text import ChoiceText
+from pdserve.router.choose import Chooser, Demand, NoWorker, Plan
+from pdserve.router.errors import FailureKind, RequestFailed
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.record import Accepted, LegError, RequestRecord
+from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
+from pdserve.text.tokenizer import Tokenizer
+
+# a sequence being decoded weighs its context plus this many tokens; its real length is not known beforehand
+DECODE_WEIGHT = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One prompt. sampling.seed and sampling.max_tokens are set. request_id: never used before in this process."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Output(msgspec.Struct):
+    """What became certain of one choice since its last Output. stop_reason: stop token id or stop string."""
+
+    choice: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatcher:
+    """What all requests of a router share. resume_wait_s: how long a request that lost its worker waits for another."""
+
+    fleet: Fleet
+    chooser: Chooser
+    tokenizer: Tokenizer
+    config: RouterConfig
+    metrics: RouterMetrics
+    resume_wait_s: float = 60.0
+
+
+class _LegFailed(Exception):
+    def __init__(self, worker: WorkerState, kind: FailureKind, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.worker = worker
+        self.kind = kind
+        self.reason = reason
+
+
+class RequestRun:
+    def __init__(self, dispatcher: Dispatcher, job: Job) -> None:
+        self._shared = dispatcher
+        self._job = job
+        sampling = job.sampling
+        self.record = RequestRecord(sampling.n, sampling.logprobs is not None)
+        self._texts = [ChoiceText(dispatcher.tokenizer, sampling) for _ in range(sampling.n)]
+        self._clock = _Clock(dispatcher.metrics, sampling.n)
+        self._inbox = Inbox()
+        self._legs: list[Leg] = []
+        self._plan: Plan | None = None
+        self._excluded: set[str] = set()
+        self._fingerprint: str | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def stream(self) -> AsyncGenerator[list[Output], None]:
+        """What became certain, as it comes, until every choice is finished. Raises RequestFailed. Whoever stops early
+        calls `close` (closing the iterator does)."""
+        failures, accepted_before, outcome = 0, 0, "cancelled"
+        self._clock.begin(len(self._job.prompt_token_ids))
+        try:
+            self._begin(self._choose())
+            while not self.record.finished:
+                await self._inbox.wait()
+                outputs, failure = self._drain()
+                if outputs:
+                    yield outputs
+                if failure is not None and not self.record.finished:
+                    progressed = self.record.num_tokens > accepted_before
+                    failures = 1 if progressed else failures + 1
+                    accepted_before = self.record.num_tokens
+                    self._excluded = set() if progressed else self._excluded
+                    await self._recover(failure, failures)
+            outcome = "ok"
+        except NoWorker as error:
+            outcome = "unavailable"
+            raise RequestFailed("unavailable", str(error)) from error
+        except RequestFailed as error:
+            outcome = error.failure
+            raise
+        finally:
+            self.close()
+            self._clock.end(outcome, self.record.cached_tokens or 0)
+
+    def close(self) -> None:
+        """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for leg in list(self._legs):
+            self._end(leg, cancel=True)
+
+    def _choose(self) -> Plan:
+        return self._shared.chooser.choose(self._shared.fleet.workers, self._demand(self._excluded))
+
+    def _demand(self, excluded: set[str]) -> Demand:
+        num_prompt = len(self._job.prompt_token_ids)
+        num_tokens = num_prompt + (self._job.sampling.max_tokens or 0)
+        resumed = self.record.num_tokens > 0
+        return Demand(num_prompt, num_tokens, resumed, frozenset(excluded), self._fingerprint)
+
+    def _begin(self, plan: Plan) -> None:
+        self._plan = plan
+        self._fingerprint = plan.decode.hello.model_fingerprint
+        self._shared.metrics.plans.labels("split" if plan.prefill is not None else "whole").inc()
+        if plan.prefill is not None:
+            self._submit(plan.prefill, "prefill", None)
+        else:
+            self._submit(plan.decode, "full", None)
+        self._watch()
+
+    def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None) -> None:
+        starts = self.record.starts()
+        weight = len(self._job.prompt_token_ids)
+        if phase != "prefill":
+            weight += sum(DECODE_WEIGHT + len(start.forced) for start in starts)
+        attempt = self.record.open_leg()
+        make = partial(self._command, phase, ticket, starts)
+        leg = self._shared.fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make)
+        self._legs.append(leg)
+
+    def _command(self, phase: Phase, ticket: Ticket | None, starts: tuple[Start, ...], key: RequestKey) -> Submit:
+        sampling = self._job.sampling
+        if self.record.prompt_logprobs is not None:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return Submit(
+            key=key,
+            phase=phase,
+            prompt_token_ids=self._job.prompt_token_ids,
+            sampling=sampling,
+            starts=starts,
+            ticket=ticket,
+            priority=self._job.priority,
+            cache_salt=self._job.cache_salt,
+        )
+
+    def _drain(self) -> tuple[list[Output], _LegFailed | None]:
+        """Handle all that has arrived; what several messages say of one choice becomes one Output."""
+        outputs: dict[int, Output] = {}
+        while self._inbox and not self.record.finished:
+            leg, event = self._inbox.pop()
+            try:
+                if leg in self._legs:
+                    self._handle(leg, event, outputs)
+            except LegError as error:
+                return list(outputs.values()), _LegFailed(leg.worker, "internal", "protocol", str(error))
+            except _LegFailed as failure:
+                return list(outputs.values()), failure
+        return list(outputs.values()), None
+
+    def _handle(self, leg: Leg, event: LegEvent, outputs: dict[int, Output]) -> None:
+        if isinstance(event, Delta):
+            accepted = self.record.accept(event)
+            if accepted is not None:
+                self._accept(leg, accepted, outputs)
+        elif isinstance(event, Handoff):
+            self._hand_off(leg, event.ticket)
+        elif isinstance(event, PromptScored):
+            self.record.score(event)
+        elif isinstance(event, Arrived):
+            self._arrived(event)
+        else:
+            self._broken(leg, event)
+
+    def _accept(self, leg: Leg, accepted: Accepted, outputs: dict[int, Output]) -> None:
+        choice = accepted.choice
+        self._clock.accepted(choice, len(accepted.token_ids))
+        text, stop, length = self._texts[choice].push(accepted.token_ids, accepted.finish_reason)
+        tokens, logprobs = accepted.token_ids, accepted.logprobs
+        if accepted.finish_reason is not None:
+            leg.pending.discard(choice)
+        if stop is not None:
+            keep = len(tokens) - (len(self.record.choices[choice].tokens) - length)
+            tokens, logprobs = tokens[:keep], logprobs[:keep]
+            self.record.stop(choice, stop, length)
+            self._stop_at_worker(leg, choice)
+        record = self.record.choices[choice]
+        before = outputs.get(choice)
+        if before is not None:
+            text, tokens, logprobs = before.text + text, before.token_ids + tokens, before.logprobs + logprobs
+        outputs[choice] = Output(choice, text, tokens, logprobs, record.finish_reason, record.stop_reason)
+
+    def _stop_at_worker(self, leg: Leg, choice: int) -> None:
+        """A stop string ended a choice that the worker still generates. (P's leg ends by itself or as a whole.)"""
+        if choice in leg.pending and not self._is_prefill(leg):
+            leg.pending.discard(choice)
+            self._shared.fleet.post(leg.worker, Cancel(key=leg.key, choices=(choice,)))
+
+    def _is_prefill(self, leg: Leg) -> bool:
+        return self._plan is not None and leg.worker is self._plan.prefill
+
+    def _hand_off(self, leg: Leg, ticket: Ticket) -> None:
+        """P is done: the unfinished choices go to D. P's leg stays open until D has the blocks."""
+        if not self._is_prefill(leg) or leg.handed_off or ticket.key != leg.key:
+            raise LegError("a hand-off that was not expected")
+        if not all(start.forced for start in self.record.starts()):
+            raise LegError("a hand-off before every choice's first token")
+        leg.handed_off = True
+        self._shared.fleet.unload(leg)
+        assert self._plan is not None
+        self._submit(self._decode_of(self._plan, leg), "decode", ticket)
+
+    def _decode_of(self, plan: Plan, prefill_leg: Leg) -> WorkerState:
+        """The planned D, or another one when it went away or lost its connection meanwhile."""
+        workers = self._shared.fleet.workers
+        stays = plan.decode in workers and not plan.decode.draining and plan.decode.is_connected_to(prefill_leg.worker)
+        if stays:
+            return plan.decode
+        try:
+            return self._shared.chooser.choose_decode(workers, self._demand(self._excluded), prefill_leg.worker)
+        except NoWorker as error:
+            raise _LegFailed(plan.decode, "internal", "lost", str(error)) from error
+
+    def _arrived(self, event: Arrived) -> None:
+        """D needs P's blocks no longer. D has told P so, but that needs a living connection between the two:
+        Cancel does not."""
+        self._shared.metrics.arrivals.labels(event.source).inc()
+        for leg in [leg for leg in self._legs if leg.handed_off]:
+            self._end(leg, cancel=event.source == "recompute")
+
+    def _broken(self, leg: Leg, event: Failed | Lost | Silent) -> None:
+        if isinstance(event, Silent):
+            raise _LegFailed(leg.worker, "internal", "silent", f"no sign of progress for {event.seconds:g} s")
+        self._end(leg, cancel=False)
+        if leg.handed_off:
+            return  # the decode worker notices by itself, and recomputes
+        if isinstance(event, Lost):
+            raise _LegFailed(leg.worker, "unavailable", "lost", f"its worker was lost ({event.reason})")
+        if event.kind == "invalid":
+            raise RequestFailed("invalid", event.message)
+        raise _LegFailed(leg.worker, event.kind, event.kind, event.message)
+
+    async def _recover(self, failure: _LegFailed, failures: int) -> None:
+        """The next attempt, on other workers where there are some. Raises RequestFailed when it is not worth one
+        more."""
+        for leg in list(self._legs):
+            self._end(leg, cancel=True)
+        if failures >= self._shared.config.max_attempts:
+            raise RequestFailed(failure.kind, f"gave up after {failures} attempts: {failure}")
+        self._shared.metrics.failovers.labels(failure.reason).inc()
+        self._excluded.add(failure.worker.worker_id)
+        self._begin(await self._choose_again(failure))
+
+    async def _choose_again(self, failure: _LegFailed) -> Plan:
+        """Another worker; else the one that failed, if it lives; else whoever joins in time. An overload is
+        passed on at once."""
+        deadline = time.monotonic() + self._shared.resume_wait_s
+        while True:
+            changed = self._shared.fleet.changed
+            try:
+                return self._choose()
+            except NoWorker:
+                if failure.kind == "overloaded":
+                    raise RequestFailed("overloaded", f"all workers are full: {failure}") from None
+                self._excluded.clear()
+            try:
+                return self._choose()
+            except NoWorker as error:
+                try:
+                    await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
+                except TimeoutError:
+                    raise RequestFailed("unavailable", f"{failure}, and {error}") from None
+
+    def _end(self, leg: Leg, cancel: bool) -> None:
+        """cancel False: the worker has nothing left. A decode leg whose choices all ended there has nothing either."""
+        self._legs.remove(leg)
+        self.record.close_leg(leg.key.attempt)
+        self._shared.fleet.end(leg, cancel and (bool(leg.pending) or self._is_prefill(leg)))
+
+    def _watch(self) -> None:
+        """A leg without events for attempt_deadline_s has failed; events that wait here for a slow client are
+        events."""
+        if self._timer is not None:
+            self._timer.cancel()
+        limit = self._shared.config.attempt_deadline_s
+        loop = asyncio.get_running_loop()
+
+        def look(last: int) -> None:
+            now = self._clock.num_messages
+            if self._legs and not self._inbox and now == last:
+                self._inbox.put(self._legs[-1], Silent(limit))
+            else:
+                self._timer = loop.call_later(limit, look, now)
+
+        self._timer = loop.call_later(limit, look, self._clock.num_messages)
+
+
+class _Clock:
+    """Times of one request's tokens, for the metrics."""
+
+    def __init__(self, metrics: RouterMetrics, n: int) -> None:
+        self._metrics = metrics
+        self._started = time.perf_counter()
+        self._first: list[float | None] = [None] * n
+        self._last = [0.0] * n
+        self._counts = [0] * n
+        self.num_messages = 0
+
+    def accepted(self, choice: int, num_tokens: int) -> None:
+        now = time.perf_counter()
+        if self._first[choice] is None:
+            self._first[choice] = now
+            self._metrics.ttft.observe(now - self._started)
+        else:
+            self._metrics.itl.observe(now - self._last[choice])
+        self._last[choice] = now
+        self._counts[choice] += num_tokens
+        self.num_messages += 1
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def begin(self, num_prompt_tokens: int) -> None:
+        self._metrics.running.inc()
+        self._metrics.prompt_tokens.inc(num_prompt_tokens)
+
+    def end(self, outcome: str, num_cached_tokens: int) -> None:
+        self._metrics.running.dec()
+        self._metrics.requests.labels(outcome).inc()
+        self._metrics.cached_tokens.inc(num_cached_tokens)
+        if outcome == "ok":
+            self._metrics.latency.observe(time.perf_counter() - self._started)
+        for first, last, count in zip(self._first, self._last, self._counts, strict=True):
+            if first is not None and count > 1:
+                self._metrics.tpot.observe((last - first) / (count - 1))

@@ -1,0 +1,72 @@
+"""The router's own counters, and the page that joins them with every worker's last snapshot.
+
+Prometheus text format. The router's families are prefixed `pdserve_router_`; workers' keep their names and get the
+labels worker and role. Knows no HTTP. Counted by `router.dispatch` and `router.service`, shown by `router.app`.
+"""
+
+from collections.abc import Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from pdserve.engine.protocol import MetricFamily, Sample
+from pdserve.router.fleet import Fleet
+
+_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class RouterMetrics:
+    """One registry a router. Times are in seconds."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = self._counter("requests", "Prompts by how they ended.", "outcome")
+        self.rejections = self._counter("rejections", "HTTP requests refused before any work, by status.", "status")
+        self.plans = self._counter("plans", "Attempts by plan: split over prefill and decode, or whole.", "plan")
+        self.failovers = self._counter("failovers", "Attempts that failed and were tried again, by reason.", "reason")
+        self.arrivals = self._counter("kv_arrivals", "How decode workers came by a prompt's KV.", "source")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from a prefix cache.")
+        self.generation_tokens = self._counter("generation_tokens", "Accepted generated tokens.")
+        self.running = Gauge("pdserve_router_running", "Prompts being answered.", registry=self.registry)
+        self.ttft = self._histogram("time_to_first_token", "From admission to a choice's first token.", _LATENCY_S)
+        self.itl = self._histogram("inter_token_latency", "Between two messages of a choice.", _TOKEN_S)
+        self.tpot = self._histogram("time_per_output_token", "Mean over a choice behind its first token.", _TOKEN_S)
+        self.latency = self._histogram("request_latency", "From admission to the end of a prompt.", _LATENCY_S)
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"pdserve_router_{name}_seconds", text, buckets=buckets, registry=self.registry)
+
+
+def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:
+    """The whole /metrics page."""
+    families: dict[str, tuple[MetricFamily, list[str]]] = {}
+    for worker in fleet.workers:
+        labels = {"worker": worker.worker_id, "role": worker.role}
+        for family in worker.snapshot.metrics if worker.snapshot is not None else ():
+            _, lines = families.setdefault(family.name, (family, []))
+            lines.extend(_line(sample, labels) for sample in family.samples)
+    return generate_latest(metrics.registry).decode() + "".join(_families(families.values()))
+
+
+def _families(families: Iterable[tuple[MetricFamily, list[str]]]) -> Iterable[str]:
+    for family, lines in families:
+        name = f"{family.name}_total" if family.kind == "counter" else family.name
+        text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
+        yield f"# HELP {name} {text}\n# TYPE {name} {family.kind}\n" + "".join(lines)
+
+
+def _line(sample: Sample, labels: dict[str, str]) -> str:
+    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in (sample.labels | labels).items())
+    return f"{sample.name}{{{pairs}}} {_number(sample.value)}\n"
+
+
+def _escape(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+def _number(value: float) -> str:
+    return repr(float(value)).replace("inf", "Inf").replace("nan", "NaN")

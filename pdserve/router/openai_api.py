@@ -1,0 +1,222 @@
+"""OpenAI's requests: JSON in, checked request objects with SamplingParams out.
+
+Takes every parameter that vLLM takes and that pdserve has. Any other is refused with its name and a cure, unless it
+is null, has the value that changes nothing, or is one of OpenAI's that ask nothing of a model (user, metadata ...).
+Knows no workers and no HTTP framework. Called by `router.app`.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+
+from pdserve.engine.protocol import SamplingParams
+from pdserve.router.errors import ApiError, value_error
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    include_usage: bool = False
+
+
+class _Request(msgspec.Struct, kw_only=True):
+    """What both endpoints take. None: not given."""
+
+    model: str
+    max_tokens: int | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    return_token_ids: bool | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(_Request, kw_only=True):
+    """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt only."""
+
+    prompt: str | list[int | str | list[int]]
+    logprobs: int | None = None
+    echo: bool | None = None
+    best_of: int | None = None
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or many prompts as a list of texts or of token-id lists."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        kinds = {type(item) for item in self.prompt}
+        if kinds == {int}:
+            return [[item for item in self.prompt if isinstance(item, int)]]
+        if kinds in ({str}, {list}):
+            return [item for item in self.prompt if not isinstance(item, int)]
+        what = "is an empty list" if not kinds else "mixes texts and token ids"
+        raise ApiError(
+            f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these", param="prompt"
+        )
+
+    @property
+    def scores_prompt_only(self) -> bool:
+        return bool(self.echo) and self.max_tokens == 0
+
+    def sampling(self) -> SamplingParams:
+        """Raises ApiError naming the parameter."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError("best_of must equal n: ask for n choices and pick the best yourself", param="best_of")
+        scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        _check_stream(self, scored if not self.echo else self.prompt_logprobs)
+        max_tokens = 1 if self.scores_prompt_only else self.max_tokens
+        return _sampling(self, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
+
+
+class ChatRequest(_Request, kw_only=True):
+    """max_tokens and max_completion_tokens are the same; without them a choice may fill the model's context."""
+
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Any = None
+
+    def sampling(self) -> SamplingParams:
+        """Raises ApiError naming the parameter."""
+        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        if self.max_tokens is not None and self.max_tokens != limit:
+            raise ApiError("max_tokens and max_completion_tokens differ: send one of them", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if self.tools and self.tool_choice != "none":
+            raise ApiError(
+                "tools: tool calls in the answer are not parsed; send tool_choice 'none' to show the model the tools "
+                "and parse its text yourself",
+                param="tools",
+            )
+        _check_stream(self, self.prompt_logprobs)
+        return _sampling(
+            self,
+            default_max_tokens=None,
+            max_tokens=limit,
+            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
+        )
+
+
+R = TypeVar("R", bound=_Request)
+
+# asked of a platform, not of a model: accepted and ignored
+_IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+)
+
+# not supported, but these values ask for nothing
+_NEUTRAL: dict[str, Any] = {
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "continue_final_message": False,
+    "early_stopping": False,
+    "functions": [],
+    "length_penalty": 1.0,
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "spaces_between_special_tokens": True,
+    "suffix": "",
+    "tool_choice": "none",
+    "tools": [],
+    "use_beam_search": False,
+}
+
+_CURES = {
+    "audio": "this server answers with text only",
+    "best_of": "ask for n choices and pick the best yourself",
+    "functions": "tool calls are not parsed; describe the functions in the messages",
+    "guided_json": "constrained decoding is not supported; ask for the format in the prompt",
+    "guided_regex": "constrained decoding is not supported; ask for the format in the prompt",
+    "modalities": "this server answers with text only",
+    "reasoning_effort": "what the model's template understands goes into chat_template_kwargs",
+    "response_format": "constrained decoding is not supported; ask for the format in the prompt",
+    "structured_outputs": "constrained decoding is not supported; ask for the format in the prompt",
+    "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
+    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "use_beam_search": "beam search is not supported; ask for n choices",
+}
+
+
+def parse(body: bytes, kind: type[R]) -> R:
+    """Raises ApiError (400) naming the parameter."""
+    try:
+        data = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(data, dict):
+        raise ApiError("the body must be a JSON object", code="invalid_json")
+    given = {name: value for name, value in data.items() if value is not None}
+    for name in given.keys() - kind.__struct_fields__ - _IGNORED:
+        if name not in _NEUTRAL or given.pop(name) != _NEUTRAL[name]:
+            raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _unknown(name: str, kind: type[_Request]) -> str:
+    if name in _CURES:
+        return f"{name} is not supported: {_CURES[name]}"
+    near = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
+    return f"{name} is not supported: " + (f"did you mean {near[0]}?" if near else "remove it")
+
+
+def _invalid(error: msgspec.ValidationError) -> ApiError:
+    """msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`", or which required field is missing."""
+    message = str(error)
+    place = re.search(r"at `(?:key in )?\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
+    param = place.group(1) if place else None
+    what = message.split(" - at ")[0]
+    return ApiError(f"{param}: {what}" if param else message, param=param)
+
+
+def _check_stream(request: _Request, prompt_logprobs: int | None) -> None:
+    if request.stream_options is not None and not request.stream:
+        raise ApiError("stream_options is only for stream: true", param="stream_options")
+    if request.stream and prompt_logprobs is not None:
+        raise ApiError("prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs")
+
+
+def _sampling(request: _Request, default_max_tokens: int | None = 16, **values: Any) -> SamplingParams:
+    """Parameters that were not given keep SamplingParams' defaults."""
+    shared: Mapping[str, Any] = {
+        name: getattr(request, name)
+        for name in SamplingParams.__struct_fields__
+        if name not in values and hasattr(request, name)
+    }
+    given = {name: value for name, value in {**shared, **values}.items() if value is not None}
+    if values["max_tokens"] is None:
+        given["max_tokens"] = default_max_tokens
+    try:
+        return SamplingParams(**given)
+    except ValueError as error:
+        raise value_error(error, SamplingParams.__struct_fields__) from error

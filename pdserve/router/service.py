@@ -1,0 +1,300 @@
+"""Generation without HTTP: prompts and SamplingParams in, chunks of text and tokens out.
+
+Checks everything a request says against the model, the tokenizer and the router's limits before any worker hears of it,
+tokenises (long texts in a thread), draws the seed, and merges the streams of several prompts. Knows no OpenAI forms and
+no framework. Called by `router.app` and by the Python handle (`cluster/client.py`).
+"""
+
+import asyncio
+import itertools
+import secrets
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pdserve.configs.schema import RouterConfig
+from pdserve.engine.protocol import FinishReason, SamplingParams, TokenLogprob
+from pdserve.router.choose import Chooser
+from pdserve.router.dispatch import Dispatcher, Job, Output, RequestRun
+from pdserve.router.errors import ApiError, RequestFailed, value_error
+from pdserve.router.fleet import Fleet
+from pdserve.router.metrics import RouterMetrics
+from pdserve.text.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+
+# tokenising this many characters takes about a millisecond, which the event loop can spare
+INLINE_CHARS = 4096
+
+
+class Chunk(msgspec.Struct):
+    """What became certain of one choice since its last chunk. index: prompt * n + choice. The last chunk of a choice
+    has a finish_reason; stop_reason is the stop token's id or the stop string that matched."""
+
+    index: int
+    prompt: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: FinishReason | None
+    stop_reason: int | str | None
+
+
+@dataclass(slots=True)
+class ChoiceResult:
+    """One whole choice. logprobs: one a token, or empty when none were asked for."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers that are here can take. vocab_size: of the model."""
+
+    max_tokens: int
+    vocab_size: int
+
+
+class Generation:
+    """An admitted request of one or several prompts. Iterate `stream` once, or `collect`; `close` stops it at once."""
+
+    def __init__(self, request_id: str, n: int, runs: Sequence[RequestRun], prompts: Sequence[tuple[int, ...]]) -> None:
+        self.request_id = request_id
+        self.n = n
+        self.prompts = tuple(prompts)
+        self._runs = runs
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprob | None, ...] | None:
+        """One a prompt token (the first is None), when they were asked for; there before the prompt's first chunk."""
+        return self._runs[prompt].record.prompt_logprobs
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(prompt) for prompt in self.prompts)
+
+    @property
+    def num_cached_tokens(self) -> int:
+        return sum(run.record.cached_tokens or 0 for run in self._runs)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(run.record.num_tokens for run in self._runs)
+
+    def close(self) -> None:
+        """Cancel everything at the workers. Idempotent; does not wait, so it works from a task that is being
+        cancelled."""
+        for task in self._tasks:
+            task.cancel()
+        for run in self._runs:
+            run.close()
+
+    async def stream(self) -> AsyncGenerator[list[Chunk], None]:
+        """Everything that became certain at one moment, until all choices are finished. Raises RequestFailed."""
+        try:
+            if len(self._runs) == 1:
+                async with aclosing(self._runs[0].stream()) as outputs:
+                    async for batch in outputs:
+                        yield [self._chunk(0, output) for output in batch]
+            else:
+                async with aclosing(self._merged()) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+        finally:
+            self.close()
+
+    async def collect(self) -> list[ChoiceResult]:
+        """All choices, complete, in order of their index."""
+        results = [ChoiceResult(index) for index in range(len(self._runs) * self.n)]
+        async with aclosing(self.stream()) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    result = results[chunk.index]
+                    result.text += chunk.text
+                    result.token_ids += chunk.token_ids
+                    result.logprobs += chunk.logprobs
+                    result.finish_reason, result.stop_reason = chunk.finish_reason, chunk.stop_reason
+        return results
+
+    async def _merged(self) -> AsyncGenerator[list[Chunk], None]:
+        queue: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
+
+        async def pump(prompt: int) -> None:
+            try:
+                async with aclosing(self._runs[prompt].stream()) as outputs:
+                    async for batch in outputs:
+                        queue.put_nowait([self._chunk(prompt, output) for output in batch])
+                queue.put_nowait(None)
+            except Exception as error:
+                queue.put_nowait(error)
+
+        self._tasks = [asyncio.create_task(pump(prompt)) for prompt in range(len(self._runs))]
+        running = len(self._tasks)
+        while running:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                running -= 1
+            else:
+                yield item
+
+    def _chunk(self, prompt: int, output: Output) -> Chunk:
+        return Chunk(
+            prompt * self.n + output.choice,
+            prompt,
+            output.text,
+            output.token_ids,
+            output.logprobs,
+            output.finish_reason,
+            output.stop_reason,
+        )
+
+
+class Service:
+    """The router of one model. Use it from the event loop that the fleet lives in."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        tokenizer: Tokenizer,
+        config: RouterConfig,
+        model_name: str,
+        resume_wait_s: float = 60.0,
+    ) -> None:
+        """resume_wait_s: how long a request whose worker was lost waits for another one to join."""
+        self.fleet = fleet
+        self.tokenizer = tokenizer
+        self.config = config
+        self.model_name = model_name
+        self.metrics = RouterMetrics()
+        chooser = Chooser(config.split_min_tokens)
+        self._dispatcher = Dispatcher(fleet, chooser, tokenizer, config, self.metrics, resume_wait_s)
+        self._numbers = itertools.count()
+
+    def limits(self) -> Limits:
+        """Raises RequestFailed("unavailable") when no decode worker is there."""
+        workers = self.fleet.decode_workers
+        if not workers:
+            raise RequestFailed("unavailable", "no decode worker is ready: try again in a moment")
+        vocab_size = min(worker.hello.vocab_size for worker in workers)
+        return Limits(max(worker.token_limit for worker in workers), vocab_size)
+
+    async def admit(
+        self,
+        prompts: Sequence[Prompt],
+        sampling: SamplingParams,
+        *,
+        request_id: str = "gen",
+        priority: int = 0,
+        cache_salt: str = "",
+        add_special_tokens: bool = True,
+    ) -> Generation:
+        """Check everything and prepare; no worker hears of it before the first iteration. request_id: need not be
+        unique. Raises ApiError (400 naming the parameter; 503 when no worker is there)."""
+        self._check_sampling(sampling)
+        limits = self.limits()
+        try:
+            sampling.check_vocab(limits.vocab_size)
+        except ValueError as error:
+            raise value_error(error, SamplingParams.__struct_fields__) from error
+        if not prompts:
+            raise ApiError("prompt is empty: send a text, a list of token ids, or a list of these", param="prompt")
+        ids = [await self._tokenise(prompt, add_special_tokens, limits) for prompt in prompts]
+        jobs = [
+            Job(
+                f"{request_id[:200]}-{next(self._numbers)}",
+                prompt,
+                _complete(sampling, len(prompt), limits.max_tokens),
+                priority,
+                cache_salt,
+            )
+            for prompt in ids
+        ]
+        return Generation(request_id, sampling.n, [RequestRun(self._dispatcher, job) for job in jobs], ids)
+
+    async def generate(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
+    ) -> AsyncGenerator[Chunk, None]:
+        """Chunks of all choices as they become certain; options as in `admit`. Close the iterator to cancel."""
+        generation = await self.admit(prompts, sampling, **options)
+        async with aclosing(generation.stream()) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    yield chunk
+
+    async def collect(self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any) -> list[ChoiceResult]:
+        """All choices, complete; options as in `admit`. Cancelling the awaiting task cancels the request."""
+        generation = await self.admit(prompts, sampling, **options)
+        return await generation.collect()
+
+    async def chat_prompt(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a conversation by the model's chat template. Raises ApiError (400)."""
+        if not messages:
+            raise ApiError("messages is empty: send at least one message", param="messages")
+        apply = self.tokenizer.apply_chat_template
+        try:
+            return await asyncio.to_thread(apply, messages, add_generation_prompt, tools, **(variables or {}))
+        except ValueError as error:
+            raise ApiError(str(error), param="messages") from error
+
+    def _check_sampling(self, sampling: SamplingParams) -> None:
+        if sampling.n > self.config.max_n:
+            raise ApiError(f"n ({sampling.n}) must not exceed {self.config.max_n}", param="n")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(sampling, name)
+            if value is not None and value > self.config.max_logprobs:
+                raise ApiError(f"{name} ({value}) must not exceed {self.config.max_logprobs}", param=name)
+
+    async def _tokenise(self, prompt: Prompt, add_special_tokens: bool, limits: Limits) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            encode = self.tokenizer.encode
+            try:
+                if len(prompt) <= INLINE_CHARS:
+                    ids = encode(prompt, add_special_tokens)
+                else:
+                    ids = await asyncio.to_thread(encode, prompt, add_special_tokens)
+            except ValueError as error:
+                raise ApiError(str(error), param="prompt") from error
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise ApiError("prompt is empty: it needs at least one token", param="prompt")
+        if min(ids) < 0 or max(ids) >= limits.vocab_size:
+            raise ApiError(f"prompt holds token ids outside the vocabulary 0..{limits.vocab_size - 1}", param="prompt")
+        if len(ids) >= limits.max_tokens:
+            raise _context_length_error(limits.max_tokens, len(ids), 1, "prompt")
+        return tuple(ids)
+
+
+def _context_length_error(limit: int, num_prompt: int, num_generated: int, param: str) -> ApiError:
+    message = (
+        f"a request may have {limit} tokens, but this one has {num_prompt} in the prompt and asks for {num_generated}: "
+        "shorten the prompt or lower max_tokens"
+    )
+    return ApiError(message, param=param, code="context_length_exceeded")
+
+
+def _complete(sampling: SamplingParams, num_prompt: int, limit: int) -> SamplingParams:
+    """With seed and max_tokens set: a request resumed elsewhere draws the same numbers and ends at the same length."""
+    room = limit - num_prompt
+    for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
+        if value is not None and value > room:
+            raise _context_length_error(limit, num_prompt, value, name)
+    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    return msgspec.structs.replace(sampling, seed=seed, max_tokens=max_tokens)
