@@ -1,3 +1,83 @@
-"""placeholder"""
-class RouterReplica: 
-    def __serve_build_asgi_app__(self): ...
+"""The Serve ingress: one router process, with the OpenAI routes for HTTP and one streaming method for the Python client.
+
+Puts together what `router` is made of and keeps its fleet equal to the running workers. Knows no requests; no torch in this process.
+Made by `cluster.app`, called by Serve's proxies and `cluster.client`.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import msgspec
+from ray.serve.handle import DeploymentHandle
+from starlette.applications import Starlette
+
+from pdserve.cluster.framing import cut
+from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_ask, encode
+from pdserve.cluster.links import MembershipWatcher
+from pdserve.configs.schema import ClusterConfig
+from pdserve.models.checkpoint import resolve_folder
+from pdserve.router.app import build_app
+from pdserve.router.errors import ApiError
+from pdserve.router.fleet import Fleet
+from pdserve.router.service import Generation, Service
+from pdserve.text.tokenizer import Tokenizer
+
+
+class RouterReplica:
+    """config: of the whole cluster. workers: a handle of each worker deployment."""
+
+    async def __init__(self, config: ClusterConfig, *workers: DeploymentHandle) -> None:
+        self._config = config
+        tokenizer = await asyncio.to_thread(load_tokenizer, config)
+        self._fleet = Fleet(config.router.worker_silence_s)
+        self._service = Service(self._fleet, tokenizer, config.router, config.model.served_name)
+        self._watcher = MembershipWatcher(self._fleet, list(workers))
+        self._watcher.start()
+
+    def __serve_build_asgi_app__(self) -> Starlette:
+        """Called by Serve after the constructor."""
+        service = self._service
+        return build_app(self._fleet, service.tokenizer, self._config.router, service.model_name, service)
+
+    async def ask(self, data: bytes) -> AsyncGenerator[bytes, None]:
+        """An encoded Ask in, encoded Answers out in pieces (`cluster.framing`). Closing it cancels the request."""
+        async with aclosing(self._answers(decode_ask(data))) as answers:
+            async for answer in answers:
+                for piece in cut(encode(answer)):
+                    yield piece
+
+    async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
+        try:
+            generation = await self._service.admit(
+                [ask.prompt], ask.sampling, priority=ask.priority, cache_salt=ask.cache_salt
+            )
+            if not ask.stream:
+                yield await _whole(generation)
+                return
+            async with aclosing(generation.stream()) as batches:
+                async for chunks in batches:
+                    yield Chunks(chunks)
+        except ApiError as error:
+            yield Refused(status=error.status, message=error.message)
+
+    async def __del__(self) -> None:
+        """Serve awaits this at a graceful end, after the last answer."""
+        self._watcher.stop()
+        await self._fleet.close()
+
+
+def load_tokenizer(config: ClusterConfig) -> Tokenizer:
+    return Tokenizer.load(resolve_folder(config.model.resolved_path, "dummy"))
+
+
+async def _whole(generation: Generation) -> Whole:
+    choices = await generation.collect()
+    prompt_logprobs = generation.prompt_logprobs(0)
+    return Whole(
+        request_id=generation.request_id,
+        prompt_token_ids=list(generation.prompts[0]),
+        choices=[msgspec.convert(choice, Choice, from_attributes=True) for choice in choices],
+        prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+        num_cached_tokens=generation.num_cached_tokens,
+    )

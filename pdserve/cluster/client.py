@@ -1,0 +1,227 @@
+"""Python access to a running cluster: `connect().generate(prompts, params)`, without HTTP.
+
+Every prompt is one call to a router replica through a Serve handle; Serve spreads them. All calls run on one background event loop, so
+the same client serves plain scripts and asyncio programs. Torch-free. For users; nothing in pdserve calls it.
+"""
+
+import asyncio
+import queue
+import threading
+from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from pdserve.cluster.framing import Joiner
+from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_answer, encode
+from pdserve.engine.protocol import SamplingParams, TokenLogprob
+from pdserve.router.service import Chunk
+
+APP_NAME = "pdserve"
+ROUTER = "Router"
+MAX_IN_FLIGHT = 256
+
+Prompt = str | Sequence[int]
+T = TypeVar("T")
+
+
+class ClusterError(RuntimeError):
+    """The cluster could not answer. status: as HTTP would say it; 429 and 503: try again later."""
+
+    def __init__(self, message: str, status: int = 503) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One prompt and its choices, named as in `pdserve.engine.llm.RequestOutput`. prompt: the text, if it was one."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[Choice]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    num_cached_tokens: int
+    finished: bool = True
+
+
+def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
+    """A client of the application `app_name` on the Ray cluster at `address`; None: RAY_ADDRESS, or the one on this machine.
+
+    Uses the connection that this process has, if any. Raises ConnectionError (no such cluster) and ValueError (no such application).
+    """
+    if not ray.is_initialized():
+        ray.init(address=address or "auto", namespace="serve", log_to_driver=False)
+    try:
+        serve.get_app_handle(app_name)
+    except RayServeException as error:
+        raise ValueError(f"app_name: this cluster serves no application {app_name!r}; see `serve status`") from error
+    return Client(app_name)
+
+
+class Client:
+    """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
+
+    All take the keywords `priority` (lower runs first) and `cache_salt` (prefix-cache blocks are shared between equal salts only).
+    All raise ValueError for what is wrong with the request, and ClusterError when the cluster cannot answer it.
+    """
+
+    def __init__(self, app_name: str = APP_NAME) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="pdserve-client", daemon=True).start()
+        self._handle: DeploymentHandle = self._do(_router_handle(app_name))
+        self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """Whole answers, one a prompt, in order. A prompt is a text or a list of token ids."""
+        return self._do(self._generate(prompts, sampling_params, options))
+
+    async def agenerate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | None = None,
+        **options: Any,
+    ) -> list[RequestOutput]:
+        """`generate`; cancelling it cancels the requests."""
+        return await self._await(self._generate(prompts, sampling_params, options))
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
+        """New text and tokens of each choice as they come. Closing the iterator cancels the request."""
+        items: queue.SimpleQueue[Chunk | BaseException | None] = queue.SimpleQueue()
+
+        async def pump() -> None:
+            try:
+                async with aclosing(self._stream(prompt, sampling_params, options)) as chunks:
+                    async for chunk in chunks:
+                        items.put(chunk)
+                items.put(None)
+            except BaseException as error:
+                items.put(error)
+                raise
+
+        task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        try:
+            while (item := items.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            task.cancel()
+
+    async def astream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> AsyncGenerator[Chunk, None]:
+        """`stream` for asyncio."""
+        chunks = self._stream(prompt, sampling_params, options)
+        try:
+            while True:
+                try:
+                    yield await self._await(anext(chunks))
+                except StopAsyncIteration:
+                    return
+        finally:
+            await self._await(chunks.aclose())
+
+    async def _generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None, options: dict[str, Any]
+    ) -> list[RequestOutput]:
+        batch = _as_batch(prompts)
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._whole(prompt, sampling, options)) for prompt in batch]
+        return [task.result() for task in tasks]
+
+    async def _whole(self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]) -> RequestOutput:
+        async with self._slots, aclosing(self._answers(_ask(prompt, sampling, False, options))) as answers:
+            async for answer in answers:
+                assert isinstance(answer, Whole)
+                return RequestOutput(
+                    answer.request_id,
+                    prompt if isinstance(prompt, str) else None,
+                    answer.prompt_token_ids,
+                    answer.choices,
+                    answer.prompt_logprobs,
+                    answer.num_cached_tokens,
+                )
+        raise ClusterError("the router gave no answer")
+
+    async def _stream(
+        self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]
+    ) -> AsyncGenerator[Chunk, None]:
+        async with aclosing(self._answers(_ask(prompt, sampling, True, options))) as answers:
+            async for answer in answers:
+                assert isinstance(answer, Chunks)
+                for chunk in answer.chunks:
+                    yield chunk
+
+    async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
+        """Chunks or a Whole; what is Refused is raised."""
+        response = self._handle.remote(encode(ask))
+        joiner = Joiner()
+        try:
+            async for piece in response:
+                message = joiner.feed(piece)
+                if message is not None:
+                    yield _checked(decode_answer(message))
+        except (RayError, RayServeException) as error:
+            raise ClusterError(f"the router is gone: {error}") from error
+        except (asyncio.CancelledError, GeneratorExit):
+            response.cancel()
+            raise
+
+    def _do(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    async def _await(self, work: Any) -> Any:
+        async def wrapped() -> Any:
+            return await work
+
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wrapped(), self._loop))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+
+async def _router_handle(app_name: str) -> DeploymentHandle:
+    """On the client's own loop: with Serve's throughput flags a handle belongs to the loop that first uses it."""
+    handle = serve.get_deployment_handle(ROUTER, app_name)
+    return handle.options(method_name="ask", stream=True, _by_reference=False)
+
+
+def _ask(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]) -> Ask:
+    unknown = options.keys() - {"priority", "cache_salt"}
+    if unknown:
+        raise ValueError(f"unknown keyword {min(unknown)!r}: known are priority and cache_salt")
+    return Ask(
+        prompt=prompt if isinstance(prompt, str) else list(prompt),
+        sampling=sampling or SamplingParams(),
+        stream=stream,
+        **options,
+    )
+
+
+def _checked(answer: Answer) -> Answer:
+    if isinstance(answer, Refused):
+        raise ValueError(answer.message) if answer.status == 400 else ClusterError(answer.message, answer.status)
+    return answer
+
+
+def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """A single prompt is a text, or a list whose items are token ids."""
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]

@@ -1,0 +1,71 @@
+"""What the Python client and a router's handle methods say to each other, as msgspec types.
+
+One call a prompt: an `Ask` goes in, a stream of answers comes out. Bytes on the wire, so that both ends need only agree on these
+types. Used by `cluster.client` and `cluster.router_replica`. Torch-free, knows no Ray.
+"""
+
+import msgspec
+
+from pdserve.engine.protocol import SamplingParams, TokenLogprob
+from pdserve.router.service import Chunk
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """prompt: a text or token ids. stream: False asks for one Whole, True for Chunks as they come."""
+
+    prompt: str | list[int]
+    sampling: SamplingParams
+    stream: bool
+    priority: int = 0
+    cache_salt: str = ""
+
+
+class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
+    chunks: list[Chunk]
+
+
+class Choice(msgspec.Struct, frozen=True, kw_only=True):
+    """One whole choice; the fields of `router.service.ChoiceResult`."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob]
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
+    request_id: str
+    prompt_token_ids: list[int]
+    choices: list[Choice]
+    prompt_logprobs: list[TokenLogprob | None] | None
+    num_cached_tokens: int
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
+    """Ends the stream. status: as HTTP would say it."""
+
+    status: int
+    message: str
+
+
+Answer = Chunks | Whole | Refused
+
+_ask_decoder = msgspec.msgpack.Decoder(Ask)
+_answer_decoder = msgspec.msgpack.Decoder(Answer)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Ask | Answer) -> bytes:
+    return _encoder.encode(message)
+
+
+def decode_ask(data: bytes) -> Ask:
+    """Raises msgspec.ValidationError."""
+    return _ask_decoder.decode(data)
+
+
+def decode_answer(data: bytes) -> Answer:
+    """Raises msgspec.ValidationError."""
+    return _answer_decoder.decode(data)
