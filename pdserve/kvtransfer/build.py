@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PoolMeta, RankPool
-from pdserve.kvtransfer.agent import TransferAgent, memory_of
+from pdserve.kvtransfer.agent import TransferAgent, flat_bytes, memory_of
 from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory, Wake
 from pdserve.kvtransfer.local import LocalAgent
 from pdserve.kvtransfer.metrics import TransferMetrics
@@ -57,6 +57,7 @@ def build_connector(
 
 
 def _check_memory(memory: PoolMemory) -> None:
+    flat_bytes(memory.pool)
     expected = (memory.pool.shape[0], *memory.layout.block_shape)
     if tuple(memory.pool.shape) != expected:
         raise ValueError(f"pool must have the shape {expected} of its layout, not {tuple(memory.pool.shape)}")

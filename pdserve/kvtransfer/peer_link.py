@@ -9,12 +9,13 @@ one holds up nobody else. It knows pulls and generations; which link a ticket be
     pull:  waiting -> reading -> verifying -> done | failed (settled or not) ... -> settled
 
 When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up is kept and
-checked until it ends, however long: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP:
-419 of 512 MiB at the release, all of them 0.3 s later), and a frozen peer never errs. A read that *raised* may have
-had several requests under way on several lanes, of which one failed, so it counts as quiet only after the link has
-drained: every other read has ended, the peer is removed (UCX then closes the endpoint by force and cancels what is
-left), and QUIET_AFTER_REMOVAL_S has passed, which covers UCX's progress thread finishing the close. So a lost peer's
-pulls are reported at once, unsettled, and settle after.
+checked until it ends, however long: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP: 419
+of 512 MiB at the release, all of them 0.3 s later), and a frozen peer never errs. A read that *raised*, in the post or
+later, may have had several requests under way on several lanes, of which one failed, so it counts as quiet only after
+the link has drained: every other read has ended, the peer is removed (UCX closes the endpoint by force, which cancels
+what is left), and QUIET_AFTER_REMOVAL_S has passed, which covers UCX's progress thread finishing the close. So a lost
+peer's pulls are reported at once, unsettled, and settle after. Tried: peer killed in the middle of 512 MiB reads, 8
+times over TCP and 3 over CMA: 50 to 110 ms to the report, and not one byte landed after it, let alone after settling.
 """
 
 import enum

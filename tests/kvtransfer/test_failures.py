@@ -123,11 +123,52 @@ def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: S
         successor.close()
 
 
-def test_idle_engine_sleeps(config: TransferConfig, sink: Engine) -> None:
-    """Both sides of a connector with nothing to do: their threads wait without a timeout, NIXL's own polls each ms."""
-    process = psutil.Process()
-    before = process.cpu_times()
-    time.sleep(3.0 if config.connector == "nixl" else 1.0)
-    after = process.cpu_times()
-    spent = after.user + after.system - before.user - before.system
-    assert spent / (3.0 if config.connector == "nixl" else 1.0) < 0.05
+def test_peer_that_died_unnoticed_is_lost_at_the_next_pull(sink: Engine, config: TransferConfig) -> None:
+    source = make_source(config, 3)
+    sink.receiver.connect(source.meta)
+    sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 3 and e.connected)
+    tickets = [source.publish(key(f"late {i}"), [i]) for i in range(3)]
+    source.kill()
+    for index, ticket in enumerate(tickets):
+        sink.receiver.pull(400 + index, ticket, [index], 0, 5.0)
+    failed = [sink.wait_for(PullFailed) for _ in tickets]
+    assert [f.pull_id for f in failed] == [400, 401, 402]
+    assert failed[0].reason == "peer-lost"
+    assert {f.reason for f in failed[1:]} <= {"peer-lost", "not-connected"}
+    for event in failed:
+        if not event.settled:
+            sink.wait_for(PullSettled, pull_id=event.pull_id)
+
+
+def test_close_with_a_read_in_flight_returns_and_keeps_the_memory(config: TransferConfig) -> None:
+    source = make_source(config, 4)
+    engine = Engine("closing", config)
+    try:
+        assert engine.connect(source.meta).connected
+        ticket = source.publish(key("closing"), [1])
+        source.freeze()
+        engine.receiver.pull(500, ticket, [1], 0, 30.0)
+        time.sleep(0.1)
+        start = time.monotonic()
+        engine.close()
+        assert time.monotonic() - start < 5.0
+        assert engine.wait_for(PullFailed).settled is False
+    finally:
+        source.thaw()
+        assert engine.wait_for(PullSettled).pull_id == 500  # its thread still watches the read
+        source.close()
+
+
+def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
+    """Connected, nothing outstanding: our threads wait without a timeout, NIXL's progress thread polls each ms."""
+    source = make_source(config, 5)
+    try:
+        sink.receiver.connect(source.meta)
+        sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 5 and e.connected)
+        process = psutil.Process(source.process.pid if isinstance(source, ProcessSource) else None)
+        window_s = 4.0 if config.connector == "nixl" else 1.0
+        before = sum(process.cpu_times()[:2])
+        time.sleep(window_s)
+        assert (sum(process.cpu_times()[:2]) - before) / window_s < 0.03
+    finally:
+        source.close()

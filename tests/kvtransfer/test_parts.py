@@ -1,0 +1,88 @@
+"""The small parts: UCX's log, notices, the check of what an engine passes in."""
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
+
+from pdserve.configs.schema import TransferConfig
+from pdserve.kvtransfer.build import build_connector
+from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.notice import Notice, decode_notice, encode_notice
+from pdserve.kvtransfer.ucx_log import ReadTable, parse_tables
+
+TABLE = """\
+[1795232303.146007] [vm:5663 :0]   +--------+-------------+-------------------------------------------+
+[1795232303.146007] [vm:5663 :0]   | D-5663 {where} cfg#1                                          |
+[1795232303.146007] [vm:5663 :0]   | remote memory {what}                                            |
+[1795232303.146007] [vm:5663 :0]   +--------+-------------+-------------------------------------------+
+[1795232303.146007] [vm:5663 :0]   | Range  | Description |                  Config                   |
+[1795232303.146007] [vm:5663 :0]   +--------+-------------+-------------------------------------------+
+[1795232303.146007] [vm:5663 :0]   | 0..8184 | short      | shm/memory                                |
+[1795232303.146007] [vm:5663 :0]   | 8185..inf | zero-copy | {config}                                 |
+[1795232303.146007] [vm:5663 :0]   +--------+-------------+-------------------------------------------+"""
+
+
+def table(where: str, what: str, config: str) -> list[str]:
+    return TABLE.format(where=where, what=what, config=config).split("\n")
+
+
+@pytest.mark.parametrize(
+    ("config", "memory", "expected"),
+    [
+        ("cma/memory", "host memory from host", ReadTable("DRAM", ("cma",))),
+        ("52% on tcp/lo and 48% on tcp/eth0", "host memory from host", ReadTable("DRAM", ("tcp",))),
+        ("cuda_ipc/cuda", "cuda/GPU0 from cuda/dev[1]", ReadTable("VRAM", ("cuda_ipc",))),
+        ("rc_mlx5/mlx5_0:1 50% on path0", "cuda/GPU0 from cuda", ReadTable("VRAM", ("rc_mlx5",))),
+    ],
+)
+def test_read_table_names_the_transport_of_large_reads(config: str, memory: str, expected: ReadTable) -> None:
+    tables, rest = parse_tables(table("inter-node", f"read by ucp_get*(multi) into {memory}", config))
+    assert tables == [expected] and rest == []
+
+
+def test_tables_of_writes_and_of_the_own_process_do_not_count() -> None:
+    lines = table("intra-node", "write by ucp_put* from host memory to host", "tcp/lo")
+    lines += table("self", "read by ucp_get* into host memory from host", "tcp/lo")
+    assert parse_tables(lines) == ([], [])
+
+
+def test_other_lines_are_handed_on() -> None:
+    line = "[1795232293.834565] [vm:5639 :0]   sock.c:355  UCX  ERROR   connect(fd=29) failed: Connection refused"
+    assert parse_tables([line]) == ([], [line])
+
+
+def test_notice_survives_the_wire_and_nonsense_does_not() -> None:
+    notice = Notice("done", key("a", attempt=3))
+    assert decode_notice(encode_notice(notice)) == notice
+    for bad in (b"", b"done", msgspec.msgpack.encode(["finished", ["r", 1, "a", 0]])):
+        with pytest.raises(msgspec.DecodeError):
+            decode_notice(bad)
+
+
+@pytest.mark.parametrize(
+    ("pool", "generations", "message"),
+    [
+        (torch.zeros(NUM_BLOCKS, 4), np.zeros(NUM_BLOCKS, np.int64), "pool must have the shape"),
+        (
+            torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape),
+            np.zeros(NUM_BLOCKS, np.int32),
+            "generations must be contiguous int64",
+        ),
+        (
+            torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape),
+            np.zeros(NUM_BLOCKS - 1, np.int64),
+            "generations must be contiguous int64",
+        ),
+        (
+            torch.zeros(2 * NUM_BLOCKS, *LAYOUT.block_shape)[::2],
+            np.zeros(NUM_BLOCKS, np.int64),
+            "one contiguous tensor",
+        ),
+    ],
+)
+def test_wrong_memory_is_refused(pool: torch.Tensor, generations: np.ndarray, message: str) -> None:
+    memory = PoolMemory(pool, generations, LAYOUT, "model")
+    with pytest.raises(ValueError, match=message):
+        build_connector(TransferConfig(connector="local"), memory, "e", len(message), lambda: None)
