@@ -1,0 +1,134 @@
+"""Random paged-attention inputs with everything a kernel must not read set to NaN, and their float64 answer.
+
+Shared by the tests of both implementations; knows neither.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+NO_BLOCK = -(2**20)  # table entries past the context: following one is a wild read
+
+
+@dataclass
+class PagedProblem:
+    """Sequences whose last query_lens[s] of context_lens[s] positions are queries.
+
+    kv: one layer [num_blocks, Hk, 2, block_size, D] of a pool; q [T, Hq, D]. keys[s] and values[s]: [context, Hk, D].
+    """
+
+    q: Tensor
+    kv: Tensor
+    block_tables: Tensor
+    context_lens: Tensor
+    query_starts: Tensor
+    max_query_len: int
+    scale: float
+    keys: list[Tensor]
+    values: list[Tensor]
+
+    @property
+    def query_lens(self) -> list[int]:
+        return self.query_starts.diff().tolist()
+
+    @property
+    def decode_args(self) -> tuple[Any, ...]:
+        lens = self.context_lens
+        return self.q, self.kv, self.block_tables, lens, self.scale, int(lens.max())
+
+    @property
+    def prefill_args(self) -> tuple[Any, ...]:
+        starts, longest = self.query_starts, self.max_query_len
+        return self.q, self.kv, self.block_tables, self.context_lens, starts, longest, self.scale
+
+    def answer(self) -> Tensor:
+        """Causal attention in float64 [T, Hq, D]; zeros for padding rows and empty contexts."""
+        out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)
+        group = self.q.shape[1] // self.kv.shape[1]
+        for seq, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            rows = slice(int(self.query_starts[seq]), int(self.query_starts[seq + 1]))
+            q, k, v = (x.double().transpose(0, 1) for x in (self.q[rows], keys, values))
+            if len(keys) == 0:
+                continue
+            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+            positions = torch.arange(len(keys), device=q.device)
+            future = positions > positions[-q.shape[1] :, None]
+            scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(future, float("-inf"))
+            out[rows] = (scores.softmax(-1) @ v).transpose(0, 1)
+        return out
+
+
+def paged_problem(
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    contexts: Sequence[int],
+    query_lens: Sequence[int] | None = None,
+    padding: int = 0,
+    device: str = "cpu",
+) -> PagedProblem:
+    """`heads` is (Hq, Hk). Without query_lens each sequence has one query. q is a slice of a fused QKV tensor."""
+    num_heads, num_kv_heads = heads
+    query_lens = query_lens or [1] * len(contexts)
+    num_blocks = [-(-context // block_size) for context in contexts]
+    pool_blocks = sum(num_blocks) + 2
+    pool = torch.full((pool_blocks, num_kv_heads, 3, 2, block_size, head_dim), float("nan"), dtype=dtype, device=device)
+    kv = pool[:, :, 1]
+    free = (torch.randperm(pool_blocks - 1) + 1).tolist()
+    tables = torch.full((len(contexts), max(num_blocks) + 3), NO_BLOCK, dtype=torch.int32)
+    keys, values = [], []
+    for seq, (context, blocks) in enumerate(zip(contexts, num_blocks, strict=True)):
+        ids = torch.tensor([free.pop() for _ in range(blocks)], dtype=torch.int64)
+        tables[seq, :blocks] = ids
+        k, v = (torch.randn(context, num_kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
+        positions = torch.arange(context)
+        for plane, rows in enumerate((k, v)):
+            kv[ids[positions // block_size].to(device), :, plane, (positions % block_size).to(device)] = rows
+        keys.append(k)
+        values.append(v)
+    starts = torch.tensor([0, *query_lens]).cumsum(0).int()
+    num_tokens = int(starts[-1]) + padding
+    fused = torch.randn(num_tokens, num_heads + 2 * num_kv_heads, head_dim, device=device).to(dtype)
+    fused[int(starts[-1]) :] = float("nan")
+    return PagedProblem(
+        q=fused[:, :num_heads],
+        kv=kv,
+        block_tables=tables.to(device),
+        context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
+        query_starts=starts.to(device),
+        max_query_len=max(query_lens),
+        scale=head_dim**-0.5,
+        keys=keys,
+        values=values,
+    )
+
+
+def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """Few tuples of one value an axis, in which every pair of values of two axes occurs; the same on every run.
+
+    Greedy: each tuple starts from a pair still missing and takes, of 30 random completions, the one with most missing
+    pairs.
+    """
+    random = Random(0)
+    dims = [(i, j) for i in range(len(axes)) for j in range(i + 1, len(axes))]
+    missing = {(i, j, a, b) for i, j in dims for a, b in product(range(len(axes[i])), range(len(axes[j])))}
+
+    def covered(picks: list[int]) -> set[tuple[int, int, int, int]]:
+        return {(i, j, picks[i], picks[j]) for i, j in dims} & missing
+
+    cases = []
+    while missing:
+        i, j, a, b = min(missing)
+        candidates = [[random.randrange(len(axis)) for axis in axes] for _ in range(30)]
+        for picks in candidates:
+            picks[i], picks[j] = a, b
+        best = max(candidates, key=lambda picks: len(covered(picks)))
+        missing -= covered(best)
+        cases.append(tuple(axis[pick] for axis, pick in zip(axes, best, strict=True)))
+    return cases

@@ -1,0 +1,254 @@
+"""The Triton kernels against float64, beside their plain-torch twins: no worse than twice the twin's error.
+
+Without CUDA the kernels run in the interpreter over pairwise samples of odd sizes; on a GPU (marked gpu) over the full
+product.
+"""
+
+from itertools import product
+from random import Random
+
+import pytest
+import torch
+from attention_problem import PagedProblem, paged_problem, pairwise
+from torch import Tensor
+
+from pdserve.kernels import attention_decode, reference, triton_ops
+from pdserve.kernels.ops import ops_for
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+interpreted = pytest.mark.skipif(ON_GPU, reason="the full product runs on the GPU instead")
+
+HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (7, 1), (8, 2), (32, 8), (64, 1)]
+MANY_KV_HEADS = [(48, 16), (64, 64)]
+HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256]
+BLOCK_SIZES = [16, 32, 64, 128]
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+ATTENTION_SAMPLE = [
+    *pairwise(HEADS, HEAD_DIMS, BLOCK_SIZES, DTYPES[:2]),
+    *pairwise(HEADS[3:6], HEAD_DIMS[:4], [16], DTYPES[2:])[::3],
+    ((64, 64), 40, 16, torch.float32),
+    ((48, 16), 32, 32, torch.float16),
+]
+WIDTHS = [32, 100, 128, 1000, 4096]
+
+
+def assert_as_good(out: Tensor, twin: Tensor, answer: Tensor) -> None:
+    """Largest error against float64 at most twice the twin's, over a floor of a quarter of the dtype's spacing.
+
+    The interpreter cuts float32 to bf16 where a GPU rounds, so there the floor is 2 spacings.
+    """
+    floor = torch.finfo(out.dtype).eps * max(float(answer.abs().max()), 1.0)
+    floor *= 2 if out.dtype == torch.bfloat16 and not ON_GPU else 0.25
+    floor = max(floor, 1e-6) if out.dtype == torch.float32 else floor
+    error, twin_error = (float((x.double() - answer).abs().max()) for x in (out, twin))
+    assert error <= 2 * twin_error + floor, f"error {error}, the twin's {twin_error}"
+
+
+def check_decode(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype, contexts: list[int]
+) -> None:
+    problem = paged_problem(heads, head_dim, block_size, dtype, contexts, device=DEVICE)
+    out = triton_ops.paged_decode(*problem.decode_args)
+    assert_as_good(out, reference.paged_decode(*problem.decode_args), problem.answer())
+
+
+def check_prefill(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype, pairs: list[tuple[int, int]]
+) -> None:
+    """pairs: (context, queries) of each sequence."""
+    contexts, query_lens = [list(x) for x in zip(*pairs, strict=True)]
+    problem = paged_problem(heads, head_dim, block_size, dtype, contexts, query_lens, padding=7, device=DEVICE)
+    out = triton_ops.paged_prefill(*problem.prefill_args)
+    assert_as_good(out, reference.paged_prefill(*problem.prefill_args), problem.answer())
+    assert not out[-7:].any()
+
+
+@interpreted
+@pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
+def test_decode_interpreted(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    contexts = [Random().randrange(258, 280), Random().randrange(1, 70), 0] if heads[1] <= 8 else [33]
+    check_decode(heads, head_dim, block_size, dtype, contexts)
+
+
+@interpreted
+@pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
+def test_prefill_interpreted(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """A cached prefix with a chunk behind it, a whole prompt, and one query alone."""
+    prompt, cached = Random().randrange(2, 40), Random().randrange(1, 90)
+    pairs = [(cached + 5, 5), (prompt, prompt), (67, 1)] if heads[1] <= 8 else [(40, 9)]
+    check_prefill(heads, head_dim, block_size, dtype, pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim,dtype", product([*HEAD_DIMS, 72, 112], DTYPES))
+def test_decode_full_product(head_dim: int, dtype: torch.dtype) -> None:
+    for heads, block_size in product(HEADS + MANY_KV_HEADS, BLOCK_SIZES):
+        check_decode(heads, head_dim, block_size, dtype, [1, 700, 0, 4097, block_size, 129])
+        check_decode(heads, head_dim, block_size, dtype, [Random().randrange(1, 250) for _ in range(40)])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim,dtype", product([*HEAD_DIMS, 72, 112], DTYPES))
+def test_prefill_full_product(head_dim: int, dtype: torch.dtype) -> None:
+    for heads, block_size in product(HEADS + MANY_KV_HEADS, BLOCK_SIZES):
+        cached = Random().randrange(1, 600)
+        check_prefill(heads, head_dim, block_size, dtype, [(cached + 50, 50), (300, 300), (513, 1), (16, 16), (1, 1)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms(width: int, dtype: torch.dtype) -> None:
+    x, residual = (torch.randn(5, width, device=DEVICE).to(dtype) for _ in range(2))
+    weight = torch.randn(width, device=DEVICE).to(dtype)
+
+    def answer(x: Tensor) -> Tensor:
+        wide = x.double()
+        return wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+
+    assert_as_good(triton_ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), answer(x))
+    y, new_residual = triton_ops.add_rms_norm(x, residual, weight, 1e-5)
+    twin, twin_residual = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert_as_good(new_residual, twin_residual, x.double() + residual.double())
+    assert_as_good(y, twin, answer(new_residual))
+
+
+def test_norm_of_heads_inside_a_fused_projection() -> None:
+    fused, weight = torch.randn(5, 12, 40, device=DEVICE), torch.randn(40, device=DEVICE)
+    heads = fused[:, 3:10]
+    torch.testing.assert_close(triton_ops.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+    line = fused[0, 0]
+    torch.testing.assert_close(triton_ops.rms_norm(line, weight, 1e-6), reference.rms_norm(line, weight, 1e-6))
+
+
+@pytest.mark.parametrize("heads,head_dim,dtype", pairwise(HEADS + MANY_KV_HEADS, HEAD_DIMS, DTYPES))
+def test_rope(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads = heads
+    fused = torch.randn(4, num_heads + 2 * num_kv_heads, head_dim, device=DEVICE).to(dtype)
+    angles = torch.rand(50, head_dim // 2, device=DEVICE, dtype=torch.float64) * 6
+    cos, sin = angles.cos().float(), angles.sin().float()
+    positions = torch.randint(0, 50, (4,), device=DEVICE)
+    q, k, v = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+    v_before = v.clone()
+    first, second = torch.cat((q, k), 1).double().chunk(2, -1)
+    c, s = angles.cos()[positions, None], angles.sin()[positions, None]
+    answer = torch.cat((first * c - second * s, second * c + first * s), -1)
+    twin = torch.cat(reference.apply_rope(q, k, cos, sin, positions), 1)
+    assert_as_good(torch.cat(triton_ops.apply_rope(q, k, cos, sin, positions), 1), twin, answer)
+    assert torch.equal(v, v_before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 100, 1024, 1500])
+def test_silu_mul(width: int, dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(3, 2 * width, device=DEVICE) * 4).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    assert_as_good(triton_ops.silu_mul(gate_up), reference.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+
+
+@pytest.mark.parametrize("heads,head_dim,block_size,dtype", pairwise([1, 3, 8, 11], HEAD_DIMS, BLOCK_SIZES, DTYPES))
+def test_write_kv(heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """Only the given slots of one layer change."""
+    pool = torch.randn(5, heads, 3, 2, block_size, head_dim, device=DEVICE).to(dtype)
+    want = pool.clone()
+    fused = torch.randn(6, 3 * heads, head_dim, device=DEVICE).to(dtype)
+    k, v = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
+    slots = torch.randperm(5 * block_size, device=DEVICE)[:6]
+    triton_ops.write_kv(k, v, pool[:, :, 1], slots)
+    reference.write_kv(k, v, want[:, :, 1], slots)
+    assert torch.equal(pool, want)
+    assert torch.equal(want[slots // block_size, :, 1, 1, slots % block_size], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copy_blocks(dtype: torch.dtype) -> None:
+    pool = torch.randn(9, 3, 2, 2, 16, 40, device=DEVICE).to(dtype)
+    want = pool.clone()
+    src, dst = torch.tensor([2, 7, 2], device=DEVICE), torch.tensor([0, 8, 5], device=DEVICE)
+    triton_ops.copy_blocks(pool, src, dst)
+    reference.copy_blocks(want, src, dst)
+    assert torch.equal(pool, want)
+    assert torch.equal(pool[5], pool[2])
+
+
+def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All the KV of a sequence lies past 2 ** 31 elements of a pool, of which only those pages are ever touched."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    num_blocks = 2**31 // (2 * 16 * 64) + 4
+    pool = torch.empty(num_blocks, 1, 1, 2, 16, 64, dtype=torch.float16, device=DEVICE)
+    kv, block = pool[:, :, 0], num_blocks - 2
+    k, v, q = (torch.randn(16, heads, 64, device=DEVICE).half() for heads in (1, 1, 4))
+    triton_ops.write_kv(k, v, kv, block * 16 + torch.arange(16, device=DEVICE))
+    assert torch.equal(kv[block, 0, 0], k[:, 0])
+    triton_ops.copy_blocks(pool, torch.tensor([block], device=DEVICE), torch.tensor([block + 1], device=DEVICE))
+    assert torch.equal(pool[block + 1], pool[block])
+
+    table, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[block + 1]], [16]))
+    starts = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)
+    problem = PagedProblem(q, kv, table, lens, starts, 16, 0.125, [k], [v])
+    out = triton_ops.paged_prefill(*problem.prefill_args)
+    assert_as_good(out, reference.paged_prefill(*problem.prefill_args), problem.answer())
+    last = triton_ops.paged_decode(q[-1:], kv, table, lens, 0.125, 16)
+    torch.testing.assert_close(last, out[-1:], atol=2e-3, rtol=0)
+
+
+def test_empty_batches_launch_nothing() -> None:
+    problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
+    none = torch.empty(0, 4, 32, device=DEVICE)
+    lens = problem.context_lens[:0]
+    assert triton_ops.paged_decode(none, problem.kv, problem.block_tables[:0], lens, 1.0, 0).shape == none.shape
+    slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
+    triton_ops.write_kv(none[:, :2], none[:, :2], problem.kv, slots)
+    triton_ops.copy_blocks(torch.empty(3, 4, device=DEVICE), slots, slots)
+    assert triton_ops.silu_mul(torch.empty(0, 8, device=DEVICE)).shape == (0, 4)
+
+
+def test_wrong_layouts_are_refused() -> None:
+    problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
+    q, kv, *rest = problem.decode_args
+    with pytest.raises(ValueError, match="q must have"):
+        triton_ops.paged_decode(q[:, :3], kv, *rest)
+    with pytest.raises(ValueError, match="kv must be"):
+        triton_ops.paged_decode(q, kv.transpose(3, 4), *rest)
+    with pytest.raises(ValueError, match="q has stride"):
+        triton_ops.paged_decode(q.transpose(1, 2).contiguous().transpose(1, 2), kv, *rest)
+    with pytest.raises(ValueError, match="pool must be contiguous"):
+        triton_ops.copy_blocks(kv, rest[1], rest[1])
+
+
+def test_split_counts() -> None:
+    """No split below MIN_SPAN tokens, one split when the batch alone fills the device, never none."""
+    splits, span = attention_decode.num_decode_splits, attention_decode.MIN_SPAN.value
+    assert splits(8, 8192, 132) == 8192 // span
+    assert splits(8, 10 * 8192, 132) == 132
+    assert splits(2048, 8192, 132) == 1
+    assert splits(1, 0, 132) == 1
+
+
+def test_ops_for_chooses_by_device() -> None:
+    assert ops_for(torch.device("cpu")) is reference
+    assert ops_for(torch.device("cuda")) is triton_ops
+    with pytest.raises(ValueError, match="device must be"):
+        ops_for(torch.device("meta"))
+
+
+@pytest.mark.gpu
+def test_attention_in_a_cuda_graph_follows_its_inputs() -> None:
+    """One capture, replayed for other contexts; no op waits for the device."""
+    problem = paged_problem((8, 2), 128, 16, torch.bfloat16, [900, 30, 512], device=DEVICE)
+    decode_args = (*problem.decode_args[:-1], 4096)
+    triton_ops.paged_decode(*decode_args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            out = triton_ops.paged_decode(*decode_args)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for lens in ([900, 30, 512], [1, 17, 300]):
+        problem.context_lens.copy_(torch.tensor(lens))
+        problem.keys = [k[:length] for k, length in zip(problem.keys, lens, strict=True)]
+        problem.values = [v[:length] for v, length in zip(problem.values, lens, strict=True)]
+        graph.replay()
+        assert_as_good(out, reference.paged_decode(*problem.decode_args), problem.answer())
