@@ -85,7 +85,7 @@ class CompletionRequest(_Request, kw_only=True):
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError("best_of must equal n: ask for n choices and pick the best yourself", param="best_of")
         scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
-        _check_stream(self, scored if not self.echo else self.prompt_logprobs)
+        _check_stream(self, self.prompt_logprobs)
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens
         return _sampling(self, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 
@@ -193,7 +193,7 @@ def _unknown(name: str, kind: type[_Request]) -> str:
 def _invalid(error: msgspec.ValidationError) -> ApiError:
     """msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`", or which required field is missing."""
     message = str(error)
-    place = re.search(r"at `(?:key in )?\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
+    place = re.search(r" - at .*`\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
     param = place.group(1) if place else None
     what = message.split(" - at ")[0]
     return ApiError(f"{param}: {what}" if param else message, param=param)

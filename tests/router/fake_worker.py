@@ -1,0 +1,324 @@
+"""An in-process worker behind a WorkerLink: deterministic tokens, tickets, cancels, and faults a router must survive.
+
+A token depends on prompt, seed, choice, position and all tokens before it, so a wrong forced token changes all
+that follow.
+"""
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdserve.engine.protocol import (
+    PROTOCOL_VERSION,
+    Arrived,
+    Cancel,
+    Command,
+    ConnectPeer,
+    Delta,
+    DisconnectPeer,
+    Event,
+    EventBatch,
+    Failed,
+    FinishReason,
+    Handoff,
+    Hello,
+    MetricFamily,
+    PeerStatus,
+    PoolMeta,
+    PromptScored,
+    RequestKey,
+    Sample,
+    SamplingParams,
+    Snapshot,
+    Submit,
+    Ticket,
+    TokenLogprob,
+    encode,
+)
+from pdserve.router.link import WorkerLost
+
+VOCAB = 403
+EOS = 2
+FIRST_PLAIN = 3
+
+
+def next_token(prompt: tuple[int, ...], sampling: SamplingParams, choice: int, tokens: list[int]) -> int:
+    drawn = zlib.crc32(repr((prompt, sampling.seed, choice, tokens)).encode())
+    if drawn % 29 == 0 and not sampling.ignore_eos and len(tokens) >= sampling.min_tokens:
+        return EOS
+    return FIRST_PLAIN + (drawn >> 8) % (VOCAB - FIRST_PLAIN)
+
+
+def finish_of(sampling: SamplingParams, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
+    if tokens and len(tokens) > sampling.min_tokens:
+        if tokens[-1] in sampling.stop_token_ids:
+            return "stop", tokens[-1]
+        if tokens[-1] == EOS and not sampling.ignore_eos:
+            return "stop", None
+    return ("length", None) if len(tokens) == sampling.max_tokens else (None, None)
+
+
+def expected_tokens(prompt: tuple[int, ...], sampling: SamplingParams, choice: int) -> tuple[list[int], str]:
+    tokens: list[int] = []
+    while True:
+        tokens.append(next_token(prompt, sampling, choice, tokens))
+        reason, _ = finish_of(sampling, tokens)
+        if reason is not None:
+            return tokens, reason
+
+
+def logprob_of(token: int, count: int) -> TokenLogprob:
+    top = tuple((3 + (token + i) % 300, -1.0 - i) for i in range(count))
+    return TokenLogprob(token, -0.5, 1, top)
+
+
+@dataclass
+class World:
+    """All fake workers of a test, so that D finds P's tickets."""
+
+    workers: dict[str, "FakeWorker"] = field(default_factory=dict)
+
+    def held(self) -> int:
+        return sum(worker.held() for worker in self.workers.values())
+
+    async def settled(self, seconds: float = 2.0) -> int:
+        """What is held once nothing changes any more."""
+        for _ in range(int(seconds / 0.01)):
+            if self.held() == 0:
+                break
+            await asyncio.sleep(0.01)
+        return self.held()
+
+
+class FakeWorker:
+    def __init__(self, world: World, worker_id: str, role: str, pool: bool = True, incarnation: int = 1) -> None:
+        self.worker_id = worker_id
+        self.role = role
+        self.incarnation = incarnation
+        self.alive = True
+        self.step_s = 0.0
+        self.send_delay: Callable[[Command], float] = lambda command: 0.0
+        self.before_batch: Callable[[int], None] = lambda number: None
+        self.mangle: Callable[[list[Event]], list[Event]] = lambda events: events
+        self.fail_submit: Callable[[Submit], Any] = lambda submit: None
+        self.refuse_connects = 0
+        self.max_tokens = 256
+        self.protocol = PROTOCOL_VERSION
+        self.fingerprint = "model"
+        self.mute = False
+        self.commands: list[Command] = []
+        self.tickets: dict[RequestKey, tuple[int, ...]] = {}
+        self.connected: set[tuple[str, int]] = set()
+        self.num_batches = 0
+        self._world = world
+        self._streams: dict[tuple[str, int], asyncio.Queue[bytes | None]] = {}
+        self._runs: dict[RequestKey, set[int]] = {}
+        self._tombstones: set[RequestKey] = set()
+        self._closed: set[tuple[str, int]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.meta = self._meta() if pool else None
+        world.workers[worker_id] = self
+
+    def _meta(self) -> PoolMeta:
+        return PoolMeta(
+            engine_id=f"engine-{self.worker_id}",
+            incarnation=self.incarnation,
+            connector="local",
+            compat="x",
+            num_blocks=64,
+            block_bytes=1024,
+            head_bytes=512,
+            generation_address=0,
+            ranks=(),
+        )
+
+    def held(self) -> int:
+        return (len(self._runs) + len(self.tickets)) if self.alive else 0
+
+    def die(self) -> None:
+        self.alive = False
+        self._runs.clear()
+        for queue in self._streams.values():
+            queue.put_nowait(None)
+
+    def hello(self) -> Hello:
+        return Hello(
+            protocol=self.protocol,
+            role=self.role,
+            model_fingerprint=self.fingerprint,
+            vocab_size=VOCAB,
+            max_model_len=self.max_tokens,
+            max_request_tokens=self.max_tokens,
+            block_size=16,
+            pool=self.meta,
+        )
+
+    def snapshot(self) -> Snapshot:
+        family = MetricFamily(
+            "pdserve_engine_steps", "counter", "Steps.", (Sample("pdserve_engine_steps_total", {"kind": 'a"b'}, 3),)
+        )
+        return Snapshot(
+            role=self.role,
+            num_waiting=0,
+            num_running=len(self._runs),
+            queue_tokens=0,
+            free_blocks=1,
+            total_blocks=1,
+            pinned_blocks=0,
+            quarantined_blocks=0,
+            metrics=(family,),
+        )
+
+    async def events(self, router_id: str, session: int) -> AsyncIterator[bytes]:
+        if not self.alive:
+            raise WorkerLost("dead")
+        queue: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self._streams[router_id, session] = queue
+        queue.put_nowait(self._batch([self.hello(), self.snapshot()]))
+        try:
+            while (data := await queue.get()) is not None:
+                yield data
+        finally:
+            self._streams.pop((router_id, session), None)
+            self._closed.add((router_id, session))
+            self._runs = {k: v for k, v in self._runs.items() if (k.router_id, k.session) != (router_id, session)}
+            self.tickets = {k: v for k, v in self.tickets.items() if (k.router_id, k.session) != (router_id, session)}
+
+    def push(self, key: RequestKey | None, events: list[Event]) -> None:
+        """One batch to the key's stream, or to all."""
+        if key is not None:
+            self.num_batches += 1
+            self.before_batch(self.num_batches)
+        if not self.alive or self.mute:
+            return
+        for stream, queue in self._streams.items():
+            if key is None or stream == (key.router_id, key.session):
+                queue.put_nowait(self._batch(self.mangle(events)))
+
+    def _batch(self, events: list[Event]) -> bytes:
+        return encode(EventBatch(worker_id=self.worker_id, incarnation=self.incarnation, events=tuple(events)))
+
+    async def send(self, command: Command) -> None:
+        await asyncio.sleep(self.send_delay(command))
+        if not self.alive:
+            raise WorkerLost("dead")
+        self.commands.append(command)
+        if isinstance(command, Submit):
+            self._submitted(command)
+        elif isinstance(command, Cancel):
+            self._cancelled(command)
+        elif isinstance(command, ConnectPeer):
+            self._connect(command)
+        elif isinstance(command, DisconnectPeer):
+            self.connected.discard((command.engine_id, command.incarnation))
+
+    def submits(self, phase: str | None = None) -> list[Submit]:
+        return [c for c in self.commands if isinstance(c, Submit) and phase in (None, c.phase)]
+
+    def _connect(self, command: ConnectPeer) -> None:
+        self.refuse_connects -= 1
+        ok = self.refuse_connects < 0
+        peer = (command.meta.engine_id, command.meta.incarnation)
+        if ok:
+            self.connected.add(peer)
+        self.push(None, [PeerStatus(engine_id=peer[0], incarnation=peer[1], connected=ok)])
+
+    def _cancelled(self, command: Cancel) -> None:
+        if command.choices is None:
+            self._tombstones.add(command.key)
+            self._runs.pop(command.key, None)
+            self.tickets.pop(command.key, None)
+        elif command.key in self._runs:
+            self._runs[command.key] -= set(command.choices)
+            if not self._runs[command.key]:
+                del self._runs[command.key]
+
+    def _submitted(self, submit: Submit) -> None:
+        key = submit.key
+        if key in self._tombstones or (key.router_id, key.session) in self._closed:
+            return
+        assert (key.router_id, key.session) in self._streams, "a command before the Hello"
+        assert submit.starts and submit.sampling.seed is not None and submit.sampling.max_tokens is not None
+        assert all(finish_of(submit.sampling, list(start.forced))[0] is None for start in submit.starts)
+        assert submit.phase != "prefill" or not any(start.forced for start in submit.starts)
+        kind = self.fail_submit(submit)
+        if kind is not None:
+            self.push(
+                key, [Failed(request_id=key.request_id, attempt=key.attempt, kind=kind, message=f"{kind} by test")]
+            )
+            return
+        self._runs[key] = {start.choice for start in submit.starts}
+        task = asyncio.get_running_loop().create_task(self._run(submit))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, submit: Submit) -> None:
+        key = submit.key
+        await asyncio.sleep(self.step_s)
+        if submit.phase == "decode":
+            self.push(key, [self._pull(submit)])
+        tokens = {start.choice: list(start.forced) for start in submit.starts}
+        first = [] if submit.phase == "decode" else [self._scored(submit)]
+        while key in self._runs and self.alive:
+            events: list[Event] = [*first, *self._step(submit, tokens)]
+            if submit.phase == "prefill":
+                del self._runs[key]
+                self.tickets[key] = submit.prompt_token_ids
+                self.push(key, [*events, self._handoff(submit)])
+                return
+            self.push(key, events)
+            first = []
+            await asyncio.sleep(self.step_s)
+
+    def _step(self, submit: Submit, tokens: dict[int, list[int]]) -> list[Event]:
+        deltas: list[Event] = []
+        sampling, key = submit.sampling, submit.key
+        for choice in sorted(self._runs[key]):
+            known = tokens[choice]
+            position, token = len(known), next_token(submit.prompt_token_ids, sampling, choice, known)
+            known.append(token)
+            reason, stop = finish_of(sampling, known)
+            logprobs = None if sampling.logprobs is None else (logprob_of(token, sampling.logprobs),)
+            delta = Delta(key.request_id, key.attempt, choice, position, (token,), reason, stop, logprobs)
+            deltas.append(delta)
+            if reason is not None:
+                self._runs[key].discard(choice)
+        if not self._runs[key] and submit.phase != "prefill":
+            del self._runs[key]
+        return deltas
+
+    def _scored(self, submit: Submit) -> PromptScored:
+        count, prompt = submit.sampling.prompt_logprobs, submit.prompt_token_ids
+        logprobs = None if count is None else (None, *(logprob_of(token, count) for token in prompt[1:]))
+        key = submit.key
+        return PromptScored(request_id=key.request_id, attempt=key.attempt, cached_tokens=1, logprobs=logprobs)
+
+    def _handoff(self, submit: Submit) -> Handoff:
+        assert self.meta is not None
+        ticket = Ticket(
+            engine_id=self.meta.engine_id,
+            incarnation=self.incarnation,
+            key=submit.key,
+            content=b"c",
+            block_ids=(1,),
+            generations=(1,),
+            num_tokens=len(submit.prompt_token_ids),
+            lease_s=30,
+        )
+        return Handoff(request_id=submit.key.request_id, attempt=submit.key.attempt, ticket=ticket)
+
+    def _pull(self, submit: Submit) -> Arrived:
+        assert submit.ticket is not None
+        sender = next(
+            (w for w in self._world.workers.values() if w.meta and w.meta.engine_id == submit.ticket.engine_id), None
+        )
+        found = sender is not None and sender.alive and sender.tickets.get(submit.ticket.key) == submit.prompt_token_ids
+        key = submit.key
+        if not found:
+            return Arrived(request_id=key.request_id, attempt=key.attempt, source="recompute", reason="peer-lost")
+        assert sender is not None
+        assert (submit.ticket.engine_id, submit.ticket.incarnation) in self.connected, "a pull between strangers"
+        del sender.tickets[submit.ticket.key]
+        return Arrived(request_id=key.request_id, attempt=key.attempt, source="p2p", num_bytes=1)

@@ -1,0 +1,73 @@
+"""A router over fake workers, and the few things most tests do with it."""
+
+import asyncio
+from typing import Any
+
+import httpx
+import openai
+from router.fake_worker import FakeWorker, World, expected_tokens
+
+from pdserve.configs.schema import RouterConfig
+from pdserve.engine.protocol import SamplingParams
+from pdserve.router.app import build_app
+from pdserve.router.fleet import Fleet
+from pdserve.router.service import ChoiceResult, Service
+from pdserve.text.tokenizer import Tokenizer
+
+MODEL = "demo"
+
+
+class Harness:
+    def __init__(
+        self, tokenizer: Tokenizer, config: RouterConfig, num_prefill: int, num_decode: int, wait_s: float
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.world = World()
+        self.fleet = Fleet(config.worker_silence_s)
+        self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s)
+        self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)
+        self.prefills = [FakeWorker(self.world, f"p{i}", "prefill") for i in range(num_prefill)]
+        self.decodes = [FakeWorker(self.world, f"d{i}", "decode") for i in range(num_decode)]
+
+    async def start(self) -> "Harness":
+        for worker in [*self.prefills, *self.decodes]:
+            self.fleet.join(worker)
+        pairs = {(d.worker_id, p.worker_id) for d in self.decodes for p in self.prefills}
+        await until(lambda: pairs <= self.connected_pairs() and len(self.fleet.workers) == len(self.world.workers))
+        return self
+
+    def connected_pairs(self) -> set[tuple[str, str]]:
+        workers = self.fleet.workers
+        return {(d.worker_id, p.worker_id) for d in workers for p in workers if d.is_connected_to(p)}
+
+    def add(self, worker_id: str, role: str, **options: Any) -> FakeWorker:
+        worker = FakeWorker(self.world, worker_id, role, **options)
+        self.fleet.join(worker)
+        return worker
+
+    def http(self, **options: Any) -> httpx.AsyncClient:
+        transport = httpx.ASGITransport(app=self.app)
+        return httpx.AsyncClient(transport=transport, base_url="http://router", **options)
+
+    def openai(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(api_key="x", base_url="http://router/v1", http_client=self.http(), max_retries=0)
+
+    async def collect(self, prompt: Any, sampling: SamplingParams) -> list[ChoiceResult]:
+        return await asyncio.wait_for(self.service.collect([prompt], sampling), 10)
+
+    def check(self, results: list[ChoiceResult], prompt: tuple[int, ...], sampling: SamplingParams) -> None:
+        """Every choice has exactly the tokens, the text and the end that an undisturbed worker gives it."""
+        assert len(results) == sampling.n
+        for result in results:
+            tokens, reason = expected_tokens(prompt, sampling, result.index)
+            assert (result.token_ids, result.finish_reason) == (tokens, reason)
+            shown = tokens[:-1] if reason == "stop" else tokens
+            assert result.text == self.tokenizer.decode(shown)
+
+
+async def until(condition: Any, seconds: float = 5.0) -> None:
+    for _ in range(int(seconds / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen in time")

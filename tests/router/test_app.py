@@ -1,0 +1,459 @@
+"""The HTTP surface: OpenAI's client against the app, error forms, disconnects, metrics."""
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from router.fake_worker import expected_tokens, logprob_of
+from router.harness import MODEL, Harness
+
+from pdserve.engine.protocol import Cancel, SamplingParams
+
+PROMPT = list(range(10, 30))
+Make = Callable[..., Harness]
+
+
+def oracle(harness: Harness, prompt: list[int], choice: int = 0, **params: Any) -> str:
+    tokens, reason = expected_tokens(tuple(prompt), SamplingParams(**params), choice)
+    return harness.tokenizer.decode(tokens[:-1] if reason == "stop" else tokens)
+
+
+async def test_completion_with_openais_client(make: Make) -> None:
+    harness = await make(1, 1).start()
+    answer = await harness.openai().completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, seed=5, n=2)
+    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == MODEL
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    for choice in answer.choices:
+        assert choice.text == oracle(harness, PROMPT, choice.index, max_tokens=9, seed=5)
+    assert answer.usage is not None and answer.usage.prompt_tokens == 20
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 1
+
+
+async def test_streamed_completion_equals_the_whole_one(make: Make) -> None:
+    harness = await make(1, 1).start()
+    stream = await harness.openai().completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=9, seed=5, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert chunks[-1].usage is not None and chunks[-1].choices == [] and chunks[0].usage is None
+    for index in (0, 1):
+        choices = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert "".join(choice.text for choice in choices) == oracle(harness, PROMPT, index, max_tokens=9, seed=5)
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] in (["length"], ["stop"])
+
+
+async def test_several_prompts_are_numbered_prompt_by_prompt(make: Make) -> None:
+    harness = await make(1, 2).start()
+    prompts = [PROMPT, PROMPT[:5], PROMPT[5:]]
+    client = harness.openai()
+    params: dict[str, Any] = {"model": MODEL, "prompt": prompts, "max_tokens": 6, "seed": 5, "n": 2}
+    answer = await client.completions.create(**params)
+    expected = [oracle(harness, prompt, choice, max_tokens=6, seed=5) for prompt in prompts for choice in (0, 1)]
+    assert [choice.text for choice in answer.choices] == expected
+    texts = [""] * 6
+    async for chunk in await client.completions.create(**params, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+
+
+async def test_text_prompts_and_special_tokens(make: Make) -> None:
+    harness = await make(1, 1).start()
+    client = harness.openai()
+    for add in (True, False):
+        ids = harness.tokenizer.encode("The quick fox", add_special_tokens=add)
+        answer = await client.completions.create(
+            model=MODEL,
+            prompt="The quick fox",
+            seed=5,
+            extra_body={"add_special_tokens": add, "return_token_ids": True},
+        )
+        assert answer.choices[0].text == oracle(harness, ids, seed=5)
+        assert answer.choices[0].model_extra is not None
+        assert answer.choices[0].model_extra["prompt_token_ids"] == ids
+        assert answer.usage is not None and answer.usage.completion_tokens <= 16
+    long = "word " * 2000  # beyond what is tokenised on the event loop, and too long for the workers
+    with pytest.raises(openai.BadRequestError) as caught:
+        await client.completions.create(model=MODEL, prompt=long)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+
+
+async def test_completion_logprobs_and_echo(make: Make) -> None:
+    harness = await make(1, 1).start()
+    answer = await harness.openai().completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=4, seed=5, logprobs=2, echo=True
+    )
+    tokens, _ = expected_tokens(tuple(PROMPT), SamplingParams(max_tokens=4, seed=5), 0)
+    choice, text = answer.choices[0], harness.tokenizer.token_text
+    assert choice.text == harness.tokenizer.decode(PROMPT) + oracle(harness, PROMPT, max_tokens=4, seed=5)
+    assert choice.logprobs is not None and choice.logprobs.tokens == [text(token) for token in [*PROMPT, *tokens]]
+    assert choice.logprobs.token_logprobs == [None] + [-0.5] * 23
+    assert choice.logprobs.text_offset is not None and choice.logprobs.top_logprobs is not None
+    assert choice.logprobs.text_offset[3] == sum(len(text(token)) for token in PROMPT[:3])
+    expected = {text(t): p for t, p in logprob_of(tokens[0], 2).top} | {text(tokens[0]): -0.5}
+    assert set(choice.logprobs.top_logprobs[20]) == set(expected)
+
+
+async def test_streamed_logprobs_and_echo_equal_the_whole(make: Make) -> None:
+    harness = await make(1, 1).start()
+    params: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "seed": 5, "logprobs": 1, "echo": True}
+    whole = (await harness.openai().completions.create(**params)).choices[0]
+    stream = [c.choices[0] async for c in await harness.openai().completions.create(**params, stream=True)]
+    assert whole.logprobs is not None
+    assert "".join(choice.text for choice in stream) == whole.text
+    for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+        joined = [item for choice in stream for item in getattr(choice.logprobs, name)]
+        assert joined == getattr(whole.logprobs, name)
+
+
+async def test_scoring_a_prompt_only(make: Make) -> None:
+    harness = await make(1, 1).start()
+    answer = await harness.openai().completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    choice = answer.choices[0]
+    assert choice.text == harness.tokenizer.decode(PROMPT)
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
+    assert len(choice.logprobs.token_logprobs) == 20
+    assert answer.usage is not None and answer.usage.completion_tokens == 0
+
+
+async def test_prompt_logprobs_in_vllms_form(make: Make) -> None:
+    harness = await make(1, 1).start()
+    body = {"model": MODEL, "prompt": PROMPT, "prompt_logprobs": 1, "max_tokens": 2}
+    scored = (await harness.http().post("/v1/completions", json=body)).json()["choices"][0]["prompt_logprobs"]
+    assert scored[0] is None and len(scored) == 20
+    assert scored[1][str(PROMPT[1])]["logprob"] == -0.5
+
+
+MESSAGES: Any = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+]
+
+
+async def test_chat_with_openais_client(make: Make) -> None:
+    harness = await make(1, 1).start()
+    ids = harness.tokenizer.apply_chat_template(MESSAGES)
+    answer = await harness.openai().chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_completion_tokens=8, seed=5, logprobs=True, top_logprobs=2, user="me"
+    )
+    choice = answer.choices[0]
+    assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
+    assert (choice.message.role, choice.message.content) == ("assistant", oracle(harness, ids, max_tokens=8, seed=5))
+    tokens, _ = expected_tokens(tuple(ids), SamplingParams(max_tokens=8, seed=5), 0)
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    for token, entry in zip(tokens, choice.logprobs.content, strict=True):
+        assert bytes(entry.bytes or []) == harness.tokenizer.token_bytes(token)
+        assert len(entry.top_logprobs) == 2
+    assert answer.usage is not None and answer.usage.prompt_tokens == len(ids)
+
+
+async def test_streamed_chat(make: Make) -> None:
+    harness = await make(1, 1).start()
+    ids = harness.tokenizer.apply_chat_template(MESSAGES)
+    stream = await harness.openai().chat.completions.create(
+        model=MODEL, messages=MESSAGES, max_tokens=8, seed=5, n=2, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
+    assert chunks[-1].usage is not None and chunks[-1].usage.prompt_tokens == len(ids)
+    for index in (0, 1):
+        own = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert (own[0].delta.role, own[0].delta.content) == ("assistant", "")
+        assert all(choice.delta.role is None for choice in own[1:])
+        text = "".join(choice.delta.content or "" for choice in own)
+        assert text == oracle(harness, ids, index, max_tokens=8, seed=5)
+        assert own[-1].finish_reason in ("length", "stop")
+
+
+async def test_chat_without_max_tokens_fills_the_context(make: Make) -> None:
+    harness = await make(1, 1).start()
+    body = {"model": MODEL, "messages": MESSAGES, "ignore_eos": True}
+    answer = (await harness.http().post("/v1/chat/completions", json=body)).json()
+    assert answer["usage"]["total_tokens"] == harness.decodes[0].max_tokens
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+async def test_chat_template_kwargs(make: Make) -> None:
+    harness = await make(1, 1).start()
+    ids = harness.tokenizer.apply_chat_template(MESSAGES, not_thinking=True)
+    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": {"not_thinking": True}}
+    await harness.http().post("/v1/chat/completions", json=body)
+    assert harness.prefills[0].submits()[0].prompt_token_ids == tuple(ids)
+
+
+async def test_request_ids(make: Make) -> None:
+    harness = await make(1, 1).start()
+    http = harness.http()
+    body = {"model": MODEL, "prompt": PROMPT, "max_tokens": 1}
+    for _ in range(2):  # a client may repeat itself
+        answer = await http.post("/v1/completions", json=body, headers={"x-request-id": "abc"})
+        assert answer.json()["id"] == "cmpl-abc"
+    assert len({submit.key.request_id for submit in harness.prefills[0].submits()}) == 2
+    bad = await http.post("/v1/completions", json=body, headers={"x-request-id": "a b"})
+    assert bad.status_code == 400 and bad.json()["error"]["param"] == "x-request-id"
+
+
+GOOD = {"model": MODEL, "prompt": PROMPT}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"prompt": "", "add_special_tokens": False}, "prompt"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1, "a"]}, "prompt"),
+        ({"prompt": [403]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": None}, "prompt"),
+        ({"prompt": [5] * 256}, "prompt"),
+        ({"max_tokens": 237}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "4"}, "max_tokens"),
+        ({"max_tokens": None, "min_tokens": 300}, "min_tokens"),
+        ({"n": 65}, "n"),
+        ({"n": 0}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": True}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+        ({"logit_bias": {"403": 1}}, "logit_bias"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"1": 101}}, "logit_bias"),
+        ({"stop_token_ids": [403]}, "stop_token_ids"),
+        ({"stop": [""]}, "stop"),
+        ({"best_of": 2}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"bogus": 1}}, "stream_options"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"temperatur": 1}, "temperatur"),
+        ({"echo": "yes"}, "echo"),
+        ({"model": None}, "model"),
+    ],
+)
+async def test_bad_values_are_named_and_cost_nothing(make: Make, change: dict[str, Any], param: str) -> None:
+    harness = await make(1, 1).start()
+    answer = await harness.http().post("/v1/completions", json=GOOD | change)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert error["message"] and set(error) == {"message", "type", "param", "code"}
+    assert not harness.prefills[0].submits() and not harness.decodes[0].submits()
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "alien", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
+        ({"messages": "hi"}, "messages"),
+        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": "x"}, "prompt"),
+    ],
+)
+async def test_bad_chat_values_are_named(make: Make, change: dict[str, Any], param: str) -> None:
+    harness = await make(1, 1).start()
+    answer = await harness.http().post("/v1/chat/completions", json=CHAT | change)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+async def test_harmless_parameters_are_taken(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harmless = {
+        "user": "u",
+        "metadata": {"a": "b"},
+        "store": True,
+        "temperature": None,
+        "response_format": {"type": "text"},
+    }
+    assert (await harness.http().post("/v1/chat/completions", json=CHAT | harmless)).status_code == 200
+    neutral = {"best_of": 1, "suffix": None, "use_beam_search": False, "length_penalty": 1.0, "logit_bias": {"5": -3}}
+    assert (await harness.http().post("/v1/completions", json=GOOD | neutral)).status_code == 200
+    assert harness.prefills[0].submits()[-1].sampling.logit_bias == {5: -3.0}
+
+
+async def test_other_error_statuses(make: Make) -> None:
+    harness = await make(1, 1, max_body_bytes=2048).start()
+    http = harness.http()
+    answer = await http.post("/v1/completions", json=GOOD | {"model": "other"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    answer = await http.post("/v1/completions", content=b"x" * 3000)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+    for body in (b"{", b"[]", b'{"model": "\xff"}'):
+        answer = await http.post("/v1/completions", content=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
+    assert (await http.get("/v1/nothing")).json()["error"]["type"] == "not_found_error"
+    assert (await http.get("/v1/completions")).status_code == 405
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_failures_before_the_first_token_have_a_status(make: Make, stream: bool) -> None:
+    harness = await make(0, 1).start()
+    for kind, status in (("invalid", 400), ("overloaded", 429), ("internal", 500)):
+        harness.decodes[0].fail_submit = lambda submit, kind=kind: kind
+        answer = await harness.http().post("/v1/completions", json=GOOD | {"stream": stream})
+        assert (answer.status_code, "retry-after" in answer.headers) == (status, status == 429)
+    harness.decodes[0].die()
+    await asyncio.sleep(0.01)
+    answer = await harness.http().post("/v1/completions", json=GOOD | {"stream": stream})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
+
+
+async def test_a_failure_after_the_start_is_an_event_in_the_stream(make: Make) -> None:
+    harness = await make(0, 1, resume_wait_s=0.02).start()
+    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 4 else None
+    answer = await harness.http().post("/v1/completions", json=GOOD | {"stream": True, "ignore_eos": True})
+    events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == "no_workers"
+
+
+async def test_models_health_and_metrics(make: Make) -> None:
+    harness = await make(1, 1).start()
+    http = harness.http()
+    await http.post("/v1/completions", json=GOOD | {"max_tokens": 3, "ignore_eos": True})
+    models = await harness.openai().models.list()
+    assert [model.id for model in models.data] == [MODEL]
+    assert (await http.get("/health")).status_code == 200
+    page = (await http.get("/metrics")).text
+    assert 'pdserve_engine_steps_total{kind="a\\"b",worker="d0",role="decode"} 3.0' in page
+    assert page.count("# TYPE pdserve_engine_steps_total counter") == 1 and 'worker="p0"' in page
+    assert 'pdserve_router_requests_total{outcome="ok"} 1.0' in page
+    harness.fleet.leave("d0")
+    assert (await http.get("/health")).status_code == 503
+
+
+class Client:
+    """One ASGI call whose client can leave at any moment; httpx's transport cannot do that."""
+
+    def __init__(self, harness: Harness, path: str, body: dict[str, Any]) -> None:
+        self.sent: list[bytes] = []
+        self.status = 0
+        self._gone = asyncio.Event()
+        self._body = json.dumps(body).encode()
+        self._begun = False
+        scope: Any = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+        scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
+        scope |= {"asgi": {"version": "3.0", "spec_version": "2.4"}, "server": ("x", 80), "client": ("y", 1)}
+        self.call = asyncio.create_task(harness.app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if not self._begun:
+            self._begun = True
+            return {"type": "http.request", "body": self._body, "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        await asyncio.sleep(0)
+        self.status = message.get("status", self.status)
+        self.sent.append(message.get("body", b""))
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    @property
+    def complete(self) -> bool:
+        return b"".join(self.sent).endswith(b"data: [DONE]\n\n") or (
+            self.status == 200 and b"usage" in b"".join(self.sent)
+        )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_frees_everything_at_once(make: Make, stream: bool) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].step_s = 0.05
+    body = GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
+    client = Client(harness, "/v1/completions", body)
+    await asyncio.sleep(0.1)
+    assert harness.world.held() > 0
+    client.leave()
+    await asyncio.wait_for(client.call, 1)
+    assert await harness.world.settled(0.1) == 0
+    assert any(isinstance(command, Cancel) for command in harness.decodes[0].commands)
+    assert (
+        harness.service.metrics.registry.get_sample_value("pdserve_router_requests_total", {"outcome": "cancelled"})
+        == 1
+    )
+
+
+@pytest.mark.parametrize("moment", ["server_cancels", "send_fails"])
+async def test_other_ways_to_lose_a_client(make: Make, moment: str) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].step_s = 0.01
+    client = Client(harness, "/v1/completions", GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": True})
+    await asyncio.sleep(0.05)
+    if moment == "server_cancels":
+        client.call.cancel()
+    else:
+        client._send = broken_send  # type: ignore[method-assign]
+        client.sent = Broken()
+    await asyncio.wait({client.call}, timeout=1)
+    assert client.call.done()
+    assert await harness.world.settled(0.3) == 0
+
+
+async def broken_send(message: Any) -> None:
+    raise OSError("broken pipe")
+
+
+class Broken(list[bytes]):
+    def append(self, item: bytes) -> None:
+        raise OSError("broken pipe")
+
+
+async def test_half_of_fifty_clients_leave_at_random_moments(make: Make) -> None:
+    harness = await make(2, 2).start()
+    for worker in [*harness.prefills, *harness.decodes]:
+        worker.step_s = 0.002
+    chance = random.Random(11)
+
+    async def one(number: int) -> bool:
+        prompt: Any = [PROMPT, [*PROMPT, number]] if number % 5 == 0 else [*PROMPT, number]
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 25, "stream": number % 4 < 2, "n": 1 + number % 2}
+        client = Client(harness, "/v1/completions", body)
+        if number % 2:
+            await asyncio.sleep(chance.uniform(0, 0.08))
+            client.leave()
+        await asyncio.wait_for(client.call, 10)
+        return client.complete
+
+    complete = await asyncio.gather(*[one(number) for number in range(50)])
+    assert all(complete[0::2]) and not all(complete[1::2])
+    assert await harness.world.settled() == 0
+    assert all(worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers)
+
+
+async def test_the_first_token_is_flushed_alone(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].step_s = 0.1
+    client = Client(
+        harness, "/v1/chat/completions", CHAT | {"max_tokens": 2, "ignore_eos": True, "stream": True, "seed": 4}
+    )
+    await asyncio.sleep(0.08)
+    assert b'"role":"assistant"' in b"".join(client.sent) and not client.complete
+    await client.call
+    assert client.complete
+
+
+async def test_httpx_sees_the_stream_headers(make: Make) -> None:
+    harness = await make(1, 1).start()
+    async with harness.http() as http, http.stream("POST", "/v1/completions", json=GOOD | {"stream": True}) as answer:
+        assert answer.headers["cache-control"] == "no-cache" and "content-length" not in answer.headers
+        assert isinstance(answer, httpx.Response) and (await answer.aread()).endswith(b"data: [DONE]\n\n")

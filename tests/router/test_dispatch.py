@@ -1,0 +1,412 @@
+"""Whole requests through a router over fake workers: streams, choices, stop strings, failover, cancellation."""
+
+import asyncio
+import random
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from router.fake_worker import FakeWorker, expected_tokens, finish_of
+from router.harness import Harness, until
+
+from pdserve.engine.protocol import Cancel, Delta, Event, Failed, SamplingParams, Submit
+from pdserve.router.errors import ApiError, RequestFailed
+
+PROMPT = tuple(range(10, 30))
+Make = Callable[..., Harness]
+
+
+def sampling(**values: object) -> SamplingParams:
+    return SamplingParams(**({"seed": 7, "max_tokens": 12, "ignore_eos": True} | values))
+
+
+@pytest.mark.parametrize("n", [1, 3])
+async def test_split_request(make: Make, n: int) -> None:
+    harness = await make(1, 1).start()
+    params = sampling(n=n)
+    harness.check(await harness.collect(PROMPT, params), PROMPT, params)
+    prefill, decode = harness.prefills[0], harness.decodes[0]
+    assert [s.phase for s in prefill.submits()] == ["prefill"] and [s.phase for s in decode.submits()] == ["decode"]
+    assert all(len(start.forced) == 1 for start in decode.submits()[0].starts)
+    assert prefill.submits()[0].key.attempt != decode.submits()[0].key.attempt
+    assert await harness.world.settled() == 0
+
+
+async def test_first_token_does_not_wait_for_the_transfer(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].send_delay = lambda command: 0.2 if isinstance(command, Submit) else 0.0
+    times: list[float] = []
+    async for _ in harness.service.generate([PROMPT], sampling(max_tokens=2)):
+        times.append(asyncio.get_running_loop().time())
+    assert times[1] - times[0] > 0.15
+
+
+async def test_choices_that_end_at_p_do_not_reach_d(make: Make) -> None:
+    harness = await make(1, 1).start()
+    params = sampling(max_tokens=1, n=2)
+    harness.check(await harness.collect(PROMPT, params), PROMPT, params)
+    assert harness.decodes[0].submits() == []
+    assert await harness.world.settled() == 0  # the ticket too
+
+    first = expected_tokens(PROMPT, sampling(max_tokens=1), 0)[0][0]
+    params = sampling(n=3, stop_token_ids=[first])
+    results = await harness.collect(PROMPT, params)
+    harness.check(results, PROMPT, params)
+    assert results[0].stop_reason == first
+    assert [start.choice for start in harness.decodes[0].submits()[-1].starts] == [1, 2]
+    assert await harness.world.settled() == 0
+
+
+async def test_short_prompts_and_missing_prefill_are_not_split(make: Make) -> None:
+    harness = await make(1, 1, split_min_tokens=10).start()
+    params = sampling()
+    harness.check(await harness.collect(PROMPT[:9], params), PROMPT[:9], params)
+    assert harness.decodes[0].submits()[0].phase == "full" and harness.prefills[0].submits() == []
+    alone = await make(0, 1).start()
+    alone.check(await alone.collect(PROMPT, params), PROMPT, params)
+    assert [s.phase for s in alone.decodes[0].submits()] == ["full"]
+
+
+async def test_eos_ends_and_its_text_is_hidden(make: Make) -> None:
+    harness = await make(1, 1).start()
+    endings = set()
+    for seed in range(12):
+        params = sampling(seed=seed, ignore_eos=False, max_tokens=40)
+        results = await harness.collect(PROMPT, params)
+        harness.check(results, PROMPT, params)
+        endings.add(results[0].finish_reason)
+    assert endings == {"stop", "length"}
+
+
+async def test_seed_is_drawn_once(make: Make) -> None:
+    harness = await make(1, 1).start()
+    results = await harness.collect(PROMPT, sampling(seed=None))
+    seeds = {w.submits()[0].sampling.seed for w in (harness.prefills[0], harness.decodes[0])}
+    assert len(seeds) == 1 and None not in seeds
+    harness.check(results, PROMPT, sampling(seed=seeds.pop()))
+    again = await harness.collect(PROMPT, sampling(seed=None))
+    assert again[0].token_ids != results[0].token_ids
+
+
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("at", [0, 4, 8])
+async def test_stop_string_over_token_borders(make: Make, include: bool, at: int) -> None:
+    harness = await make(1, 1).start()
+    params = readable(harness)
+    tokens = expected_tokens(PROMPT, params, 0)[0]
+    text = harness.tokenizer.decode(tokens)
+    before, through = (harness.tokenizer.decode(tokens[:i]) for i in (at, at + 2))
+    stop = text[max(len(before) - 1, 0) : len(through) - 0]
+    params = msgspec.structs.replace(params, stop=[stop], include_stop_str_in_output=include)
+    harness.decodes[0].step_s = 0.005
+    results = await harness.collect(PROMPT, params)
+    begin = text.index(stop)
+    assert results[0].text == text[: begin + len(stop) if include else begin]
+    assert (results[0].finish_reason, results[0].stop_reason) == ("stop", stop)
+    assert harness.tokenizer.decode(results[0].token_ids).startswith(text[: begin + len(stop)])
+    assert not harness.tokenizer.decode(results[0].token_ids[:-1]).startswith(text[: begin + len(stop)])
+    assert await harness.world.settled() == 0
+
+
+def readable(harness: Harness) -> SamplingParams:
+    """A seed whose first choice is text without U+FFFD, so that tokens and characters line up."""
+    for seed in range(2000):
+        params = sampling(seed=seed)
+        tokens = expected_tokens(PROMPT, params, 0)[0]
+        texts = [harness.tokenizer.token_text(token) for token in tokens]
+        if all("\ufffd" not in text and text for text in texts) and len(set(texts)) == len(texts):
+            return params
+    raise AssertionError("no seed gives readable text")
+
+
+async def test_a_stop_string_cancels_only_its_choice(make: Make) -> None:
+    harness = await make(1, 1).start()
+    params = readable(harness)
+    params = msgspec.structs.replace(params, n=3, max_tokens=12)
+    text = harness.tokenizer.decode(expected_tokens(PROMPT, params, 0)[0])
+    params = msgspec.structs.replace(params, stop=[text[6:14]])
+    harness.decodes[0].step_s = 0.005
+    results = await harness.collect(PROMPT, params)
+    assert results[0].stop_reason == text[6:14] and results[0].text == text[:6]
+    for result in results[1:]:
+        assert result.token_ids == expected_tokens(PROMPT, params, result.index)[0]
+    cancels = [c for c in harness.decodes[0].commands if isinstance(c, Cancel)]
+    assert [c.choices for c in cancels] == [(0,)]
+    assert await harness.world.settled() == 0
+
+
+async def test_stop_strings_wait_for_min_tokens(make: Make) -> None:
+    harness = await make(1, 1).start()
+    params = readable(harness)
+    tokens = expected_tokens(PROMPT, params, 0)[0]
+    early, late = harness.tokenizer.token_text(tokens[1]), harness.tokenizer.token_text(tokens[8])
+    params = msgspec.structs.replace(params, stop=[early, late], min_tokens=6)
+    results = await harness.collect(PROMPT, params)
+    assert results[0].stop_reason == late and results[0].token_ids == tokens[:9]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("point", range(1, 9))
+async def test_decode_worker_dies_at_any_point(make: Make, point: int, n: int) -> None:
+    harness = await make(1, 2).start()
+    params = sampling(n=n, max_tokens=7)
+    for decode in harness.decodes:
+        decode.before_batch = lambda number, worker=decode: die_once(harness, worker, number, point)
+    results = await harness.collect(PROMPT, params)
+    harness.check(results, PROMPT, params)
+    assert await harness.world.settled() == 0
+    dead = [worker for worker in harness.decodes if not worker.alive]
+    assert len(dead) == (1 if point <= 7 else 0)  # one Arrived and six steps
+    alive = next(worker for worker in harness.decodes if worker.alive)
+    if dead:
+        assert alive.submits()[0].phase == "full"
+        assert len(alive.submits()[0].starts[0].forced) == max(1, point - 1)
+
+
+def die_once(harness: Harness, worker: FakeWorker, number: int, point: int) -> None:
+    if number == point and all(w.alive for w in [*harness.decodes, *harness.prefills]):
+        worker.die()
+
+
+@pytest.mark.parametrize("when", ["before", "at_handoff", "after"])
+async def test_prefill_worker_dies(make: Make, when: str) -> None:
+    harness = await make(2, 1).start()
+    params = sampling()
+
+    def die(number: int, worker: FakeWorker) -> None:
+        if all(w.alive for w in harness.prefills):
+            worker.die()
+
+    def die_after(events: list[Event], worker: FakeWorker) -> list[Event]:
+        if all(w.alive for w in harness.prefills) and len(events) > 1:
+            asyncio.get_running_loop().call_soon(worker.die)
+        return events
+
+    for prefill in harness.prefills:
+        if when == "before":
+            prefill.step_s = 0.02
+            prefill.before_batch = lambda number, worker=prefill: die(number, worker)
+        elif when == "at_handoff":
+            prefill.mangle = lambda events, worker=prefill: die_after(events, worker)
+    if when == "after":
+        harness.decodes[0].before_batch = lambda number: die(number, chosen(harness)) if number == 3 else None
+    harness.check(await harness.collect(PROMPT, params), PROMPT, params)
+    assert sum(worker.alive for worker in harness.prefills) == 1
+    assert await harness.world.settled() == 0
+
+
+def chosen(harness: Harness) -> FakeWorker:
+    return next(worker for worker in harness.prefills if worker.submits())
+
+
+async def test_the_only_decode_worker_dies_and_a_new_one_takes_over(make: Make) -> None:
+    harness = await make(1, 1, resume_wait_s=5.0).start()
+    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 4 else None
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: not harness.decodes[0].alive)
+    await asyncio.sleep(0.05)
+    harness.add("d9", "decode")
+    harness.check(await task, PROMPT, sampling())
+
+
+async def test_nobody_left_is_unavailable(make: Make) -> None:
+    harness = await make(1, 1, resume_wait_s=0.05).start()
+    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 4 else None
+    with pytest.raises(RequestFailed) as caught:
+        await harness.collect(PROMPT, sampling())
+    assert (caught.value.failure, caught.value.status) == ("unavailable", 503)
+    with pytest.raises(RequestFailed):
+        await harness.collect(PROMPT, sampling())
+
+
+@pytest.mark.parametrize("role", ["prefills", "decodes"])
+async def test_internal_failure_goes_to_another_worker(make: Make, role: str) -> None:
+    harness = await make(2, 2).start()
+    group = getattr(harness, role)
+    for worker in group:
+        worker.fail_submit = lambda submit: "internal" if sum(len(w.submits()) for w in group) == 1 else None
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert [len(worker.submits()) for worker in group].count(1) == 2
+    assert await harness.world.settled() == 0
+
+
+async def test_a_single_worker_that_fails_once_is_tried_again(make: Make) -> None:
+    harness = await make(0, 1).start()
+    decode = harness.decodes[0]
+    decode.fail_submit = lambda submit: "internal" if len(decode.submits()) == 1 else None
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+
+
+async def test_attempts_are_bounded(make: Make) -> None:
+    harness = await make(1, 2, max_attempts=3).start()
+    for decode in harness.decodes:
+        decode.fail_submit = lambda submit: "internal"
+    with pytest.raises(RequestFailed) as caught:
+        await harness.collect(PROMPT, sampling())
+    assert caught.value.status == 500 and "internal by test" in caught.value.message
+    assert sum(len(decode.submits()) for decode in harness.decodes) == 3
+    assert await harness.world.settled() == 0
+
+
+async def test_attempts_count_only_those_without_progress(make: Make) -> None:
+    harness = await make(0, 2, max_attempts=2).start()
+    counts: dict[int, int] = {}
+
+    def fail_third(events: list[Event]) -> list[Event]:
+        for event in events:
+            if isinstance(event, Delta):
+                counts[event.attempt] = counts.get(event.attempt, 0) + 1
+                if counts[event.attempt] == 3:
+                    return [
+                        Failed(request_id=event.request_id, attempt=event.attempt, kind="internal", message="third")
+                    ]
+        return events
+
+    for decode in harness.decodes:
+        decode.mangle = fail_third
+    harness.check(await harness.collect(PROMPT, sampling(max_tokens=9)), PROMPT, sampling(max_tokens=9))
+    assert len(counts) == 5
+
+
+@pytest.mark.parametrize(("kind", "status"), [("invalid", 400), ("overloaded", 429)])
+async def test_refusals_reach_the_client(make: Make, kind: str, status: int) -> None:
+    harness = await make(0, 2).start()
+    for decode in harness.decodes:
+        decode.fail_submit = lambda submit: kind
+    with pytest.raises(ApiError) as caught:
+        await harness.collect(PROMPT, sampling())
+    assert caught.value.status == status
+    assert sum(len(d.submits()) for d in harness.decodes) == (1 if kind == "invalid" else 2)
+
+
+async def test_an_overloaded_prefill_worker_leaves_the_work_to_d(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.prefills[0].fail_submit = lambda submit: "overloaded"
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert [s.phase for s in harness.decodes[0].submits()] == ["full"]
+
+
+async def test_a_silent_leg_is_moved(make: Make) -> None:
+    harness = await make(0, 2, attempt_deadline_s=0.1).start()
+    harness.decodes[0].mute = True
+    for _ in range(2):  # round robin reaches the mute one at least once
+        harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert any(isinstance(c, Cancel) for c in harness.decodes[0].commands)
+    assert await harness.world.settled() == 0
+
+
+async def test_duplicated_and_stale_events_change_nothing(make: Make) -> None:
+    harness = await make(1, 2).start()
+    old: list[Event] = []
+
+    def noisy(events: list[Event]) -> list[Event]:
+        old.extend(event for event in events if isinstance(event, Delta))
+        return [*old[-6:], *events, *events, *old[:3]]
+
+    for worker in [*harness.prefills, *harness.decodes]:
+        worker.mangle = noisy
+    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 5 else None
+    for _ in range(3):
+        harness.check(await harness.collect(PROMPT, sampling(n=2)), PROMPT, sampling(n=2))
+    assert harness.fleet.num_stale_events > 0
+    assert await harness.world.settled() == 0
+
+
+async def test_reordered_events_are_a_failure_of_the_leg_not_of_the_answer(make: Make) -> None:
+    harness = await make(0, 2).start()
+    kept: list[Event] = []
+
+    def swap(events: list[Event]) -> list[Event]:
+        if kept:
+            events = [*events, *kept]
+            kept.clear()
+            return events
+        if (
+            any(isinstance(event, Delta) and event.position == 4 for event in events)
+            and harness.fleet.num_stale_events == 0
+        ):
+            kept.extend(events)
+            return []
+        return events
+
+    for decode in harness.decodes:
+        decode.mangle = swap
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert sum(len(decode.submits()) for decode in harness.decodes) >= 2
+    assert await harness.world.settled() == 0
+
+
+@pytest.mark.parametrize("slow", ["submit", "cancel"])
+async def test_cancel_and_submit_may_cross(make: Make, slow: str) -> None:
+    harness = await make(1, 1).start()
+    kind = Submit if slow == "submit" else Cancel
+    for worker in [*harness.prefills, *harness.decodes]:
+        worker.step_s = 0.005
+        worker.send_delay = lambda command: 0.05 if isinstance(command, kind) else 0.0
+    for wait in (0.0, 0.02, 0.07, 0.13):
+        task = asyncio.create_task(harness.collect(PROMPT, sampling(max_tokens=100)))
+        await asyncio.sleep(wait)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+    await asyncio.sleep(0.1)
+    assert await harness.world.settled() == 0
+
+
+async def test_cancelling_leaves_nothing_held(make: Make) -> None:
+    harness = await make(2, 2).start()
+    for worker in [*harness.prefills, *harness.decodes]:
+        worker.step_s = 0.002
+    chance = random.Random(3)
+
+    async def one(number: int) -> bool:
+        params = sampling(seed=number, n=1 + number % 3, max_tokens=30)
+        task = asyncio.create_task(harness.collect((*PROMPT, number), params))
+        if number % 2:
+            harness.check(await task, (*PROMPT, number), params)
+            return True
+        await asyncio.sleep(chance.uniform(0, 0.06))
+        task.cancel()
+        return not await asyncio.wait({task}) or not task.cancelled()
+
+    done = await asyncio.gather(*[one(number) for number in range(50)])
+    assert sum(done) >= 25
+    assert await harness.world.settled() == 0
+    assert all(worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers)
+
+
+async def test_logprobs_and_cached_tokens_survive_a_failover(make: Make) -> None:
+    harness = await make(1, 2).start()
+    for decode in harness.decodes:
+        decode.before_batch = lambda number, worker=decode: die_once(harness, worker, number, 4)
+    generation = await harness.service.admit([PROMPT], sampling(logprobs=2, prompt_logprobs=1))
+    results = await generation.collect()
+    assert [p.token_id for p in results[0].logprobs] == results[0].token_ids
+    assert generation.num_cached_tokens == 1
+    scored = generation.prompt_logprobs(0)
+    assert scored is not None and scored[0] is None
+    assert [p.token_id for p in scored[1:] if p is not None] == list(PROMPT[1:])
+    later = [s for d in harness.decodes for s in d.submits()]
+    assert later and all(s.sampling.prompt_logprobs is None for s in later)
+
+
+async def test_metrics_count_what_happened(make: Make) -> None:
+    harness = await make(1, 2).start()
+    for decode in harness.decodes:
+        decode.before_batch = lambda number, worker=decode: die_once(harness, worker, number, 4)
+    await harness.collect(PROMPT, sampling())
+    value = harness.service.metrics.registry.get_sample_value
+    assert value("pdserve_router_requests_total", {"outcome": "ok"}) == 1
+    assert value("pdserve_router_failovers_total", {"reason": "lost"}) == 1
+    assert value("pdserve_router_plans_total", {"plan": "split"}) == 1
+    assert value("pdserve_router_plans_total", {"plan": "whole"}) == 1
+    assert value("pdserve_router_kv_arrivals_total", {"source": "p2p"}) == 1
+    assert value("pdserve_router_generation_tokens_total") == 12
+    assert value("pdserve_router_prompt_tokens_total") == len(PROMPT)
+    assert value("pdserve_router_running") == 0
+    assert value("pdserve_router_time_to_first_token_seconds_count") == 1
+
+
+def test_the_fake_worker_finishes_as_the_protocol_says() -> None:
+    assert finish_of(sampling(max_tokens=2), [5, 6]) == ("length", None)
+    assert finish_of(sampling(stop_token_ids=[6]), [5, 6]) == ("stop", 6)

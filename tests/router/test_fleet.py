@@ -1,0 +1,225 @@
+"""The fleet's life: joining, introductions, losing, silence, draining; and choosing among its workers."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+from router.harness import Harness, until
+
+from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, EventBatch, PeerStatus, SamplingParams, encode
+from pdserve.router.choose import Chooser, Demand, NoWorker
+from pdserve.router.fleet import Fleet
+
+Make = Callable[..., Harness]
+PROMPT = tuple(range(10, 30))
+
+
+def sampling(**values: object) -> SamplingParams:
+    return SamplingParams(**({"seed": 7, "max_tokens": 12, "ignore_eos": True} | values))
+
+
+async def test_every_pair_is_introduced_once(make: Make) -> None:
+    harness = await make(2, 2).start()
+    await asyncio.sleep(0.05)
+    for decode in harness.decodes:
+        asked = [c.meta.engine_id for c in decode.commands if isinstance(c, ConnectPeer)]
+        assert sorted(asked) == ["engine-p0", "engine-p1"]
+    assert not any(isinstance(c, ConnectPeer) for p in harness.prefills for c in p.commands)
+
+
+async def test_late_workers_are_introduced_and_gone_ones_disconnected(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.add("p9", "prefill")
+    await until(lambda: ("d0", "p9") in harness.connected_pairs())
+    harness.prefills[0].die()
+    gone = DisconnectPeer(engine_id="engine-p0", incarnation=1)
+    await until(lambda: gone in harness.decodes[0].commands)
+    assert harness.connected_pairs() == {("d0", "p9")}
+    await until(lambda: harness.decodes[0].connected == {("engine-p9", 1)})
+
+
+async def test_both_roles_pair_among_themselves_but_not_with_themselves(make: Make) -> None:
+    harness = make(0, 0)
+    for name in "ab":
+        harness.add(name, "both")
+    await until(lambda: harness.connected_pairs() == {("a", "b"), ("b", "a")})
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+
+
+async def test_a_refused_pair_is_not_used_and_asked_again(make: Make) -> None:
+    harness = make(1, 1)
+    harness.decodes[0].refuse_connects = 1
+    for worker in (harness.prefills[0], harness.decodes[0]):
+        harness.fleet.join(worker)
+    await until(lambda: len(harness.fleet.workers) == 2)
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert harness.prefills[0].submits() == []
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")}, seconds=3)
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert len(harness.prefills[0].submits()) == 1
+
+
+async def test_a_pair_that_breaks_is_not_used(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].refuse_connects = 5
+    harness.decodes[0].push(None, [PeerStatus(engine_id="engine-p0", incarnation=1, connected=False)])
+    await until(lambda: not harness.connected_pairs())
+    await harness.collect(PROMPT, sampling())
+    assert [submit.phase for submit in harness.decodes[0].submits()] == ["full"]
+
+
+async def test_other_models_and_other_protocols_stay_apart(make: Make) -> None:
+    harness = await make(0, 1).start()
+    harness.add("p8", "prefill").fingerprint = "other"
+    stranger = harness.add("d8", "decode")
+    stranger.protocol += 1
+    await until(lambda: "d8" not in harness.fleet.worker_ids)
+    assert {worker.worker_id for worker in harness.fleet.workers} == {"d0", "p8"}
+    assert harness.connected_pairs() == set()
+
+
+async def test_a_failover_stays_with_the_model_that_began(make: Make) -> None:
+    harness = await make(0, 1).start()
+    harness.add("d8", "decode").fingerprint = "other"
+    await until(lambda: len(harness.fleet.workers) == 2)
+    for worker in harness.world.workers.values():
+        worker.before_batch = lambda number, worker=worker: worker.die() if number == 3 else None
+    with pytest.raises(Exception, match="lost"):
+        await harness.collect(PROMPT, sampling())
+    assert sorted(worker.alive for worker in harness.world.workers.values()) == [False, True]
+
+
+async def test_a_silent_worker_is_lost(make: Make) -> None:
+    harness = await make(0, 2, worker_silence_s=0.2).start()
+
+    async def beat() -> None:
+        while True:
+            harness.decodes[1].push(None, [harness.decodes[1].snapshot()])
+            await asyncio.sleep(0.05)
+
+    beating = asyncio.create_task(beat())
+    harness.decodes[0].mute = True
+    tasks = [asyncio.create_task(harness.collect(PROMPT, sampling())) for _ in range(2)]
+    for task in tasks:
+        harness.check(await task, PROMPT, sampling())
+    assert harness.fleet.worker_ids == {"d1"}
+    assert harness.decodes[0].held() == 0  # its stream was closed, so it aborted what it had
+    beating.cancel()
+
+
+async def test_a_restarted_engine_or_garbage_ends_the_stream(make: Make) -> None:
+    harness = await make(0, 2).start()
+    queue = next(iter(harness.decodes[0]._streams.values()))
+    queue.put_nowait(encode(EventBatch(worker_id="d0", incarnation=2, events=())))
+    next(iter(harness.decodes[1]._streams.values())).put_nowait(b"\xc1")
+    await until(lambda: harness.fleet.worker_ids == set())
+    harness.fleet.join(harness.decodes[0])
+    await until(lambda: len(harness.fleet.workers) == 1)
+
+
+async def test_sessions_grow(make: Make) -> None:
+    harness = await make(0, 1).start()
+    first = harness.fleet.workers[0].session
+    harness.fleet.leave("d0")
+    await until(lambda: not harness.fleet.worker_ids)
+    harness.fleet.join(harness.decodes[0])
+    await until(lambda: len(harness.fleet.workers) == 1)
+    assert harness.fleet.workers[0].session > first
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+
+
+async def test_leaving_lets_streams_finish_and_takes_nothing_new(make: Make) -> None:
+    harness = await make(0, 2).start()
+    for decode in harness.decodes:
+        decode.step_s = 0.02
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await asyncio.sleep(0.05)
+    busy = next(worker for worker in harness.decodes if worker.submits())
+    harness.fleet.leave(busy.worker_id)
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    harness.check(await task, PROMPT, sampling())
+    assert len(busy.submits()) == 1
+    await until(lambda: busy.worker_id not in harness.fleet.worker_ids)
+
+
+async def test_a_prefill_worker_drains_with_its_tickets(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].step_s = 0.1
+    task = asyncio.create_task(harness.collect(PROMPT, sampling(max_tokens=3)))
+    await until(lambda: harness.prefills[0].tickets)
+    harness.fleet.leave("p0")
+    await asyncio.sleep(0.02)
+    assert "p0" in harness.fleet.worker_ids
+    harness.check(await task, PROMPT, sampling(max_tokens=3))
+    await until(lambda: "p0" not in harness.fleet.worker_ids)
+    assert harness.world.held() == 0
+
+
+async def test_closing_the_fleet_cancels_what_runs(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].step_s = 0.05
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: harness.decodes[0].held())
+    task.cancel()
+    await asyncio.wait({task})
+    await harness.fleet.close()
+    assert harness.world.held() == 0 and harness.fleet.workers == []
+
+
+class RawLink:
+    """A link whose stream is what the test says."""
+
+    worker_id = "raw"
+
+    def __init__(self, *batches: bytes) -> None:
+        self._batches = batches
+
+    async def send(self, command: object) -> None: ...
+
+    async def events(self, router_id: str, session: int) -> AsyncIterator[bytes]:
+        for batch in self._batches:
+            yield batch
+
+
+async def test_a_stream_without_hello_is_refused() -> None:
+    fleet = Fleet()
+    fleet.join(RawLink(encode(EventBatch(worker_id="raw", incarnation=1, events=()))))
+    await until(lambda: not fleet.worker_ids)
+    assert fleet.workers == []
+    await fleet.close()
+
+
+async def test_choosing_filters_scores_and_takes_turns(make: Make) -> None:
+    harness = await make(2, 3).start()
+    chooser = Chooser(split_min_tokens=8)
+    workers = {worker.worker_id: worker for worker in harness.fleet.workers}
+
+    def choose(**change: object) -> tuple[str | None, str]:
+        plan = chooser.choose(workers.values(), Demand(**({"num_prompt_tokens": 20, "num_tokens": 30} | change)))
+        return plan.prefill.worker_id if plan.prefill else None, plan.decode.worker_id
+
+    assert {choose() for _ in range(6)} == {(p, d) for p in ("p0", "p1") for d in ("d0", "d1", "d2")}
+    workers["d0"].outstanding_tokens = workers["d2"].outstanding_tokens = 5
+    workers["p1"].outstanding_tokens = 1
+    assert {choose() for _ in range(3)} == {("p0", "d1")}
+    assert {choose(excluded=frozenset({"p0", "d1"}))[0] for _ in range(3)} == {"p1"}
+    assert choose(num_prompt_tokens=7) == (None, "d1") and choose(resumed=True) == (None, "d1")
+    workers["d1"].peers.clear()
+    assert choose()[1] in ("d0", "d2")
+    assert choose(excluded=frozenset({"d0", "d2"})) == (None, "d1")
+    for bad in ({"num_tokens": 257}, {"fingerprint": "other"}, {"excluded": frozenset({"d0", "d1", "d2"})}):
+        with pytest.raises(NoWorker):
+            choose(**bad)
+
+
+def test_the_router_room_imports_no_torch_and_no_ray() -> None:
+    modules = [f"pdserve.router.{file.stem}" for file in Path("pdserve/router").glob("*.py")]
+    assert len(modules) >= 14
+    code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n"
+    code += "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
