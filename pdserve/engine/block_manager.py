@@ -36,7 +36,7 @@ class BlockHasher:
 
     def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
         """Append the digests of the full blocks of `tokens` that `hashes` does not hold yet. salt separates tenants."""
-        parent = hashes[-1] if hashes else blake2b(salt.encode(), digest_size=16, key=self._key).digest()
+        parent = hashes[-1] if hashes else self._root(salt)
         for index in range(len(hashes), len(tokens) // self.block_size):
             block = np.asarray(tokens[index * self.block_size : (index + 1) * self.block_size], dtype="<i4")
             parent = blake2b(parent + block.tobytes(), digest_size=16, key=self._key).digest()
@@ -45,7 +45,12 @@ class BlockHasher:
     def content(self, tokens: Sequence[int], salt: str) -> bytes:
         """Digest of all of `tokens` with salt and model: what a hand-off ticket's rows hold."""
         ids = np.asarray(tokens, dtype="<i4").tobytes()
-        return blake2b(salt.encode() + b"\0" + ids, digest_size=16, key=self._key, person=b"content").digest()
+        return blake2b(self._root(salt) + ids, digest_size=16, key=self._key, person=b"content").digest()
+
+    def _root(self, salt: str) -> bytes:
+        """The parent of a first block. Personalised: else a salt that spells out another tenant's (parent, block) would
+        give that block's digest."""
+        return blake2b(salt.encode(), digest_size=16, key=self._key, person=b"salt").digest()
 
 
 class BlockManager:
@@ -57,7 +62,7 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.generations = np.zeros(num_blocks, dtype=np.int64)
-        self._refs = np.zeros(num_blocks, dtype=np.int32)
+        self._refs = [0] * num_blocks  # a list: single elements of an array are several times slower
         self._blank = np.ones(num_blocks, dtype=bool)
         self._blank[NULL_BLOCK] = False
         self._num_blank = num_blocks - 1
@@ -85,7 +90,11 @@ class BlockManager:
         return self.num_usable - self.num_free - self.num_quarantined
 
     def is_shared(self, block: int) -> bool:
-        return bool(self._refs[block] > 1)
+        return self._refs[block] > 1
+
+    def num_free_among(self, blocks: Iterable[int]) -> int:
+        """How many of these owned or cached blocks count as free: acquiring them leaves so many fewer."""
+        return sum(self._refs[block] == 0 for block in blocks)
 
     # --- prefix cache ---
 
@@ -122,6 +131,8 @@ class BlockManager:
 
         Raises OutOfBlocks (and takes nothing) when fewer are free. Evicts cached blocks, least recently used first.
         """
+        if count == 0:
+            return []
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
         while self._num_blank < count:
@@ -130,8 +141,9 @@ class BlockManager:
         taken = np.asarray(blocks, dtype=np.int64)
         self._blank[taken] = False
         self._num_blank -= count
-        self._refs[taken] = 1
         self.generations[taken] += 1
+        for block in blocks:
+            self._refs[block] = 1
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -164,8 +176,8 @@ class BlockManager:
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
         """AssertionError unless reference counts equal the given owners' block lists and every block has one state."""
         counts = Counter(block for blocks in owners for block in blocks)
-        owned = {int(b) for b in np.flatnonzero(self._refs)}
-        assert {b: int(self._refs[b]) for b in owned} == dict(counts), "reference counts differ from the owners"
+        owned = {block for block, refs in enumerate(self._refs) if refs}
+        assert {b: self._refs[b] for b in owned} == dict(counts), "reference counts differ from the owners"
         blank = {int(b) for b in np.flatnonzero(self._blank)}
         states = [owned, blank, set(self._lru), set(self._quarantined), {NULL_BLOCK}]
         assert sum(map(len, states)) == self.num_blocks, "a block has two states or none"
@@ -186,8 +198,6 @@ class BlockManager:
         self._set_blank(block)
 
     def _pick(self, count: int, after: int | None) -> list[int]:
-        if count == 0:
-            return []
         first = (after if after is not None else NULL_BLOCK) + 1
         if after is not None and first + count <= self.num_blocks and self._blank[first : first + count].all():
             return list(range(first, first + count))
@@ -198,9 +208,14 @@ class BlockManager:
     def _pick_runs(self, count: int) -> list[int]:
         """The first run of blank blocks that is long enough, else the longest runs first."""
         ids = np.flatnonzero(self._blank)
-        runs = np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1)
-        fitting = next((run for run in runs if len(run) >= count), None)
-        if fitting is not None:
-            return fitting[:count].tolist()
-        runs.sort(key=len, reverse=True)
-        return np.concatenate(runs)[:count].tolist()
+        starts = np.concatenate(([0], np.flatnonzero(np.diff(ids) != 1) + 1))
+        lengths = np.diff(np.append(starts, len(ids)))
+        fitting = int((lengths >= count).argmax())
+        if lengths[fitting] >= count:
+            return ids[starts[fitting] :][:count].tolist()
+        blocks: list[int] = []
+        for run in np.argsort(-lengths, kind="stable"):
+            blocks += ids[starts[run] :][: min(lengths[run], count - len(blocks))].tolist()
+            if len(blocks) == count:
+                break
+        return blocks

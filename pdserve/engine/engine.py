@@ -17,7 +17,7 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
 from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
-from pdserve.engine.model_runner import Fence, ModelRunner
+from pdserve.engine.model_runner import Fence, ModelRunner, StepOutput
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
 from pdserve.engine.sampler import Sampled, SampleRow, sample, token_logprobs
 from pdserve.engine.scheduler import Plan, Scheduler
@@ -27,6 +27,7 @@ from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
 
 LOGPROBS_PER_EVENT = 1024  # prompt positions in one PromptScored, so that no event outgrows a message
+SCORED_ROWS = 256  # prompt positions whose logits are held at once: a whole chunk's would fill gigabytes
 
 
 @dataclass(frozen=True)
@@ -135,7 +136,7 @@ class Engine:
                 "(max_model_len, or what the KV pool holds): shorten it"
             )
         sampling.check_vocab(vocab)
-        self._check_starts(submit)
+        self._check_starts(submit, vocab)
         limit = self.max_request_tokens - len(prompt)
         stops = frozenset(sampling.stop_token_ids)
         request = Request(
@@ -153,7 +154,7 @@ class Engine:
                 raise ValueError(f"choice {start.choice} has {len(start.forced)} forced tokens: nothing is left to do")
         return request
 
-    def _check_starts(self, submit: Submit) -> None:
+    def _check_starts(self, submit: Submit, vocab: int) -> None:
         choices = [start.choice for start in submit.starts]
         if not choices or len(set(choices)) != len(choices):
             raise ValueError("starts must name at least one choice, each once")
@@ -161,6 +162,10 @@ class Engine:
             raise ValueError(f"n is {len(choices)}, but a step runs at most {self.config.max_num_seqs} sequences")
         if submit.phase == "prefill" and any(start.forced for start in submit.starts):
             raise ValueError('phase "prefill" takes no forced tokens: use "full" or "decode"')
+        if submit.ticket is not None and not all(start.forced for start in submit.starts):
+            raise ValueError("starts need forced tokens beside a ticket: the prompt's last logits are not handed over")
+        if any(not 0 <= token < vocab for start in submit.starts for token in start.forced):
+            raise ValueError(f"starts hold a forced token id outside 0..{vocab - 1}")
 
     def add(self, request: Request, starts: Iterable[Start]) -> None:
         """Queue a request that computes its prompt here. Fresh choices share one computation and fork behind the
@@ -204,8 +209,7 @@ class Engine:
 
     def reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
         """Blocks for the prompt's rows, cached ones first; None when too few are free now."""
-        probe = Sequence(request, 0, list(request.prompt_token_ids), 0)
-        cached = self.blocks.match(probe.hashes(self.hasher))
+        cached = self.blocks.match(request.prompt_hashes(self.hasher))
         self.blocks.acquire(cached)
         missing = self.layout.num_blocks_for(request.num_prompt_tokens) - len(cached)
         try:
@@ -218,7 +222,7 @@ class Engine:
     def join(self, reservation: Reservation) -> None:
         """All rows of the reservation are in place: its choices go on behind their forced tokens."""
         request = reservation.request
-        request.prompt_reported = True
+        request.prompt_reported = request.prefix_looked_up = True
         request.cached_tokens = reservation.num_cached * self.config.block_size
         self._register(request)
         rows = request.num_prompt_tokens
@@ -248,39 +252,29 @@ class Engine:
         plan = self.scheduler.schedule()
         if not plan:
             return StepResult()
-        wanted = {seq: self._wanted_positions(seq, count) for seq, count in plan.num_tokens.items()}
-        logits, fence = self.runner.execute(plan, wanted)
-        result = StepResult(fence=fence, num_rows=sum(plan.num_tokens.values()))
-        self._score_prompts(logits, wanted)
-        finishing = self._advance(plan)
-        last_row = dict(zip(wanted, itertools.accumulate(len(w) for w in wanted.values()), strict=True))
-        self._sample(logits, {seq: last_row[seq] - 1 for seq in finishing}, result)
+        computed = self.runner.execute(plan)
+        result = StepResult(fence=computed.fence, num_rows=sum(plan.num_tokens.values()))
+        self._score_prompts(plan, computed)
+        sampling = self._advance(plan)
+        self._sample(computed, {seq: computed.first_row[seq] + plan.num_tokens[seq] - 1 for seq in sampling}, result)
         self.stats.num_steps += 1
         return result
 
-    def _wanted_positions(self, seq: Sequence, count: int) -> range:
-        """Positions of this chunk whose logits are needed: the last one when it samples, the prompt's when they are
-        scored.
+    def _score_prompts(self, plan: Plan, computed: StepOutput) -> None:
+        """Log-probabilities of prompt tokens, each from the row before it; those that are scored already are left out
+        (after a preemption, or when another choice computed them).
         """
-        end = seq.num_computed + count
-        last = end if end == seq.num_tokens else end - 1
-        if seq.request.wants_prompt_logprobs:
-            return range(seq.num_computed, min(end, max(last, seq.request.num_prompt_tokens - 1)))
-        return range(end - 1, last)
-
-    def _score_prompts(self, logits: Tensor, wanted: dict[Sequence, range]) -> None:
-        """Log-probabilities of prompt tokens, each from the row before it."""
-        row = 0
-        for seq, positions in wanted.items():
+        for seq, count in plan.num_tokens.items():
             request = seq.request
             if request.wants_prompt_logprobs:
-                scored = [p for p in positions if len(request.prompt_logprobs) <= p + 1 < request.num_prompt_tokens]
-                targets = [request.prompt_token_ids[p + 1] for p in scored]
-                first = row + (scored[0] - positions[0] if scored else 0)
-                count = request.sampling.prompt_logprobs
-                block = logits[first : first + len(scored)]
-                request.prompt_logprobs += token_logprobs(block, targets, [count] * len(scored))
-            row += len(positions)
+                end = min(seq.num_computed + count, request.num_prompt_tokens - 1)
+                first_row = computed.first_row[seq] - seq.num_computed
+                for start in range(len(request.prompt_logprobs) - 1, end, SCORED_ROWS):
+                    positions = range(start, min(start + SCORED_ROWS, end))
+                    logits = self.runner.logits(computed.hidden, [first_row + p for p in positions])
+                    targets = [request.prompt_token_ids[p + 1] for p in positions]
+                    counts = [request.sampling.prompt_logprobs] * len(targets)
+                    request.prompt_logprobs += token_logprobs(logits, targets, counts)
 
     def _advance(self, plan: Plan) -> list[Sequence]:
         """Count the computed rows, remember full blocks, and return the sequences that now sample."""
@@ -290,18 +284,21 @@ class Engine:
             self._commit_full_blocks(seq)
         return [seq for seq in plan.num_tokens if seq.num_uncomputed == 0]
 
-    def _sample(self, logits: Tensor, row_of: dict[Sequence, int], result: StepResult) -> None:
-        drawn = [(seq, choice) for seq in row_of for choice in (seq.choice, *seq.pending_forks)]
-        if not drawn:
+    def _sample(self, computed: StepOutput, row_of: dict[Sequence, int], result: StepResult) -> None:
+        if not row_of:
             return
-        rows = [_sample_row(seq, choice) for seq, choice in drawn]
-        index = [row_of[seq] for seq, _ in drawn]
-        if index != list(range(logits.shape[0])):
+        logits = self.runner.logits(computed.hidden, list(row_of.values()))
+        rows: list[SampleRow] = []
+        index: list[int] = []  # a sequence's row serves all choices that fork off it
+        for i, seq in enumerate(row_of):
+            rows += [_sample_row(seq, choice) for choice in (seq.choice, *seq.pending_forks)]
+            index += [i] * (1 + len(seq.pending_forks))
+        if len(index) > len(row_of):
             logits = logits[torch.tensor(index).to(self.device, non_blocking=True)]
-        tokens = dict(zip(drawn, sample(logits, rows), strict=True))
-        self.stats.generation_tokens += len(tokens)
+        sampled = iter(sample(logits, rows))
+        self.stats.generation_tokens += len(rows)
         for seq in row_of:
-            self._accept(seq, [tokens[seq, choice] for choice in (seq.choice, *seq.pending_forks)], result)
+            self._accept(seq, list(itertools.islice(sampled, 1 + len(seq.pending_forks))), result)
 
     def _accept(self, seq: Sequence, sampled: list[Sampled], result: StepResult) -> None:
         """Append the sampled tokens of a sequence and of the choices that fork off it here; emit their events."""
@@ -379,10 +376,11 @@ class Engine:
     def _register(self, request: Request) -> None:
         assert request.key not in self._requests, f"{request.key} was submitted twice"
         self._requests[request.key] = request
+        request.arrival = next(self._arrivals)
 
     def _sequence(self, request: Request, start: Start) -> Sequence:
         tokens = [*request.prompt_token_ids, *start.forced]
-        seq = Sequence(request, start.choice, tokens, next(self._arrivals))
+        seq = Sequence(request, start.choice, tokens)
         request.sequences.append(seq)
         return seq
 
@@ -416,8 +414,7 @@ class Engine:
 
 def _sample_row(seq: Sequence, choice: int) -> SampleRow:
     request = seq.request
-    output = seq.token_ids[request.num_prompt_tokens :]
-    return SampleRow(request.sampling, choice, request.prompt_token_ids, output, request.stop_token_ids)
+    return SampleRow(request.sampling, choice, seq.token_ids, request.num_prompt_tokens, request.stop_token_ids)
 
 
 def _device(name: str) -> torch.device:

@@ -34,6 +34,7 @@ def num_blocks_for(config: EngineConfig, layout: KVLayout, device: torch.device,
     if count < 2:
         raise ValueError(
             f"{budget >> 20} MiB are left for the KV pool, but one block of {layout.block_size} tokens takes "
-            f"{layout.block_bytes >> 10} KiB: raise kv_memory_bytes or kv_memory_fraction, or lower max_num_batched_tokens"
+            f"{layout.block_bytes >> 10} KiB: raise kv_memory_bytes or kv_memory_fraction, or lower "
+            "max_num_batched_tokens"
         )
     return count

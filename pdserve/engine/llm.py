@@ -7,8 +7,10 @@ Re-exports SamplingParams, the one name users need besides LLM.
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypedDict
 
+import msgspec
 from tqdm import tqdm
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
@@ -132,11 +134,12 @@ class LLM:
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * len(batch)
-        if len(params) != len(batch):
-            raise ValueError(
-                f"sampling_params has {len(params)} entries for {len(batch)} prompts: give one, or one each"
-            )
-        return list(params)
+        each = list(params)
+        if not all(isinstance(p, SamplingParams) for p in each):
+            raise ValueError("sampling_params must be a SamplingParams, or a list of them, one a prompt")
+        if len(each) != len(batch):
+            raise ValueError(f"sampling_params has {len(each)} entries for {len(batch)} prompts: give one, or one each")
+        return each
 
     def _make_run(self, prompt: Prompt, params: SamplingParams) -> "_Run":
         text, ids = self._tokenise(prompt)
@@ -149,27 +152,29 @@ class LLM:
             key=RequestKey("llm", 0, name),
             phase="full",
             prompt_token_ids=tuple(ids),
-            sampling=_with_seed(params, seed),
+            sampling=msgspec.structs.replace(params, seed=seed),
             starts=tuple(Start(choice) for choice in range(params.n)),
         )
         outputs = [CompletionOutput(choice) for choice in range(params.n)]
-        output = RequestOutput(name, text, list(ids), outputs)
+        output = RequestOutput(name, text, ids, outputs)
         return _Run(self.engine.make_request(submit), submit.starts, output, self.tokenizer)
 
-    def _tokenise(self, prompt: Prompt) -> tuple[str | None, Sequence[int]]:
+    def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
-            return None, prompt["prompt_token_ids"]
+            if set(prompt) != {"prompt_token_ids"}:
+                raise ValueError(f"a prompt's dict must hold prompt_token_ids alone, not {sorted(prompt)}")
+            return None, _token_ids(prompt["prompt_token_ids"])
         if not isinstance(prompt, str):
-            return None, prompt
+            return None, _token_ids(prompt)
         if self.tokenizer is None:
             raise ValueError("a text prompt needs a tokenizer: give token ids, or create LLM with a tokenizer")
         return prompt, self.tokenizer.encode(prompt)
 
     def _run(self, runs: list["_Run"], use_tqdm: bool) -> None:
         live = {run.request.key: run for run in runs}
-        for run in runs:
-            self.engine.add(run.request, run.starts)
         try:
+            for run in runs:
+                self.engine.add(run.request, run.starts)
             with tqdm(total=len(runs), desc="generating", unit="request", disable=not use_tqdm) as progress:
                 while live:
                     for key, event in self.engine.step().events:
@@ -226,7 +231,8 @@ class _Run:
     def _take_delta(self, delta: Delta, choice: CompletionOutput) -> int | None:
         choice.token_ids += delta.token_ids
         if delta.logprobs is not None:
-            choice.logprobs = [*(choice.logprobs or []), *delta.logprobs]
+            choice.logprobs = choice.logprobs or []
+            choice.logprobs += delta.logprobs
         choice.finish_reason = delta.finish_reason
         choice.stop_reason = delta.stop_reason
         stop = self._add_text(delta, choice) if self._texts else None
@@ -236,13 +242,13 @@ class _Run:
         return choice.index if stop is not None and delta.finish_reason is None else None
 
     def _add_text(self, delta: Delta, choice: CompletionOutput) -> str | None:
-        """Append the certain text; returns the stop string that matched. Stops count only from min_tokens on."""
+        """Append the certain text; returns the stop string that matched. Stops count only behind min_tokens tokens."""
         detokenizer, matcher = self._texts[choice.index]
-        hidden = delta.stop_reason is not None and self._skip_stop_token
+        hidden = delta.finish_reason == "stop" and self._skip_stop_token
         text = detokenizer.push(delta.token_ids[:-1] if hidden else delta.token_ids)
         if delta.finish_reason is not None:
             text += detokenizer.flush()
-        if len(choice.token_ids) <= self.request.sampling.min_tokens and delta.finish_reason is None:
+        if len(choice.token_ids) <= self.request.sampling.min_tokens:
             choice.text += text
             return None
         emitted, stop = matcher.push(text)
@@ -252,16 +258,18 @@ class _Run:
         return stop
 
 
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    values = {name: getattr(params, name) for name in params.__struct_fields__}
-    return SamplingParams(**{**values, "seed": seed})
-
-
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or many: text, token ids, or a dict with prompt_token_ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]  # type: ignore[list-item]
-    items: Iterable[Any] = list(prompts)
-    if all(isinstance(item, int) for item in items) and items:
-        return [items]  # type: ignore[list-item]
-    return list(items)
+    items: list[Any] = list(prompts)
+    return [items] if items and isinstance(items[0], Integral) else items
+
+
+def _token_ids(ids: Any) -> list[int]:
+    """Plain integers from a list, tuple or array of them."""
+    if isinstance(ids, Iterable):
+        items = list(ids)
+        if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
+            return [int(item) for item in items]
+    raise ValueError(f"prompt must be text, a list of token ids or {{'prompt_token_ids': [...]}}, not {ids!r:.80}")

@@ -1,12 +1,10 @@
-"""Runs the model over one step's plan and returns the logits that are needed. The only part of the engine that holds
-tensors.
+"""Runs the model over one step's plan, and gives the logits of the rows that are asked for. The only part of the engine
+that holds tensors.
 
 Rows are padded to a multiple of 16 (they write to the null block): the CPU's float32 matrix products give every row the
 same bits for any such number of rows, which makes the CPU path batch-invariant. Called by the engine.
 """
 
-from collections.abc import Mapping
-from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,6 +30,15 @@ class Fence:
         return self.event is None or self.event.query()
 
 
+@dataclass(frozen=True)
+class StepOutput:
+    """hidden: `[rows, hidden]` of the whole step; first_row: where each sequence's rows begin."""
+
+    hidden: Tensor
+    first_row: dict[Sequence, int]
+    fence: Fence
+
+
 class ModelRunner:
     """One rank's model and pool."""
 
@@ -44,12 +51,8 @@ class ModelRunner:
         self.device = device
 
     @torch.inference_mode()
-    def execute(self, plan: Plan, logits_rows: Mapping[Sequence, SequenceOf[int]]) -> tuple[Tensor, Fence]:
-        """Compute the plan's rows and the logits of the asked ones.
-
-        logits_rows: per sequence, positions (within the planned chunk, absolute) whose logits are wanted. Returns
-        float32 `[sum of positions, vocab]` in the dict's order, and the step's fence.
-        """
+    def execute(self, plan: Plan) -> StepOutput:
+        """Compute the plan's rows."""
         self._copy_blocks(plan.copies)
         order = sorted(plan.num_tokens, key=lambda seq: plan.num_tokens[seq] > 1)  # decodes first; stable
         counts = [plan.num_tokens[seq] for seq in order]
@@ -57,11 +60,11 @@ class ModelRunner:
         attend = PagedAttention(self.pool, self.ops, self.scale, batch)
         hidden = self.model.forward(ids, positions, attend)
         first_row = dict(zip(order, np.cumsum([0, *counts[:-1]]).tolist(), strict=True))
-        rows = [first_row[s] + p - s.num_computed for s, wanted in logits_rows.items() for p in wanted]
-        logits = self._logits(hidden, rows)
-        return logits, self._fence()
+        return StepOutput(hidden, first_row, self._fence())
 
-    def _logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        """Float32 `[len(rows), vocab]` of these rows of a step's hidden."""
         padded = rows + [0] * (-len(rows) % ROW_MULTIPLE)
         index = torch.tensor(padded, dtype=torch.long).to(self.device, non_blocking=True)
         return self.model.logits(hidden[index])[: len(rows)]

@@ -54,17 +54,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        msgspec.structs.force_setattr(self, "stop", stop)
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(self.stop_token_ids or ()))
         _check_integers(self)
         _check_numbers(self)
-        if not all(isinstance(s, str) and s for s in self.stop):
-            raise ValueError("stop must be a non-empty string or a list of non-empty strings")
-        if not all(_is_int(t) and t >= 0 for t in self.stop_token_ids):
-            raise ValueError("stop_token_ids must be a list of token ids >= 0")
+        _check_booleans(self)
+        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
+        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
+        if not _is_list(stop) or not all(isinstance(s, str) and s for s in stop):
+            raise ValueError(f"stop must be a non-empty string or a list of non-empty strings, not {self.stop!r}")
+        if not _is_list(stop_token_ids) or not all(_is_int(t) and t >= 0 for t in stop_token_ids):
+            raise ValueError(f"stop_token_ids must be a list of token ids >= 0, not {stop_token_ids!r}")
+        msgspec.structs.force_setattr(self, "stop", tuple(stop))
+        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(stop_token_ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
+            raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
         for token, bias in (self.logit_bias or {}).items():
             if not _is_int(token) or token < 0 or not _is_number(bias) or not -100 <= bias <= 100:
                 raise ValueError(
@@ -89,6 +93,10 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes))
 
 
 # name -> (lowest, highest, None allowed)
@@ -129,6 +137,12 @@ def _check_numbers(params: SamplingParams) -> None:
             raise ValueError(f"{name} must be a number in {'[' if closed else '('}{low:g}, {high:g}], not {value!r}")
 
 
+def _check_booleans(params: SamplingParams) -> None:
+    for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+        if not isinstance(getattr(params, name), bool):
+            raise ValueError(f"{name} must be true or false, not {getattr(params, name)!r}")
+
+
 PROTOCOL_VERSION = 1
 
 
@@ -144,7 +158,7 @@ class RequestKey(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankPool(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's registered memory. heads: global KV head ids stored there, in order. memory: NIXL's "DRAM" or "VRAM"."""
+    """One rank's registered memory. heads: global KV head ids there, in order. memory: NIXL's "DRAM" or "VRAM"."""
 
     agent_name: str
     agent_metadata: bytes
@@ -244,7 +258,7 @@ class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
 
 
 class RouterLost(msgspec.Struct, frozen=True, kw_only=True, tag="router_lost"):
-    """The event stream (router_id, session) ended: every request it owns is aborted, later Submits of it are dropped."""
+    """The event stream (router_id, session) ended: all requests it owns are aborted, its later Submits are dropped."""
 
     router_id: str
     session: int
@@ -322,7 +336,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """How D came by the prompt's KV. source: "p2p", "cache" (all of it cached here) or "recompute" (reason says why)."""
+    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here) or "recompute" (reason says why)."""
 
     request_id: str
     attempt: int
@@ -411,12 +425,12 @@ def encode(message: Command | EventBatch) -> bytes:
 
 
 def decode_command(data: bytes) -> Command:
-    """Raises msgspec.ValidationError on anything that is not a well-formed command."""
+    """Raises msgspec.DecodeError on anything that is not a well-formed command."""
     return _command_decoder.decode(data)
 
 
 def decode_batch(data: bytes) -> EventBatch:
-    """Raises msgspec.ValidationError on anything that is not a well-formed batch."""
+    """Raises msgspec.DecodeError on anything that is not a well-formed batch."""
     return _batch_decoder.decode(data)
 
 

@@ -20,17 +20,19 @@ NEG_INF = float("-inf")
 class SampleRow:
     """What sampling needs to know of one choice: its settings and tokens so far. Stop tokens are masked before
     min_tokens.
+
+    token_ids: prompt and output; not copied, since a step must not cost more the longer its sequences are.
     """
 
     sampling: SamplingParams
     choice: int
-    prompt_token_ids: tuple[int, ...]
-    output_token_ids: list[int]
+    token_ids: list[int]
+    num_prompt_tokens: int
     stop_token_ids: frozenset[int]
 
     @property
     def position(self) -> int:
-        return len(self.output_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def changes_logits(self) -> bool:
@@ -51,7 +53,7 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
-    """One token a row from float32 `logits` `[len(rows), vocab]`; log-probabilities are of the unchanged distribution."""
+    """One token a row from float32 `logits` `[rows, vocab]`; log-probabilities are of the unchanged distribution."""
     adjusted = _adjust(logits, rows)
     greedy = adjusted.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
@@ -107,11 +109,11 @@ def _adjust_row(logits: Tensor, row: SampleRow) -> None:
     if row.position < s.min_tokens and row.stop_token_ids:
         logits[ids(list(row.stop_token_ids))] = NEG_INF
     if s.repetition_penalty != 1.0:
-        seen = ids(list(set(row.prompt_token_ids).union(row.output_token_ids)))
+        seen = ids(list(set(row.token_ids)))
         values = logits[seen]
         logits[seen] = torch.where(values > 0, values / s.repetition_penalty, values * s.repetition_penalty)
-    if (s.frequency_penalty or s.presence_penalty) and row.output_token_ids:
-        counts = Counter(row.output_token_ids)
+    if (s.frequency_penalty or s.presence_penalty) and row.position:
+        counts = Counter(row.token_ids[row.num_prompt_tokens :])
         amounts = torch.tensor(list(counts.values()), dtype=torch.float32, device=logits.device)
         logits[ids(list(counts))] -= s.frequency_penalty * amounts + s.presence_penalty
 
@@ -141,7 +143,7 @@ def _filter(logits: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _top_k_top_p(logits: Tensor, params: list[SamplingParams], vocab: int) -> Tensor:
-    """Keeps the top_k likeliest, of them the smallest set whose probability reaches top_p (always at least one token)."""
+    """Keeps the top_k likeliest, of them the smallest set whose probability reaches top_p (at least one token)."""
     device = logits.device
     top_k = torch.tensor([p.top_k if 0 < p.top_k < vocab else vocab for p in params], device=device)
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float32, device=device)

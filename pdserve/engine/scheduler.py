@@ -106,7 +106,7 @@ class Scheduler:
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             width = 1 + len(seq.pending_forks)
-            if width > slots or not self._match_prefix(seq):
+            if width > slots or not self._fits(seq):
                 return
             count = min(seq.num_uncomputed, budget)
             self._provide(seq, count, plan)
@@ -117,32 +117,36 @@ class Scheduler:
             budget -= count
             slots -= width
 
-    def _match_prefix(self, seq: Sequence) -> bool:
-        """Give a sequence without blocks its cached prefix; False (and nothing taken) unless all its tokens fit now."""
-        fresh = not seq.block_table
-        if fresh and not seq.request.wants_prompt_logprobs:
-            # the last token is always computed: its logits are needed
-            limit = (seq.num_tokens - 1) // self.hasher.block_size
-            self._take_prefix(seq, self.blocks.match(seq.hashes(self.hasher)[:limit]))
-        needed = self._num_missing(seq, seq.num_tokens) + self._writes_shared_block(seq)
-        if needed > self.blocks.num_free:
-            if fresh:
-                self._drop_blocks(seq)
+    def _fits(self, seq: Sequence) -> bool:
+        """Whether all tokens of a waiting sequence fit now; one without blocks is then given its cached prefix."""
+        cached = [] if seq.block_table else self._cached_prefix(seq)
+        missing = self._num_missing(seq, seq.num_tokens) - len(cached) + self._writes_shared_block(seq)
+        if missing + self.blocks.num_free_among(cached) > self.blocks.num_free:
             return False
-        if fresh and not seq.request.prompt_reported:
-            seq.request.cached_tokens = seq.num_computed
-            self.prefix_queries += seq.num_tokens
-            self.prefix_hits += seq.num_computed
+        if not seq.block_table:
+            self._take_prefix(seq, cached)
         return True
+
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
+        if seq.request.wants_prompt_logprobs:
+            return []
+        limit = (seq.num_tokens - 1) // self.hasher.block_size  # the last token is always computed, for its logits
+        return self.blocks.match(seq.hashes(self.hasher)[:limit])
 
     def _take_prefix(self, seq: Sequence, cached: list[int]) -> None:
         self.blocks.acquire(cached)
         seq.block_table = cached
         seq.num_committed = len(cached)
         seq.num_computed = len(cached) * self.hasher.block_size
+        request = seq.request
+        if not request.prefix_looked_up:  # after a preemption it would find what it computed itself
+            request.prefix_looked_up = True
+            request.cached_tokens = seq.num_computed
+            self.prefix_queries += seq.num_tokens
+            self.prefix_hits += seq.num_computed
 
     def _provide(self, seq: Sequence, count: int, plan: Plan) -> None:
-        """Blocks for the next `count` rows of `seq`, its own copy of a shared partial block first; raises OutOfBlocks."""
+        """Blocks for the next `count` rows of `seq`, its own copy of a shared partial block first; or OutOfBlocks."""
         missing = self._num_missing(seq, seq.num_computed + count)
         shared = self._writes_shared_block(seq)
         if missing + shared > self.blocks.num_free:
@@ -154,8 +158,9 @@ class Scheduler:
             self.blocks.release([source])
             seq.block_table[index] = target
             plan.copies.append((source, target))
-        after = seq.block_table[-1] if seq.block_table else None
-        seq.block_table += self.blocks.allocate(missing, after)
+        if missing:
+            after = seq.block_table[-1] if seq.block_table else None
+            seq.block_table += self.blocks.allocate(missing, after)
 
     def _num_missing(self, seq: Sequence, num_rows: int) -> int:
         return max(0, -(-num_rows // self.hasher.block_size) - len(seq.block_table))
@@ -172,7 +177,7 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _break_hold_and_wait(self) -> None:
-        """Nothing runs and the first in line does not fit: the last waiting owner of imported blocks gives them back."""
+        """Nothing runs and the first in line does not fit: the last waiting owner of imported blocks loses them."""
         owners = [s for s in self.waiting[1:] if s.block_table]
         if owners:
             seq = owners[-1]

@@ -20,7 +20,7 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. prefill_only: sample the first tokens, then keep the prompt's blocks for a hand-off."""
+    """One attempt at one request. prefill_only: sample the first tokens, then hold the prompt for a hand-off."""
 
     key: RequestKey
     prompt_token_ids: tuple[int, ...]
@@ -30,10 +30,13 @@ class Request:
     prefill_only: bool = False
     priority: int = 0
     cache_salt: str = ""
+    arrival: int = 0
     prompt_reported: bool = False
+    prefix_looked_up: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     sequences: list["Sequence"] = field(default_factory=list)
+    _prompt_hashes: list[bytes] = field(default_factory=list)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -42,6 +45,11 @@ class Request:
     @property
     def wants_prompt_logprobs(self) -> bool:
         return self.sampling.prompt_logprobs is not None and not self.prompt_reported
+
+    def prompt_hashes(self, hasher: BlockHasher) -> list[bytes]:
+        """Digests of the prompt's full blocks, computed once for all choices and all attempts to find blocks."""
+        hasher.extend(self._prompt_hashes, self.prompt_token_ids, self.cache_salt)
+        return self._prompt_hashes
 
 
 @dataclass(eq=False)
@@ -55,7 +63,6 @@ class Sequence:
     request: Request
     choice: int
     token_ids: list[int]
-    arrival: int
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     num_committed: int = 0
@@ -76,12 +83,14 @@ class Sequence:
         return len(self.token_ids) - self.num_computed
 
     @property
-    def order(self) -> tuple[int, int]:
-        """Scheduling order: priority first, then arrival."""
-        return self.request.priority, self.arrival
+    def order(self) -> tuple[int, int, int]:
+        """Scheduling order: priority first, then the request's arrival; its choices stand together."""
+        return self.request.priority, self.request.arrival, self.choice
 
     def hashes(self, hasher: BlockHasher) -> list[bytes]:
         """Digests of the full blocks of all tokens so far; only new full blocks are hashed."""
+        if not self._hashes:
+            self._hashes = list(self.request.prompt_hashes(hasher))
         hasher.extend(self._hashes, self.token_ids, self.request.cache_salt)
         return self._hashes
 
