@@ -9,7 +9,7 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 from string import Formatter
 from typing import NamedTuple, TypeVar
 
@@ -18,35 +18,41 @@ T = TypeVar("T")
 BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
 SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SYSTEM_PROMPT = "You are a helpful assistant."
+MIN_RECALL_TOKENS = 60
 
-WORDS: dict[str, list[str]] = {
-    "name": (
-        "Mira Tom Anna Ben Clara David Ella Felix Grace Henry Iris Jack Kate Leo Maya Noah Olga Paul Rosa Sam Tara Victor "
-        "Wendy Yara Zoe Adam Bella Carl Dora Emil Fiona George Hanna Ivan Julia Karl Lena Max Nina Oscar Petra Ralf Sara "
-        "Theo Ursula Vera Walter Alice Boris Cora Daniel Eva Frank Greta Hugo Ida Jonas Klara Lucas Marta Niko Otto"
-    ).split(),
-    "color": "red blue green yellow black white brown pink gray orange purple silver".split(),
-    "container": "box bag basket drawer jar chest bucket case crate trunk".split(),
-    "item": (
-        "apples books coins keys stones shells pens cups ropes lamps stamps nails beads maps candles buttons plums nuts "
-        "eggs spoons bells cards seeds bottles pears rings"
-    ).split(),
-    "animal": "cat dog bird fox bear mouse horse cow duck frog rabbit sheep goat owl turtle wolf".split(),
-    "place": (
-        "library market school garden harbor bakery station museum castle tower farm bridge forest river park mill "
-        "theater hotel bank church cave beach village island"
-    ).split(),
-    "secret": "maple tiger ocean copper winter summer magic thunder velvet marble silent golden cherry rocket shadow lemon".split(),
-    "town_head": "Oak River Stone Wood Green Lake Spring North West Silver Ash Bright Clear Fair Glen High".split(),
-    "town_tail": "dale field ford ham ton ville bury port wick mont land stead".split(),
-    "adjective": "little happy old young brave kind quiet clever tired hungry small big".split(),
-    "mood": "happy sad proud tired glad excited calm afraid".split(),
-    "weather": "sunny rainy windy cold warm foggy snowy bright".split(),
-    "day": "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split(),
-    "time": "morning afternoon evening night".split(),
-    "food": "bread soup cake cheese rice honey milk tea fish pie".split(),
-    "hobby": "sing dance run read draw swim cook paint play climb".split(),
-}
+_WORD_TABLE = """\
+name: Mira Tom Anna Ben Clara David Ella Felix Grace Henry Iris Jack Kate Leo Maya Noah Olga Paul Rosa Sam Tara Victor
+name: Wendy Yara Zoe Adam Bella Carl Dora Emil Fiona George Hanna Ivan Julia Karl Lena Max Nina Oscar Petra Ralf Sara
+name: Theo Ursula Vera Walter Alice Boris Cora Daniel Eva Frank Greta Hugo Ida Jonas Klara Lucas Marta Niko Otto
+color: red blue green yellow black white brown pink gray orange purple silver
+container: box bag basket drawer jar chest bucket case crate trunk
+item: apples books coins keys stones shells pens cups ropes lamps stamps nails beads maps candles buttons plums nuts
+item: eggs spoons bells cards seeds bottles pears rings
+animal: cat dog bird fox bear mouse horse cow duck frog rabbit sheep goat owl turtle wolf
+place: library market school garden harbor bakery station museum castle tower farm bridge forest river park mill theater
+place: hotel bank church cave beach village island
+secret: maple tiger ocean copper winter summer magic thunder velvet marble silent golden cherry rocket shadow lemon
+town_head: Oak River Stone Wood Green Lake Spring North West Silver Ash Bright Clear Fair Glen High
+town_tail: dale field ford ham ton ville bury port wick mont land stead
+adjective: little happy old young brave kind quiet clever tired hungry small big
+mood: happy sad proud tired glad excited calm afraid
+weather: sunny rainy windy cold warm foggy snowy bright
+day: Monday Tuesday Wednesday Thursday Friday Saturday Sunday
+time: morning afternoon evening night
+food: bread soup cake cheese rice honey milk tea fish pie
+hobby: sing dance run read draw swim cook paint play climb
+"""
+
+
+def _word_lists(table: str) -> dict[str, list[str]]:
+    lists: dict[str, list[str]] = {}
+    for line in table.splitlines():
+        name, words = line.split(": ")
+        lists.setdefault(name, []).extend(words.split())
+    return lists
+
+
+WORDS = _word_lists(_WORD_TABLE)
 
 FILLER = (
     "It was a {weather} {time} and {name} walked to the {place}.",
@@ -102,12 +108,23 @@ STORY_BEATS = (
     ),
 )
 
-OPPOSITES = tuple(
-    pair.split()
-    for pair in (
-        "hot cold|big small|happy sad|old young|day night|up down|fast slow|open closed|wet dry|full empty|light dark|"
-        "left right|first last|good bad|early late|loud quiet"
-    ).split("|")
+OPPOSITES = (
+    ("hot", "cold"),
+    ("big", "small"),
+    ("happy", "sad"),
+    ("old", "young"),
+    ("day", "night"),
+    ("up", "down"),
+    ("fast", "slow"),
+    ("open", "closed"),
+    ("wet", "dry"),
+    ("full", "empty"),
+    ("light", "dark"),
+    ("left", "right"),
+    ("first", "last"),
+    ("good", "bad"),
+    ("early", "late"),
+    ("loud", "quiet"),
 )
 GREETINGS = (
     ("Hello!", "Hello! How can I help you?"),
@@ -142,7 +159,7 @@ class RecallPrompt(NamedTuple):
     kind: str
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse(template: str) -> tuple[tuple[str, str | None], ...]:
     return tuple((literal, name) for literal, name, _, _ in Formatter().parse(template))
 
@@ -164,9 +181,8 @@ def pick(rng: random.Random, options: Sequence[T]) -> T:
 
 
 def estimate_tokens(text: str) -> int:
-    """Roughly how many tokens the demo tokenizer makes of `text`: words, digits, marks and special tokens."""
-    marks = sum(map(text.count, (".", ",", "?", "!", ":", '"', "<|")))
-    return text.count(" ") + 1 + sum(map(text.count, "0123456789")) + marks + 2 * text.count("\n")
+    """Roughly how many tokens the demo tokenizer makes of `text`: exact for sentences, up to 10 % low for dialogue."""
+    return text.count(" ") + 1 + sum(map(text.count, "0123456789")) + sum(map(text.count, '.,?!:"\n'))
 
 
 # --- facts and recall ---------------------------------------------------------------------------------------------
@@ -234,10 +250,18 @@ def question_line(fact: Fact) -> str:
 
 
 def recall_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
-    """A text of about `num_tokens` tokens with 5-40 % facts among filler, and a question for any one of them."""
-    text, stated = body(rng, FactSource(rng), max(num_tokens - 24, 16), rng.uniform(0.05, 0.4))
-    fact = pick(rng, stated)
-    return RecallPrompt(text + question_line(fact), fact.answer, fact.key.split()[0])
+    """A text with 5-40 % facts among filler and a question for any one of them: up to `num_tokens` + 10 tokens in all.
+
+    Raises ValueError below MIN_RECALL_TOKENS, where no fact and question fit.
+    """
+    if num_tokens < MIN_RECALL_TOKENS:
+        raise ValueError(f"num_tokens is {num_tokens}: a recall prompt needs at least {MIN_RECALL_TOKENS}")
+    while True:
+        text, stated = body(rng, FactSource(rng), num_tokens - 24, rng.uniform(0.05, 0.4))
+        # A body that had to wait for its first fact may have grown too long.
+        if estimate_tokens(text) <= num_tokens - 8:
+            fact = pick(rng, stated)
+            return RecallPrompt(text + question_line(fact), fact.answer, fact.key.split()[0])
 
 
 def recall_document(rng: random.Random, num_tokens: int) -> str:
@@ -282,7 +306,7 @@ def recall_chat(rng: random.Random, num_tokens: int) -> str:
 
 
 def story(rng: random.Random) -> str:
-    """A story of six to nine sentences with one hero, one friend and one kind of thing."""
+    """A story of nine sentences with one hero, one friend and one kind of thing."""
     hero, friend = rng.sample(WORDS["name"], 2)
     bound = {"hero": hero, "friend": friend, "thing": pick(rng, WORDS["item"]), "spot": pick(rng, WORDS["place"])}
     return " ".join(fill(rng, pick(rng, beat), bound) for beat in STORY_BEATS)

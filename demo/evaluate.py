@@ -7,7 +7,7 @@ equivalent for greedy decoding and fast enough to run during training. Called by
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -17,7 +17,7 @@ from tqdm import tqdm
 from transformers import LlamaForCausalLM
 
 from demo.data import EOS, RecallPrompt
-from demo.recall import THRESHOLD, length_bucket, recall_prompts, shares
+from demo.recall import MAX_ANSWER_TOKENS, THRESHOLD, length_bucket, recall_prompts, shares
 
 MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 
@@ -43,23 +43,30 @@ def answers_match(
 
 
 @torch.inference_mode()
+def complete(model: LlamaForCausalLM, ids: list[int], max_new_tokens: int) -> list[int]:
+    """The greedy continuation of `ids` by transformers' `generate`, its end token included."""
+    prompt = torch.tensor([ids], device=model.device)
+    # transformers types `self` of generate as a mixin that its own model classes do not satisfy.
+    output = model.generate(  # type: ignore[misc]
+        prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=max_new_tokens, do_sample=False
+    )
+    assert isinstance(output, Tensor)  # [1, prompt + new]
+    continuation: list[int] = output[0, len(ids) :].tolist()
+    return continuation
+
+
 def generate_answers(model: LlamaForCausalLM, tokenizer: Tokenizer, prompts: Sequence[RecallPrompt]) -> list[str]:
-    """Greedy completions of at most 16 tokens by transformers' `generate`, one prompt at a time, <|eos|> removed."""
-    answers: list[str] = []
-    for p in tqdm(prompts, desc="recall", file=sys.stderr):
-        ids = torch.tensor([tokenizer.encode(p.prompt).ids], device=model.device)
-        output: Tensor = model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False
-        )  # [1, prompt + new]
-        answers.append(tokenizer.decode(output[0, ids.shape[1] :].tolist()))
-    return answers
+    """Greedy completions of at most 16 tokens, one prompt at a time, <|eos|> removed."""
+    return [
+        tokenizer.decode(complete(model, tokenizer.encode(p.prompt).ids, MAX_ANSWER_TOKENS))
+        for p in tqdm(prompts, desc="recall", file=sys.stderr)
+    ]
 
 
 def load_model(folder: Path, device: str = "cpu") -> LlamaForCausalLM:
     """The stored weights, cast up to float32 as the CPU engine serves them."""
     model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    move: Callable[[str], LlamaForCausalLM] = model.to
-    return move(device).eval()
+    return model.to(device).eval()  # type: ignore[arg-type, no-any-return]
 
 
 def main() -> int:

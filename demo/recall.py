@@ -8,22 +8,21 @@ import random
 from collections import defaultdict
 from collections.abc import Sequence
 
-from demo.data import RecallPrompt, recall_prompt
+from demo.data import MIN_RECALL_TOKENS, RecallPrompt, recall_prompt
 
 MAX_PROMPT_TOKENS = 1500
-MIN_PROMPT_TOKENS = 60
+MAX_ANSWER_TOKENS = 16
 THRESHOLD = 0.97
 
 
 def recall_prompts(seed: int, num_prompts: int, max_tokens: int = MAX_PROMPT_TOKENS) -> list[RecallPrompt]:
     """Prompts of at most `max_tokens` tokens, lengths spread evenly, in random order."""
-    if not 2 * MIN_PROMPT_TOKENS <= max_tokens <= MAX_PROMPT_TOKENS:
+    if not 2 * MIN_RECALL_TOKENS <= max_tokens <= MAX_PROMPT_TOKENS:
         raise ValueError(
-            f"max_tokens is {max_tokens}: choose {2 * MIN_PROMPT_TOKENS} to {MAX_PROMPT_TOKENS}, the range trained for"
+            f"max_tokens is {max_tokens}: choose {2 * MIN_RECALL_TOKENS} to {MAX_PROMPT_TOKENS}, the range trained for"
         )
     rng = random.Random(seed)
-    # A text may end one sentence past its target.
-    return [recall_prompt(rng, rng.randint(MIN_PROMPT_TOKENS, max_tokens - 10)) for _ in range(num_prompts)]
+    return [recall_prompt(rng, rng.randint(MIN_RECALL_TOKENS, max_tokens - 10)) for _ in range(num_prompts)]
 
 
 def shares(keys: Sequence[str], matches: Sequence[bool]) -> str:

@@ -14,15 +14,19 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from demo.data import EOS, document
+from demo.tokenizer import token_id
 
 ROW_LENGTHS = (256, 1024, 2048)
 RECALL_SHARE = {256: 0.5, 1024: 0.75, 2048: 0.8}
-FILL = 0.97
+FILL = 0.92
 
 
 @dataclass(frozen=True)
 class Shard:
-    """`rows`: uint16 [num_rows, row_length + 1] (inputs and, one to the right, their targets), each starting with <|bos|> and padded at the end with <|eos|>."""
+    """`rows`: uint16 [num_rows, row_length + 1], inputs and, one to the right, their targets.
+
+    Each starts with <|bos|> and is padded at the end with <|eos|>.
+    """
 
     row_length: int
     rows: npt.NDArray[np.uint16]
@@ -33,7 +37,7 @@ def make_shard(tokenizer: Tokenizer, seed: int, row_length: int, num_tokens: int
     rng = random.Random(seed)
     num_rows = max(1, num_tokens // row_length)
     texts = [document(rng, int(FILL * row_length), RECALL_SHARE[row_length]) for _ in range(num_rows)]
-    rows = np.full((num_rows, row_length + 1), tokenizer.token_to_id(EOS), dtype=np.uint16)
+    rows = np.full((num_rows, row_length + 1), token_id(tokenizer, EOS), dtype=np.uint16)
     for row, encoding in zip(rows, tokenizer.encode_batch_fast(texts), strict=True):
         ids = encoding.ids[: row_length + 1]
         row[: len(ids)] = ids

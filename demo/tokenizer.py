@@ -1,7 +1,7 @@
 """Trains the demo model's byte-level BPE tokenizer on generated text and writes it in Hugging Face format.
 
-Digits are tokens of their own; <|bos|> is put in front by the tokenizer (as Llama's does), and the chat template writes it
-itself, so rendered chats are encoded with `add_special_tokens=False`. Knows the text generators, not the model.
+Digits are tokens of their own; <|bos|> is put in front by the tokenizer (as Llama's does), and the chat template writes
+it itself, so rendered chats are encoded with `add_special_tokens=False`. Knows the text generators, not the model.
 Run by hand: `python -m demo.tokenizer`; the result is shipped in demo/pdserve-demo.
 """
 
@@ -17,7 +17,7 @@ from demo.data import ASSISTANT, BOS, END, EOS, SYSTEM, USER, document
 VOCAB_SIZE = 1536
 MAX_LENGTH = 2048
 SPECIAL_TOKENS = [BOS, EOS, SYSTEM, USER, ASSISTANT, END]
-# Words with their leading space, runs of other marks, and white space; digits one by one, so numbers can be copied and added.
+# Digits one by one, so that numbers can be copied and added; words with their leading space; runs of marks; spaces.
 SPLIT = r"\p{N}| ?\p{L}+|[^\s\p{L}\p{N}]+|\s"
 MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 
@@ -54,7 +54,7 @@ def train_tokenizer(seed: int = 0, num_documents: int = 12000) -> Tokenizer:
     rng = random.Random(seed)
     tokenizer.train_from_iterator((document(rng, 250, 0.5) for _ in range(num_documents)), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
+        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, token_id(tokenizer, BOS))]
     )
     return tokenizer
 
@@ -74,6 +74,14 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def token_id(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that must be in the vocabulary; ValueError if it is not."""
+    found = tokenizer.token_to_id(token)
+    if found is None:
+        raise ValueError(f"{token!r} is not one token of this tokenizer: make it anew with python -m demo.tokenizer")
+    return found
 
 
 def main() -> None:
