@@ -43,7 +43,7 @@ class _View:
         return self.flat[start : start + self.pieces.num_bytes]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Read:
     local: _View
     remote: _View
@@ -52,7 +52,7 @@ class _Read:
     done: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class LocalAgent:
     """See `agent.TransferAgent`."""
 

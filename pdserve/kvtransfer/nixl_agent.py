@@ -65,9 +65,8 @@ class NixlAgent:
         self.name = name
         self._log = process_log()
         self._bind = nixl_api.nixlBind
-        self._errors = tuple(
-            value for key, value in vars(self._bind).items() if key.startswith("nixl") and key.endswith("Error")
-        )
+        named = [value for key, value in vars(self._bind).items() if key.startswith("nixl") and key.endswith("Error")]
+        self._errors = (*named, RuntimeError)  # any other C++ exception
         self._lost = (self._bind.nixlRemoteDisconnectError, self._bind.nixlBackendError)
         self._users = 0
         self._users_lock = threading.Lock()

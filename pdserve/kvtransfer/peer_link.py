@@ -53,6 +53,7 @@ QUIET_AFTER_REMOVAL_S = 0.05
 MIN_SLEEP_S, MAX_SLEEP_S = 30e-6, 5e-3
 SLEEP_SHARE = 0.02
 GENERATION_BYTES = 8
+FAULT_PAUSE_S = 0.1
 
 LinkEvent = PullDone | PullFailed | PullSettled | PeerStatus
 
@@ -64,7 +65,7 @@ class LinkState(enum.Enum):
     DRAINING = "draining"
 
 
-@dataclass
+@dataclass(eq=False)
 class Pull:
     """One pull on its way. times: monotonic. reading: its data read has not ended. reported: its end was told
     already."""
@@ -84,7 +85,7 @@ class Pull:
         return self.ticket.block_ids[self.skip :]
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
     """A posted read. done: what to do when it ended well; nothing once the link drains."""
 
@@ -144,9 +145,9 @@ class Connection:
             self.probe_local = self._prepare(None, whole)
             theirs = Pieces(rank.pool_address, self.probe_bytes, self.probe_bytes, 1, rank.memory, rank.device_id)
             self.probe_remote = self._prepare(self.peer, theirs)
-        except TransferError:
+        except (TransferError, torch.OutOfMemoryError) as error:
             self.close()
-            raise
+            raise TransferError("error", f"connect: {error}") from error
 
     def _prepare(self, peer: str | None, pieces: Pieces) -> Any:
         prepared = self._agent.prepare(peer, pieces)
@@ -165,15 +166,22 @@ class Connection:
         return self._agent.prepare(None, here), self._agent.prepare(self.peer, there)
 
     def close(self) -> None:
-        """Every read must have ended. Each step is tried: a dead peer may make any of them fail."""
-        steps = [partial(self._agent.release_prepared, prepared) for prepared in self._prepared]
+        """Every read must have ended."""
+        steps: list[Callable[[], None]] = [
+            partial(self._agent.release_prepared, prepared) for prepared in self._prepared
+        ]
         steps.append(partial(self._agent.remove_peer, self.peer))
         steps += [partial(self._agent.deregister, registration) for registration in self._registrations]
-        for step in steps:
-            try:
-                step()
-            except TransferError as error:
-                logger.warning("while disconnecting from %s: %s", self.peer, error)
+        release_all(steps)
+
+
+def release_all(steps: list[Callable[[], None]]) -> None:
+    """Try every step: what belongs to a dead peer may refuse to go, and is then the transport's to keep."""
+    for step in steps:
+        try:
+            step()
+        except TransferError as error:
+            logger.warning("KV transfer clean-up: %s", error)
 
 
 def single_source(layout: KVLayout, meta: PoolMeta) -> HeadRange:
@@ -253,21 +261,33 @@ class PeerLink:
     # The link's thread, from here on.
 
     def _run(self) -> None:
+        if self._own.pool.is_cuda:
+            torch.cuda.set_device(self._own.pool.device)  # UCX needs the pool's context current where it is called
         while True:
-            while self._commands:
-                self._commands.popleft()()
-            self._check_flights()
-            self._check_deadlines()
-            if self._state is LinkState.DRAINING and not self._flights:
-                self._finish_drain()
+            try:
+                self._turn()
+            except Exception as error:  # a bug here must not leave pulls without an answer
+                logger.exception("KV link to %s failed", self.meta.engine_id)
+                self._lose(TransferError("error", f"internal: {error!r}"))
+                time.sleep(FAULT_PAUSE_S)
             if self._leaving and self._state is LinkState.IDLE and self._owner.retire(self):
                 return
             self._wait()
+
+    def _turn(self) -> None:
+        while self._commands:
+            self._commands.popleft()()
+        self._check_flights()
+        self._check_deadlines()
+        if self._state is LinkState.DRAINING and not self._flights:
+            self._finish_drain()
 
     def _wait(self) -> None:
         """Sleeps a share of the youngest read's age, so that waiting costs little and adds little; without reads, for
         a command."""
         if not self._flights:
+            if self._state is LinkState.DRAINING:
+                return  # a turn broke off before it finished the drain
             with self._changed:
                 while not self._commands:
                     self._changed.wait()
@@ -308,9 +328,9 @@ class PeerLink:
 
     def _end(self, flight: Flight) -> None:
         self._flights.remove(flight)
-        self._agent.release(flight.handle)
-        for prepared in flight.prepared:
-            self._agent.release_prepared(prepared)
+        steps: list[Callable[[], None]] = [partial(self._agent.release, flight.handle)]
+        steps += [partial(self._agent.release_prepared, prepared) for prepared in flight.prepared]
+        release_all(steps)
 
     # Connecting and losing.
 
@@ -435,7 +455,7 @@ class PeerLink:
         if self._verifying or not batch:
             return
         assert self._connection is not None
-        self._to_verify.clear()
+        self._to_verify = []
         first = min(min(pull.remote_blocks) for pull in batch)
         last = max(max(pull.remote_blocks) for pull in batch)
         self._connection.generations[first : last + 1] = -1

@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 
-_abandoned: list[TransferAgent] = []
-"""Agents with reads that never ended: freeing them would free memory that may still be written."""
+_abandoned: list["Receiver"] = []
+"""Closed with reads that never ended: freeing agent or pool would free memory that may still be written."""
 
 
 class Receiver:
@@ -93,7 +93,7 @@ class Receiver:
             )
         link = self._links.get((ticket.engine_id, ticket.incarnation))
         if link is None:
-            return "not-connected", f"{ticket.engine_id} incarnation {ticket.incarnation} was never connected"
+            return "not-connected", f"{ticket.engine_id} incarnation {ticket.incarnation} is not connected"
         if len(ticket.generations) != len(ticket.block_ids):
             return "error", f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} generations"
         if any(not 0 <= block < link.meta.num_blocks for block in ticket.block_ids):
@@ -131,18 +131,22 @@ class Receiver:
             link.thread.join(max(0.0, deadline - time.monotonic()))
         if any(link.thread.is_alive() for link in links):
             logger.warning("a read is still in flight at close: agent %s is kept", self._agent.name)
-            _abandoned.append(self._agent)
+            _abandoned.append(self)
         else:
             self._agent.detach()
 
     def emit(self, event: LinkEvent, transport: str) -> None:
         """Called by links from their threads."""
         with self._lock:
+            if isinstance(event, PeerStatus) and self._living.get(event.engine_id, 0) > event.incarnation:
+                return  # the end of a superseded incarnation must not look like the end of the living one
             if isinstance(event, PullDone | PullFailed):
                 self._pulling.pop(event.pull_id, None)
             self._events.append(event)
+            wake = not self._closed
         self._count(event, transport)
-        self._wake()
+        if wake:
+            self._wake()
 
     def retire(self, link: PeerLink) -> bool:
         with self._lock:

@@ -138,6 +138,7 @@ def test_peer_that_died_unnoticed_is_lost_at_the_next_pull(sink: Engine, config:
     for event in failed:
         if not event.settled:
             sink.wait_for(PullSettled, pull_id=event.pull_id)
+    source.close()
 
 
 def test_close_with_a_read_in_flight_returns_and_keeps_the_memory(config: TransferConfig) -> None:

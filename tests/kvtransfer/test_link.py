@@ -1,0 +1,142 @@
+"""A link's states at their edges, in process, where faults come on command."""
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from kvtransfer.kv_peers import Engine, LocalSource, key
+
+from pdserve.configs.schema import TransferConfig
+from pdserve.engine.protocol import PeerStatus
+from pdserve.kvtransfer import peer_link
+from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+from pdserve.kvtransfer.local import LocalAgent
+
+CONFIG = TransferConfig(connector="local")
+
+
+@pytest.fixture
+def sink() -> Iterator[Engine]:
+    engine = Engine("d", CONFIG)
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def source() -> Iterator[LocalSource]:
+    source = LocalSource("p", CONFIG)
+    yield source
+    source.close()
+
+
+def test_generations_are_read_after_the_data(sink: Engine, source: LocalSource) -> None:
+    assert sink.connect(source.meta).connected
+    source.faults.delay_s = 0.3
+    sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 5.0)
+    time.sleep(0.1)
+    source.bump(3)  # while the data is under way
+    failed = sink.wait_for(PullFailed, PullDone)
+    assert failed.reason == "stale-generation" and failed.settled
+
+
+def test_reuse_while_generations_are_on_their_way_is_caught_or_too_late_to_matter(
+    sink: Engine, source: LocalSource
+) -> None:
+    """The table is copied at the end of its read: a block reused before that is caught, though its bytes were good."""
+    assert sink.connect(source.meta).connected
+    source.faults.delay_s = 0.2
+    sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 5.0)
+    time.sleep(0.3)
+    source.bump(3)
+    assert sink.wait_for(PullFailed, PullDone).reason == "stale-generation"
+
+
+def test_deadline_while_verifying_is_settled(sink: Engine, source: LocalSource) -> None:
+    assert sink.connect(source.meta).connected
+    source.faults.delay_s = 0.3
+    sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 0.45)
+    failed = sink.wait_for(PullFailed, PullDone)
+    assert failed.reason == "deadline" and failed.settled
+    source.faults.delay_s = 0.0
+    sink.receiver.pull(2, source.publish(key("b"), [4]), [4], 0, 5.0)
+    assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=2), PullDone)
+    assert sink.receiver.poll() == []
+
+
+def test_pull_cancelled_before_the_self_test_ended_is_settled(sink: Engine, source: LocalSource) -> None:
+    ticket = source.publish(key("a"), [3])
+    source.freeze()
+    sink.receiver.connect(source.meta)
+    sink.receiver.pull(1, ticket, [3], 0, 5.0)
+    sink.receiver.cancel(1)
+    failed = sink.wait_for(PullFailed)
+    assert failed.reason == "cancelled" and failed.settled
+    source.thaw()
+    assert sink.wait_for(PeerStatus).connected
+
+
+def test_self_test_that_never_ends(sink: Engine, source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer_link, "PROBE_DEADLINE_S", 0.2)
+    ticket = source.publish(key("a"), [3])
+    source.freeze()
+    sink.receiver.connect(source.meta)
+    sink.receiver.pull(1, ticket, [3], 0, 5.0)
+    assert sink.wait_for(PullFailed).settled
+    status = sink.wait_for(PeerStatus)
+    assert not status.connected and "self-test" in status.detail
+    sink.receiver.connect(source.meta)  # waits for the read that is still out
+    sink.receiver.pull(2, ticket, [3], 0, 5.0)
+    source.thaw()
+    assert sink.wait_for(PeerStatus).connected
+    assert isinstance(sink.wait_for(PullDone, PullFailed), PullDone)
+
+
+def test_new_incarnation_supersedes_the_connected_one(sink: Engine, source: LocalSource) -> None:
+    assert sink.connect(source.meta).connected
+    old = source.publish(key("a"), [3])
+    source.freeze()
+    sink.receiver.pull(1, old, [3], 0, 5.0)
+    successor = LocalSource("p", CONFIG, incarnation=2)
+    try:
+        status = sink.connect(successor.meta)
+        assert status.connected and status.incarnation == 2
+        source.thaw()
+        sink.wait_for(PullSettled, pull_id=1)
+        sink.receiver.pull(2, successor.publish(key("b"), [3]), [4], 0, 5.0)
+        assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=2), PullDone)
+        sink.receiver.connect(source.meta)
+        time.sleep(0.1)
+        assert sink.receiver.poll() == []  # neither the old one's end nor its return is news
+    finally:
+        successor.close()
+
+
+def test_waiting_costs_no_thread_per_past_incarnation(sink: Engine) -> None:
+    for incarnation in range(1, 4):
+        source = LocalSource("q", CONFIG, incarnation=incarnation)
+        assert sink.connect(source.meta).connected
+        source.close()
+    end = time.monotonic() + 2
+    while len(sink.receiver._links) > 1 and time.monotonic() < end:  # type: ignore[attr-defined]
+        time.sleep(0.01)
+    assert list(sink.receiver._links) == [("q", 3)]  # type: ignore[attr-defined]
+
+
+def test_a_bug_in_a_transport_fails_the_pull_instead_of_hanging(
+    sink: Engine, source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert sink.connect(source.meta).connected
+
+    def broken(*arguments: object) -> bool:
+        raise KeyError("bug")
+
+    ticket = source.publish(key("a"), [3])
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalAgent, "post", broken)
+        sink.receiver.pull(1, ticket, [3], 0, 5.0)
+        failed = sink.wait_for(PullFailed)
+    assert failed.reason == "error" and not failed.settled
+    sink.wait_for(PullSettled, pull_id=1)
+    assert sink.connect(source.meta).connected
+    sink.receiver.pull(2, ticket, [3], 0, 5.0)
+    assert isinstance(sink.wait_for(PullDone, PullFailed), PullDone)
