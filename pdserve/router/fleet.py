@@ -14,7 +14,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -24,6 +24,7 @@ from pdserve.engine.protocol import (
     Command,
     Delta,
     EventBatch,
+    Failed,
     Hello,
     PeerStatus,
     RequestKey,
@@ -149,9 +150,12 @@ class Fleet:
             await worker.link.send(command)
         except WorkerLost as error:
             self._lose(worker, f"cannot be reached: {error}")
-        except Exception as error:
+        except Exception as error:  # of this command, not of the worker: one that is too large must not cost workers
             logger.exception("sending %s to worker %s failed", type(command).__name__, worker.worker_id)
-            self._lose(worker, f"cannot be sent to: {error!r}")
+            if isinstance(command, Submit):
+                kind: Literal["invalid", "internal"] = "invalid" if isinstance(error, ValueError) else "internal"
+                request_id, attempt = command.key.request_id, command.key.attempt
+                self._route(worker, Failed(request_id=request_id, attempt=attempt, kind=kind, message=str(error)))
 
     async def _read(self, link: WorkerLink) -> None:
         """The life of one stream. However it ends, the worker's legs are told."""

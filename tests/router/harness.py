@@ -50,7 +50,8 @@ class Harness:
         return httpx.AsyncClient(transport=transport, base_url="http://router", **options)
 
     def openai(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(api_key="x", base_url="http://router/v1", http_client=self.http(), max_retries=0)
+        client: Any = self.http()
+        return openai.AsyncOpenAI(api_key="x", base_url="http://router/v1", http_client=client, max_retries=0)
 
     async def collect(self, prompt: Any, sampling: SamplingParams) -> list[ChoiceResult]:
         return await asyncio.wait_for(self.service.collect([prompt], sampling), 10)

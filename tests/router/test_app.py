@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ import pytest
 from router.fake_worker import expected_tokens, logprob_of
 from router.harness import MODEL, Harness
 
-from pdserve.engine.protocol import Cancel, SamplingParams
+from pdserve.engine.protocol import Cancel, SamplingParams, Submit
 
 PROMPT = list(range(10, 30))
 Make = Callable[..., Harness]
@@ -302,11 +303,15 @@ async def test_other_error_statuses(make: Make) -> None:
     assert (await http.get("/v1/completions")).status_code == 405
 
 
+def always(kind: str, submit: Submit) -> str:
+    return kind
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_failures_before_the_first_token_have_a_status(make: Make, stream: bool) -> None:
     harness = await make(0, 1).start()
     for kind, status in (("invalid", 400), ("overloaded", 429), ("internal", 500)):
-        harness.decodes[0].fail_submit = lambda submit, kind=kind: kind
+        harness.decodes[0].fail_submit = partial(always, kind)
         answer = await harness.http().post("/v1/completions", json=GOOD | {"stream": stream})
         assert (answer.status_code, "retry-after" in answer.headers) == (status, status == 429)
     harness.decodes[0].die()

@@ -3,20 +3,22 @@
 import asyncio
 import random
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
 from router.fake_worker import FakeWorker, expected_tokens, finish_of
 from router.harness import Harness, until
 
-from pdserve.engine.protocol import Cancel, Delta, Event, Failed, SamplingParams, Submit
+from pdserve.engine.protocol import Cancel, Command, Delta, Event, Failed, SamplingParams, Submit
 from pdserve.router.errors import ApiError, RequestFailed
 
 PROMPT = tuple(range(10, 30))
 Make = Callable[..., Harness]
 
 
-def sampling(**values: object) -> SamplingParams:
+def sampling(**values: Any) -> SamplingParams:
     return SamplingParams(**({"seed": 7, "max_tokens": 12, "ignore_eos": True} | values))
 
 
@@ -151,7 +153,7 @@ async def test_decode_worker_dies_at_any_point(make: Make, point: int, n: int) -
     harness = await make(1, 2).start()
     params = sampling(n=n, max_tokens=7)
     for decode in harness.decodes:
-        decode.before_batch = lambda number, worker=decode: die_once(harness, worker, number, point)
+        decode.before_batch = partial(die_once, harness, decode, point)
     results = await harness.collect(PROMPT, params)
     harness.check(results, PROMPT, params)
     assert await harness.world.settled() == 0
@@ -163,7 +165,7 @@ async def test_decode_worker_dies_at_any_point(make: Make, point: int, n: int) -
         assert len(alive.submits()[0].starts[0].forced) == max(1, point - 1)
 
 
-def die_once(harness: Harness, worker: FakeWorker, number: int, point: int) -> None:
+def die_once(harness: Harness, worker: FakeWorker, point: int, number: int) -> None:
     if number == point and all(w.alive for w in [*harness.decodes, *harness.prefills]):
         worker.die()
 
@@ -173,11 +175,11 @@ async def test_prefill_worker_dies(make: Make, when: str) -> None:
     harness = await make(2, 1).start()
     params = sampling()
 
-    def die(number: int, worker: FakeWorker) -> None:
+    def die(worker: FakeWorker, number: int) -> None:
         if all(w.alive for w in harness.prefills):
             worker.die()
 
-    def die_after(events: list[Event], worker: FakeWorker) -> list[Event]:
+    def die_after(worker: FakeWorker, events: list[Event]) -> list[Event]:
         if all(w.alive for w in harness.prefills) and len(events) > 1:
             asyncio.get_running_loop().call_soon(worker.die)
         return events
@@ -185,11 +187,11 @@ async def test_prefill_worker_dies(make: Make, when: str) -> None:
     for prefill in harness.prefills:
         if when == "before":
             prefill.step_s = 0.02
-            prefill.before_batch = lambda number, worker=prefill: die(number, worker)
+            prefill.before_batch = partial(die, prefill)
         elif when == "at_handoff":
-            prefill.mangle = lambda events, worker=prefill: die_after(events, worker)
+            prefill.mangle = partial(die_after, prefill)
     if when == "after":
-        harness.decodes[0].before_batch = lambda number: die(number, chosen(harness)) if number == 3 else None
+        harness.decodes[0].before_batch = lambda number: die(chosen(harness), number) if number == 3 else None
     harness.check(await harness.collect(PROMPT, params), PROMPT, params)
     assert sum(worker.alive for worker in harness.prefills) == 1
     assert await harness.world.settled() == 0
@@ -378,7 +380,7 @@ async def test_cancelling_leaves_nothing_held(make: Make) -> None:
 async def test_logprobs_and_cached_tokens_survive_a_failover(make: Make) -> None:
     harness = await make(1, 2).start()
     for decode in harness.decodes:
-        decode.before_batch = lambda number, worker=decode: die_once(harness, worker, number, 4)
+        decode.before_batch = partial(die_once, harness, decode, 4)
     generation = await harness.service.admit([PROMPT], sampling(logprobs=2, prompt_logprobs=1))
     results = await generation.collect()
     assert [p.token_id for p in results[0].logprobs] == results[0].token_ids
@@ -393,7 +395,7 @@ async def test_logprobs_and_cached_tokens_survive_a_failover(make: Make) -> None
 async def test_metrics_count_what_happened(make: Make) -> None:
     harness = await make(1, 2).start()
     for decode in harness.decodes:
-        decode.before_batch = lambda number, worker=decode: die_once(harness, worker, number, 4)
+        decode.before_batch = partial(die_once, harness, decode, 4)
     await harness.collect(PROMPT, sampling())
     value = harness.service.metrics.registry.get_sample_value
     assert value("pdserve_router_requests_total", {"outcome": "ok"}) == 1
@@ -410,3 +412,23 @@ async def test_metrics_count_what_happened(make: Make) -> None:
 def test_the_fake_worker_finishes_as_the_protocol_says() -> None:
     assert finish_of(sampling(max_tokens=2), [5, 6]) == ("length", None)
     assert finish_of(sampling(stop_token_ids=[6]), [5, 6]) == ("stop", 6)
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("prompt: too large to send"), 400), (RuntimeError("odd"), 500)]
+)
+async def test_a_command_that_cannot_be_sent_costs_no_worker(make: Make, error: Exception, status: int) -> None:
+    harness = await make(0, 2).start()
+
+    def refuse(command: Command) -> float:
+        if isinstance(command, Submit):
+            raise error
+        return 0.0
+
+    for decode in harness.decodes:
+        decode.send_delay = refuse
+    with pytest.raises(ApiError) as caught:
+        await harness.collect(PROMPT, sampling())
+    assert caught.value.status == status and str(error) in caught.value.message
+    assert len(harness.fleet.workers) == 2
+    assert all(worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers)

@@ -4,9 +4,12 @@ import asyncio
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+from router.fake_worker import FakeWorker
 from router.harness import Harness, until
 
 from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, EventBatch, PeerStatus, SamplingParams, encode
@@ -17,7 +20,7 @@ Make = Callable[..., Harness]
 PROMPT = tuple(range(10, 30))
 
 
-def sampling(**values: object) -> SamplingParams:
+def sampling(**values: Any) -> SamplingParams:
     return SamplingParams(**({"seed": 7, "max_tokens": 12, "ignore_eos": True} | values))
 
 
@@ -86,10 +89,15 @@ async def test_a_failover_stays_with_the_model_that_began(make: Make) -> None:
     harness.add("d8", "decode").fingerprint = "other"
     await until(lambda: len(harness.fleet.workers) == 2)
     for worker in harness.world.workers.values():
-        worker.before_batch = lambda number, worker=worker: worker.die() if number == 3 else None
+        worker.before_batch = partial(die_at_third, worker)
     with pytest.raises(Exception, match="lost"):
         await harness.collect(PROMPT, sampling())
     assert sorted(worker.alive for worker in harness.world.workers.values()) == [False, True]
+
+
+def die_at_third(worker: FakeWorker, number: int) -> None:
+    if number == 3:
+        worker.die()
 
 
 async def test_a_silent_worker_is_lost(make: Make) -> None:
@@ -197,7 +205,7 @@ async def test_choosing_filters_scores_and_takes_turns(make: Make) -> None:
     chooser = Chooser(split_min_tokens=8)
     workers = {worker.worker_id: worker for worker in harness.fleet.workers}
 
-    def choose(**change: object) -> tuple[str | None, str]:
+    def choose(**change: Any) -> tuple[str | None, str]:
         plan = chooser.choose(workers.values(), Demand(**({"num_prompt_tokens": 20, "num_tokens": 30} | change)))
         return plan.prefill.worker_id if plan.prefill else None, plan.decode.worker_id
 
@@ -210,7 +218,12 @@ async def test_choosing_filters_scores_and_takes_turns(make: Make) -> None:
     workers["d1"].peers.clear()
     assert choose()[1] in ("d0", "d2")
     assert choose(excluded=frozenset({"d0", "d2"})) == (None, "d1")
-    for bad in ({"num_tokens": 257}, {"fingerprint": "other"}, {"excluded": frozenset({"d0", "d1", "d2"})}):
+    impossible: list[dict[str, Any]] = [
+        {"num_tokens": 257},
+        {"fingerprint": "other"},
+        {"excluded": frozenset({"d0", "d1", "d2"})},
+    ]
+    for bad in impossible:
         with pytest.raises(NoWorker):
             choose(**bad)
 

@@ -3,20 +3,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.engine.protocol import Delta, PromptScored, Start, TokenLogprob
-from pdserve.router.record import LegError, RequestRecord
+from pdserve.router.record import Accepted, LegError, RequestRecord
 
 
 def delta(attempt: int, position: int, tokens: tuple[int, ...], choice: int = 0, reason: str | None = None) -> Delta:
     return Delta("r", attempt, choice, position, tokens, reason)  # type: ignore[arg-type]
 
 
+def new(record: RequestRecord, message: Delta) -> Accepted:
+    accepted = record.accept(message)
+    assert accepted is not None
+    return accepted
+
+
 def test_the_first_token_accepted_at_a_position_stays() -> None:
     record = RequestRecord(1)
     first = record.open_leg()
-    assert record.accept(delta(first, 0, (5, 6))).token_ids == (5, 6)
+    assert new(record, delta(first, 0, (5, 6))).token_ids == (5, 6)
     assert record.accept(delta(first, 0, (5, 6))) is None
     second = record.open_leg()
-    assert record.accept(delta(second, 1, (9, 7))).token_ids == (7,)
+    assert new(record, delta(second, 1, (9, 7))).token_ids == (7,)
     assert record.choices[0].tokens == [5, 6, 7]
 
 
@@ -27,7 +33,7 @@ def test_only_live_legs_are_heard() -> None:
     record.close_leg(first)
     assert record.accept(delta(first, 1, (6,))) is None
     assert record.accept(delta(second + 1, 1, (6,))) is None
-    assert record.accept(delta(second, 1, (6,))).token_ids == (6,)
+    assert new(record, delta(second, 1, (6,))).token_ids == (6,)
     assert record.open_leg() not in (first, second)
 
 
@@ -45,10 +51,10 @@ def test_finishing() -> None:
     record = RequestRecord(2)
     leg = record.open_leg()
     record.accept(delta(leg, 0, (1, 2), choice=1))
-    assert record.accept(delta(leg, 0, (1,), reason="length")).finish_reason == "length"
+    assert new(record, delta(leg, 0, (1,), reason="length")).finish_reason == "length"
     assert record.accept(delta(leg, 1, (9,))) is None
     assert record.starts() == (Start(1, (1, 2)),) and not record.finished
-    assert record.accept(delta(leg, 2, (), choice=1, reason="stop")).token_ids == ()
+    assert new(record, delta(leg, 2, (), choice=1, reason="stop")).token_ids == ()
     assert record.finished and record.num_tokens == 3 and record.starts() == ()
 
 
@@ -65,7 +71,8 @@ def test_logprobs_follow_their_tokens() -> None:
     leg = record.open_leg()
     scored = [TokenLogprob(token, -1.0, 1) for token in (5, 6, 7)]
     record.accept(Delta("r", leg, 0, 0, (5,), None, None, (scored[0],)))
-    assert record.accept(Delta("r", leg, 0, 0, (5, 6, 7), None, None, tuple(scored))).logprobs == tuple(scored[1:])
+    again = Delta("r", leg, 0, 0, (5, 6, 7), None, None, tuple(scored))
+    assert new(record, again).logprobs == tuple(scored[1:])
     assert record.choices[0].logprobs == scored
     for wrong in (None, (scored[0], scored[1])):
         with pytest.raises(LegError, match="logprobs"):

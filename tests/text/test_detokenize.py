@@ -56,7 +56,8 @@ def test_an_incomplete_character_waits_and_then_appears_at_once() -> None:
 
 def test_words_are_not_held_back() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
-    ids = [tokenizer._backend.token_to_id(piece) for piece in ["▁hello", "▁wor", "ld"]]
+    vocabulary = sentencepiece_backend().get_vocab()
+    ids = [vocabulary[piece] for piece in ["▁hello", "▁wor", "ld"]]
     assert stream(tokenizer, ids, True) == ["hello", " wor", "ld", ""]
 
 
@@ -74,7 +75,7 @@ def test_constant_time_a_token() -> None:
 @pytest.mark.parametrize(
     "make", [lambda: decoders.BPEDecoder(), lambda: decoders.CTC(), lambda: decoders.Strip(" ", 0, 1)]
 )
-def test_decoders_that_cannot_be_streamed_are_refused(make: Callable[[], object]) -> None:
+def test_decoders_that_cannot_be_streamed_are_refused(make: Callable[[], decoders.Decoder]) -> None:
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))
     backend.decoder = make()
     with pytest.raises(ValueError, match="cannot be streamed"):

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as Backend
@@ -70,7 +71,7 @@ def test_lone_surrogates_are_refused(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_template(tokenizer: Tokenizer) -> None:
-    messages = [
+    messages: list[dict[str, Any]] = [
         {"role": "system", "content": "Be <kind>"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ]
