@@ -46,7 +46,8 @@ def launch_decode(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    lse = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
+    maxima = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
+    sums = torch.empty_like(maxima)
     partial = out[:, :, None]
     if num_splits > 1:
         partial = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
@@ -56,7 +57,8 @@ def launch_decode(
         block_tables,
         context_lens,
         partial,
-        lse,
+        maxima,
+        sums,
         scale * LOG2_E,
         num_heads // num_kv_heads,
         block_size.bit_length() - 1,
@@ -76,7 +78,8 @@ def launch_decode(
     if num_splits > 1:
         merge_kernel[(num_heads, num_seqs)](
             partial,
-            lse,
+            maxima,
+            sums,
             out,
             num_splits,
             HEAD_DIM=head_dim,
@@ -94,7 +97,8 @@ def decode_kernel(
     table_ptr,  # int32 [S, max_blocks]
     context_ptr,  # int32 [S]
     out_ptr,  # [S, Hq, num_splits, D], contiguous
-    lse_ptr,  # float32 [S, Hq, num_splits], base 2
+    max_ptr,  # float32 [S, Hq, num_splits], base 2
+    sum_ptr,  # float32 [S, Hq, num_splits]
     scale_log2,
     group,
     block_shift,
@@ -161,37 +165,41 @@ def decode_kernel(
     out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
     mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    # An empty split has row_max -inf; the tiny keeps log2 away from 0.
-    tl.store(lse_ptr + out_rows, row_max + tl.log2(tl.maximum(row_sum, 1e-30)), mask=in_group)
+    # Not as one log-sum: added to a large maximum, the logarithm of the sum would be rounded away.
+    tl.store(max_ptr + out_rows, row_max, mask=in_group)
+    tl.store(sum_ptr + out_rows, row_sum, mask=in_group)
 
 
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
     partial_ptr,  # float32 [S, Hq, num_splits, D]
-    lse_ptr,  # float32 [S, Hq, num_splits], base 2
+    max_ptr,  # float32 [S, Hq, num_splits], base 2
+    sum_ptr,  # float32 [S, Hq, num_splits]
     out_ptr,  # [S, Hq, D]
     num_splits,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program (query head, sequence): the splits' outputs weighted by 2 ** lse; zeros if every split is empty."""
+    """Program (query head, sequence): the splits' outputs weighted by sum * 2 ** max; zeros if every split is empty."""
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
+    first = row * num_splits
     splits = tl.arange(0, BLOCK_SPLITS)
-    lse_row = lse_ptr + row * num_splits
-    lse = tl.load(lse_row + splits, mask=splits < num_splits, other=float("-inf"))
-    largest = tl.max(lse, 0)
+    largest = tl.max(tl.load(max_ptr + first + splits, mask=splits < num_splits, other=float("-inf")), 0)
     largest = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.exp2(lse - largest), 0)
 
     dims = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_D], tl.float32)
+    total = tl.zeros([MERGE_STEP], tl.float32)
     for start in range(0, num_splits, MERGE_STEP):
         step = start + tl.arange(0, MERGE_STEP)
-        step_lse = tl.load(lse_row + step, mask=step < num_splits, other=float("-inf"))
-        mask = (step_lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
-        part_rows = (row * num_splits + step) * HEAD_DIM
-        part = tl.load(partial_ptr + part_rows[:, None] + dims[None, :], mask=mask, other=0.0)
-        acc += tl.sum(part * tl.exp2(step_lse - largest)[:, None], 0)
-    out = acc / tl.where(total > 0, total, 1.0)
+        in_range = step < num_splits
+        split_max = tl.load(max_ptr + first + step, mask=in_range, other=float("-inf"))
+        weights = tl.load(sum_ptr + first + step, mask=in_range, other=0.0) * tl.exp2(split_max - largest)
+        mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
+        part = tl.load(partial_ptr + ((first + step) * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
+        acc += tl.sum(part * weights[:, None], 0)
+        total += weights
+    weight = tl.sum(total, 0)
+    out = acc / tl.where(weight > 0, weight, 1.0)
     tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

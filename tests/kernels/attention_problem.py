@@ -46,6 +46,15 @@ class PagedProblem:
         starts, longest = self.query_starts, self.max_query_len
         return self.q, self.kv, self.block_tables, self.context_lens, starts, longest, self.scale
 
+    def make_all_scores(self, score: float) -> None:
+        """Sets every query and key so that each seen score is exactly `score`, an integer: outputs are plain means."""
+        self.q.fill_(1.0)
+        keys = self.kv[:, :, 0]
+        keys.sub_(keys).add_(score)  # what is NaN stays so
+        for rows in self.keys:
+            rows.fill_(score)
+        self.scale = 1 / self.q.shape[2]
+
     def answer(self) -> Tensor:
         """Causal attention in float64 [T, Hq, D]; zeros for padding rows and empty contexts."""
         out = torch.zeros(self.q.shape, dtype=torch.float64, device=self.q.device)

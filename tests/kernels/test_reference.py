@@ -25,6 +25,13 @@ def test_attention_is_right(heads: tuple[int, int], head_dim: int, block_size: i
     assert (out - prefill.answer()).abs().max() < TOLERANCE[dtype]
 
 
+def test_masked_keys_lose_to_the_lowest_scores() -> None:
+    problem = paged_problem((4, 2), 64, 16, torch.float32, [140, 20], [140, 20])
+    problem.make_all_scores(-50000.0)
+    out = reference.paged_prefill(*problem.prefill_args)
+    assert (out - problem.answer()).abs().max() < TOLERANCE[torch.float32]
+
+
 def _prefill_rows(problem: PagedProblem, seq: int, first: int, last: int) -> Tensor:
     """Positions first..last of one sequence as a step of its own, given a problem whose queries are whole contexts."""
     start = int(problem.query_starts[seq])

@@ -80,6 +80,17 @@ def test_prefill_interpreted(heads: tuple[int, int], head_dim: int, block_size: 
     check_prefill(heads, head_dim, block_size, dtype, pairs)
 
 
+def test_masked_keys_lose_to_the_lowest_scores() -> None:
+    prefill = paged_problem((4, 2), 64, 16, torch.float32, [70, 20], [70, 20], device=DEVICE)
+    prefill.make_all_scores(-50000.0)
+    out, twin = (ops.paged_prefill(*prefill.prefill_args) for ops in (triton_ops, reference))
+    assert_as_good(out, twin, prefill.answer())
+    decode = paged_problem((4, 2), 64, 16, torch.float32, [300, 20], device=DEVICE)
+    decode.make_all_scores(-50000.0)
+    out, twin = (ops.paged_decode(*decode.decode_args) for ops in (triton_ops, reference))
+    assert_as_good(out, twin, decode.answer())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim,dtype", product([*HEAD_DIMS, 72, 112], DTYPES))
 def test_decode_full_product(head_dim: int, dtype: torch.dtype) -> None:

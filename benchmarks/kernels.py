@@ -1,0 +1,203 @@
+"""Times every Triton kernel at Llama-3.1-8B shapes on one CUDA device, beside the device's ceiling.
+
+    python benchmarks/kernels.py --out benchmarks/results/kernels.jsonl
+    python benchmarks/kernels.py --only prefill --sweep
+
+Medians of triton.testing.do_bench (which clears the L2 cache between runs). Ceilings are an H200's
+(benchmarks/results); with another device pass its own. --sweep times attention over other tiles and split counts as
+well. Knows only the kernels: no engine, no model.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+from tqdm import tqdm
+
+from pdserve.kernels import triton_ops
+from pdserve.kernels.attention_decode import decode_tiles, launch_decode
+from pdserve.kernels.attention_prefill import launch_prefill
+from pdserve.kernels.tiles import AttentionTiles
+
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 128, 4096, 14336, 4
+DTYPE = torch.bfloat16
+QKV_HEADS = HEADS + 2 * KV_HEADS
+
+
+@dataclass(frozen=True)
+class Case:
+    """work: bytes moved (unit "TB/s") or floating-point operations done (unit "TFLOP/s") by one call."""
+
+    name: str
+    call: Callable[[], object]
+    work: float
+    unit: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """One JSON line of --out."""
+
+    name: str
+    microseconds: float
+    rate: float
+    unit: str
+    ceiling: float
+    device: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class PagedInputs:
+    """`num_seqs` sequences of `context_len` tokens in shuffled blocks of one layer of a pool."""
+
+    kv: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+
+
+def paged_inputs(num_seqs: int, context_len: int, block_size: int) -> PagedInputs:
+    blocks = triton.cdiv(context_len, block_size)
+    pool = torch.randn((num_seqs * blocks + 1, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM), dtype=DTYPE, device="cuda")
+    ids = torch.randperm(num_seqs * blocks, device="cuda", dtype=torch.int32) + 1
+    lens = torch.full((num_seqs,), context_len, dtype=torch.int32, device="cuda")
+    return PagedInputs(pool[:, :, 1], ids.view(num_seqs, blocks), lens)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=DTYPE, device="cuda")
+
+
+def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
+    for num_seqs, context_len in ((64, 8192), (256, 1024), (1, 8192)):
+        inputs = paged_inputs(num_seqs, context_len, block_size)
+        q = random(num_seqs, QKV_HEADS, HEAD_DIM)[:, :HEADS]
+        args = (q, inputs.kv, inputs.block_tables, inputs.context_lens, HEAD_DIM**-0.5)
+        work = num_seqs * context_len * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+        name = f"decode {num_seqs} x {context_len}, blocks of {block_size}"
+        yield Case(name, partial(triton_ops.paged_decode, *args, context_len), work, "TB/s")
+        for tiles, splits in decode_sweep() if sweep else ():
+            label = f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} splits {splits}"
+            yield Case(label, partial(launch_decode, *args, tiles, splits), work, "TB/s")
+
+
+def decode_sweep() -> Iterator[tuple[AttentionTiles, int]]:
+    base = decode_tiles(HEADS // KV_HEADS, HEAD_DIM, DTYPE)
+    for block_n, num_warps, num_stages in ((64, 4, 3), (64, 4, 5), (32, 4, 4), (128, 4, 3), (128, 8, 3)):
+        for splits in (1, 2, 4, 8, 16, 32):
+            yield AttentionTiles(base.block_m, block_n, base.block_d, num_warps, num_stages), splits
+
+
+def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
+    for num_tokens in (2048, 8192, 16384):
+        inputs = paged_inputs(1, num_tokens, block_size)
+        q = random(num_tokens, QKV_HEADS, HEAD_DIM)[:, :HEADS]
+        starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
+        args = (q, inputs.kv, inputs.block_tables, inputs.context_lens, starts, num_tokens, HEAD_DIM**-0.5)
+        work = 4 * HEADS * HEAD_DIM * num_tokens * (num_tokens + 1) / 2
+        name = f"prefill {num_tokens}, blocks of {block_size}"
+        yield Case(name, partial(triton_ops.paged_prefill, *args), work, "TFLOP/s")
+        for tiles in prefill_sweep() if sweep else ():
+            label = f"{name}: m{tiles.block_m} n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages}"
+            yield Case(label, partial(launch_prefill, *args, tiles), work, "TFLOP/s")
+
+
+def prefill_sweep() -> Iterator[AttentionTiles]:
+    shapes = ((128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 3), (128, 128, 8, 2))
+    for block_m, block_n, num_warps, num_stages in shapes:
+        yield AttentionTiles(block_m, block_n, HEAD_DIM, num_warps, num_stages)
+
+
+def elementwise_cases(num_tokens: int) -> Iterator[Case]:
+    """Each reads its inputs and writes its outputs once; the work counts those bytes."""
+    x, residual, weight = random(num_tokens, HIDDEN), random(num_tokens, HIDDEN), random(HIDDEN)
+    rows = num_tokens * DTYPE.itemsize
+    yield Case(f"rms_norm {num_tokens}", partial(triton_ops.rms_norm, x, weight, 1e-5), 2 * rows * HIDDEN, "TB/s")
+    add = partial(triton_ops.add_rms_norm, x, residual, weight, 1e-5)
+    yield Case(f"add_rms_norm {num_tokens}", add, 4 * rows * HIDDEN, "TB/s")
+
+    qkv = random(num_tokens, QKV_HEADS, HEAD_DIM)
+    q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    positions = torch.arange(num_tokens, device="cuda")
+    cos = torch.ones(num_tokens, HEAD_DIM // 2, device="cuda")
+    rope_work = 2 * rows * (HEADS + KV_HEADS) * HEAD_DIM + num_tokens * HEAD_DIM * 4
+    rope = partial(triton_ops.apply_rope, q, k, cos, torch.zeros_like(cos), positions)
+    yield Case(f"apply_rope {num_tokens}", rope, rope_work, "TB/s")
+
+    kv = paged_inputs(1, num_tokens, 16).kv
+    slots = torch.randperm(num_tokens, device="cuda") + 16
+    write = partial(triton_ops.write_kv, k, v, kv, slots)
+    yield Case(f"write_kv {num_tokens}", write, 4 * rows * KV_HEADS * HEAD_DIM, "TB/s")
+
+    silu = partial(triton_ops.silu_mul, random(num_tokens, 2 * INTERMEDIATE))
+    yield Case(f"silu_mul {num_tokens}", silu, 3 * rows * INTERMEDIATE, "TB/s")
+
+
+def copy_cases() -> Iterator[Case]:
+    pool = random(512, KV_HEADS, 32, 2, 16, HEAD_DIM)  # 2 MiB a block
+    src, dst = torch.randperm(512, device="cuda").split(256)
+    work = 2 * 256 * pool.stride(0) * DTYPE.itemsize
+    yield Case("copy_blocks 256 x 2 MiB", partial(triton_ops.copy_blocks, pool, src, dst), work, "TB/s")
+
+
+def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
+    for block_size in block_sizes:
+        yield from decode_cases(block_size, sweep)
+        yield from prefill_cases(block_size, sweep)
+    for num_tokens in (64, 8192):
+        yield from elementwise_cases(num_tokens)
+    yield from copy_cases()
+
+
+def measure(case: Case, ceilings: dict[str, float], commit: str) -> Result:
+    milliseconds = triton.testing.do_bench(case.call, warmup=50, rep=200, return_mode="median")
+    rate = case.work / (milliseconds * 1e-3) / 1e12
+    device = torch.cuda.get_device_name()
+    return Result(case.name, milliseconds * 1e3, rate, case.unit, ceilings[case.unit], device, commit)
+
+
+def current_commit() -> str:
+    try:
+        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    except FileNotFoundError:
+        return ""
+    return git.stdout.strip()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
+    parser.add_argument("--only", default="", help="run the cases whose name starts with this")
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64], help="KV block sizes of attention")
+    parser.add_argument("--sweep", action="store_true", help="time other tiles and split counts too")
+    parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
+    parser.add_argument("--flop-ceiling", type=float, default=696.0, help="bf16 TFLOP/s")
+    parser.add_argument("--commit", default=current_commit(), help="revision noted in --out (default: git's)")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("kernels.py needs a CUDA device, and torch sees none")
+    ceilings = {"TB/s": args.read_ceiling, "TFLOP/s": args.flop_ceiling}
+
+    progress = tqdm(all_cases(args.block_sizes, args.sweep), unit=" cases", leave=False)
+    tqdm.write(f"{'kernel':<64}{'us':>10}{'rate':>9} {'unit':<8}{'of ceiling':>11}")
+    for case in progress:
+        if not case.name.startswith(args.only):
+            continue
+        progress.set_description(case.name)
+        result = measure(case, ceilings, args.commit)
+        share = result.rate / result.ceiling
+        tqdm.write(f"{result.name:<64}{result.microseconds:>10.1f}{result.rate:>9.3f} {result.unit:<8}{share:>11.0%}")
+        if args.out:
+            with args.out.open("a") as lines:
+                lines.write(json.dumps(asdict(result)) + "\n")
+
+
+if __name__ == "__main__":
+    main()
