@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PoolMeta, RankPool
 from pdserve.kvtransfer.agent import TransferAgent, flat_bytes, memory_of
+from pdserve.kvtransfer.connection import OwnPool
 from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory, Wake
 from pdserve.kvtransfer.local import LocalAgent
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.peer_link import OwnPool
 from pdserve.kvtransfer.receiver import Receiver
 from pdserve.kvtransfer.sender import Sender
 

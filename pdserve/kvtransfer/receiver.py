@@ -12,9 +12,10 @@ from collections.abc import Sequence
 
 from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.agent import TransferAgent
+from pdserve.kvtransfer.connection import OwnPool, check_compatible
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.peer_link import LinkEvent, OwnPool, PeerLink, Pull, check_compatible
+from pdserve.kvtransfer.peer_link import LinkEvent, PeerLink, Pull
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,128 @@
+"""What is prepared for one connected peer: descriptors, scratch memory, and whether its pool can be pulled at all.
+
+Made and closed by the thread of a `peer_link.PeerLink`, which posts the reads; nothing here reads or waits.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.engine.protocol import PoolMeta
+from pdserve.kvtransfer.agent import Pieces, TransferAgent, TransferError, memory_of
+from pdserve.kvtransfer.ranges import HeadRange, local_pieces, plan_for, remote_pieces
+
+logger = logging.getLogger(__name__)
+
+PROBE_BYTES = 4 << 20
+GENERATION_BYTES = 8
+
+
+@dataclass
+class OwnPool:
+    """Our side of every link: the registered pool."""
+
+    pool: torch.Tensor
+    layout: KVLayout
+    compat: str
+
+
+class Connection:
+    """What was prepared for one connected peer, and the memory that its generations and self-test bytes land in.
+
+    The scratch memory belongs to this connection alone: a late read of an older one cannot overwrite what is compared.
+    """
+
+    def __init__(self, agent: TransferAgent, own: OwnPool, meta: PoolMeta) -> None:
+        self.span = single_source(own.layout, meta)
+        self.meta, self._agent = meta, agent
+        rank = meta.ranks[self.span.rank]
+        self.memory, device_id = memory_of(own.pool)
+        self.block_bytes = own.layout.block_bytes
+        self.peer = agent.add_peer(rank.agent_metadata)
+        self._prepared: list[Any] = []
+        self._registrations: list[Any] = []
+        try:
+            mine = local_pieces(
+                own.pool.data_ptr(), self.block_bytes, own.pool.shape[0], self.span, self.memory, device_id
+            )
+            self.local = self._prepare(None, mine)
+            self.remote = self._prepare(self.peer, remote_pieces(rank, meta.block_bytes, meta.num_blocks, self.span))
+            self.generations = torch.full((meta.num_blocks,), -1, dtype=torch.int64)
+            self._register(self.generations)
+            self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * meta.block_bytes)
+            probe = torch.empty(self.probe_bytes, dtype=torch.uint8, device=own.pool.device)
+            self._register(probe)
+            self._probe = probe  # keeps the memory
+            whole = Pieces(probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id)
+            self.probe_local = self._prepare(None, whole)
+            theirs = Pieces(rank.pool_address, self.probe_bytes, self.probe_bytes, 1, rank.memory, rank.device_id)
+            self.probe_remote = self._prepare(self.peer, theirs)
+        except (TransferError, torch.OutOfMemoryError) as error:
+            self.close()
+            raise TransferError("error", f"connect: {error}") from error
+
+    def _prepare(self, peer: str | None, pieces: Pieces) -> Any:
+        prepared = self._agent.prepare(peer, pieces)
+        self._prepared.append(prepared)
+        return prepared
+
+    def _register(self, tensor: torch.Tensor) -> None:
+        self._registrations.append(self._agent.register(tensor))
+
+    def prepare_generations(self, first: int, last: int) -> tuple[Any, Any]:
+        """Our and the peer's generation entries of the blocks first..last as one piece each. The caller releases
+        them."""
+        offset, size = first * GENERATION_BYTES, (last - first + 1) * GENERATION_BYTES
+        here = Pieces(self.generations.data_ptr() + offset, size, size, 1)
+        there = Pieces(self.meta.generation_address + offset, size, size, 1)
+        return self._agent.prepare(None, here), self._agent.prepare(self.peer, there)
+
+    def close(self) -> None:
+        """Every read must have ended."""
+        steps: list[Callable[[], None]] = [
+            partial(self._agent.release_prepared, prepared) for prepared in self._prepared
+        ]
+        steps.append(partial(self._agent.remove_peer, self.peer))
+        steps += [partial(self._agent.deregister, registration) for registration in self._registrations]
+        release_all(steps)
+
+
+def release_all(steps: list[Callable[[], None]]) -> None:
+    """Try every step: what belongs to a dead peer may refuse to go, and is then the transport's to keep."""
+    for step in steps:
+        try:
+            step()
+        except TransferError as error:
+            logger.warning("KV transfer clean-up: %s", error)
+
+
+def single_source(layout: KVLayout, meta: PoolMeta) -> HeadRange:
+    """The one range that fills our blocks. ValueError when our heads lie on several ranks of the peer, or not on rank
+    0, whose host holds the generation table: pulls over unequal tensor parallelism are not built yet."""
+    plan = plan_for(layout, meta.ranks)
+    if len(plan) != 1 or plan[0].rank != 0:
+        raise ValueError(
+            f"heads {layout.group.heads} must all lie on the peer's rank 0, not on {[p.rank for p in plan]}"
+        )
+    return plan[0]
+
+
+def check_compatible(own: OwnPool, kind: str, meta: PoolMeta) -> str:
+    """Empty, or why no pull from this pool can ever work, naming both sides."""
+    if meta.connector != kind:
+        return f"connector mismatch: ours is {kind!r}, the peer's {meta.connector!r}"
+    if meta.compat != own.compat:
+        digests = f"ours has digest {own.compat}, the peer's {meta.compat}"
+        return f"KV pools are not compatible (model, dtype or block size): {digests}"
+    if meta.head_bytes != own.layout.head_bytes:
+        return f"KV head bytes differ: ours {own.layout.head_bytes}, the peer's {meta.head_bytes}"
+    try:
+        single_source(own.layout, meta)
+    except ValueError as error:
+        return str(error)
+    return ""
