@@ -234,6 +234,7 @@ class _EventStream(Response):
         finally:
             self._generation.close()
             self._watch.close()
+            await self._batches.aclose()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -54,6 +54,7 @@ class Fleet:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._session = 0
+        self._unready: set[str] = set()
         self._introducer = Introducer(self.post, time.monotonic)
 
     @property
@@ -84,6 +85,8 @@ class Fleet:
         worker = self._workers.get(worker_id)
         if worker is None:
             self._close_stream(worker_id)
+            self._introducer.left(worker_id, self._workers.values())
+            self._unready.discard(worker_id)
         elif not worker.draining:
             worker.draining = True
             self._retire_when_idle(worker)
@@ -180,10 +183,16 @@ class Fleet:
                 self._forget(worker, reason)
             if self._readers.get(link.worker_id) is asyncio.current_task():
                 del self._readers[link.worker_id]
-                logger.warning("worker %s left: %s", link.worker_id, reason)
+                self._report(link.worker_id, worker is not None, reason)
             aclose = getattr(stream, "aclose", None)
             if aclose is not None:
                 await aclose()
+
+    def _report(self, worker_id: str, was_ready: bool, reason: str) -> None:
+        """Once, for a worker that is joined again and again without ever saying Hello."""
+        level = logging.DEBUG if worker_id in self._unready and not was_ready else logging.WARNING
+        logger.log(level, "worker %s left: %s", worker_id, reason)
+        self._unready.add(worker_id)
 
     def _enter(self, link: WorkerLink, session: int, batch: EventBatch) -> WorkerState:
         hello = next((event for event in batch.events if isinstance(event, Hello)), None)
@@ -194,7 +203,9 @@ class Fleet:
         worker = WorkerState(link, session, hello, batch.incarnation, time.monotonic())
         worker.peers = {(peer.engine_id, peer.incarnation): peer for peer in hello.peers}
         self._workers[link.worker_id] = worker
-        self._introduce()
+        self._unready.discard(link.worker_id)
+        self._introducer.joined(worker, self._workers.values())
+        self._notify()
         return worker
 
     def _take(self, worker: WorkerState, batch: EventBatch) -> None:
@@ -247,7 +258,7 @@ class Fleet:
         legs, worker.legs = list(worker.legs.values()), {}
         for leg in legs:
             leg.inbox.put(leg, Lost(reason))
-        self._introducer.left(worker, self._workers.values())
+        self._introducer.lost(worker, self._workers.values())
         self._notify()
 
     def _close_stream(self, worker_id: str) -> None:
@@ -260,6 +271,7 @@ class Fleet:
     def _retire_when_idle(self, worker: WorkerState) -> None:
         if worker.draining and not worker.legs and self._workers.get(worker.worker_id) is worker:
             self._forget(worker, "drained")
+            self._introducer.left(worker.worker_id, self._workers.values())
             self._spawn(self._close_after_sends(worker))
 
     async def _close_after_sends(self, worker: WorkerState) -> None:

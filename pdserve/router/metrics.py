@@ -29,6 +29,8 @@ class RouterMetrics:
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from a prefix cache.")
         self.generation_tokens = self._counter("generation_tokens", "Accepted generated tokens.")
         self.running = Gauge("pdserve_router_running", "Prompts being answered.", registry=self.registry)
+        self.stale_events = Gauge("pdserve_router_stale_events", "Events of ended legs.", registry=self.registry)
+        self.workers = Gauge("pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry)
         self.ttft = self._histogram("time_to_first_token", "From admission to a choice's first token.", _LATENCY_S)
         self.itl = self._histogram("inter_token_latency", "Between two messages of a choice.", _TOKEN_S)
         self.tpot = self._histogram("time_per_output_token", "Mean over a choice behind its first token.", _TOKEN_S)
@@ -43,6 +45,9 @@ class RouterMetrics:
 
 def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:
     """The whole /metrics page."""
+    metrics.stale_events.set(fleet.num_stale_events)
+    for role in ("prefill", "decode", "both"):
+        metrics.workers.labels(role).set(sum(worker.role == role for worker in fleet.workers))
     families: dict[str, tuple[MetricFamily, list[str]]] = {}
     for worker in fleet.workers:
         labels = {"worker": worker.worker_id, "role": worker.role}

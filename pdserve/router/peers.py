@@ -5,7 +5,9 @@ it.
                  ^  |                         |
                  |  +--- not connected <------+       asked again after a growing delay
 
-Knows no requests. Called by `router.fleet` when workers come, go or report, and at its tick.
+A lost stream may be this router's trouble alone, while other routers use the pair: only a worker that has left the
+running set is disconnected. Knows no requests. Called by `router.fleet` when workers come, go or report, and at its
+tick.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,6 +33,7 @@ class Introducer:
         self._send = send
         self._now = now
         self._pairs: dict[PairKey, _Pair] = {}
+        self._lost: dict[str, PoolMeta] = {}
 
     def introduce(self, workers: Iterable[WorkerState]) -> None:
         """Ask every pair that is not connected and whose time has come."""
@@ -52,14 +55,26 @@ class Introducer:
         pair.ask_at = self._now() + pair.retry_s
         pair.retry_s = min(2 * pair.retry_s, LAST_RETRY_S)
 
-    def left(self, gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
+    def joined(self, worker: WorkerState, workers: Iterable[WorkerState]) -> None:
+        self._lost.pop(worker.worker_id, None)
+        self.introduce(workers)
+
+    def lost(self, gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
+        """Its stream is gone; the worker may come back, or be said to have left."""
         pool = gone.pool
+        if pool is not None:
+            self._lost[gone.worker_id] = pool
+            for decode in remaining:
+                decode.peers.pop((pool.engine_id, pool.incarnation), None)
+        engine = pool.engine_id if pool is not None else None
+        self._pairs = {k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine}
+
+    def left(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
+        """A lost worker has left for good: nobody shall keep a connection to it."""
+        pool = self._lost.pop(worker_id, None)
         for decode in remaining:
             if pool is not None and decode.can_decode:
-                decode.peers.pop((pool.engine_id, pool.incarnation), None)
                 self._send(decode, DisconnectPeer(engine_id=pool.engine_id, incarnation=pool.incarnation))
-        ids = (gone.worker_id, pool.engine_id if pool is not None else None)
-        self._pairs = {key: pair for key, pair in self._pairs.items() if key[0] != ids[0] and key[1] != ids[1]}
 
     def _ask(self, decode: WorkerState, meta: PoolMeta) -> None:
         pair = self._pairs.setdefault((decode.worker_id, meta.engine_id, meta.incarnation), _Pair(0.0))

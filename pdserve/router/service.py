@@ -8,6 +8,7 @@ no framework. Called by `router.app` and by the Python handle (`cluster/client.p
 import asyncio
 import itertools
 import secrets
+import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -193,13 +194,15 @@ class Service:
         prompts: Sequence[Prompt],
         sampling: SamplingParams,
         *,
-        request_id: str = "gen",
+        request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
         add_special_tokens: bool = True,
     ) -> Generation:
-        """Check everything and prepare; no worker hears of it before the first iteration. request_id: need not be
-        unique. Raises ApiError (400 naming the parameter; 503 when no worker is there)."""
+        """Check everything and prepare; no worker hears of it before the first iteration. request_id: what answers and
+        the workers' logs name it by; need not be unique, a new one by default. Raises ApiError (400 naming the
+        parameter; 503 when no worker is there)."""
+        request_id = request_id or f"gen-{uuid.uuid4().hex}"
         self._check_sampling(sampling)
         limits = self.limits()
         try:

@@ -340,6 +340,7 @@ async def test_models_health_and_metrics(make: Make) -> None:
     assert 'pdserve_engine_steps_total{kind="a\\"b",worker="d0",role="decode"} 3.0' in page
     assert page.count("# TYPE pdserve_engine_steps_total counter") == 1 and 'worker="p0"' in page
     assert 'pdserve_router_requests_total{outcome="ok"} 1.0' in page
+    assert 'pdserve_router_workers{role="decode"} 1.0' in page
     harness.fleet.leave("d0")
     assert (await http.get("/health")).status_code == 503
 

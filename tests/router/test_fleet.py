@@ -38,10 +38,27 @@ async def test_late_workers_are_introduced_and_gone_ones_disconnected(make: Make
     harness.add("p9", "prefill")
     await until(lambda: ("d0", "p9") in harness.connected_pairs())
     harness.prefills[0].die()
+    await until(lambda: "p0" not in harness.fleet.worker_ids)
+    harness.fleet.leave("p0")  # as the watcher of the running set does
     gone = DisconnectPeer(engine_id="engine-p0", incarnation=1)
     await until(lambda: gone in harness.decodes[0].commands)
     assert harness.connected_pairs() == {("d0", "p9")}
     await until(lambda: harness.decodes[0].connected == {("engine-p9", 1)})
+
+
+async def test_a_lost_stream_alone_disconnects_nobody(make: Make) -> None:
+    """Another router may be using the pair; the same goes for a router that stops."""
+    harness = await make(1, 1).start()
+    prefill = harness.prefills[0]
+    for queue in prefill._streams.values():
+        queue.put_nowait(None)
+    await until(lambda: "p0" not in harness.fleet.worker_ids)
+    assert harness.connected_pairs() == set()
+    harness.fleet.join(prefill)
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")})
+    await harness.fleet.close()
+    await asyncio.sleep(0.02)
+    assert not any(isinstance(command, DisconnectPeer) for command in harness.decodes[0].commands)
 
 
 async def test_both_roles_pair_among_themselves_but_not_with_themselves(make: Make) -> None:
