@@ -1,7 +1,9 @@
-"""Tokens per second on CPU: `LLM.generate` and the HTTP endpoint against transformers `generate`, one prompt after the other.
+"""Tokens per second on CPU: `LLM.generate` and the HTTP endpoint against transformers `generate`, one prompt after
+the other.
 
-Sixteen prompts of 128 tokens, 64 tokens out each, greedy, end-of-sequence ignored. The sides run in interleaved rounds, so a busy
-machine hits all of them; the figure is the median of the rounds' ratios. Token ids must agree between all sides.
+Sixteen prompts of 128 tokens, 64 tokens out each, greedy, end-of-sequence ignored. The sides run in interleaved
+rounds, so a busy machine hits all of them; the figure is the median of the rounds' ratios. Token ids must agree
+between all sides.
 
     .venv/bin/python benchmarks/cpu_throughput.py                                    # LLM against transformers
     .venv/bin/python benchmarks/cpu_throughput.py --url http://127.0.0.1:8000        # and a running `make serve`
@@ -127,7 +129,9 @@ def report(rates: dict[str, list[float]], args: argparse.Namespace, threads: int
         "shape": f"{NUM_PROMPTS} x ({PROMPT_TOKENS} in, {OUTPUT_TOKENS} out)",
         "rounds": args.rounds,
         "machine": f"{platform.machine()}, {threads} threads for transformers",
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "commit": subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
+        ).stdout.strip(),
     }
     for name, values in rates.items():
         ratios = [value / base for value, base in zip(values, rates["transformers"], strict=True)]

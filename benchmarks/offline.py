@@ -1,4 +1,5 @@
-"""Offline throughput of one engine: N prompts of random token ids through `LLM.generate`, greedy, end-of-sequence ignored.
+"""Offline throughput of one engine: N prompts of random token ids through `LLM.generate`, greedy, end-of-sequence
+ignored.
 
     python benchmarks/offline.py --shape 64x512x128 --shape 1x128x256        # Llama-3.1-8B shape, random weights
 Prints one line a shape and appends JSON lines to --out. Prefix caching is off; the first shape runs once untimed.
@@ -24,7 +25,9 @@ def shape_of(text: str) -> tuple[int, int, int]:
     try:
         prompts, tokens_in, tokens_out = (int(part) for part in text.split("x"))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"--shape must look like 64x512x128 (prompts x in x out), not {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"--shape must look like 64x512x128 (prompts x in x out), not {text!r}"
+        ) from None
     return prompts, tokens_in, tokens_out
 
 

@@ -115,12 +115,15 @@ class EngineClient:
         finally:
             self._lose(stream)
 
-    def close(self) -> None:
-        """Tell the engine to stop, end all streams, close the socket. Idempotent."""
+    def close(self, stop: bool = True) -> None:
+        """End all streams and close the socket, and tell the engine to stop unless another client takes over. Idempotent."""
         if not self.closed.is_set():
-            # LINGER is 0 for a dead peer's sake; a living one shall still read the Stop.
+            # LINGER is 0 for a dead peer's sake; a living one shall still read what was sent last.
             self._socket.set(zmq.LINGER, 1000)
-            self.send(Stop())
+            for stream in list(self._streams.values()):
+                self._lose(stream)
+            if stop:
+                self.send(Stop())
             self._shut()
 
     def _open(self, router_id: str, session: int) -> _Stream:

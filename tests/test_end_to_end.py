@@ -1,0 +1,217 @@
+"""The shipped demo model through everything but Ray: HTTP, router, separate worker processes, KV by NIXL.
+
+Serve's part (replicas, addressing, failures) is in tests/cluster; here is what must come out, token for token.
+"""
+
+import asyncio
+import random
+import socket
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import uvicorn
+from hosts import Host, LocalLink, hosts
+from prometheus_client.parser import text_string_to_metric_families
+
+from demo.recall import recall_prompts
+from pdserve.configs.schema import RouterConfig
+from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.router.app import build_app
+from pdserve.router.fleet import Fleet
+from pdserve.text.tokenizer import Tokenizer
+
+DEMO = Path(__file__).parent.parent / "demo" / "pdserve-demo"
+MODEL = "pdserve-demo"
+NUM_PROMPTS = 200
+
+
+class Cluster:
+    """A router in this process over running hosts, served by uvicorn on a port of its own."""
+
+    def __init__(self, url: str, fleet: Fleet) -> None:
+        self.url = url
+        self.fleet = fleet
+        self.client = httpx.AsyncClient(base_url=url, timeout=60)
+
+    async def complete(self, **body: object) -> dict:
+        answer = await self.client.post("/v1/completions", json={"model": MODEL, **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples with these labels, over all workers."""
+        text = (await self.client.get("/metrics")).text
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+
+@asynccontextmanager
+async def cluster(*workers: Host) -> AsyncIterator[Cluster]:
+    fleet = Fleet()
+    app = build_app(fleet, Tokenizer.load(DEMO), RouterConfig(), MODEL)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off"))
+    serving = asyncio.create_task(server.serve())
+    links = [LocalLink(worker) for worker in workers]
+    try:
+        for link in links:
+            fleet.join(link)
+        async with asyncio.timeout(30):
+            while not server.started or not _settled(fleet, workers):
+                await asyncio.sleep(0.02)
+        running = Cluster(f"http://127.0.0.1:{port}", fleet)
+        yield running
+        await running.client.aclose()
+    finally:
+        server.should_exit = True
+        await serving
+        await fleet.close()
+        for link in links:
+            link.client.close(stop=False)
+
+
+def _settled(fleet: Fleet, workers: tuple[Host, ...]) -> bool:
+    """Every worker said Hello, and every decode worker is connected to every prefill worker."""
+    states = fleet.workers
+    prefill = [state for state in states if state.role == "prefill"]
+    decode = [state for state in states if state.role == "decode"]
+    return len(states) == len(workers) and all(d.is_connected_to(p) for d in decode for p in prefill)
+
+
+@pytest.fixture(scope="module")
+def pd() -> Iterator[list[Host]]:
+    with hosts(DEMO, "P", "D", engine={"num_kv_blocks": 2048}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def alone() -> Iterator[list[Host]]:
+    with hosts(DEMO, "A", engine={"num_kv_blocks": 2048}) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    """Recall prompts, most of them short: the test runs on two cores."""
+    rng = random.Random(5)
+    long = [p.prompt for p in recall_prompts(seed=77, num_prompts=10)]
+    short = [p[-rng.randrange(20, 600) :] for p in long for _ in range(NUM_PROMPTS // 10 - 1)]
+    return long + short
+
+
+GREEDY = {"temperature": 0, "max_tokens": 24}
+SAMPLED = {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 16}
+
+
+async def test_split_equals_aggregated_equals_offline(pd: list[Host], alone: list[Host], prompts: list[str]) -> None:
+    """200 prompts, greedy and seeded sampling with n=2: text and token ids."""
+    llm = LLM(str(DEMO), device="cpu")
+    for settings in (GREEDY, SAMPLED):
+        params = [SamplingParams(**settings, seed=seed) for seed in range(len(prompts))]
+        offline = [
+            [(c.text, c.token_ids, c.finish_reason) for c in output.outputs]
+            for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
+        async with cluster(*pd) as split:
+            assert await _answers(split, prompts, settings) == offline
+            assert await split.metric("pdserve_kv_transfers_total", outcome="done") > 0
+        async with cluster(*alone) as aggregated:
+            assert await _answers(aggregated, prompts, settings) == offline
+            assert await aggregated.metric("pdserve_kv_transfers_total") == 0
+
+
+async def _answers(running: Cluster, prompts: list[str], settings: dict) -> list[list[tuple]]:
+    gate = asyncio.Semaphore(16)
+
+    async def one(seed: int, prompt: str) -> list[tuple]:
+        async with gate:
+            answer = await running.complete(prompt=prompt, seed=seed, return_token_ids=True, **settings)
+        return [(c["text"], c["token_ids"], c["finish_reason"]) for c in answer["choices"]]
+
+    return list(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
+
+
+async def test_metrics_prove_that_kv_moved(pd: list[Host], prompts: list[str]) -> None:
+    async with cluster(*pd) as running:
+        names = ("transfers", "transfer_bytes", "transfer_descriptors")
+        before = [await running.metric(f"pdserve_kv_{name}_total") for name in names]
+        await running.complete(prompt="A box of " + prompts[0], **GREEDY)
+        await asyncio.sleep(1.2)  # workers push once a second
+        after = [await running.metric(f"pdserve_kv_{name}_total") for name in names]
+        assert all(new > old for new, old in zip(after, before, strict=True))
+        assert await running.metric("pdserve_kv_arrivals_total", source="p2p") >= 1
+
+
+async def test_openai_client_streams_a_chat(pd: list[Host]) -> None:
+    async with cluster(*pd) as running:
+        client = openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+        messages = [{"role": "user", "content": "What is 42 + 17?"}]
+        whole = await client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=32)
+        stream = await client.chat.completions.create(
+            model=MODEL, messages=messages, temperature=0, max_tokens=32, stream=True
+        )
+        pieces = [chunk.choices[0].delta.content or "" async for chunk in stream]
+        assert "".join(pieces) == whole.choices[0].message.content
+        assert "59" in "".join(pieces) and len(pieces) > 2
+        with pytest.raises(openai.BadRequestError, match="temperature"):
+            await client.chat.completions.create(model=MODEL, messages=messages, temperature=-1)
+        await client.close()
+
+
+async def test_half_of_a_hundred_disconnect_and_every_block_is_free(pd: list[Host], prompts: list[str]) -> None:
+    rng = random.Random(3)
+    async with cluster(*pd) as running:
+
+        async def one(index: int) -> bool:
+            body = {"model": MODEL, "prompt": prompts[index], "max_tokens": 60, "stream": True, "ignore_eos": True}
+            patience = rng.uniform(0.01, 1.5) if index % 2 else 60.0
+            try:
+                async with asyncio.timeout(patience):
+                    async with running.client.stream("POST", "/v1/completions", json=body) as answer:
+                        return "data: [DONE]" in [line async for line in answer.aiter_lines()]
+            except TimeoutError:
+                return False
+
+        finished = await asyncio.gather(*(one(index) for index in range(100)))
+        assert all(finished[::2]) and not all(finished[1::2])
+        ended = time.monotonic()
+        while await _blocks_in_use(running):
+            assert time.monotonic() - ended < 2.5, "blocks are still owned"  # 1 s to free, 1 s until it is pushed
+            await asyncio.sleep(0.1)
+
+
+async def _blocks_in_use(running: Cluster) -> float:
+    owned = await running.metric("pdserve_kv_blocks", state="owned")
+    return owned + await running.metric("pdserve_kv_blocks", state="quarantined")
+
+
+async def test_killed_prefill_worker_between_two_requests(prompts: list[str]) -> None:
+    with hosts(DEMO, "P", "D") as started:
+        async with cluster(*started) as running:
+            before = await running.complete(prompt=prompts[0], **GREEDY)
+            started[0].kill()
+            after = await running.complete(prompt=prompts[0], **GREEDY)
+            assert after["choices"] == before["choices"]
+
+
+async def test_two_prefill_and_two_decode_workers_recall(prompts: list[str]) -> None:
+    with hosts(DEMO, "P0", "P1", "D0", "D1") as started:
+        async with cluster(*started) as running:
+            asked = recall_prompts(seed=1234, num_prompts=12)
+            answers = await asyncio.gather(*(running.complete(prompt=p.prompt, **GREEDY) for p in asked))
+            right = [p.answer in a["choices"][0]["text"] for p, a in zip(asked, answers, strict=True)]
+            assert sum(right) >= 11
+            await asyncio.sleep(1.2)
+            moved = [state.worker_id for state in running.fleet.workers if state.role == "decode"]
+            assert len(moved) == 2 and await running.metric("pdserve_kv_transfers_total", outcome="done") >= 12
