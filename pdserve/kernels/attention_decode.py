@@ -113,9 +113,7 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (KV head and tile of its query heads, sequence, split): normalised attention over the split, and its
-    log-sum.
-    """
+    """Program (KV head, sequence, split): normalised attention over the split, its largest score and its sum."""
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)

@@ -19,14 +19,14 @@ ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 interpreted = pytest.mark.skipif(ON_GPU, reason="the full product runs on the GPU instead")
 
-HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (7, 1), (8, 2), (32, 8), (64, 1)]
-MANY_KV_HEADS = [(48, 16), (64, 64)]
+HEADS = [(1, 1), (3, 3), (6, 2), (7, 1), (32, 8), (64, 1)]
+MORE_HEADS = [(2, 1), (16, 8), (48, 16), (64, 64)]
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256]
 BLOCK_SIZES = [16, 32, 64, 128]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 ATTENTION_SAMPLE = [
     *pairwise(HEADS, HEAD_DIMS, BLOCK_SIZES, DTYPES[:2]),
-    *pairwise(HEADS[3:6], HEAD_DIMS[:4], [16], DTYPES[2:])[::3],
+    *pairwise(HEADS[1:4], HEAD_DIMS[:4], [16], DTYPES[2:])[::3],
     ((64, 64), 40, 16, torch.float32),
     ((48, 16), 32, 32, torch.float16),
 ]
@@ -94,15 +94,15 @@ def test_masked_keys_lose_to_the_lowest_scores() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim,dtype", product([*HEAD_DIMS, 72, 112], DTYPES))
 def test_decode_full_product(head_dim: int, dtype: torch.dtype) -> None:
-    for heads, block_size in product(HEADS + MANY_KV_HEADS, BLOCK_SIZES):
+    for heads, block_size in product(HEADS + MORE_HEADS, BLOCK_SIZES):
         check_decode(heads, head_dim, block_size, dtype, [1, 700, 0, 4097, block_size, 129])
-        check_decode(heads, head_dim, block_size, dtype, [Random().randrange(1, 250) for _ in range(40)])
+        check_decode(heads, head_dim, block_size, dtype, [Random().randrange(1, 250) for _ in range(6)])
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim,dtype", product([*HEAD_DIMS, 72, 112], DTYPES))
 def test_prefill_full_product(head_dim: int, dtype: torch.dtype) -> None:
-    for heads, block_size in product(HEADS + MANY_KV_HEADS, BLOCK_SIZES):
+    for heads, block_size in product(HEADS + MORE_HEADS, BLOCK_SIZES):
         cached = Random().randrange(1, 600)
         check_prefill(heads, head_dim, block_size, dtype, [(cached + 50, 50), (300, 300), (513, 1), (16, 16), (1, 1)])
 
@@ -132,7 +132,7 @@ def test_norm_of_heads_inside_a_fused_projection() -> None:
     torch.testing.assert_close(triton_ops.rms_norm(line, weight, 1e-6), reference.rms_norm(line, weight, 1e-6))
 
 
-@pytest.mark.parametrize("heads,head_dim,dtype", pairwise(HEADS + MANY_KV_HEADS, HEAD_DIMS, DTYPES))
+@pytest.mark.parametrize("heads,head_dim,dtype", pairwise(HEADS + MORE_HEADS, HEAD_DIMS, DTYPES))
 def test_rope(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     num_heads, num_kv_heads = heads
     fused = torch.randn(4, num_heads + 2 * num_kv_heads, head_dim, device=DEVICE).to(dtype)
