@@ -27,6 +27,7 @@ def local_ray(journal: Path) -> Iterator[None]:
     from ray import serve
 
     ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    serve.start(http_options={"host": "127.0.0.1", "port": 8123})
     yield
     serve.shutdown()
     ray.shutdown()

@@ -75,7 +75,7 @@ class FakeEngineHost:
                 self.publish(f"{router_id}/{session}", self.hello())
             case Submit(key=key):
                 self.requests[key] = command
-                self.positions[key] = 0
+                self.positions[key] = len(command.starts[0].forced)
             case Cancel(key=key):
                 self.requests.pop(key, None)
             case RouterLost(router_id=router_id, session=session):

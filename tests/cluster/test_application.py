@@ -1,0 +1,135 @@
+"""The whole application over a local Ray with fake engines: HTTP and the Python client, and a worker lost in mid-answer."""
+
+import asyncio
+import json
+import os
+import signal
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray import serve
+
+from pdserve.cluster import app as cluster_app
+from pdserve.cluster.client import Client, ClusterError, connect
+from pdserve.configs.schema import ClusterConfig
+from pdserve.engine.protocol import SamplingParams
+
+FAKE = "fake_engine_host:FakeEngineHost"
+APP = "whole"
+PORT = 8123
+
+
+@pytest.fixture(scope="module")
+def client(local_ray: None) -> Iterator[Client]:
+    args = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"replicas": 2}}
+    serve.run(cluster_app.assemble(ClusterConfig.model_validate(args), FAKE), name=APP, route_prefix="/")
+    client = connect(app_name=APP)
+    wait_until_answered(client)
+    yield client
+    serve.delete(APP)
+
+
+def wait_until_answered(client: Client) -> None:
+    for _ in range(100):
+        try:
+            client.generate([[5]], SamplingParams(max_tokens=1))
+            return
+        except ClusterError as error:
+            assert error.status == 503
+    raise AssertionError("no worker came")
+
+
+def post(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as response:
+            return response.status, json.load(response)
+    except urllib.error.HTTPError as error:
+        return error.code, json.load(error)
+
+
+def submits(journal: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for path in journal.iterdir() for line in path.read_text().splitlines()]
+    return [line for line in lines if line["command"]["type"] == "submit"]
+
+
+def test_generate_answers_every_prompt_in_order(client: Client) -> None:
+    outputs = client.generate([[10 * i, 1] for i in range(6)], SamplingParams(max_tokens=4))
+    assert [output.prompt_token_ids for output in outputs] == [[10 * i, 1] for i in range(6)]
+    assert [output.outputs[0].token_ids for output in outputs] == [[10 * i + p for p in range(4)] for i in range(6)]
+    assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
+
+
+def test_stream_gives_tokens_as_they_come(client: Client) -> None:
+    chunks = list(client.stream([20], SamplingParams(max_tokens=5)))
+    assert [t for chunk in chunks for t in chunk.token_ids] == [20, 21, 22, 23, 24]
+    assert len(chunks) > 1
+    assert chunks[-1].finish_reason == "length"
+
+
+async def test_the_asyncio_twins_give_the_same(client: Client) -> None:
+    [output], chunks = await asyncio.gather(
+        client.agenerate([30], SamplingParams(max_tokens=3)),
+        collect(client.astream([30], SamplingParams(max_tokens=3))),
+    )
+    assert output.outputs[0].token_ids == [t for chunk in chunks for t in chunk.token_ids] == [30, 31, 32]
+    assert output.outputs[0].text == "".join(chunk.text for chunk in chunks)
+
+
+async def collect(stream: Any) -> list[Any]:
+    return [chunk async for chunk in stream]
+
+
+def test_bad_requests_are_value_errors_that_name_the_parameter(client: Client) -> None:
+    with pytest.raises(ValueError, match="vocabulary"):
+        client.generate([[100_000]], SamplingParams(max_tokens=1))
+    with pytest.raises(ValueError, match="prompt"):
+        list(client.stream([], SamplingParams()))
+    with pytest.raises(ValueError, match="unknown keyword 'prio'"):
+        client.generate([[1]], prio=1)
+
+
+def test_connect_names_an_application_that_is_not_there(client: Client) -> None:
+    with pytest.raises(ValueError, match="no application 'nothing'"):
+        connect(app_name="nothing")
+
+
+def test_a_closed_stream_cancels_at_the_worker(client: Client, journal: Path) -> None:
+    stream = client.stream([40], SamplingParams(max_tokens=900))
+    next(stream)
+    stream.close()  # type: ignore[attr-defined]
+    [submit] = [line for line in submits(journal) if line["command"]["prompt_token_ids"] == [40]]
+    request_id = submit["command"]["key"][2]
+    for _ in range(100):
+        text = "".join(path.read_text() for path in journal.iterdir())
+        cancels = [json.loads(line)["command"] for line in text.splitlines() if '"type":"cancel"' in line]
+        if any(cancel["key"][2] == request_id for cancel in cancels):
+            return
+        asyncio.run(asyncio.sleep(0.02))
+    raise AssertionError("no Cancel came")
+
+
+def test_http_answers_and_refuses_in_openais_form(client: Client) -> None:
+    status, answer = post("/v1/completions", {"model": "fake", "prompt": [50], "max_tokens": 3})
+    assert status == 200
+    assert answer["usage"]["completion_tokens"] == 3
+    status, answer = post("/v1/completions", {"model": "fake", "prompt": [50], "temperature": -1})
+    assert status == 400
+    assert answer["error"]["param"] == "temperature"
+
+
+def test_a_worker_killed_in_mid_answer_costs_a_pause_only(client: Client, journal: Path) -> None:
+    stream = client.stream([60], SamplingParams(max_tokens=40))
+    tokens = list(next(stream).token_ids)
+    [submit] = [line for line in submits(journal) if line["command"]["prompt_token_ids"] == [60]]
+    os.kill(submit["pid"], signal.SIGKILL)
+    tokens += [token for chunk in stream for token in chunk.token_ids]
+    assert tokens == list(range(60, 100))
+    legs = [line for line in submits(journal) if line["command"]["prompt_token_ids"] == [60]]
+    assert len(legs) == 2
+    assert legs[0]["pid"] != legs[1]["pid"]

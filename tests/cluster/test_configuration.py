@@ -1,0 +1,140 @@
+"""What is read from YAML, what Ray is asked for, and what the command line finds wrong: no Ray is started."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pdserve.cluster import cli
+from pdserve.cluster.framing import PIECE_BYTES, Joiner, cut
+from pdserve.cluster.membership import Members, listen, publish
+from pdserve.cluster.placement import unplaceable, worker_bundles
+from pdserve.configs.schema import ClusterConfig, DeploymentConfig
+
+ROOT = Path(__file__).parents[2]
+CLUSTERS = [ROOT / "cluster.yaml", *sorted((ROOT / "pdserve/configs").glob("*.yaml"))]
+
+
+def write(folder: Path, args: object, **changes: object) -> Path:
+    application = {"name": "x", "import_path": cli.BUILDER, "args": args} | changes
+    path = folder / "cluster.yaml"
+    path.write_text(yaml.safe_dump({"applications": [application]}))
+    return path
+
+
+@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
+def test_every_shipped_cluster_is_valid_and_listens_on_loopback(path: Path) -> None:
+    document, config = cli.load(path)
+    assert document["http_options"]["host"] == "127.0.0.1"
+    assert config.decode.replicas >= 1
+
+
+def test_the_shipped_clusters_are_known_by_name() -> None:
+    assert {path.stem for path in CLUSTERS[1:]} >= {"cpu-demo", "aggregated", "one-gpu", "1p1d-gpu"}
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ({"decod": {"replicas": 1}}, "did you mean 'decode'"),
+        ({"engine": {"block_size": 17}}, "engine.block_size"),
+        ({"prefill": {"replicas": 0}}, "prefill.replicas must be at least 1"),
+    ],
+)
+def test_mistakes_in_args_are_named(tmp_path: Path, args: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        cli.load(write(tmp_path, args))
+
+
+def test_another_application_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="import_path"):
+        cli.load(write(tmp_path, {}, import_path="other:app"))
+
+
+def test_a_bad_file_ends_up_with_a_message_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["up", str(tmp_path / "none.yaml")]) == 2
+    assert cli.main(["up", str(write(tmp_path, {"modell": {}}))]) == 2
+    assert "did you mean 'model'" in capsys.readouterr().err
+
+
+def test_doctor_names_the_unset_settings_and_the_broken_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    monkeypatch.setenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
+    assert cli.main(["doctor", str(write(tmp_path, {"modell": {}}))]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("hint") and "RAY_AUTH_MODE is not set" in line for line in lines)
+    assert any(line.startswith("ok") and "RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in line for line in lines)
+    assert any(line.startswith("error") and "did you mean 'model'" in line for line in lines)
+    assert cli.main(["doctor", str(ROOT / "cluster.yaml")]) == 0
+
+
+def test_without_haproxy_the_proxy_is_kept() -> None:
+    assert cli.settings(haproxy=False)["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
+    assert "RAY_SERVE_ENABLE_DIRECT_INGRESS" not in cli.settings(haproxy=True)
+
+
+def test_a_workers_gpu_is_in_the_bundle_of_its_engine() -> None:
+    shell, rank = worker_bundles(DeploymentConfig(num_gpus=1, num_cpus=2, resources={"decode": 1}))
+    assert "GPU" not in shell
+    assert rank == {"CPU": 2, "GPU": 1, "decode": 1}
+    assert all(amount > 0 for bundle in worker_bundles(DeploymentConfig()) for amount in bundle.values())
+
+
+def test_what_cannot_be_placed_is_named() -> None:
+    config = ClusterConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "replicas": 2}})
+    gpu_node = {"CPU": 8.0, "GPU": 2.0}
+    assert unplaceable(config, [gpu_node, {"CPU": 8.0, "GPU": 1.0}]) == []
+    [complaint] = unplaceable(config, [gpu_node])
+    assert "1 GPU wanted, the cluster has room for" in complaint
+    assert len(unplaceable(config, [{"CPU": 8.0}])) == 2
+
+
+def test_a_worker_is_not_spread_over_nodes() -> None:
+    config = ClusterConfig.model_validate({"mode": "aggregated", "decode": {"num_gpus": 1, "num_cpus": 4}})
+    assert len(unplaceable(config, [{"CPU": 8.0}, {"GPU": 1.0, "CPU": 1.0}])) == 1
+
+
+def test_the_demo_fits_two_cores() -> None:
+    _, config = cli.load(ROOT / "cluster.yaml")
+    assert unplaceable(config, [{"CPU": 2.0}]) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 7])
+def test_messages_survive_being_cut(size: int) -> None:
+    message = bytes(range(256)) * (size // 256 + 1)
+    message = message[:size]
+    pieces = list(cut(message))
+    assert max(map(len, pieces)) <= PIECE_BYTES + 1
+    joiner = Joiner()
+    for _ in range(2):
+        joined = [joiner.feed(piece) for piece in pieces]
+        assert joined[:-1] == [None] * (len(pieces) - 1)
+        assert joined[-1] == message
+
+
+def test_listeners_hear_the_present_and_each_change_once() -> None:
+    heard: list[Members] = []
+    publish("app#X", frozenset({"a"}))
+    stop = listen("app#X", heard.append)
+    publish("app#X", frozenset({"a"}))
+    publish("app#X", frozenset({"a", "b"}))
+    publish("app#Y", frozenset({"c"}))
+    stop()
+    publish("app#X", frozenset())
+    assert heard == [frozenset({"a"}), frozenset({"a", "b"})]
+
+
+def test_processes_without_an_engine_import_no_torch() -> None:
+    modules = ["worker_replica", "router_replica", "client", "app", "cli", "addressing", "links"]
+    imports = ", ".join(f"pdserve.cluster.{name}" for name in modules)
+    check = f"import {imports}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_the_command_line_sets_what_ray_reads_before_importing_it() -> None:
+    check = "import pdserve.cluster.cli, sys; sys.exit('ray' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0
