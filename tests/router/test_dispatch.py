@@ -11,7 +11,7 @@ import pytest
 from router.fake_worker import FakeWorker, expected_tokens, finish_of
 from router.harness import Harness, until
 
-from pdserve.engine.protocol import Cancel, Command, Delta, Event, Failed, SamplingParams, Submit
+from pdserve.engine.protocol import Arrived, Cancel, Command, Delta, Event, Failed, SamplingParams, Submit
 from pdserve.router.errors import ApiError, RequestFailed
 
 PROMPT = tuple(range(10, 30))
@@ -432,3 +432,35 @@ async def test_a_command_that_cannot_be_sent_costs_no_worker(make: Make, error: 
     assert caught.value.status == status and str(error) in caught.value.message
     assert len(harness.fleet.workers) == 2
     assert all(worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers)
+
+
+async def test_a_prefill_worker_is_free_for_others_after_its_hand_off(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.decodes[0].step_s = 0.1
+    task = asyncio.create_task(harness.collect(PROMPT, sampling(max_tokens=3)))
+    await until(lambda: harness.decodes[0].submits())
+    loads = {worker.worker_id: worker.outstanding_tokens for worker in harness.fleet.workers}
+    assert loads["p0"] == 0 and loads["d0"] > len(PROMPT)
+    assert harness.prefills[0].tickets
+    harness.check(await task, PROMPT, sampling(max_tokens=3))
+
+
+async def test_a_ticket_that_d_could_not_use_is_dropped_at_once(make: Make) -> None:
+    harness = await make(1, 1).start()
+    prefill, decode = harness.prefills[0], harness.decodes[0]
+
+    def lose(number: int) -> None:
+        if number == 1:  # the batch with Arrived is about to go out: pretend that the pull failed
+            prefill.tickets[prefill.submits()[0].key] = PROMPT
+
+    def recomputed(events: list[Event]) -> list[Event]:
+        return [
+            Arrived(request_id=e.request_id, attempt=e.attempt, source="recompute") if isinstance(e, Arrived) else e
+            for e in events
+        ]
+
+    decode.step_s, decode.before_batch, decode.mangle = 0.03, lose, recomputed
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: Cancel(key=prefill.submits()[0].key) in prefill.commands if prefill.submits() else False)
+    assert not task.done() and not prefill.tickets
+    harness.check(await task, PROMPT, sampling())
