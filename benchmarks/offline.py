@@ -45,6 +45,11 @@ def run_once(llm: LLM, shape: tuple[int, int, int], seed: int) -> float:
     return seconds
 
 
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="folder; only its config.json is read")
@@ -53,6 +58,7 @@ def main() -> None:
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--commit", default=_commit(), help="recorded; needed where there is no git checkout")
     args = parser.parse_args()
     shapes = args.shape or [(64, 512, 128)]
     began = time.perf_counter()
@@ -83,17 +89,12 @@ def main() -> None:
             "tokens_per_s": round(tokens / seconds),
             "start_s": round(started, 1),
             "block_size": args.block_size,
-            "commit": _commit(),
+            "commit": args.commit,
         }
         print(f"{row['shape']:>14}: {seconds:8.3f} s   {row['tokens_per_s']:>8} tok/s in+out")
         if args.out:
             with args.out.open("a") as out:
                 out.write(json.dumps(row) + "\n")
-
-
-def _commit() -> str:
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Fixtures of all rooms: one CPU thread, no Ray authentication surprises, a tiny model on disk."""
+"""Fixtures of all rooms: one CPU thread, no Ray authentication surprises, the Triton interpreter where no GPU is, a tiny
+model on disk."""
 
 import os
 from pathlib import Path
@@ -6,8 +7,12 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")
 
-import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
+
+import pytest
 from tiny_models import make_tiny
 
 torch.set_num_threads(1)

@@ -24,13 +24,14 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {"engine", "kvtransfer"},
     "worker": {"engine", "kvtransfer", "prefill", "decode"},
     "router": {"engine", "text"},
-    "cluster": {"router", "worker", "engine", "text"},
+    "cluster": {"router", "worker", "engine", "text", "models"},
 }
 # a room that may import only some files of another
 ONLY: dict[tuple[str, str], set[str]] = {
     ("router", "engine"): {"pdserve.engine.protocol"},
     ("kvtransfer", "engine"): {"pdserve.engine.protocol"},
     ("cluster", "engine"): {"pdserve.engine.protocol"},
+    ("cluster", "models"): {"pdserve.models.checkpoint"},
 }
 OUTSIDE: dict[str, set[str]] = {"ray": {"cluster"}, "nixl": {"kvtransfer"}, "lmcache": {"kvtransfer"}}
 
