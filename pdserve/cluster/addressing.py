@@ -1,15 +1,16 @@
 """Sends a Serve call to the one worker that it names, and posts on the process's board which workers there are.
 
-Serve makes a `PinRouter` in every process that holds a handle of a worker deployment. It pickles the class with this whole module by
-value, so state lives in `cluster.membership`, which is imported by name. Chooses nothing: which worker is named is the business of
-`router`. Used by `cluster.app` (configuration) and `cluster.links` (calls).
+Serve makes a `PinRouter` in every process that holds a handle of a worker deployment. It pickles the class with this
+whole module by value, so state lives in `cluster.membership`, which is imported by name. Chooses nothing: which worker
+is named is the business of `router`. Used by `cluster.app` (configuration) and `cluster.links` (calls).
 
-Serve's own way (queue, probes, back-off) is stepped over on purpose: it matches pending calls by the id of the request that they
-serve, so two calls of one request to different replicas could be swapped, and a call to a replica that is gone waits for ever.
+Serve's own way (queue, probes, back-off) is stepped over on purpose: it matches pending calls by the id of the request
+that they serve, so two calls of one request to different replicas could be swapped, and a call to a replica that is
+gone waits for ever.
 """
 
 from ray.serve._private.common import DeploymentID, ReplicaID
-from ray.serve.request_router import PendingRequest, ReplicaResult, RequestRouter, RunningReplica
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from pdserve.cluster.membership import publish
 from pdserve.router.link import WorkerLost
@@ -27,7 +28,8 @@ def board_key(deployment: DeploymentID) -> str:
 
 
 class PinRouter(RequestRouter):
-    """Delivers a call to the replica whose worker id is its keyword argument `worker_id`, or raises WorkerLost at once."""
+    """Delivers a call to the replica whose worker id is its keyword argument `worker_id`, or raises WorkerLost at
+    once."""
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False

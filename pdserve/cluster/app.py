@@ -1,7 +1,8 @@
 """Builds the Serve application from a `ClusterConfig`: deployments `Router`, `Prefill` and `Decode`.
 
-`serve run cluster.yaml` and `pdserve up` call `build` by its import path, with `args:` of the YAML; Serve may do so in another process
-and folder than the user's. Decides placement, counts and deadlines; the work is in `router_replica` and `worker_replica`.
+`serve run cluster.yaml` and `pdserve up` call `build` by its import path, with `args:` of the YAML; Serve may do so in
+another process and folder than the user's. Decides placement, counts and deadlines; the work is in `router_replica`
+and `worker_replica`.
 """
 
 import logging
@@ -34,6 +35,7 @@ COMMON: dict[str, Any] = {
     "graceful_shutdown_wait_loop_s": 0.2,
     "logging_config": {"enable_access_log": False},  # a line a call costs more than the call
 }
+PINNED: dict[str, Any] = {"request_router_class": "pdserve.cluster.addressing:PinRouter"}
 ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
 WORKER_SHUTDOWN_S = 90.0  # routers close their streams once their last request there has ended
 
@@ -65,7 +67,7 @@ def worker_deployment(config: ClusterConfig, key: str, engine_host: str) -> Appl
         ray_actor_options={"num_cpus": CRUMB},
         placement_group_bundles=worker_bundles(deployment),
         placement_group_strategy="STRICT_PACK",
-        request_router_config=RequestRouterConfig(request_router_class="pdserve.cluster.addressing:PinRouter"),
+        request_router_config=RequestRouterConfig(**PINNED),
         graceful_shutdown_timeout_s=WORKER_SHUTDOWN_S,
         **COMMON,
     )

@@ -1,7 +1,7 @@
 """The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing.
 
-`up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process imports it. That is
-why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.
+`up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process
+imports it. That is why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.
 """
 
 import argparse
@@ -41,12 +41,12 @@ NO_HAPROXY = {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="pdserve", description="LLM serving with prefill/decode disaggregation on Ray")
+    parser = argparse.ArgumentParser(prog="pdserve", description="Disaggregated LLM serving on Ray")
     commands = parser.add_subparsers(dest="command", required=True)
     up_parser = commands.add_parser("up", help="serve a cluster on this machine until Ctrl-C")
     up_parser.add_argument("cluster", type=Path, help="cluster.yaml")
     up_parser.add_argument("--port", type=int, help="HTTP port, instead of the one in the file")
-    up_parser.add_argument("--haproxy", action="store_true", help="HAProxy as the HTTP front instead of Serve's own proxy")
+    up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front instead of Serve's own proxy")
     up_parser.add_argument("--timeout", type=float, default=600.0, help="seconds until it must be ready (default 600)")
     doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
     doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
@@ -222,7 +222,10 @@ def _environment() -> Iterator[tuple[str, str]]:
         if name in os.environ:
             yield "ok", f"{name}={os.environ[name]}"
         else:
-            yield "hint", f"{name} is not set ({why}): `pdserve up` sets {value}; for `ray start`, export it on every node"
+            yield (
+                "hint",
+                f"{name} is not set ({why}): `pdserve up` sets {value}; export it for `ray start`",
+            )
 
 
 def _hardware() -> Iterator[tuple[str, str]]:

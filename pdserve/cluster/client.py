@@ -1,7 +1,8 @@
 """Python access to a running cluster: `connect().generate(prompts, params)`, without HTTP.
 
-Every prompt is one call to a router replica through a Serve handle; Serve spreads them. All calls run on one background event loop, so
-the same client serves plain scripts and asyncio programs. Torch-free. For users; nothing in pdserve calls it.
+Every prompt is one call to a router replica through a Serve handle; Serve spreads them. All calls run on one
+background event loop, so the same client serves plain scripts and asyncio programs. Torch-free. For users; nothing in
+pdserve calls it.
 """
 
 import asyncio
@@ -53,9 +54,11 @@ class RequestOutput:
 
 
 def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
-    """A client of the application `app_name` on the Ray cluster at `address`; None: RAY_ADDRESS, or the one on this machine.
+    """A client of the application `app_name` on the Ray cluster at `address`; None: RAY_ADDRESS, or the one on this
+    machine.
 
-    Uses the connection that this process has, if any. Raises ConnectionError (no such cluster) and ValueError (no such application).
+    Uses the connection that this process has, if any. Raises ConnectionError (no such cluster) and ValueError (no such
+    application).
     """
     if not ray.is_initialized():
         ray.init(address=address or "auto", namespace="serve", log_to_driver=False)
@@ -69,8 +72,9 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
 class Client:
     """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
 
-    All take the keywords `priority` (lower runs first) and `cache_salt` (prefix-cache blocks are shared between equal salts only).
-    All raise ValueError for what is wrong with the request, and ClusterError when the cluster cannot answer it.
+    All take the keywords `priority` (lower runs first) and `cache_salt` (prefix-cache blocks are shared between equal
+    salts only). All raise ValueError for what is wrong with the request, and ClusterError when the cluster cannot
+    answer it.
     """
 
     def __init__(self, app_name: str = APP_NAME) -> None:
@@ -167,7 +171,7 @@ class Client:
 
     async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
         """Chunks or a Whole; what is Refused is raised."""
-        response = self._handle.remote(encode(ask))
+        response: Any = self._handle.remote(encode(ask))
         joiner = Joiner()
         try:
             async for piece in response:

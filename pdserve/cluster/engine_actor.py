@@ -1,7 +1,8 @@
 """The Ray actor around one rank's engine: its process, its GPU, nothing else.
 
-Thin on purpose: the engine is `worker.host.EngineHost`, which knows no Ray. This module imports no torch; the actor's process does,
-when the host is loaded. Created by `cluster.worker_replica`, which owns it: the replica's death is the actor's end.
+Thin on purpose: the engine is `worker.host.EngineHost`, which knows no Ray. This module imports no torch; the actor's
+process does, when the host is loaded. Created by `cluster.worker_replica`, which owns it: the replica's death is the
+actor's end.
 """
 
 import importlib
@@ -30,11 +31,10 @@ class Host(Protocol):
 
 
 class EngineActor:
-    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device) holds; `ping` has another."""
+    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device) holds; `ping` has
+    another."""
 
-    def __init__(
-        self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str
-    ) -> None:
+    def __init__(self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
         # One thread an engine, before torch loads: several engines on a few cores collapse otherwise.
         os.environ["OMP_NUM_THREADS"] = "1"
         module, _, name = engine_host.partition(":")
@@ -55,10 +55,18 @@ class EngineActor:
 
 
 def create_engine_actor(
-    group: PlacementGroup, num_gpus: float, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+    group: PlacementGroup,
+    num_gpus: float,
+    engine_host: str,
+    config: WorkerConfig,
+    worker_id: str,
+    incarnation: int,
+    address: str,
 ) -> Any:
     """A handle of a new actor in bundle 1 of the replica's placement group (bundle 0 holds the replica)."""
-    make_actor_class = ray.remote(num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1})
+    make_actor_class: Any = ray.remote(  # type: ignore[call-overload]
+        num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1}
+    )
     actor = make_actor_class(EngineActor).options(
         num_gpus=num_gpus,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1),

@@ -1,7 +1,7 @@
 """What the Python client and a router's handle methods say to each other, as msgspec types.
 
-One call a prompt: an `Ask` goes in, a stream of answers comes out. Bytes on the wire, so that both ends need only agree on these
-types. Used by `cluster.client` and `cluster.router_replica`. Torch-free, knows no Ray.
+One call a prompt: an `Ask` goes in, a stream of answers comes out. Bytes on the wire, so that both ends need only
+agree on these types. Used by `cluster.client` and `cluster.router_replica`. Torch-free, knows no Ray.
 """
 
 import msgspec

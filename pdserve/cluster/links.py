@@ -1,13 +1,15 @@
-"""How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher that tells the fleet who is there.
+"""How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher that tells the fleet
+who is there.
 
-Knows no tokens. `ServeLink` is `router.link.WorkerLink` over a deployment handle whose calls `cluster.addressing` delivers to the
-named replica; whatever goes wrong with Ray comes out as WorkerLost. Used by `cluster.router_replica`.
+Knows no tokens. `ServeLink` is `router.link.WorkerLink` over a deployment handle whose calls `cluster.addressing`
+delivers to the named replica; whatever goes wrong with Ray comes out as WorkerLost. Used by `cluster.router_replica`.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from contextvars import Context
+from functools import partial
 from typing import Any, Protocol
 
 import grpc
@@ -17,7 +19,7 @@ from ray.serve.handle import DeploymentHandle
 
 from pdserve.cluster.addressing import board_key
 from pdserve.cluster.framing import Joiner
-from pdserve.cluster.membership import Members, listen
+from pdserve.cluster.membership import Listener, Members, listen
 from pdserve.engine.protocol import Command, encode
 from pdserve.router.link import WorkerLink, WorkerLost
 
@@ -25,7 +27,8 @@ SEND_DEADLINE_S = 10.0
 REJOIN_S = 0.5  # a worker whose stream broke while it still counts as running is tried again this often
 MAX_COMMAND_BYTES = 3 << 20  # Serve's gRPC servers take 4 MiB
 
-# RayActorError (ActorDied, or ActorUnavailable over gRPC), errors of the replica itself, and calls that never got to it.
+# RayActorError (ActorDied, or ActorUnavailable over gRPC), errors of the replica itself, and calls that never got to
+# it.
 LOSSES = (RayError, RayServeException, RequestCancelledError, grpc.RpcError, ConnectionError, TimeoutError)
 
 
@@ -46,7 +49,9 @@ class ServeLink:
         """Raises WorkerLost, and ValueError when the command is larger than Serve transports."""
         data = encode(command)
         if len(data) > MAX_COMMAND_BYTES:
-            raise ValueError(f"prompt: the request takes {len(data)} bytes, more than the {MAX_COMMAND_BYTES} a worker is sent")
+            raise ValueError(
+                f"prompt: the request takes {len(data)} bytes, more than the {MAX_COMMAND_BYTES} a worker is sent"
+            )
         try:
             async with asyncio.timeout(SEND_DEADLINE_S):
                 await _call(self._submit, data, worker_id=self._worker_id)
@@ -69,13 +74,19 @@ class ServeLink:
             raise
 
     def _lost(self, error: Exception) -> WorkerLost:
-        return error if isinstance(error, WorkerLost) else WorkerLost(f"{type(error).__name__}: {error}".splitlines()[0])
+        return (
+            error if isinstance(error, WorkerLost) else WorkerLost(f"{type(error).__name__}: {error}".splitlines()[0])
+        )
 
 
 def _call(handle: DeploymentHandle, *args: Any, **kwargs: Any) -> Any:
-    """Outside the context of the HTTP request that may be running: Serve cancels what a cancelled request has called, and the
-    goodbyes to its workers are sent just then."""
+    """Outside the context of the HTTP request that may be running: Serve cancels what a cancelled request has called,
+    and the goodbyes to its workers are sent just then."""
     return Context().run(handle.remote, *args, **kwargs)
+
+
+def _on_loop(loop: asyncio.AbstractEventLoop, listener: Listener, members: Members) -> None:
+    loop.call_soon_threadsafe(listener, members)
 
 
 class Membership(Protocol):
@@ -105,7 +116,7 @@ class MembershipWatcher:
         loop = asyncio.get_running_loop()
         for key, handle in self._handles.items():
             handle.options(_by_reference=False)  # makes Serve build this process's PinRouter
-            self._stops.append(listen(key, lambda members, key=key: loop.call_soon_threadsafe(self._set, key, members)))
+            self._stops.append(listen(key, partial(_on_loop, loop, partial(self._set, key))))
         self._task = loop.create_task(self._watch())
 
     def stop(self) -> None:

@@ -1,7 +1,8 @@
-"""The Serve ingress: one router process, with the OpenAI routes for HTTP and one streaming method for the Python client.
+"""The Serve ingress: one router process, with the OpenAI routes for HTTP and one streaming method for the Python
+client.
 
-Puts together what `router` is made of and keeps its fleet equal to the running workers. Knows no requests; no torch in this process.
-Made by `cluster.app`, called by Serve's proxies and `cluster.client`.
+Puts together what `router` is made of and keeps its fleet equal to the running workers. Knows no requests; no torch in
+this process. Made by `cluster.app`, called by Serve's proxies and `cluster.client`.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from pdserve.text.tokenizer import Tokenizer
 class RouterReplica:
     """config: of the whole cluster. workers: a handle of each worker deployment."""
 
-    async def __init__(self, config: ClusterConfig, *workers: DeploymentHandle) -> None:
+    async def __init__(self, config: ClusterConfig, *workers: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         self._config = config
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         self._fleet = Fleet(config.router.worker_silence_s)

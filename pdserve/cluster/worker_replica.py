@@ -1,7 +1,9 @@
-"""The Serve replica of one worker: an asyncio shell that owns its engine process and passes bytes between it and the routers.
+"""The Serve replica of one worker: an asyncio shell that owns its engine process and passes bytes between it and the
+routers.
 
-Knows no tokens, no torch and no GPU; messages stay encoded. Used for both deployments, `Prefill` and `Decode`; made by `cluster.app`,
-called by `cluster.links`. The engine's end is the replica's end: Serve then starts a new one, which is a new incarnation.
+Knows no tokens, no torch and no GPU; messages stay encoded. Used for both deployments, `Prefill` and `Decode`; made by
+`cluster.app`, called by `cluster.links`. The engine's end is the replica's end: Serve then starts a new one, which is
+a new incarnation.
 """
 
 import asyncio
@@ -31,9 +33,10 @@ REASON_DEADLINE_S = 2.0
 
 
 class WorkerReplica:
-    """config: of the worker. num_gpus: of its engine rank. engine_host: import path of the host class, `module:Class`."""
+    """config: of the worker. num_gpus: of its engine rank. engine_host: import path of the host class,
+    `module:Class`."""
 
-    async def __init__(self, config: WorkerConfig, num_gpus: float, engine_host: str = ENGINE_HOST) -> None:
+    async def __init__(self, config: WorkerConfig, num_gpus: float, engine_host: str = ENGINE_HOST) -> None:  # type: ignore[misc]  # Serve awaits it
         group = get_current_placement_group()
         assert group is not None, "a worker deployment needs placement_group_bundles"
         self.worker_id = worker_id_of(serve.get_replica_context().replica_id)

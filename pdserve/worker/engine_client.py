@@ -1,8 +1,9 @@
 """The replica shell's end of the wire to its engine process: commands down, one event stream per router up.
 
-A zmq PAIR over ipc. Down: `[encoded Command]`. Up: `[target, encoded EventBatch]`, where target is `router_id/session`, or `*` for
-every subscribed router. Batches pass through as bytes: nothing is decoded here. Knows no Ray and no torch; single-threaded: all
-methods belong to the event loop that made the client. Called by `cluster.worker_replica`, and by tests that need no Ray.
+A zmq PAIR over ipc. Down: `[encoded Command]`. Up: `[target, encoded EventBatch]`, where target is
+`router_id/session`, or `*` for every subscribed router. Batches pass through as bytes: nothing is decoded here. Knows
+no Ray and no torch; single-threaded: all methods belong to the event loop that made the client. Called by
+`cluster.worker_replica`, and by tests that need no Ray.
 """
 
 import asyncio
@@ -65,8 +66,8 @@ class _Stream:
 class EngineClient:
     """Connects to an engine at a zmq address (`ipc://…`); the engine may bind it later.
 
-    `closed` is set once the engine is gone, whatever the reason; from then on every call raises EngineGone and every stream ends.
-    Make it inside a running event loop.
+    `closed` is set once the engine is gone, whatever the reason; from then on every call raises EngineGone and every
+    stream ends. Make it inside a running event loop.
     """
 
     def __init__(self, address: str) -> None:
@@ -80,8 +81,8 @@ class EngineClient:
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, 20)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._loop.add_reader(self._monitor.get(zmq.FD), self._watch)
-        self._loop.add_reader(self._socket.get(zmq.FD), self._receive)
+        self._loop.add_reader(_descriptor(self._monitor), self._watch)
+        self._loop.add_reader(_descriptor(self._socket), self._receive)
         self._socket.connect(address)
         # zmq's descriptors are edge-triggered: without a first look at each, none ever fires.
         self._watch()
@@ -99,14 +100,16 @@ class EngineClient:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             raise EngineGone(f"the engine has left {SEND_LIMIT} commands unread") from None
-        # The socket's file descriptor is edge-triggered, and sending may consume the edge of a message that came meanwhile.
+        # The socket's file descriptor is edge-triggered, and sending may consume the edge of a message that came
+        # meanwhile.
         self._loop.call_soon(self._receive)
 
     async def subscribe(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
-        """The encoded batches for this router, the first with its Hello; a newer subscription of the same router ends this one.
+        """The encoded batches for this router, the first with its Hello; a newer subscription of the same router ends
+        this one.
 
-        Closing the iterator tells the engine that the router is lost. Raises EngineGone when the engine is gone at the start, and
-        ends when it goes later.
+        Closing the iterator tells the engine that the router is lost. Raises EngineGone when the engine is gone at the
+        start, and ends when it goes later.
         """
         stream = self._open(router_id, session)
         try:
@@ -116,7 +119,8 @@ class EngineClient:
             self._lose(stream)
 
     def close(self, stop: bool = True) -> None:
-        """End all streams and close the socket, and tell the engine to stop unless another client takes over. Idempotent."""
+        """End all streams and close the socket, and tell the engine to stop unless another client takes over.
+        Idempotent."""
         if not self.closed.is_set():
             # LINGER is 0 for a dead peer's sake; a living one shall still read what was sent last.
             self._socket.set(zmq.LINGER, 1000)
@@ -184,10 +188,16 @@ class EngineClient:
         for stream in self._streams.values():
             stream.close()
         self._streams.clear()
-        self._loop.remove_reader(self._socket.get(zmq.FD))
-        self._loop.remove_reader(self._monitor.get(zmq.FD))
+        self._loop.remove_reader(_descriptor(self._socket))
+        self._loop.remove_reader(_descriptor(self._monitor))
         self._socket.disable_monitor()
         self._monitor.close()
         self._socket.close()
         # Waits for LINGER, so never on the loop.
         self._loop.run_in_executor(None, self._context.term)
+
+
+def _descriptor(zmq_socket: "zmq.Socket[bytes]") -> int:
+    fd = zmq_socket.get(zmq.FD)
+    assert isinstance(fd, int)
+    return fd

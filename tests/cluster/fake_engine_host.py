@@ -1,7 +1,9 @@
-"""An engine host without an engine: the same two methods as `pdserve.worker.host.EngineHost`, the same protocol on the wire.
+"""An engine host without an engine: the same two methods as `pdserve.worker.host.EngineHost`, the same protocol on the
+wire.
 
-A submitted request gets one token a step for `max_tokens` steps; token i of a prompt p is `p[0] + i`. Every command received is one line
-of a journal file named by the worker, in the folder that WORKER_JOURNAL names, so that tests see what reached an engine.
+A submitted request gets one token a step for `max_tokens` steps; token i of a prompt p is `p[0] + i`. Every command
+received is one line of a journal file named by the worker, in the folder that WORKER_JOURNAL names, so that tests see
+what reached an engine.
 """
 
 import os
@@ -79,7 +81,9 @@ class FakeEngineHost:
             case Cancel(key=key):
                 self.requests.pop(key, None)
             case RouterLost(router_id=router_id, session=session):
-                self.requests = {k: s for k, s in self.requests.items() if (k.router_id, k.session) != (router_id, session)}
+                self.requests = {
+                    k: s for k, s in self.requests.items() if (k.router_id, k.session) != (router_id, session)
+                }
         return isinstance(command, Stop)
 
     def step(self) -> None:

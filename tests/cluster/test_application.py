@@ -1,4 +1,5 @@
-"""The whole application over a local Ray with fake engines: HTTP and the Python client, and a worker lost in mid-answer."""
+"""The whole application over a local Ray with fake engines: HTTP and the Python client, and a worker lost in
+mid-answer."""
 
 import asyncio
 import json

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
@@ -70,7 +70,7 @@ async def receive(stream: AsyncIterator[bytes]) -> EventBatch:
         return decode_batch(await anext(stream))
 
 
-async def wait_for(condition, timeout: float = 5.0) -> None:
+async def wait_for(condition: Callable[[], bool], timeout: float = 5.0) -> None:
     async with asyncio.timeout(timeout):
         while not condition():
             await asyncio.sleep(0.01)
