@@ -1,0 +1,173 @@
+"""Drives an Engine by hand, and a runner on paper that stands in for model and pool.
+
+`PaperRunner` keeps, instead of KV, which prefix each row of the pool was computed for, and checks on every step that a
+sequence reads exactly its own rows and writes into no block that others own. Its logits are a function of the whole
+prefix, so what a request must generate is known without any batch (`alone`).
+"""
+
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.engine.engine import Engine, StepResult
+from pdserve.engine.model_runner import Fence, StepOutput
+from pdserve.engine.protocol import Delta, PromptScored, RequestKey, SamplingParams, Start, Submit, TokenLogprob
+from pdserve.engine.sampler import SampleRow, sample
+from pdserve.engine.scheduler import Plan
+from pdserve.engine.sequence import Sequence
+
+_names = itertools.count()
+
+
+def make_engine(folder: Path | str, **config: Any) -> Engine:
+    values = {"device": "cpu", "num_kv_blocks": 64, **config}
+    return Engine(ModelConfig(path=str(folder)), EngineConfig(**values))
+
+
+def paper_engine(folder: Path | str, **config: Any) -> Engine:
+    engine = make_engine(folder, **config)
+    engine.runner = PaperRunner(engine)  # type: ignore[assignment]
+    return engine
+
+
+def submit_of(prompt: SequenceOf[int], sampling: SamplingParams, **more: Any) -> Submit:
+    more.setdefault("starts", tuple(Start(choice) for choice in range(sampling.n)))
+    more.setdefault("phase", "full")
+    key = RequestKey("test", 0, str(next(_names)))
+    return Submit(key=key, prompt_token_ids=tuple(prompt), sampling=sampling, **more)
+
+
+class Driver:
+    """Submits requests and gathers what the engine says about them."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.tokens: dict[tuple[RequestKey, int], list[int]] = defaultdict(list)
+        self.reasons: dict[tuple[RequestKey, int], str] = {}
+        self.scored: dict[RequestKey, list[PromptScored]] = defaultdict(list)
+        self.held: list[Any] = []
+
+    def add(self, prompt: SequenceOf[int], sampling: SamplingParams, **more: Any) -> RequestKey:
+        submit = submit_of(prompt, sampling, **more)
+        for start in submit.starts:
+            self.tokens[submit.key, start.choice] += start.forced
+        self.engine.add(self.engine.make_request(submit), submit.starts)
+        return submit.key
+
+    def step(self) -> StepResult:
+        result = self.engine.step()
+        for key, event in result.events:
+            if isinstance(event, PromptScored):
+                self.scored[key].append(event)
+            elif isinstance(event, Delta):
+                self._take(key, event)
+        self.held += result.held
+        return result
+
+    def _take(self, key: RequestKey, delta: Delta) -> None:
+        tokens = self.tokens[key, delta.choice]
+        assert delta.position == len(tokens), "a token was lost or came twice"
+        assert (key, delta.choice) not in self.reasons, "a token behind the end"
+        tokens += delta.token_ids
+        if delta.finish_reason:
+            self.reasons[key, delta.choice] = delta.finish_reason
+
+    def run(self, max_steps: int = 5000, check: bool = True) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.engine.has_work:
+                return
+            self.step()
+            if check:
+                self.engine.check_integrity()
+        raise AssertionError(f"still busy after {max_steps} steps")
+
+    def assert_empty(self) -> None:
+        self.engine.check_integrity()
+        assert not self.engine.has_work
+        assert self.engine.blocks.num_free == self.engine.blocks.num_usable
+
+
+class PaperRunner:
+    def __init__(self, engine: Engine) -> None:
+        self.blocks = engine.blocks
+        self.block_size = engine.config.block_size
+        self.vocab_size = engine.spec.vocab_size
+        self.pool = engine.pool
+        self.rows = np.full((engine.blocks.num_blocks, self.block_size), -1, dtype=np.int64)
+        self.plans: list[dict[Sequence, int]] = []
+        self.num_copies = 0
+
+    def execute(self, plan: Plan) -> StepOutput:
+        self.plans.append(dict(plan.num_tokens))
+        self.num_copies += len(plan.copies)
+        for source, target in plan.copies:
+            self.rows[target] = self.rows[source]
+        hidden: list[int] = []
+        first_row = {}
+        prefixes = {seq: prefix_digests(seq.token_ids) for seq in plan.num_tokens}
+        for seq, count in plan.num_tokens.items():
+            first_row[seq] = len(hidden)
+            for position in range(seq.num_computed, seq.num_computed + count):
+                block = seq.block_table[position // self.block_size]
+                assert block != 0 and not self.blocks.is_shared(block), "writes a block that is not its own"
+                self.rows[block, position % self.block_size] = prefixes[seq][position]
+                hidden.append(prefixes[seq][position])
+        for seq, count in plan.num_tokens.items():
+            end = seq.num_computed + count
+            assert self.rows[seq.block_table].reshape(-1)[:end].tolist() == prefixes[seq][:end], "reads foreign rows"
+        return StepOutput(torch.tensor(hidden, dtype=torch.int64), first_row, Fence())
+
+    def fill(self, blocks: SequenceOf[int], prompt: SequenceOf[int], first_block: int = 0) -> None:
+        """Write the prompt's rows as another engine would."""
+        for position, digest in enumerate(prefix_digests(prompt)):
+            index = position // self.block_size - first_block
+            if index >= 0:
+                self.rows[blocks[index], position % self.block_size] = digest
+
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        return torch.stack([prefix_logits(digest, self.vocab_size) for digest in hidden[rows].tolist()])
+
+
+def prefix_digests(tokens: SequenceOf[int]) -> list[int]:
+    return list(itertools.accumulate(tokens, _extend, initial=1))[1:]
+
+
+def _extend(digest: int, token: int) -> int:
+    return (digest * 6364136223846793005 + token * 1442695040888963407 + 7) % (1 << 61)
+
+
+@functools.lru_cache(maxsize=20_000)
+def prefix_logits(digest: int, vocab_size: int) -> Tensor:
+    return torch.from_numpy(np.random.default_rng(digest).standard_normal(vocab_size, dtype=np.float32)) * 4
+
+
+def alone(
+    engine: Engine, prompt: SequenceOf[int], sampling: SamplingParams, choice: int = 0, forced: SequenceOf[int] = ()
+) -> list[int]:
+    """What the paper model generates for one choice, computed without engine, batch or blocks."""
+    tokens = [*prompt, *forced]
+    digest = prefix_digests(tokens)[-1]
+    request = engine.make_request(submit_of(prompt, sampling))
+    while True:
+        row = SampleRow(sampling, choice, tokens, len(prompt), request.stop_token_ids)
+        [sampled] = sample(prefix_logits(digest, engine.spec.vocab_size)[None], [row])
+        tokens.append(sampled.token_id)
+        digest = _extend(digest, sampled.token_id)
+        generated = len(tokens) - len(prompt)
+        stops = sampled.token_id in request.stop_token_ids and generated > sampling.min_tokens
+        if stops or generated >= request.max_tokens:
+            return tokens[len(prompt) :]
+
+
+def logprob_of(entry: TokenLogprob | None) -> float:
+    assert entry is not None
+    return entry.logprob

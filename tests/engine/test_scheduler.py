@@ -1,0 +1,380 @@
+"""Who runs when, and with which blocks: the scheduler below an engine whose model is on paper (see harness)."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.harness import Driver, alone, paper_engine, submit_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.engine.engine import Engine
+from pdserve.engine.protocol import RequestKey, SamplingParams, Start
+
+BLOCK = 16
+
+
+def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, seed=0, **more)
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def plans(engine: Engine) -> list[list[int]]:
+    """Tokens per sequence of every step so far, in scheduling order."""
+    return [list(plan.values()) for plan in engine.runner.plans]  # type: ignore[attr-defined]
+
+
+def test_long_prompts_are_computed_in_chunks_beside_decodes(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=20)
+    driver = Driver(engine)
+    driver.add(prompt_of(10), greedy(5))
+    driver.step()
+    driver.add(prompt_of(50), greedy(2))
+    driver.run()
+    assert plans(engine) == [[10], [1, 19], [1, 19], [1, 12], [1, 1]]
+
+
+def test_the_token_budget_is_never_exceeded_and_used_when_there_is_work(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=32)
+    driver = Driver(engine)
+    for i in range(12):
+        driver.add(prompt_of(10 + 13 * i, i), greedy(6))
+    driver.run()
+    totals = [sum(plan) for plan in plans(engine)]
+    assert max(totals) == 32 and totals.count(32) > 20
+
+
+def test_running_decodes_go_before_new_prompts(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=16)
+    driver = Driver(engine)
+    for i in range(3):
+        driver.add(prompt_of(4, i), greedy(20))
+    driver.step()
+    driver.add(prompt_of(100), greedy(2))
+    driver.step()
+    assert plans(engine)[-1] == [1, 1, 1, 13]
+
+
+def test_priority_then_arrival(tiny_llama: Path) -> None:
+    driver = Driver(paper_engine(tiny_llama, max_num_seqs=1))
+    keys = [driver.add(prompt_of(5, i), greedy(1), priority=priority) for i, priority in enumerate([0, 5, -1, 0])]
+    order = []
+    while driver.engine.has_work:
+        order += dict.fromkeys(key for key, _ in driver.step().events)
+    assert order == [keys[2], keys[0], keys[3], keys[1]]
+
+
+def test_max_num_seqs_counts_forks_to_come(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, max_num_seqs=4, max_num_batched_tokens=16)
+    driver = Driver(engine)
+    for i in range(4):
+        driver.add(prompt_of(20, i), greedy(6, n=3))
+    driver.add(prompt_of(20, 9), greedy(6))
+    most = 0
+    while engine.has_work:
+        driver.step()
+        running = engine.scheduler.running
+        assert sum(1 + len(seq.pending_forks) for seq in running) <= 4
+        most = max(most, len(running))
+    assert most == 4
+    assert len(driver.reasons) == 13
+
+
+def test_a_prompt_waits_until_all_of_it_fits(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=9, max_num_batched_tokens=16)  # 8 usable blocks
+    driver = Driver(engine)
+    driver.add(prompt_of(70), greedy(10))  # 5 blocks
+    driver.step()
+    driver.add(prompt_of(64, 1), greedy(2))  # 4 blocks: too many beside
+    driver.add(prompt_of(5, 2), greedy(2))  # fits, but stands behind
+    for _ in range(8):
+        driver.step()
+        assert len(engine.scheduler.running) == 1
+    driver.run()
+    assert engine.scheduler.num_preemptions == 0
+    driver.assert_empty()
+
+
+def test_the_last_in_order_is_preempted_and_computes_the_same_again(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=7)  # 6 usable blocks
+    driver = Driver(engine)
+    prompts = [prompt_of(30, i) for i in range(3)]
+    keys = [driver.add(prompt, greedy(40)) for prompt in prompts]
+    first_preempted = None
+    while engine.has_work:
+        driver.step()
+        engine.check_integrity()
+        if engine.scheduler.num_preemptions and first_preempted is None:
+            first_preempted = [seq.request.key for seq in engine.scheduler.waiting]
+    assert first_preempted == [keys[2]]
+    for key, prompt in zip(keys, prompts, strict=True):
+        assert driver.tokens[key, 0] == alone(engine, prompt, greedy(40))
+    driver.assert_empty()
+
+
+def test_a_low_priority_is_preempted_although_it_came_first(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=5)
+    driver = Driver(engine)
+    early = driver.add(prompt_of(30), greedy(20), priority=1)
+    late = driver.add(prompt_of(30, 1), greedy(20))
+    while not engine.scheduler.num_preemptions:
+        driver.step()
+    assert [seq.request.key for seq in engine.scheduler.running] == [late]
+    driver.run()
+    assert len(driver.tokens[early, 0]) == 20
+    driver.assert_empty()
+
+
+def test_the_choices_of_a_request_stand_together(tiny_llama: Path) -> None:
+    """A request's forks are not preempted before a request that came later."""
+    engine = paper_engine(tiny_llama, num_kv_blocks=8)
+    driver = Driver(engine)
+    first = driver.add(prompt_of(30), greedy(30, n=3))
+    second = driver.add(prompt_of(30, 1), greedy(30))
+    while not engine.scheduler.num_preemptions:
+        driver.step()
+    assert {seq.request.key for seq in engine.scheduler.running} == {first}
+    assert [seq.request.key for seq in engine.scheduler.waiting] == [second]
+    driver.run()
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
+def test_forks_share_the_prompt_and_copy_what_they_write_into(tiny_llama: Path, length: int) -> None:
+    engine = paper_engine(tiny_llama)
+    driver = Driver(engine)
+    sampling = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=20)
+    prompt = prompt_of(length)
+    key = driver.add(prompt, sampling)
+    driver.step()
+    assert engine.blocks.num_owned == -(-length // BLOCK)
+    driver.step()
+    partial = length % BLOCK != 0
+    assert engine.runner.num_copies == (3 if partial else 0)  # type: ignore[attr-defined]
+    driver.run()
+    for choice in range(4):
+        assert driver.tokens[key, choice] == alone(engine, prompt, sampling, choice)
+    assert len({tuple(driver.tokens[key, choice]) for choice in range(4)}) == 4
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("length", [1, 16, 40, 63])
+def test_many_choices_in_a_pool_that_holds_hardly_one(tiny_llama: Path, length: int) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=6)  # 80 tokens
+    driver = Driver(engine)
+    sampling = SamplingParams(temperature=1.0, seed=5, n=6, max_tokens=80 - length)
+    prompt = prompt_of(length)
+    key = driver.add(prompt, sampling)
+    driver.run()
+    for choice in range(6):
+        assert driver.tokens[key, choice] == alone(engine, prompt, sampling, choice)
+    driver.assert_empty()
+
+
+def test_a_cached_prefix_is_not_computed_again(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama)
+    driver = Driver(engine)
+    shared = prompt_of(48)
+    driver.add([*shared, 1, 2, 3], greedy(4))
+    driver.run()
+    key = driver.add([*shared, 4, 5], greedy(4))
+    driver.step()
+    assert plans(engine)[-1] == [2]
+    assert driver.scored[key][0].cached_tokens == 48
+    whole = driver.add(shared, greedy(4))  # its last token is computed: its logits are wanted
+    driver.step()
+    assert plans(engine)[-1] == [1, 16] and driver.scored[whole][0].cached_tokens == 32
+    other = driver.add(shared, greedy(4), cache_salt="tenant")
+    driver.run()
+    assert driver.scored[other][0].cached_tokens == 0
+    assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (51 + 50 + 48 + 48, 80)
+
+
+def test_cached_tokens_are_those_found_at_first_not_what_a_preempted_request_left(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=9, max_num_batched_tokens=32)
+    driver = Driver(engine)
+    driver.add(prompt_of(30), greedy(60))
+    driver.step()
+    key = driver.add(prompt_of(85, 1), greedy(4))
+    driver.run()
+    assert engine.scheduler.num_preemptions > 0
+    assert driver.scored[key][0].cached_tokens == 0
+
+
+def test_without_prefix_caching_everything_is_computed(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, enable_prefix_caching=False)
+    driver = Driver(engine)
+    for _ in range(2):
+        driver.add(prompt_of(40), greedy(1))
+        driver.run()
+    assert plans(engine) == [[40], [40]]
+
+
+def imported(driver: Driver, prompt: list[int], sampling: SamplingParams, starts: tuple[Start, ...]) -> RequestKey:
+    """Join a request whose prompt somebody else computed, as the decode phase does."""
+    engine = driver.engine
+    submit = submit_of(prompt, sampling, starts=starts, phase="decode")
+    reservation = engine.reserve(engine.make_request(submit), starts)
+    assert reservation is not None
+    engine.runner.fill(reservation.destination, prompt, reservation.num_cached)  # type: ignore[attr-defined]
+    engine.join(reservation)
+    for start in starts:
+        driver.tokens[submit.key, start.choice] += start.forced
+    return submit.key
+
+
+def test_imported_prompts_that_fill_the_pool_do_not_wait_for_each_other(tiny_llama: Path) -> None:
+    """Nobody runs, every block belongs to somebody who needs one more: the last one gives its blocks back."""
+    engine = paper_engine(tiny_llama, num_kv_blocks=7)
+    driver = Driver(engine)
+    prompts = [prompt_of(32, i) for i in range(3)]  # 2 full blocks each; the next token needs a third
+    keys = [imported(driver, prompt, greedy(20), (Start(0, (7,)),)) for prompt in prompts]
+    assert engine.blocks.num_free == 0
+    driver.run()
+    for key, prompt in zip(keys, prompts, strict=True):
+        assert driver.tokens[key, 0] == [7, *alone(engine, [*prompt, 7], greedy(19))]
+    driver.assert_empty()
+
+
+def test_imported_choices_in_a_full_pool(tiny_llama: Path) -> None:
+    """Siblings that share their last block, with no block free for a copy."""
+    engine = paper_engine(tiny_llama, num_kv_blocks=4)
+    driver = Driver(engine)
+    prompt = prompt_of(40)
+    starts = tuple(Start(choice, (choice,)) for choice in range(3))
+    key = imported(driver, prompt, greedy(8, n=3), starts)
+    assert engine.blocks.num_free == 0
+    driver.run()
+    for choice in range(3):
+        assert driver.tokens[key, choice] == [choice, *alone(engine, [*prompt, choice], greedy(7))]
+    driver.assert_empty()
+
+
+def test_blocks_pinned_elsewhere_mean_waiting_not_failing(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=5)
+    driver = Driver(engine)
+    driver.add(prompt_of(50), greedy(4), phase="prefill")
+    driver.run()
+    [held] = driver.held
+    key = driver.add(prompt_of(30, 1), greedy(4))
+    for _ in range(3):
+        assert not driver.step().num_rows
+    engine.release_held(held.key)
+    driver.run()
+    assert driver.tokens[key, 0] == alone(engine, prompt_of(30, 1), greedy(4))
+    driver.assert_empty()
+
+
+REQUESTS = st.lists(
+    st.fixed_dictionaries(
+        {
+            "shared": st.sampled_from([0, 0, 5, 16, 33]),
+            "own": st.integers(1, 40),
+            "max_tokens": st.integers(2, 30),
+            "n": st.sampled_from([1, 1, 2, 5]),
+            "forced": st.sampled_from([0, 0, 1, 14, 17]),
+            "priority": st.integers(-1, 1),
+            "prompt_logprobs": st.sampled_from([None, None, 0]),
+            "at_step": st.integers(0, 12),
+            "how": st.sampled_from(["full", "full", "prefill", "import"]),
+            "abort_after": st.none() | st.integers(0, 20),
+            "abort_choices": st.sampled_from([None, (0,), (1, 2)]),
+        }
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+class Workload:
+    """Random requests that come, are handed over, cancelled and finished in a tiny pool."""
+
+    def __init__(self, engine: Engine, requests: list[dict]) -> None:
+        self.engine = engine
+        self.driver = Driver(engine)
+        self.requests = requests
+        self.plans: dict[RequestKey, tuple[dict, list[int], SamplingParams]] = {}
+        self.aborted: set[tuple[RequestKey, int]] = set()
+        self.held_until: dict[RequestKey, int] = {}
+
+    def run(self) -> None:
+        for step in range(3000):
+            self._arrivals(step)
+            self._aborts(step)
+            self.driver.step()
+            for held in self.driver.held:
+                self.held_until.setdefault(held.key, step + 5)
+            for key, until in self.held_until.items():
+                if until == step:
+                    self.engine.release_held(key)
+            self.engine.check_integrity()
+            if not self.engine.has_work and step > max([40, *self.held_until.values()]):
+                return
+        raise AssertionError("the workload never ended")
+
+    def _arrivals(self, step: int) -> None:
+        for index, request in enumerate(self.requests):
+            if request["at_step"] == step:
+                self._start(index, request)
+
+    def _start(self, index: int, r: dict) -> None:
+        prompt = prompt_of(64)[: r["shared"]] + prompt_of(r["own"], index)
+        forced = min(r["forced"], r["max_tokens"] - 1)
+        sampling = SamplingParams(
+            n=r["n"],
+            max_tokens=r["max_tokens"],
+            seed=index,
+            stop_token_ids=[1, 2, 3],
+            prompt_logprobs=r["prompt_logprobs"],
+        )
+        make = tuple(Start(c, tuple(prompt_of(forced, f"{index}/{c}"))) for c in range(r["n"]))
+        if r["how"] == "import" and forced and self.engine.layout.num_blocks_for(len(prompt)) <= 3:
+            if self.engine.blocks.num_free < 4:
+                return
+            key = imported(self.driver, prompt, sampling, make)
+        elif r["how"] == "prefill":
+            key = self.driver.add(prompt, sampling, phase="prefill")
+        else:
+            key = self.driver.add(prompt, sampling, starts=make, priority=r["priority"])
+        self.plans[key] = r, prompt, sampling
+
+    def _aborts(self, step: int) -> None:
+        for key, (r, _, _) in self.plans.items():
+            if r["abort_after"] is not None and r["at_step"] + r["abort_after"] == step:
+                gone = range(r["n"]) if r["abort_choices"] is None else r["abort_choices"]
+                self.aborted |= {(key, c) for c in gone if (key, c) not in self.driver.reasons}
+                self.engine.abort(key, r["abort_choices"])
+
+    def check(self) -> None:
+        """Every choice generated what it generates alone; a cancelled one the beginning of it."""
+        for key, (r, prompt, sampling) in self.plans.items():
+            for choice in range(r["n"]):
+                got = self.driver.tokens[key, choice]
+                started = [] if r["how"] == "prefill" else self._forced(key, choice, r)
+                want = alone(self.engine, prompt, sampling, choice, started)
+                if r["how"] == "prefill":
+                    want = want[:1]
+                if (key, choice) in self.aborted:
+                    assert got == want[: len(got)]
+                else:
+                    assert got == want
+        self.driver.assert_empty()
+
+    def _forced(self, key: RequestKey, choice: int, r: dict) -> list[int]:
+        return self.driver.tokens[key, choice][: min(r["forced"], r["max_tokens"] - 1)]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(requests=REQUESTS, num_blocks=st.integers(7, 16), budget=st.sampled_from([16, 24, 100]))
+def test_any_workload_ends_with_the_right_tokens(
+    tiny_llama: Path, requests: list[dict], num_blocks: int, budget: int
+) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=num_blocks, max_num_batched_tokens=budget, max_num_seqs=6)
+    workload = Workload(engine, requests)
+    workload.run()
+    workload.check()
