@@ -44,7 +44,6 @@ class _Request(msgspec.Struct, kw_only=True):
     stream_options: StreamOptions | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    add_special_tokens: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None
@@ -60,6 +59,7 @@ class CompletionRequest(_Request, kw_only=True):
     prompt: str | list[int | str | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    add_special_tokens: bool | None = None
     best_of: int | None = None
 
     def prompts(self) -> list[str | list[int]]:

@@ -30,6 +30,11 @@ Prompt = str | Sequence[int]
 # tokenising this many characters takes about a millisecond, which the event loop can spare
 INLINE_CHARS = 4096
 
+# far above what anyone needs; without them one body could keep the event loop busy for minutes
+MAX_CHOICES = 8192
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+
 
 class Chunk(msgspec.Struct):
     """What became certain of one choice since its last chunk. index: prompt * n + choice. The last chunk of a choice
@@ -211,6 +216,8 @@ class Service:
             raise value_error(error, SamplingParams.__struct_fields__) from error
         if not prompts:
             raise ApiError("prompt is empty: send a text, a list of token ids, or a list of these", param="prompt")
+        if len(prompts) * sampling.n > MAX_CHOICES:
+            raise ApiError(f"prompt: {len(prompts)} prompts times n are more than {MAX_CHOICES}", param="prompt")
         ids = [await self._tokenise(prompt, add_special_tokens, limits) for prompt in prompts]
         jobs = [
             Job(
@@ -258,6 +265,9 @@ class Service:
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if sampling.n > self.config.max_n:
             raise ApiError(f"n ({sampling.n}) must not exceed {self.config.max_n}", param="n")
+        if len(sampling.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
+            message = f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
+            raise ApiError(message, param="stop")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling, name)
             if value is not None and value > self.config.max_logprobs:

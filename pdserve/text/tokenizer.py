@@ -73,10 +73,6 @@ class Tokenizer:
         """What each single token contributes to a text; shared by all incremental detokenizers."""
         return make_pieces(self._backend)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids; releases the GIL meanwhile. ValueError when the text is no valid Unicode."""
         try:

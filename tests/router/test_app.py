@@ -234,6 +234,9 @@ CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"stop_token_ids": [403]}, "stop_token_ids"),
         ({"stop": [""]}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
+        ({"stop": "x" * 1025}, "stop"),
+        ({"prompt": [[5]] * 4097, "n": 2}, "prompt"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "x"}, "suffix"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
@@ -266,6 +269,7 @@ async def test_bad_values_are_named_and_cost_nothing(make: Make, change: dict[st
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"prompt": "x"}, "prompt"),
+        ({"add_special_tokens": True}, "add_special_tokens"),
     ],
 )
 async def test_bad_chat_values_are_named(make: Make, change: dict[str, Any], param: str) -> None:
