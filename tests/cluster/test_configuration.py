@@ -1,5 +1,6 @@
 """What is read from YAML, what Ray is asked for, and what the command line finds wrong: no Ray is started."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,22 @@ def test_doctor_names_the_unset_settings_and_the_broken_file(
     assert any(line.startswith("ok") and "RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in line for line in lines)
     assert any(line.startswith("error") and "did you mean 'model'" in line for line in lines)
     assert cli.main(["doctor", str(ROOT / "cluster.yaml")]) == 0
+
+
+def test_of_a_replicas_traceback_the_last_error_is_shown() -> None:
+    message = "Deployment failed:\nOSError: first\n\nThe above ...:\n  File x\nValueError: model path 'a'\nis nowhere\n"
+    assert cli.last_error(message) == "ValueError: model path 'a'\nis nowhere"
+    assert cli.last_error("plain words") == "plain words"
+
+
+def test_a_port_in_use_is_named() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} .* choose another"):
+            cli.check_port("127.0.0.1", port)
+    cli.check_port("127.0.0.1", port)
 
 
 def test_without_haproxy_the_proxy_is_kept() -> None:
