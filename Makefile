@@ -1,8 +1,6 @@
 # One virtual environment in .venv; every target sets it up when pyproject.toml changed.
 PYTHON ?= python3
 BIN := .venv/bin
-export RAY_AUTH_MODE ?= disabled
-export OMP_NUM_THREADS ?= 1
 
 .PHONY: venv serve test soak check
 

@@ -1,5 +1,6 @@
-"""Fixtures of all rooms: one CPU thread, no Ray authentication surprises, the Triton interpreter where no GPU is, a tiny
-model on disk."""
+"""Fixtures of all rooms: one CPU thread, no Ray authentication surprises, the Triton interpreter where no GPU is, a
+tiny model on disk.
+"""
 
 import os
 from pathlib import Path

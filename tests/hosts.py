@@ -1,6 +1,7 @@
 """Engine hosts in processes of their own, reached over zmq without Ray: real NIXL, real sockets, quick to start.
 
-`Host` is one worker process. `LocalLink` gives a router a link to it. What needs Serve itself is tested in tests/cluster.
+`Host` is one worker process. `LocalLink` gives a router a link to it. What needs Serve itself is tested in
+tests/cluster.
 """
 
 import contextlib

@@ -1,6 +1,7 @@
 """Two workers in this thread, joined by the in-process connector: what the worker and phase tests drive.
 
-`Pair` plays the router by hand: submits, turns both loops, gathers events, so a test can stop at any point between two turns.
+`Pair` plays the router by hand: submits, turns both loops, gathers events, so a test can stop at any point between
+two turns.
 """
 
 import itertools

@@ -12,6 +12,8 @@ import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 
+import msgspec
+
 from pdserve.configs.schema import TransferConfig
 from pdserve.decode.phase import DecodePhase
 from pdserve.engine.engine import Engine
@@ -46,6 +48,7 @@ Send = Callable[[str, EventBatch], None]
 
 ALL_ROUTERS = "*"
 SNAPSHOT_PERIOD_S = 1.0
+FRESH_SNAPSHOT_S = 0.1  # how soon after the last one a worker that has come to rest says so
 TOMBSTONE_S = 60.0
 
 
@@ -90,6 +93,7 @@ class WorkerLoop:
         self._outgoing: dict[Session, list[Event]] = defaultdict(list)
         self._last_snapshot = 0.0
         self._was_busy = False
+        self._snapshot_is_stale = False
 
     # --- commands ---
 
@@ -103,9 +107,7 @@ class WorkerLoop:
             case ConnectPeer():
                 self._connect(command)
             case DisconnectPeer():
-                self._peers.pop(command.engine_id, None)
-                if self._receiver:
-                    self._receiver.disconnect(command.engine_id, command.incarnation)
+                self._disconnect(command)
             case Subscribe():
                 self._subscribe((command.router_id, command.session))
             case RouterLost():
@@ -124,7 +126,7 @@ class WorkerLoop:
             starts = () if choices is None else tuple(s for s in submit.starts if s.choice not in choices)
             if not starts:
                 return
-            submit = _with_starts(submit, starts)
+            submit = msgspec.structs.replace(submit, starts=starts)
         self._keys[session].add(key)
         try:
             self._start(submit)
@@ -178,6 +180,16 @@ class WorkerLoop:
         else:
             self._receiver.connect(meta)
 
+    def _disconnect(self, command: DisconnectPeer) -> None:
+        """Told to every router: another one may still think that the pair is connected."""
+        known = self._peers.get(command.engine_id)
+        if known is None or known.incarnation != command.incarnation:
+            return
+        if self._receiver is not None:
+            self._receiver.disconnect(command.engine_id, command.incarnation)
+        self._tell_peer(msgspec.structs.replace(known, connected=False, detail="disconnected by a router"))
+        del self._peers[command.engine_id]
+
     def _subscribe(self, session: Session) -> None:
         self._sessions.add(session)
         engine = self.engine
@@ -225,7 +237,7 @@ class WorkerLoop:
         polls = (
             busy or (self.decode and self.decode.waits_for_blocks) or (self.prefill and self.prefill.waits_for_device)
         )
-        return 0.002 if polls else max(0.0, self._last_snapshot + SNAPSHOT_PERIOD_S - time.monotonic())
+        return 0.002 if polls else max(0.0, self._next_snapshot() - time.monotonic())
 
     def check_integrity(self) -> None:
         """AssertionError when blocks are lost or owned twice."""
@@ -252,6 +264,7 @@ class WorkerLoop:
             return False
         self._metrics.step_seconds.observe(time.perf_counter() - began)
         self._emit_all(result.events)
+        self._snapshot_is_stale = True
         if self.prefill is not None:
             self.prefill.on_step(result)
         return True
@@ -290,11 +303,17 @@ class WorkerLoop:
             self._send_to(f"{session[0]}/{session[1]}", events)
         self._outgoing.clear()
         now = time.monotonic()
-        if self._sessions and now - self._last_snapshot >= SNAPSHOT_PERIOD_S:
-            self._last_snapshot = now
+        if now < self._next_snapshot():
+            return
+        self._last_snapshot = now
+        self._snapshot_is_stale = False
+        if self._sessions:
             self._send_to(ALL_ROUTERS, [self.snapshot()])
-        elif not self._sessions:
-            self._last_snapshot = now
+
+    def _next_snapshot(self) -> float:
+        """Monotonic seconds. Once a second; soon when the work is done, so that what clients look at next is true."""
+        rests = self._snapshot_is_stale and not self.engine.has_work
+        return self._last_snapshot + (FRESH_SNAPSHOT_S if rests else SNAPSHOT_PERIOD_S)
 
     def _send_to(self, target: str, events: list[Event]) -> None:
         batch = EventBatch(worker_id=self._worker_id, incarnation=self._incarnation, events=tuple(events))
@@ -312,8 +331,3 @@ class WorkerLoop:
             or (self.prefill is not None and self.prefill.knows(key))
             or (self.decode is not None and self.decode.knows(key))
         )
-
-
-def _with_starts(submit: Submit, starts: tuple) -> Submit:
-    values = {name: getattr(submit, name) for name in submit.__struct_fields__}
-    return Submit(**{**values, "starts": starts})
