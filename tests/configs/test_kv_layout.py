@@ -1,0 +1,107 @@
+"""The arithmetic of a block's bytes, checked against a tensor of that shape."""
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from pdserve.configs.kv_layout import DTYPE_BYTES, KVLayout, LayerGroup
+
+TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def layout(**changes: Any) -> KVLayout:
+    values = {"num_layers": 3, "heads": (4, 5, 6, 7), "head_dim": 8, "block_size": 16, "dtype": "bfloat16", **changes}
+    return KVLayout.uniform(**values)
+
+
+@given(
+    num_layers=st.integers(1, 5),
+    num_heads=st.integers(1, 6),
+    first_head=st.integers(0, 9),
+    head_dim=st.sampled_from([2, 12, 64, 80]),
+    block_size=st.sampled_from([1, 16, 128]),
+    dtype=st.sampled_from(sorted(DTYPE_BYTES)),
+    data=st.data(),
+)
+def test_bytes_are_those_of_a_contiguous_tensor(
+    num_layers: int, num_heads: int, first_head: int, head_dim: int, block_size: int, dtype: str, data: st.DataObject
+) -> None:
+    heads = tuple(range(first_head, first_head + num_heads))
+    made = KVLayout.uniform(num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    block = torch.empty(made.block_shape, dtype=TORCH[dtype])
+    size = block.element_size()
+    assert block.shape == (num_heads, num_layers, 2, block_size, head_dim)
+    assert made.block_bytes == block.numel() * size
+    assert made.head_bytes == block.stride(0) * size
+    assert made.token_bytes == made.block_bytes // block_size
+    start = data.draw(st.integers(0, num_heads - 1))
+    end = data.draw(st.integers(start + 1, num_heads))
+    part = block[start:end]
+    assert part.is_contiguous()
+    assert made.head_range(heads[start:end]) == (part.storage_offset() * size, part.numel() * size)
+
+
+@pytest.mark.parametrize("heads", [(), (3,), (7, 8), (4, 6), (5, 4), (4, 4), (4, 5, 6, 7, 8)])
+def test_heads_that_are_not_a_stored_run(heads: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="KV heads"):
+        layout().head_range(heads)
+
+
+def test_blocks_for_tokens() -> None:
+    assert [layout().num_blocks_for(count) for count in (0, 1, 16, 17, 32, 33)] == [0, 1, 1, 2, 2, 3]
+
+
+def test_an_8b_block_is_2_mib() -> None:
+    made = KVLayout.uniform(num_layers=32, heads=tuple(range(8)), head_dim=128, block_size=16, dtype="bfloat16")
+    assert made.block_bytes == 2 << 20 and made.head_range((2, 3)) == (512 << 10, 512 << 10)
+
+
+def test_scales_lie_behind_the_rows() -> None:
+    group = LayerGroup(layers=(0, 1), heads=(0,), row_width=4, planes=1, dtype="float16", scale_bytes=24)
+    made = KVLayout(groups=(group,), block_size=2)
+    assert made.block_shape == (1, 2, 1, 2, 4)
+    assert (made.head_bytes, made.block_bytes) == (32, 56)
+
+
+def test_the_digest_says_whether_bytes_mean_the_same() -> None:
+    base = layout().compat_digest("model")
+    assert base == layout(heads=(0, 1)).compat_digest("model")  # a rank with other heads
+    assert base == layout().compat_digest("model") and len(base) == 32
+    others = [
+        layout().compat_digest("other"),
+        layout(num_layers=4).compat_digest("model"),
+        layout(head_dim=16).compat_digest("model"),
+        layout(block_size=32).compat_digest("model"),
+        layout(dtype="float16").compat_digest("model"),
+    ]
+    assert len({base, *others}) == 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"dtype": "float8"}, "dtype must be one of"),
+        ({"num_layers": 0}, "needs layers"),
+        ({"heads": ()}, "needs layers, heads"),
+        ({"head_dim": 0}, "row_width"),
+        ({"block_size": 24}, "power of two"),
+        ({"block_size": 0}, "power of two"),
+    ],
+)
+def test_a_bad_layout_is_refused(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValidationError, match=named):
+        layout(**changes)
+
+
+def test_one_group_and_frozen() -> None:
+    group = layout().group
+    with pytest.raises(ValidationError, match="one layer group"):
+        KVLayout(groups=(group, group), block_size=16)
+    with pytest.raises(ValidationError, match="planes"):
+        LayerGroup(layers=(0,), heads=(0,), row_width=4, planes=3)
+    with pytest.raises(ValidationError, match="frozen"):
+        layout().block_size = 32  # type: ignore[misc]

@@ -1,0 +1,142 @@
+"""The configuration tree: surface and defaults are frozen here, unknown keys name the nearest, nothing can be set."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from pdserve.configs import schema
+from pdserve.configs.schema import (
+    ClusterConfig,
+    Config,
+    DeploymentConfig,
+    EngineConfig,
+    ModelConfig,
+    RouterConfig,
+    TransferConfig,
+    WorkerConfig,
+)
+
+SURFACE: dict[type[Config], dict[str, Any]] = {
+    ModelConfig: {"path": "demo/pdserve-demo", "name": None, "dtype": "auto", "load_format": "auto", "seed": 0},
+    EngineConfig: {
+        "device": "auto",
+        "block_size": 16,
+        "max_model_len": None,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 256,
+        "num_kv_blocks": None,
+        "kv_memory_bytes": 256 << 20,
+        "kv_memory_fraction": 0.9,
+        "enable_prefix_caching": True,
+        "deterministic": False,
+    },
+    DeploymentConfig: {"replicas": 1, "num_cpus": 0.0, "num_gpus": 0.0, "resources": {}, "engine": None},
+}
+ALL = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, Config) and c is not Config]
+
+
+@pytest.mark.parametrize("config", SURFACE, ids=lambda c: c.__name__)
+def test_names_and_defaults(config: type[Config]) -> None:
+    assert config().model_dump() == SURFACE[config]
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.__name__)
+def test_everything_is_frozen_and_has_defaults(config: type[Config]) -> None:
+    made = config()
+    for name in type(made).model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(made, name, getattr(made, name))
+
+
+@pytest.mark.parametrize("config", ALL, ids=lambda c: c.__name__)
+def test_an_unknown_key_names_the_nearest(config: type[Config]) -> None:
+    for name in config.model_fields:
+        wrong = name + "x"
+        with pytest.raises(ValidationError, match=f"unknown key '{wrong}' in {config.__name__}: did you mean '{name}'"):
+            config(**{wrong: 1})
+
+
+def test_an_unknown_key_deep_inside() -> None:
+    with pytest.raises(ValidationError, match=r"unknown key 'blok_size' in EngineConfig: did you mean 'block_size'"):
+        ClusterConfig(**{"decode": {"engine": {"blok_size": 16}}})
+    with pytest.raises(ValidationError, match=r"unknown key 7 in RouterConfig"):
+        ClusterConfig(**{"router": {7: 1}})
+
+
+@pytest.mark.parametrize(
+    ("config", "values"),
+    [
+        (EngineConfig, {"block_size": 24}),
+        (EngineConfig, {"device": "tpu"}),
+        (EngineConfig, {"max_num_batched_tokens": 15}),
+        (EngineConfig, {"max_num_seqs": 0}),
+        (EngineConfig, {"max_model_len": 0}),
+        (EngineConfig, {"num_kv_blocks": 1}),
+        (EngineConfig, {"kv_memory_fraction": 0}),
+        (EngineConfig, {"kv_memory_fraction": 1.1}),
+        (EngineConfig, {"kv_memory_bytes": 0}),
+        (ModelConfig, {"dtype": "float64"}),
+        (ModelConfig, {"load_format": "gguf"}),
+        (TransferConfig, {"connector": "ucx"}),
+        (TransferConfig, {"lease_s": 0}),
+        (TransferConfig, {"pull_deadline_s": -1}),
+        (TransferConfig, {"max_pinned_fraction": 0}),
+        (TransferConfig, {"max_reserved_fraction": 2}),
+        (DeploymentConfig, {"replicas": -1}),
+        (RouterConfig, {"replicas": 0}),
+        (RouterConfig, {"max_attempts": 0}),
+        (WorkerConfig, {"role": "router"}),
+    ],
+    ids=lambda v: next(iter(v)) if isinstance(v, dict) else v.__name__,
+)
+def test_a_bad_value_is_refused_by_name(config: type[Config], values: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError, match=next(iter(values))):
+        config(**values)
+
+
+def test_a_cluster_needs_its_workers() -> None:
+    with pytest.raises(ValidationError, match=r"decode\.replicas must be at least 1"):
+        ClusterConfig(decode=DeploymentConfig(replicas=0))
+    with pytest.raises(ValidationError, match=r"prefill\.replicas must be at least 1 .* mode: aggregated"):
+        ClusterConfig(prefill=DeploymentConfig(replicas=0))
+    assert ClusterConfig(mode="aggregated", prefill=DeploymentConfig(replicas=0)).decode.replicas == 1
+
+
+def test_workers_take_their_part_of_the_tree() -> None:
+    own = EngineConfig(block_size=64)
+    tree = ClusterConfig(
+        model=ModelConfig(path="m"),
+        engine=EngineConfig(block_size=32),
+        transfer=TransferConfig(lease_s=3),
+        prefill=DeploymentConfig(engine=own),
+    )
+    prefill, decode = tree.worker("prefill"), tree.worker("decode")
+    assert (prefill.role, prefill.engine, prefill.connects) == ("prefill", own, True)
+    assert (decode.role, decode.engine.block_size, decode.transfer.lease_s) == ("decode", 32, 3)
+    assert prefill.model is tree.model
+    alone = ClusterConfig(mode="aggregated").worker("decode")
+    assert (alone.role, alone.connects) == ("both", False)
+
+
+def test_names_served() -> None:
+    assert ModelConfig(path="some/where/llama-8b").served_name == "llama-8b"
+    assert ModelConfig(path="org/llama-8b").resolved_path == "org/llama-8b"
+    assert ModelConfig(path="a/b", name="chat").served_name == "chat"
+
+
+def test_a_relative_path_is_looked_for_here_then_beside_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = Path(ModelConfig().resolved_path)
+    assert shipped.is_dir() and (shipped / "config.json").is_file()
+    (tmp_path / "demo/pdserve-demo").mkdir(parents=True)
+    assert ModelConfig().resolved_path == str((tmp_path / "demo/pdserve-demo").resolve())
+
+
+def test_a_tree_survives_json() -> None:
+    tree = ClusterConfig(decode=DeploymentConfig(resources={"H200": 1.0}, engine=EngineConfig(max_num_seqs=3)))
+    assert ClusterConfig.model_validate_json(tree.model_dump_json()) == tree
+    assert isinstance(tree, BaseModel)
