@@ -26,6 +26,7 @@ def num_blocks_for(config: EngineConfig, layout: KVLayout, device: torch.device,
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
     if device.type == "cuda":
+        torch.cuda.empty_cache()  # what loading and the profiling step left in PyTorch's cache is free, too
         free, total = torch.cuda.mem_get_info(device)
         budget = int(total * config.kv_memory_fraction) - (total - free) - peak_activation_bytes
     else:

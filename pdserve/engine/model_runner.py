@@ -117,8 +117,8 @@ class ModelRunner:
         sources, targets = zip(*copies, strict=True)
         batches = [copies] if not set(sources) & set(targets) else [[pair] for pair in copies]
         for batch in batches:
-            pairs = torch.tensor(batch, dtype=torch.long).to(self.device)
-            self.ops.copy_blocks(self.pool, pairs[:, 0], pairs[:, 1])
+            src, dst = (torch.tensor(ids, dtype=torch.long).to(self.device) for ids in zip(*batch, strict=True))
+            self.ops.copy_blocks(self.pool, src, dst)
 
     def _fence(self) -> Fence:
         if self.device.type != "cuda":

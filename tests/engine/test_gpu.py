@@ -1,5 +1,6 @@
 """The engine on a CUDA device: parity with transformers there, bfloat16 no worse than theirs, and an honest fence."""
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -69,17 +70,13 @@ def test_bfloat16_is_no_worse_than_transformers(folder: Path) -> None:
     assert torch.cat(ours).mean() < 1.5 * torch.cat(theirs).mean()
 
 
-def test_sampled_tokens_do_not_depend_on_the_device(folder: Path) -> None:
-    """The draws are the same; the logits differ by rounding, so hardly a token does."""
+def test_sampled_choices_do_not_depend_on_the_device(folder: Path) -> None:
+    """Same draws, logits that differ by rounding: hardly a token differs. Several choices copy blocks in one step."""
     params = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=7, max_tokens=24, n=2, presence_penalty=0.4)
     cuda = make_llm(folder, "float32").generate(PROMPTS, params, use_tqdm=False)
     cpu = make_llm(folder, "float32", device="cpu").generate(PROMPTS, params, use_tqdm=False)
-    pairs = [
-        (a.token_ids, b.token_ids)
-        for x, y in zip(cuda, cpu, strict=True)
-        for a, b in zip(x.outputs, y.outputs, strict=True)
-    ]
-    assert sum(a == b for a, b in pairs) >= len(pairs) - 1
+    tokens = [[choice.token_ids for output in outputs for choice in output.outputs] for outputs in (cuda, cpu)]
+    assert sum(a == b for a, b in zip(*tokens, strict=True)) >= 9 and len(tokens[0]) == 10
 
 
 def test_the_fence_is_not_ready_before_the_device_is_done(folder: Path) -> None:
@@ -98,6 +95,7 @@ def test_the_fence_is_not_ready_before_the_device_is_done(folder: Path) -> None:
 
 
 def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:
+    gc.collect()  # the pools of other tests
     engine = make_engine(folder, device="cuda", num_kv_blocks=None, kv_memory_fraction=0.3)
     free, total = torch.cuda.mem_get_info()
     pool_bytes = engine.pool.numel() * engine.pool.element_size()
