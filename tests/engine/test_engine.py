@@ -77,7 +77,7 @@ STATES = {
     "half its prompt": {"steps": 1},
     "just forked": {"steps": 4},
     "generating": {"steps": 7},
-    "preempted": {"steps": 12, "num_kv_blocks": 8},
+    "preempted": {"steps": 8, "num_kv_blocks": 7},
     "finished": {"steps": 60},
 }
 

@@ -12,6 +12,7 @@ from tiny_models import make_tiny
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from pdserve.text.tokenizer import Tokenizer
 
 EOS = 2  # <|im_end|>
 
@@ -36,6 +37,11 @@ def llm(shared_llm: LLM) -> Iterator[LLM]:
     assert_empty(shared_llm)
 
 
+def tokenizer_of(llm: LLM) -> Tokenizer:
+    assert llm.tokenizer is not None
+    return llm.tokenizer
+
+
 def assert_empty(llm: LLM) -> None:
     assert not llm.engine.has_work and llm.engine.blocks.num_owned == 0
     llm.engine.check_integrity()
@@ -54,7 +60,7 @@ def one(llm: LLM, prompt: Any = "The quick", **sampling: Any) -> CompletionOutpu
 
 def test_every_form_of_a_prompt(llm: LLM) -> None:
     text = "The quick brown fox"
-    ids = llm.tokenizer.encode(text)
+    ids = tokenizer_of(llm).encode(text)
     forms = [text, ids, tuple(ids), {"prompt_token_ids": ids}, np.array(ids)]
     expected = one(llm, text)
     for form in forms:
@@ -78,10 +84,10 @@ def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
 
 def test_text_is_the_detokenised_tokens(llm: LLM) -> None:
     completion = one(llm, max_tokens=100)
-    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+    assert completion.text == tokenizer_of(llm).decode(completion.token_ids)
     assert (completion.finish_reason, completion.stop_reason) == ("length", None)
     every = one(llm, max_tokens=100, skip_special_tokens=False)
-    assert every.text == llm.tokenizer.decode(completion.token_ids, skip_special_tokens=False)
+    assert every.text == tokenizer_of(llm).decode(completion.token_ids, skip_special_tokens=False)
 
 
 def test_without_a_tokenizer(folder: Path, llm: LLM) -> None:
@@ -146,13 +152,13 @@ def test_a_stop_string_ends_one_choice_only(llm: LLM) -> None:
 
 def test_no_stop_string_within_min_tokens(llm: LLM) -> None:
     full = one(llm, max_tokens=60)
-    pieces = map(llm.tokenizer.token_text, full.token_ids)
+    pieces = map(tokenizer_of(llm).token_text, full.token_ids)
     at, stop = next((i, piece) for i, piece in enumerate(pieces) if i and piece and piece.isascii())
     assert len(one(llm, max_tokens=60, stop=stop).token_ids) <= at + 1
     later = one(llm, max_tokens=60, stop=stop, min_tokens=30)
     assert len(later.token_ids) > 30
     last = one(llm, max_tokens=at + 1, min_tokens=at + 1, stop=stop)  # the limit comes first
-    assert (last.finish_reason, last.text) == ("length", llm.tokenizer.decode(full.token_ids[: at + 1]))
+    assert (last.finish_reason, last.text) == ("length", tokenizer_of(llm).decode(full.token_ids[: at + 1]))
 
 
 def test_stop_token_ids(llm: LLM) -> None:
@@ -162,9 +168,9 @@ def test_stop_token_ids(llm: LLM) -> None:
     completion = one(llm, stop_token_ids=[stop])
     assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
     assert completion.token_ids == full.token_ids[: at + 1]
-    assert completion.text == llm.tokenizer.decode(full.token_ids[:at])
+    assert completion.text == tokenizer_of(llm).decode(full.token_ids[:at])
     shown = one(llm, stop_token_ids=[stop], include_stop_str_in_output=True)
-    assert shown.text == llm.tokenizer.decode(full.token_ids[: at + 1])
+    assert shown.text == tokenizer_of(llm).decode(full.token_ids[: at + 1])
     assert one(llm, stop_token_ids=[stop], min_tokens=at + 1).token_ids[: at + 1] != full.token_ids[: at + 1]
 
 
@@ -199,8 +205,8 @@ def test_max_tokens_and_the_models_length(folder: Path, llm: LLM) -> None:
 def test_logprobs(llm: LLM) -> None:
     [output] = generate(llm, "The quick brown", logprobs=2, prompt_logprobs=1, max_tokens=5)
     completion = output.outputs[0]
-    assert [entry.token_id for entry in completion.logprobs] == completion.token_ids
-    assert [entry and entry.token_id for entry in output.prompt_logprobs] == [None, *output.prompt_token_ids[1:]]
+    assert [entry.token_id for entry in completion.logprobs or ()] == completion.token_ids
+    assert [entry and entry.token_id for entry in output.prompt_logprobs or ()] == [None, *output.prompt_token_ids[1:]]
     assert one(llm).logprobs is None and one(llm).cumulative_logprob is None
 
 
@@ -215,7 +221,7 @@ def test_chat(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
     [output] = llm.chat(conversation, params, use_tqdm=False)
     text = "<|im_start|>user\nIt's a dog's life<|im_end|>\n<|im_start|>assistant\n"
-    assert output.prompt_token_ids == llm.tokenizer.encode(text, add_special_tokens=False)
+    assert output.prompt_token_ids == tokenizer_of(llm).encode(text, add_special_tokens=False)
     [first, second] = llm.chat([conversation, [*conversation, *conversation]], params, use_tqdm=False)
     assert first.outputs[0].token_ids == output.outputs[0].token_ids
     assert len(second.prompt_token_ids) > len(first.prompt_token_ids)
@@ -342,7 +348,7 @@ def test_shards_and_whole_files_are_the_same_model(folder: Path, tmp_path: Path,
 
 def test_dummy_weights_need_no_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    keywords = {"load_format": "dummy", "tokenizer": False, "device": "cpu", "num_kv_blocks": 32}
+    keywords: dict[str, Any] = {"load_format": "dummy", "tokenizer": False, "device": "cpu", "num_kv_blocks": 32}
     runs = [one(LLM(str(tmp_path), seed=seed, **keywords), [1, 2, 3]).token_ids for seed in (0, 0, 1)]
     assert runs[0] == runs[1] != runs[2]
     with pytest.raises(ValueError):
