@@ -1,6 +1,8 @@
 """The block bookkeeping: a state machine of random operations against a plain model, and the properties one by one."""
 
+import time
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -240,7 +242,7 @@ def test_misuse_is_an_assertion() -> None:
         lambda m: m._quarantined.__setitem__(2, "?"),
     ],
 )
-def test_check_integrity_notices(break_it) -> None:
+def test_check_integrity_notices(break_it: Callable[[BlockManager], object]) -> None:
     manager = BlockManager(8)
     table = manager.allocate(4)
     manager.commit(table[0], b"x")
@@ -259,8 +261,6 @@ def test_a_pool_needs_two_blocks() -> None:
 
 
 def test_a_fragmented_pool_allocates_fast() -> None:
-    import time
-
     manager = pool_with_free(100_000, list(range(1, 100_000, 2)))
     start = time.perf_counter()
     blocks = manager.allocate(500)
@@ -275,7 +275,8 @@ def chain(tokens: list[int], salt: str = "", model: str = "m", block_size: int =
 
 
 def test_hashes_are_of_full_blocks_and_grow_as_tokens_come() -> None:
-    hasher, tokens, hashes = BlockHasher("m", 4), list(range(11)), []
+    hasher, tokens = BlockHasher("m", 4), list(range(11))
+    hashes: list[bytes] = []
     for end in range(12):
         hasher.extend(hashes, tokens[:end], "")
         assert len(hashes) == end // 4

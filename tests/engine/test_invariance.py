@@ -44,7 +44,8 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 PROMPTS = [prompt_of(length, length) for length in (1, 15, 16, 17, 130, 200, 40, 129)]
-GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=0)
+NEW = 12
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW, seed=0)
 
 
 def run(engine: Engine, prompts: list[list[int]] = PROMPTS, sampling: SamplingParams = GREEDY, **more: Any) -> Driver:
@@ -61,7 +62,7 @@ def run_alone(folder: Path, seen: Logits) -> int:
     engine = make_engine(folder, enable_prefix_caching=False)
     for prompt in PROMPTS:
         run(engine, [prompt])
-    assert len(seen) == len(PROMPTS) * GREEDY.max_tokens
+    assert len(seen) == len(PROMPTS) * NEW
     return len(seen)
 
 
@@ -120,7 +121,7 @@ def test_forced_tokens(tiny_llama: Path, seen: Logits) -> None:
     [tokens] = driver.tokens.values()
     for count in (1, 7, 11):
         run(make_engine(tiny_llama), PROMPTS[5:6], starts=(Start(0, tuple(tokens[:count])),))
-    assert len(seen) == GREEDY.max_tokens
+    assert len(seen) == NEW
 
 
 def test_a_large_batch(tiny_llama: Path, seen: Logits) -> None:

@@ -1,6 +1,7 @@
 """The counter-based random numbers: a fixed function of their coordinates, uniform, independent over each of them."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -13,10 +14,10 @@ FROZEN_GUMBEL = [0.418657, 2.03418, 1.328948]
 
 
 def keys(seed: int = 0, choice: int = 0, position: int = 0, purpose: Purpose = Purpose.SAMPLE) -> torch.Tensor:
-    return row_keys(*(torch.tensor([value]) for value in (seed, choice, position)), purpose)
+    return row_keys(torch.tensor([seed]), torch.tensor([choice]), torch.tensor([position]), purpose)
 
 
-def noise(num_tokens: int = 4096, **where: int) -> torch.Tensor:
+def noise(num_tokens: int = 4096, **where: Any) -> torch.Tensor:
     return gumbel(keys(**where), torch.arange(num_tokens))[0]
 
 
@@ -39,7 +40,7 @@ def test_the_numbers_never_change() -> None:
 
 
 def test_each_coordinate_counts() -> None:
-    base = {"seed": 5, "choice": 1, "position": 9}
+    base: dict[str, Any] = {"seed": 5, "choice": 1, "position": 9}
     variants = [base]
     variants += [base | {"seed": seed} for seed in (6, -5, 5 + (1 << 32), MAX_SEED, -MAX_SEED)]
     variants += [base | {"choice": 2}, base | {"choice": 9, "position": 1}, base | {"position": 10}]

@@ -209,7 +209,7 @@ def test_logprobs_are_of_the_unchanged_distribution() -> None:
     logp = logits[0].log_softmax(-1)
     assert sampled.token_id == 31 and sampled.logprob is not None
     assert sampled.logprob.logprob == pytest.approx(logp[31].item(), abs=1e-6)
-    assert sampled.logprob.rank == 1 + (logp > logp[31]).sum().item() > 1
+    assert sampled.logprob.rank == 1 + int((logp > logp[31]).sum()) > 1
     assert [token for token, _ in sampled.logprob.top] == logp.topk(3).indices.tolist()
 
 
@@ -219,7 +219,7 @@ def test_numbers_of_alternatives() -> None:
     assert entries[0] is None
     assert [len(entry.top) for entry in entries[1:]] == [0, 2, VOCAB]  # type: ignore[union-attr]
     assert token_logprobs(logits, [0] * 4, [None] * 4) == [None] * 4
-    assert sum(math.exp(p) for _, p in entries[3].top) == pytest.approx(1.0, abs=1e-5)  # type: ignore[union-attr]
+    assert entries[3] is not None and math.fsum(math.exp(p) for _, p in entries[3].top) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_equal_logits_share_the_better_rank() -> None:

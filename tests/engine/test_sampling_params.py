@@ -11,6 +11,7 @@ from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
     Arrived,
     Cancel,
+    Command,
     ConnectPeer,
     Delta,
     DisconnectPeer,
@@ -201,7 +202,7 @@ META = PoolMeta(
     generation_address=1 << 47,
     ranks=(RankPool("p-0", b"\xff\0", 1 << 47, "VRAM", 3, (0, 1)),),
 )
-COMMANDS = [
+COMMANDS: list[Command] = [
     Submit(
         key=KEY,
         phase="decode",

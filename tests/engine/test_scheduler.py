@@ -19,7 +19,7 @@ def greedy(max_tokens: int = 8, **more: Any) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=max_tokens, seed=0, **more)
 
 
-def prompt_of(length: int, seed: int = 0) -> list[int]:
+def prompt_of(length: int, seed: int | str = 0) -> list[int]:
     rng = random.Random(f"{length}/{seed}")
     return [rng.randrange(256) for _ in range(length)]
 
@@ -63,7 +63,7 @@ def test_running_decodes_go_before_new_prompts(tiny_llama: Path) -> None:
 def test_priority_then_arrival(tiny_llama: Path) -> None:
     driver = Driver(paper_engine(tiny_llama, max_num_seqs=1))
     keys = [driver.add(prompt_of(5, i), greedy(1), priority=priority) for i, priority in enumerate([0, 5, -1, 0])]
-    order = []
+    order: list[RequestKey] = []
     while driver.engine.has_work:
         order += dict.fromkeys(key for key, _ in driver.step().events)
     assert order == [keys[2], keys[0], keys[3], keys[1]]
