@@ -82,6 +82,7 @@ def launch_decode(
             sums,
             out,
             num_splits,
+            scale * LOG2_E,
             HEAD_DIM=head_dim,
             BLOCK_D=tiles.block_d,
             BLOCK_SPLITS=max(triton.next_power_of_2(num_splits), MERGE_STEP.value),
@@ -171,15 +172,16 @@ def decode_kernel(
 @triton.jit(do_not_specialize=["num_splits"])
 def merge_kernel(
     partial_ptr,  # float32 [S, Hq, num_splits, D]
-    max_ptr,  # float32 [S, Hq, num_splits], base 2
+    max_ptr,  # float32 [S, Hq, num_splits], of unscaled scores
     sum_ptr,  # float32 [S, Hq, num_splits]
     out_ptr,  # [S, Hq, D]
     num_splits,
+    scale_log2,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program (query head, sequence): the splits' outputs weighted by sum * 2 ** max; zeros if every split is empty."""
+    """Program (query head, sequence): the splits' outputs weighted by sum * exp(scaled max); zeros if every split is empty."""
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     first = row * num_splits
     splits = tl.arange(0, BLOCK_SPLITS)
@@ -193,7 +195,9 @@ def merge_kernel(
         step = start + tl.arange(0, MERGE_STEP)
         in_range = step < num_splits
         split_max = tl.load(max_ptr + first + step, mask=in_range, other=float("-inf"))
-        weights = tl.load(sum_ptr + first + step, mask=in_range, other=0.0) * tl.exp2(split_max - largest)
+        weights = tl.load(sum_ptr + first + step, mask=in_range, other=0.0) * tl.exp2(
+            (split_max - largest) * scale_log2
+        )
         mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
         part = tl.load(partial_ptr + ((first + step) * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
         acc += tl.sum(part * weights[:, None], 0)

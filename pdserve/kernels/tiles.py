@@ -90,25 +90,26 @@ def attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax (base 2) of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N a step; start is a multiple of
+    """Online softmax of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N a step; start is a multiple of
     it.
 
-    acc [M, BLOCK_D], row_max [M] and row_sum [M] are what earlier keys left. MASKED: some keys lie at or after
-    num_keys or after a row's position; without it every row sees every key. A row must see a key in its first step:
-    its row_max would stay -inf, and -inf - -inf is NaN.
+    acc [M, BLOCK_D], row_max [M] (of unscaled scores) and row_sum [M] are what earlier keys left. scale_log2 > 0.
+    MASKED: some keys lie at or after num_keys or after a row's position; without it every row sees every key. A row
+    must see a key in its first step: its row_max would stay -inf, and -inf - -inf is NaN.
     """
     for block_start in range(start, end, BLOCK_N):
         positions = block_start + tl.arange(0, BLOCK_N)
         valid = positions < num_keys
         rows = kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM)
         k = load_rows(kv_head, rows, valid, HEAD_DIM, BLOCK_D)
-        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32)) * scale_log2
+        scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
         if MASKED:
             visible = valid[None, :] & (positions[None, :] <= row_positions[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        probs = tl.exp2(scores - new_max[:, None])
-        keep = tl.exp2(row_max - new_max)
+        # Scaled after the subtraction: scaling large scores first would round those that matter most.
+        probs = tl.exp2((scores - new_max[:, None]) * scale_log2)
+        keep = tl.exp2((row_max - new_max) * scale_log2)
         v = load_rows(kv_head + stride_plane, rows, valid, HEAD_DIM, BLOCK_D)
         acc = dot(probs.to(v.dtype), v, acc * keep[:, None])
         row_sum = row_sum * keep + tl.sum(probs, 1)

@@ -75,7 +75,7 @@ def paged_decode(
     q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int
 ) -> Tensor:
     """reference.paged_decode."""
-    _check_attention(q, kv, block_tables)
+    _check_attention(q, kv, block_tables, scale)
     if q.numel() == 0:
         return torch.empty_like(q)
     num_seqs, num_heads, head_dim = q.shape
@@ -95,7 +95,7 @@ def paged_prefill(
     scale: float,
 ) -> Tensor:
     """reference.paged_prefill."""
-    _check_attention(q, kv, block_tables)
+    _check_attention(q, kv, block_tables, scale)
     if q.numel() == 0:
         return torch.empty_like(q)
     tiles = prefill_tiles(q.shape[1] // kv.shape[1], q.shape[2], q.dtype)
@@ -109,7 +109,9 @@ def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _check_attention(q: Tensor, kv: Tensor, block_tables: Tensor) -> None:
+def _check_attention(q: Tensor, kv: Tensor, block_tables: Tensor, scale: float) -> None:
+    if scale <= 0:
+        raise ValueError(f"scale must be above 0, not {scale}: the softmax subtracts its maximum before it scales")
     _check_rows(q=q, block_tables=block_tables)
     _check_kv(kv)
     if q.shape[1] % kv.shape[1] or q.shape[1] // kv.shape[1] > 64:
