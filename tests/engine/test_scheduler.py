@@ -353,6 +353,9 @@ class Workload:
     def check(self) -> None:
         """Every choice generated what it generates alone; a cancelled one the beginning of it."""
         for key, (r, prompt, sampling) in self.plans.items():
+            scored = [entry for event in self.driver.scored[key] for entry in event.logprobs or ()]
+            if scored:  # each prompt token once, whatever was computed twice
+                assert [entry and entry.token_id for entry in scored] == [None, *prompt[1:]]
             for choice in range(r["n"]):
                 got = self.driver.tokens[key, choice]
                 started = [] if r["how"] == "prefill" else self._forced(key, choice, r)
@@ -378,3 +381,16 @@ def test_any_workload_ends_with_the_right_tokens(
     workload = Workload(engine, requests)
     workload.run()
     workload.check()
+
+
+def test_a_prompt_preempted_half_way_is_scored_once(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, num_kv_blocks=9, max_num_batched_tokens=32)
+    driver = Driver(engine)
+    driver.add(prompt_of(30), greedy(60))
+    driver.step()
+    prompt = prompt_of(85, 1)
+    key = driver.add(prompt, greedy(4, prompt_logprobs=0))
+    driver.run()
+    assert engine.scheduler.num_preemptions > 0
+    scored = [entry for event in driver.scored[key] for entry in event.logprobs or ()]
+    assert [entry and entry.token_id for entry in scored] == [None, *prompt[1:]]
