@@ -42,18 +42,20 @@ class WorkerReplica:
         self.worker_id = worker_id_of(serve.get_replica_context().replica_id)
         self._stopping = False
         # A folder that only this user can enter: whoever reaches the socket commands the engine.
-        self._folder = tempfile.mkdtemp(prefix="pdserve-")
-        address = f"ipc://{self._folder}/engine"
+        folder = tempfile.mkdtemp(prefix="pdserve-")
+        address = f"ipc://{folder}/engine"
         self._engine: Any = create_engine_actor(
             group, num_gpus, engine_host, config, self.worker_id, time.time_ns(), address
         )
         try:
             info = await self._engine.start.remote()
-        except BaseException:
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise
-        self._client = EngineClient(address)
-        self._running = asyncio.ensure_future(self._run())
+            self._client = EngineClient(address)
+            self._running = asyncio.ensure_future(self._run())
+            async with asyncio.timeout(PING_DEADLINE_S):
+                await self._client.connected.wait()
+        finally:
+            # The connection outlives its name, and a killed replica cannot tidy up.
+            shutil.rmtree(folder, ignore_errors=True)
         logger.info("worker %s (%s) is ready: %s", self.worker_id, config.role, info)
 
     async def submit(self, data: bytes, worker_id: str) -> None:
@@ -101,7 +103,6 @@ class WorkerReplica:
             reason = str(error)
         except TimeoutError:
             reason = "it closed its socket and does not end"
-        shutil.rmtree(self._folder, ignore_errors=True)
         if not self._stopping:
             logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
             logging.shutdown()

@@ -181,7 +181,9 @@ def merge_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program (query head, sequence): the splits' outputs weighted by sum * exp(scaled max); zeros if every split is empty."""
+    """Program (query head, sequence): the splits' outputs weighted by sum * exp(scaled max); zeros if every split is
+    empty.
+    """
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     first = row * num_splits
     splits = tl.arange(0, BLOCK_SPLITS)

@@ -66,12 +66,14 @@ class _Stream:
 class EngineClient:
     """Connects to an engine at a zmq address (`ipc://…`); the engine may bind it later.
 
-    `closed` is set once the engine is gone, whatever the reason; from then on every call raises EngineGone and every
-    stream ends. Make it inside a running event loop.
+    `connected` is set once the engine answers; nobody else can connect then, and the socket's file may go. `closed`
+    is set once the engine is gone, whatever the reason; from then on every call raises EngineGone and every stream
+    ends. Make it inside a running event loop.
     """
 
     def __init__(self, address: str) -> None:
         self._loop = asyncio.get_running_loop()
+        self.connected = asyncio.Event()
         self.closed = asyncio.Event()
         self._streams: dict[bytes, _Stream] = {}
         self._context = zmq.Context()
@@ -80,7 +82,7 @@ class EngineClient:
         self._socket.set(zmq.SNDHWM, SEND_LIMIT)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, 20)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._loop.add_reader(_descriptor(self._monitor), self._watch)
         self._loop.add_reader(_descriptor(self._socket), self._receive)
         self._socket.connect(address)
@@ -175,13 +177,15 @@ class EngineClient:
             self._lose(stream)
 
     def _watch(self) -> None:
-        """The monitor reports one event only: the engine's end was closed."""
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
+        """What the monitor reports: the engine answered, or its end was closed."""
+        while not self.closed.is_set() and self._monitor.poll(0):
+            event = recv_monitor_message(self._monitor)["event"]
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self.connected.set()
+                continue
             self._receive()
             if not self.closed.is_set():
                 self._shut()
-                return
 
     def _shut(self) -> None:
         self.closed.set()
