@@ -101,12 +101,9 @@ class DecodePhase:
                 if not item.starts:
                     self._cancel(item)
 
-    def knows(self, key: RequestKey) -> bool:
-        return key in self.keys()
-
-    def keys(self) -> list[RequestKey]:
-        pulling = [item.key for item, _ in self._pulling.values() if not item.cancelled]
-        return [*self._queue, *pulling]
+    def keys(self) -> set[RequestKey]:
+        """Requests that wait for their rows."""
+        return {*self._queue, *(item.key for item, _ in self._pulling.values() if not item.cancelled)}
 
     def _cancel(self, item: _Import) -> None:
         item.cancelled = True

@@ -27,8 +27,7 @@ from pdserve.engine.protocol import (
     TokenLogprob,
 )
 from pdserve.engine.sequence import Request
-from pdserve.text.detokenize import IncrementalDetokenizer
-from pdserve.text.stop import StopMatcher
+from pdserve.text.choice import ChoiceText
 from pdserve.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
@@ -203,16 +202,17 @@ class _Run:
         self.starts = starts
         self.output = output
         sampling = request.sampling
-        self._skip_stop_token = not sampling.include_stop_str_in_output
         self._texts = [
-            (IncrementalDetokenizer(tokenizer, sampling.skip_special_tokens), self._matcher(sampling))
+            ChoiceText(
+                tokenizer,
+                stop=sampling.stop,
+                include_stop=sampling.include_stop_str_in_output,
+                min_tokens=sampling.min_tokens,
+                skip_special_tokens=sampling.skip_special_tokens,
+            )
             for _ in output.outputs
             if tokenizer is not None
         ]
-
-    @staticmethod
-    def _matcher(sampling: SamplingParams) -> StopMatcher:
-        return StopMatcher(sampling.stop, sampling.include_stop_str_in_output)
 
     @property
     def finished(self) -> bool:
@@ -235,27 +235,14 @@ class _Run:
             choice.logprobs += delta.logprobs
         choice.finish_reason = delta.finish_reason
         choice.stop_reason = delta.stop_reason
-        stop = self._add_text(delta, choice) if self._texts else None
+        stop = None
+        if self._texts:
+            text, stop, _ = self._texts[choice.index].push(delta.token_ids, delta.finish_reason)
+            choice.text += text
         if stop is not None:
             choice.finish_reason, choice.stop_reason = "stop", stop
         self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
         return choice.index if stop is not None and delta.finish_reason is None else None
-
-    def _add_text(self, delta: Delta, choice: CompletionOutput) -> str | None:
-        """Append the certain text; returns the stop string that matched. Stops count only behind min_tokens tokens."""
-        detokenizer, matcher = self._texts[choice.index]
-        hidden = delta.finish_reason == "stop" and self._skip_stop_token
-        text = detokenizer.push(delta.token_ids[:-1] if hidden else delta.token_ids)
-        if delta.finish_reason is not None:
-            text += detokenizer.flush()
-        if len(choice.token_ids) <= self.request.sampling.min_tokens:
-            choice.text += text
-            return None
-        emitted, stop = matcher.push(text)
-        choice.text += emitted
-        if stop is None and delta.finish_reason is not None:
-            choice.text += matcher.flush()
-        return stop
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

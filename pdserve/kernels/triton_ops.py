@@ -37,6 +37,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """reference.apply_rope, in place: the returned tensors are q and k."""
     _check_rows(q=q, k=k)
+    _check_ids(positions=positions)
     if q.numel():
         launch_rope(q, k, cos, sin, positions)
     return q, k
@@ -59,6 +60,7 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
     """reference.write_kv."""
     _check_rows(k=k, v=v)
     _check_kv(kv)
+    _check_ids(slots=slots)
     if k.numel():
         launch_write_kv(k, v, kv, slots)
 
@@ -67,6 +69,7 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     """reference.copy_blocks."""
     if not pool.is_contiguous():
         raise ValueError("pool must be contiguous: pass the whole pool, not a layer of it")
+    _check_ids(src=src, dst=dst)
     if len(src):
         launch_copy_blocks(pool, src, dst)
 
@@ -76,6 +79,7 @@ def paged_decode(
 ) -> Tensor:
     """reference.paged_decode."""
     _check_attention(q, kv, block_tables, scale)
+    _check_ids(context_lens=context_lens)
     if q.numel() == 0:
         return torch.empty_like(q)
     num_seqs, num_heads, head_dim = q.shape
@@ -96,6 +100,7 @@ def paged_prefill(
 ) -> Tensor:
     """reference.paged_prefill."""
     _check_attention(q, kv, block_tables, scale)
+    _check_ids(context_lens=context_lens, query_starts=query_starts)
     if q.numel() == 0:
         return torch.empty_like(q)
     tiles = prefill_tiles(q.shape[1] // kv.shape[1], q.shape[2], q.dtype)
@@ -122,6 +127,13 @@ def _check_rows(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
             raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dim: make it contiguous there")
+
+
+def _check_ids(**tensors: Tensor) -> None:
+    """Kernels read ids by pointer: a column of a table would be read as its first rows."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: call .contiguous() on it")
 
 
 def _check_kv(kv: Tensor) -> None:

@@ -66,11 +66,9 @@ class PrefillPhase:
         self._fenced.pop(key, None)
         self._engine.release_held(key)
 
-    def knows(self, key: RequestKey) -> bool:
-        return key in self._fenced or key in self._published
-
-    def keys(self) -> list[RequestKey]:
-        return [*self._fenced, *self._published]
+    def keys(self) -> set[RequestKey]:
+        """Requests whose blocks are kept for a hand-off."""
+        return {*self._fenced, *self._published}
 
     def _publish(self, held: HeldPrompt) -> Handoff:
         ticket = self._sender.publish(held.key, held.block_ids, held.num_tokens, held.content)

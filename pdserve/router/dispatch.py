@@ -34,13 +34,13 @@ from pdserve.engine.protocol import (
     Ticket,
     TokenLogprob,
 )
-from pdserve.router.choice_text import ChoiceText
 from pdserve.router.choose import Chooser, Demand, NoWorker, Plan
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.record import Accepted, LegError, RequestRecord
 from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
+from pdserve.text.choice import ChoiceText
 from pdserve.text.tokenizer import Tokenizer
 
 # a sequence being decoded weighs its context plus this many tokens; its real length is not known beforehand
@@ -95,7 +95,16 @@ class RequestRun:
         self._job = job
         sampling = job.sampling
         self.record = RequestRecord(sampling.n, sampling.logprobs is not None)
-        self._texts = [ChoiceText(dispatcher.tokenizer, sampling) for _ in range(sampling.n)]
+        self._texts = [
+            ChoiceText(
+                dispatcher.tokenizer,
+                stop=sampling.stop,
+                include_stop=sampling.include_stop_str_in_output,
+                min_tokens=sampling.min_tokens,
+                skip_special_tokens=sampling.skip_special_tokens,
+            )
+            for _ in range(sampling.n)
+        ]
         self._clock = _Clock(dispatcher.metrics, sampling.n)
         self._inbox = Inbox()
         self._legs: list[Leg] = []

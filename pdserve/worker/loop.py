@@ -221,7 +221,8 @@ class WorkerLoop:
     # --- the turn ---
 
     def turn(self) -> float:
-        """Advance everything once and send what happened; returns the seconds it may sleep until a message or a wake."""
+        """Advance everything once and send what happened; returns the seconds it may sleep until a message or a wake.
+        """
         self._poll_phases()
         busy = self.engine.has_work
         stepped = self._step() if busy else False
@@ -321,13 +322,7 @@ class WorkerLoop:
 
     def _forget_finished(self) -> None:
         """Keys of requests that neither the engine nor a phase holds any more."""
+        kept = (self.prefill.keys() if self.prefill else set()) | (self.decode.keys() if self.decode else set())
         for keys in self._keys.values():
-            done = [key for key in keys if not self._is_live(key)]
+            done = [key for key in keys if key not in kept and not self.engine.knows(key)]
             keys.difference_update(done)
-
-    def _is_live(self, key: RequestKey) -> bool:
-        return (
-            self.engine.knows(key)
-            or (self.prefill is not None and self.prefill.knows(key))
-            or (self.decode is not None and self.decode.knows(key))
-        )

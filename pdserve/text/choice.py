@@ -1,26 +1,35 @@
 """The text of one choice: accepted tokens in, text that is certain out, and where a stop string ended it.
 
 Joins `text.detokenize` and `text.stop` by vLLM's rules: a stop token's own text is not shown unless
-include_stop_str_in_output, and stop strings are looked for behind the first min_tokens tokens only. Knows no workers.
+include_stop, and stop strings are looked for behind the first min_tokens tokens only. Knows no workers and no engine.
+Called by the router and by `LLM`.
 """
 
 from collections.abc import Sequence
 
-from pdserve.engine.protocol import FinishReason, SamplingParams
 from pdserve.text.detokenize import IncrementalDetokenizer
 from pdserve.text.stop import StopMatcher
 from pdserve.text.tokenizer import Tokenizer
 
 
 class ChoiceText:
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams) -> None:
-        self._detokenizer = IncrementalDetokenizer(tokenizer, sampling.skip_special_tokens)
-        self._matcher = StopMatcher(sampling.stop, sampling.include_stop_str_in_output) if sampling.stop else None
-        self._min_tokens = sampling.min_tokens
-        self._shows_stop = sampling.include_stop_str_in_output
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """The arguments are SamplingParams' of these names."""
+        self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
+        self._matcher = StopMatcher(stop, include_stop) if stop else None
+        self._min_tokens = min_tokens
+        self._shows_stop = include_stop
         self._num_tokens = 0
 
-    def push(self, token_ids: Sequence[int], finish_reason: FinishReason | None) -> tuple[str, str | None, int]:
+    def push(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, str | None, int]:
         """(new text, the stop string that matched, tokens of the choice up to the match). finish_reason: what ended the
         tokens at the worker; it flushes what is held back. After a match nothing may be pushed."""
         hidden = 1 if finish_reason == "stop" and not self._shows_stop else 0
