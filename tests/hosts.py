@@ -67,7 +67,7 @@ class Host:
 def hosts(
     model: Path | str, *names: str, engine: dict | None = None, transfer: dict | None = None
 ) -> Iterator[list[Host]]:
-    """One host a name; names beginning with P prefill, with D decode, with A take whole requests without a connector."""
+    """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector."""
     started = []
     try:
         for name in names:
