@@ -8,16 +8,22 @@ one torch thread, as the engine uses on CPU. Knows nothing of models, schedulers
 through ops_for().
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-KV_CHUNK = 128
+KV_CHUNK = 64
 ROW_MULTIPLE = 16
-TILE_ROWS = 256
-# Finite, so that a row which sees nothing in a chunk yields weight exp(MASKED - max) = 0 and not NaN.
+TILE_ROWS = 128
+BATCH_SCORES = 2**16
+# Finite, so that a context of 0 yields zeros and not NaN. exp(MASKED - max) is exactly 0 after any score.
 MASKED = -1e30
 
 
@@ -82,26 +88,8 @@ def paged_decode(
     q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [S, max_blocks] int32; context_lens [S] int32: KV
     rows including the query's own. A context of 0 yields zeros. max_context_len bounds context_lens.
     """
-    num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[1]
-    # Longest first, so that the sequences which reach a chunk are always a prefix of the batch.
-    context_lens, order = context_lens.sort(descending=True, stable=True)
-    tables = _chunked_tables(block_tables[order], context_lens, max_context_len, kv.shape[3])
-    rows = _pad_rows(q[order].float().reshape(num_seqs, num_kv_heads, -1, head_dim))
-    total = _RunningSoftmax(rows)
-    lens = context_lens.tolist()
-    for chunk, start in enumerate(range(0, lens[0] if lens else 0, KV_CHUNK)):
-        active = sum(length > start for length in lens)
-        keys = torch.arange(start, start + KV_CHUNK, device=q.device)
-        seen = keys < context_lens[:active, None]  # [active, KV_CHUNK]
-        rows_kv = _gather_kv(kv, tables[:active, chunk])
-        _zero_unseen(rows_kv, seen)
-        bias = torch.zeros(seen.shape, device=q.device).masked_fill_(~seen, MASKED)
-        bias = bias[:, None, None, :].expand(-1, num_kv_heads, -1, -1)
-        total.add(rows[:active], rows_kv, bias, scale)
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    out[order] = total.result()[:, :, : num_heads // num_kv_heads].reshape(q.shape).to(q.dtype)
-    return out
+    query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
+    return paged_prefill(q, kv, block_tables, context_lens, query_starts, 1, scale)
 
 
 def paged_prefill(
@@ -120,133 +108,181 @@ def paged_prefill(
     block table. Rows of q after query_starts[-1] are padding and yield zeros. max_query_len bounds the queries of one
     sequence.
     """
+    tables, lens, starts = (_Ints.of(x) for x in (block_tables, context_lens, query_starts))
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
-    starts, lens = query_starts.tolist(), context_lens.tolist()
-    query_lens = [end - start for start, end in pairwise(starts)]
-    decoding = [seq for seq, query_len in enumerate(query_lens) if query_len == 1]
-    if decoding:
-        queries = [starts[seq] for seq in decoding]
-        longest = max(lens[seq] for seq in decoding)
-        out[queries] = paged_decode(q[queries], kv, block_tables[decoding], context_lens[decoding], scale, longest)
-    for seq, query_len in enumerate(query_lens):
-        if query_len > 1:
-            own = slice(starts[seq], starts[seq + 1])
-            out[own] = _prefill_one(q[own], kv, block_tables[seq : seq + 1], context_lens[seq : seq + 1], scale)
+    for batch in _plan(tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device):
+        out[batch.rows] = _attend(q[batch.rows], kv, batch, scale).to(q.dtype)
     return out
 
 
-def _prefill_one(q: Tensor, kv: Tensor, block_table: Tensor, context_len: Tensor, scale: float) -> Tensor:
-    """Causal attention of one sequence: q [query_len, Hq, D] are the last of `context_len` [1] positions."""
-    query_len, num_heads, head_dim = q.shape
-    num_kv_heads, num_keys = kv.shape[1], int(context_len)
-    group = num_heads // num_kv_heads
-    tables = _chunked_tables(block_table, context_len, num_keys, kv.shape[3])[0]
-    chunks = [_gather_kv(kv, table[None]) for table in tables]  # each [2, 1, Hk, KV_CHUNK, D]
-    last_seen = torch.arange((len(chunks) - 1) * KV_CHUNK, len(chunks) * KV_CHUNK, device=q.device) < num_keys
-    _zero_unseen(chunks[-1], last_seen[None])
+class _Ints(NamedTuple):
+    """An int32 tensor by value, to key a cache with."""
 
+    data: bytes
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, x: Tensor) -> "_Ints":
+        return cls(x.to("cpu", torch.int32).contiguous().numpy().tobytes(), x.shape)
+
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.data, np.int32).reshape(self.shape)
+
+
+class _Tile(NamedTuple):
+    """Neighbouring queries of one sequence, the first in row `row` of q and at `position` of the sequence."""
+
+    seq: int
+    row: int
+    num_queries: int
+    position: int
+
+    def num_scores(self, group: int) -> int:
+        """Scores that the tile computes in each KV head when it is a batch of its own."""
+        rows = _round_up(self.num_queries * group, ROW_MULTIPLE)
+        return rows * _round_up(self.position + self.num_queries, KV_CHUNK)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Where the inputs of n tiles lie, each padded to P queries and L keys (G = query heads per KV head).
+
+    rows: rows of q, int64 [n * P]; a shorter tile has its last query several times. kv_rows: rows of _rows_of(kv),
+    int64 [2 * n * Hk * L / block_size]. Every query of the batch sees the keys before `tail`. Of those from there on,
+    `written` [n, 1, L - tail, 1] has -1 (all bits) for those in the context, else 0, and `bias` [n, 1, P * G, L - tail]
+    0 for those that a query sees, else MASKED.
+    """
+
+    num_tiles: int
+    rows: Tensor
+    kv_rows: Tensor
+    tail: int
+    written: Tensor
+    bias: Tensor
+
+
+@lru_cache(maxsize=4)
+def _plan(
+    block_tables: _Ints,
+    context_lens: _Ints,
+    query_starts: _Ints,
+    num_heads: int,
+    kv_shape: torch.Size,
+    kv_strides: tuple[int, ...],
+    device: torch.device,
+) -> list[_Batch]:
+    """The batches of one call of paged_prefill. Cached, since the layers of a step all need the same."""
+    group = num_heads // kv_shape[1]
+    lens, starts = context_lens.array().tolist(), query_starts.array().tolist()
     tile_len = max(TILE_ROWS // group, 1)
-    outs = []
-    for first in range(0, query_len, tile_len):
-        tile = q[first : first + tile_len].float().unflatten(1, (num_kv_heads, group))  # [P, Hk, group, D]
-        rows = _pad_rows(tile.transpose(0, 1).reshape(1, num_kv_heads, -1, head_dim))
-        row_positions = torch.arange(rows.shape[2], device=q.device) // group + (num_keys - query_len + first)
-        total = _RunningSoftmax(rows)
-        for start in range(0, num_keys - query_len + first + len(tile), KV_CHUNK):
-            keys = torch.arange(start, start + KV_CHUNK, device=q.device)
-            bias = torch.zeros(rows.shape[2], KV_CHUNK, device=q.device)
-            bias.masked_fill_(keys > row_positions[:, None], MASKED)
-            total.add(rows, chunks[start // KV_CHUNK], bias.expand(1, num_kv_heads, -1, -1), scale)
-        tile_out = total.result()[0, :, : len(tile) * group]  # [Hk, P * group, D]
-        outs.append(tile_out.unflatten(1, (len(tile), group)).transpose(0, 1).flatten(1, 2))
-    return torch.cat(outs).to(q.dtype)
+    tiles = [
+        _Tile(seq, row, min(tile_len, end - row), lens[seq] - end + row)
+        for seq, (start, end) in enumerate(pairwise(starts))
+        for row in range(start, end, tile_len)
+    ]
+    tables = block_tables.array().astype(np.int64)
+    return [_make_batch(some, tables, group, kv_shape, kv_strides, device) for some in _similar(tiles, group)]
 
 
-class _RunningSoftmax:
-    """Attention of fixed rows over KV chunks added one by one (the online softmax, Milakov and Gimelshein 2018).
-
-    Adding a chunk whose bias masks a row entirely multiplies that row's sums by exactly 1 and adds exactly 0.
-    """
-
-    def __init__(self, rows: Tensor) -> None:
-        """rows: float32 queries [n, Hk, R, D], R a multiple of ROW_MULTIPLE."""
-        self._weighted = torch.zeros_like(rows)  # sum of weight * value
-        self._weights = rows.new_zeros((*rows.shape[:-1], 1))
-        self._max = rows.new_full((*rows.shape[:-1], 1), MASKED)
-
-    def add(self, rows: Tensor, rows_kv: Tensor, bias: Tensor, scale: float) -> None:
-        """Adds a chunk [2, n, Hk, KV_CHUNK, D] for the first n sequences; bias broadcasts to [n, Hk, R, KV_CHUNK]."""
-        num_seqs = rows.shape[0]
-        queries, keys, values = (x.flatten(0, 1) for x in (rows, rows_kv[0], rows_kv[1]))
-        scores = torch.baddbmm(bias.flatten(0, 1), queries, keys.transpose(1, 2), alpha=scale)
-        # softmax() is several times faster than exp() and sum() of masked scores; 1 / its largest value is their sum.
-        probs = torch.softmax(scores, dim=-1)
-        shape = (*rows.shape[:-1], 1)
-        chunk_max = scores.amax(dim=-1).view(shape)
-        chunk_weights = probs.amax(dim=-1).reciprocal_().view(shape)
-        chunk_out = torch.bmm(probs, values).view(rows.shape)
-
-        running_max, weighted, weights = self._max[:num_seqs], self._weighted[:num_seqs], self._weights[:num_seqs]
-        new_max = torch.maximum(running_max, chunk_max)
-        keep = torch.exp(running_max - new_max)
-        chunk_weights.mul_(torch.exp(chunk_max - new_max))
-        # No fused multiply-add: whether torch contracts one may depend on a row's place in the tensor.
-        weighted.mul_(keep).add_(chunk_out.mul_(chunk_weights))
-        weights.mul_(keep).add_(chunk_weights)
-        running_max.copy_(new_max)
-
-    def result(self) -> Tensor:
-        """[n, Hk, R, D]. The weights of a row that saw a key sum to at least 1; of one that saw none, to 0."""
-        return self._weighted / self._weights.clamp(min=1.0)
+def _similar(tiles: list[_Tile], group: int) -> Iterator[list[_Tile]]:
+    """Tiles to compute together: few enough for the CPU's cache, and not much smaller than the largest of them."""
+    tiles = sorted(tiles, key=lambda tile: tile.num_scores(group), reverse=True)
+    while tiles:
+        largest, padding, count = tiles[0].num_scores(group), 0, 1
+        for tile in tiles[1:]:
+            padding += largest - tile.num_scores(group)
+            if (count + 1) * largest > BATCH_SCORES or padding > BATCH_SCORES // 4:
+                break
+            count += 1
+        yield tiles[:count]
+        tiles = tiles[count:]
 
 
-def _pad_rows(rows: Tensor) -> Tensor:
-    """[n, Hk, rows, D] with zero rows appended up to a multiple of ROW_MULTIPLE."""
-    return functional.pad(rows, (0, 0, 0, -rows.shape[2] % ROW_MULTIPLE))
+def _make_batch(
+    tiles: list[_Tile],
+    tables: np.ndarray,
+    group: int,
+    kv_shape: torch.Size,
+    kv_strides: tuple[int, ...],
+    device: torch.device,
+) -> _Batch:
+    """tables: int64 [S, max_blocks]."""
+    seqs, first_rows, num_queries, first_positions = np.array(tiles).T[:, :, None]  # each [n, 1]
+    offsets = np.minimum(np.arange(num_queries.max()), num_queries - 1)  # [n, P]
+    lens = first_positions + num_queries
+    block_size = kv_shape[3]
+    num_keys = _round_up(int(lens.max()), max(KV_CHUNK, block_size))
+    # Keys past a context come from the null block 0: their table entries may be anything.
+    first_keys = np.arange(0, num_keys, block_size)
+    blocks = np.zeros((len(tiles), len(first_keys)), dtype=np.int64)
+    known = tables[seqs[:, 0], : len(first_keys)]
+    blocks[:, : known.shape[1]] = known
+    blocks[first_keys >= lens] = 0
+    tail = int(first_positions.min()) + 1
+    keys = np.arange(tail, num_keys)
+    last_seen = np.repeat(first_positions + offsets, group, axis=1)  # [n, P * G]
+    arrays = {
+        "rows": (first_rows + offsets).ravel(),
+        "kv_rows": _kv_rows(blocks, kv_shape, kv_strides),
+        "written": -(keys < lens).astype(np.int32)[:, None, :, None],
+        "bias": np.where(keys <= last_seen[:, :, None], 0, MASKED).astype(np.float32)[:, None],
+    }
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return _Batch(num_tiles=len(tiles), tail=tail, **tensors)
 
 
-def _chunked_tables(block_tables: Tensor, context_lens: Tensor, max_context_len: int, block_size: int) -> Tensor:
-    """Block ids by chunk, int64 [S, chunks, KV_CHUNK / block_size]; entries past the context become the null block
-    0.
-    """
-    if KV_CHUNK % block_size:
-        raise ValueError(
-            f"block_size must divide {KV_CHUNK} for the CPU attention, not {block_size}: use 16, 32, 64 or 128"
-        )
-    per_chunk = KV_CHUNK // block_size
-    width = -(-max_context_len // KV_CHUNK) * per_chunk
-    tables = block_tables[:, :width].long()
-    tables = functional.pad(tables, (0, width - tables.shape[1]))
-    first_positions = torch.arange(0, width * block_size, block_size, device=tables.device)
-    return tables.masked_fill_(first_positions >= context_lens[:, None], 0).view(len(tables), -1, per_chunk)
+def _attend(q: Tensor, kv: Tensor, batch: _Batch, scale: float) -> Tensor:
+    """Attention of the batch's queries q [n * P, Hq, D]; returns the same shape in float32."""
+    (_, num_heads, head_dim), num_kv_heads, n = q.shape, kv.shape[1], batch.num_tiles
+    group = num_heads // num_kv_heads
+    rows_kv = _rows_of(kv).index_select(0, batch.kv_rows).float().view(2, n, num_kv_heads, -1, head_dim)
+    # Unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing their bits is several
+    # times faster than masked_fill_ or where.
+    rows_kv[:, :, :, batch.tail :].view(torch.int32).bitwise_and_(batch.written)
+    keys, values = rows_kv.flatten(1, 2)  # each [n * Hk, L, D]
+
+    queries = (q.float() * scale).view(n, -1, num_kv_heads, group, head_dim).transpose(1, 2)
+    queries = queries.reshape(n * num_kv_heads, -1, head_dim)  # [n * Hk, P * G, D]
+    num_rows = queries.shape[1]
+    scores = torch.bmm(_pad_rows(queries), keys.transpose(1, 2))[:, :num_rows]
+    scores.view(n, num_kv_heads, num_rows, -1)[..., batch.tail :].add_(batch.bias)
+    probs = _pad_rows(torch.softmax(scores, dim=-1))
+    out = torch.zeros_like(queries)
+    for chunk_probs, chunk_values in zip(probs.split(KV_CHUNK, dim=2), values.split(KV_CHUNK, dim=1), strict=True):
+        out += torch.bmm(chunk_probs, chunk_values)[:, :num_rows]
+    return out.view(n, num_kv_heads, -1, group, head_dim).transpose(1, 2).reshape(q.shape)
 
 
-def _gather_kv(kv: Tensor, blocks: Tensor) -> Tensor:
-    """K and V rows of `blocks` [n, b] in float32: [2, n, Hk, b * block_size, D].
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
 
-    Reads `kv` as a matrix with one row a (block, head, layer, plane), since index_select of rows is three times faster
-    than indexing by (block, head).
+
+def _pad_rows(x: Tensor) -> Tensor:
+    """x [n, rows, width] with zero rows appended up to a multiple of ROW_MULTIPLE."""
+    return functional.pad(x, (0, 0, 0, -x.shape[1] % ROW_MULTIPLE))
+
+
+def _rows_of(kv: Tensor) -> Tensor:
+    """The memory of `kv`, a layer of a pool, as a matrix with one row a (block, head, layer, plane).
+
+    index_select of such rows is three times faster than indexing `kv` by (block, head).
     """
     num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
     width = block_size * head_dim
-    if kv.stride()[2:] != (width, head_dim, 1) or kv.stride(0) % width or kv.stride(1) % width:
+    num_rows = ((num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)) // width + 2
+    return kv.as_strided((num_rows, width), (width, 1))
+
+
+def _kv_rows(blocks: np.ndarray, kv_shape: torch.Size, kv_strides: tuple[int, ...]) -> np.ndarray:
+    """Rows of _rows_of(kv) that hold K, then V, of `blocks` [n, b], head by head: int64 [2 * n * Hk * b]."""
+    _, num_kv_heads, _, block_size, head_dim = kv_shape
+    width = block_size * head_dim
+    if kv_strides[2:] != (width, head_dim, 1) or kv_strides[0] % width or kv_strides[1] % width:
         raise ValueError(
-            f"kv must be a layer of a contiguous pool, not a view with strides {kv.stride()}: pass pool[:, :, i]"
+            f"kv must be a layer of a contiguous pool, not a view with strides {kv_strides}: pass pool[:, :, i]"
         )
-    block_rows, head_rows = kv.stride(0) // width, kv.stride(1) // width
-    num_rows = (num_blocks - 1) * block_rows + (num_kv_heads - 1) * head_rows + 2
-    planes = torch.arange(2, device=kv.device).view(2, 1, 1, 1)
-    heads = torch.arange(0, num_kv_heads * head_rows, head_rows, device=kv.device).view(-1, 1)
-    rows = (blocks * block_rows).unsqueeze(1) + heads + planes  # [2, n, Hk, b]
-    gathered = kv.as_strided((num_rows, width), (width, 1)).index_select(0, rows.view(-1))
-    return gathered.float().view(2, len(blocks), num_kv_heads, -1, head_dim)
-
-
-def _zero_unseen(rows_kv: Tensor, seen: Tensor) -> None:
-    """Zeroes in place the rows of `rows_kv` [2, n, Hk, KV_CHUNK, D] where `seen` [n, KV_CHUNK] is false.
-
-    A block's unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing their bits is
-    several times faster than masked_fill_ or where.
-    """
-    keep = seen.to(torch.int32).neg_()
-    rows_kv.view(torch.int32).bitwise_and_(keep[:, None, :, None])
+    if KV_CHUNK % block_size and block_size % KV_CHUNK:
+        raise ValueError(f"block_size must be 16, 32, 64 or 128 for the CPU attention, not {block_size}")
+    heads = np.arange(num_kv_heads)[:, None] * (kv_strides[1] // width)
+    planes = np.arange(2)[:, None, None, None]
+    return ((blocks * (kv_strides[0] // width))[:, None] + heads + planes).ravel()
