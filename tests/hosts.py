@@ -35,6 +35,7 @@ class Host:
     """A running engine host; `kill` is SIGKILL, `close` ends it whatever its state."""
 
     def __init__(self, config: WorkerConfig, worker_id: str) -> None:
+        self.config = config
         self.worker_id = worker_id
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
         self.address = f"ipc://{self._folder.name}/engine"
@@ -61,6 +62,13 @@ class Host:
                 os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(10)
         self._folder.cleanup()
+
+
+def start_host(config: WorkerConfig, name: str) -> Host:
+    """A new host that serves."""
+    host = Host(config, f"{name}-{time.time_ns()}")
+    host.wait()
+    return host
 
 
 @contextlib.contextmanager

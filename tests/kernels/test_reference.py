@@ -46,10 +46,14 @@ def _prefill_rows(problem: PagedProblem, seq: int, first: int, last: int) -> Ten
     )
 
 
-@pytest.mark.parametrize("heads,head_dim,block_size", pairwise(HEADS, HEAD_DIMS, BLOCK_SIZES))
-def test_attention_is_batch_invariant(heads: tuple[int, int], head_dim: int, block_size: int) -> None:
+@pytest.mark.parametrize(
+    "heads,head_dim,block_size,dtype", pairwise(HEADS, [*HEAD_DIMS, 12, 26], BLOCK_SIZES, list(TOLERANCE))
+)
+def test_attention_is_batch_invariant(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
     lens = [300, 5, 128, 1]
-    problem = paged_problem(heads, head_dim, block_size, torch.float32, lens, lens)
+    problem = paged_problem(heads, head_dim, block_size, dtype, lens, lens)
     whole = reference.paged_prefill(*problem.prefill_args)
     for seq, length in enumerate(lens):
         start = int(problem.query_starts[seq])
@@ -73,6 +77,27 @@ def _check_decode_equals_prefill(problem: PagedProblem, whole: Tensor) -> None:
             problem.q[rows[:size]], problem.kv, problem.block_tables[seqs[:size]], lens[:size], problem.scale, 300
         )
         assert torch.equal(out, whole[rows[:size]])
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_each_of_many_sequences_gets_what_it_gets_alone(block_size: int) -> None:
+    """More than one batch of tiles, with padded ones among them."""
+    lens = torch.randint(1, 700, (40,)).tolist()
+    problem = paged_problem((4, 2), 32, block_size, torch.float32, [0, 1500, 64, 65, *lens])
+    whole = reference.paged_decode(*problem.decode_args)
+    for seq, length in enumerate(problem.context_lens.tolist()):
+        own = slice(seq, seq + 1)
+        args = problem.q[own], problem.kv, problem.block_tables[own], problem.context_lens[own], problem.scale, length
+        assert torch.equal(reference.paged_decode(*args), whole[own])
+
+
+def test_inputs_changed_in_place_are_noticed() -> None:
+    """What is kept between the layers of a step belongs to the values of its inputs, not to the tensors."""
+    problem = paged_problem((4, 2), 32, 16, torch.float32, [40, 90, 70])
+    before = reference.paged_decode(*problem.decode_args)
+    for x in (problem.block_tables, problem.context_lens, problem.q):
+        x.copy_(x.flip(0))
+    assert torch.equal(reference.paged_decode(*problem.decode_args), before.flip(0))
 
 
 @pytest.mark.parametrize("width", [32, 100, 256, 1000])
