@@ -7,6 +7,7 @@ by the model runner.
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.ops import Ops
@@ -46,20 +47,26 @@ class PagedAttention:
         b = self._batch
         kv = self._pool[:, :, layer]
         self._ops.write_kv(k, v, kv, b.slots)
-        out = q.new_zeros(q.shape)
         d, p = b.num_decodes, b.num_prefill_rows
+        outs = []
         if d:
-            out[:d] = self._ops.paged_decode(
-                q[:d], kv, b.block_tables[:d], b.context_lens[:d], self._scale, b.max_decode_context
+            outs.append(
+                self._ops.paged_decode(
+                    q[:d], kv, b.block_tables[:d], b.context_lens[:d], self._scale, b.max_decode_context
+                )
             )
         if p:
-            out[d : d + p] = self._ops.paged_prefill(
-                q[d : d + p],
-                kv,
-                b.block_tables[d:],
-                b.context_lens[d:],
-                b.query_starts,
-                b.max_query_len,
-                self._scale,
+            outs.append(
+                self._ops.paged_prefill(
+                    q[d : d + p],
+                    kv,
+                    b.block_tables[d:],
+                    b.context_lens[d:],
+                    b.query_starts,
+                    b.max_query_len,
+                    self._scale,
+                )
             )
-        return out
+        if d + p < len(q):
+            outs.append(q.new_zeros(q[d + p :].shape))
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
