@@ -66,20 +66,19 @@ def llm_side(path: str) -> Side:
     return run
 
 
-def http_side(url: str, model: str) -> Side:
-    """All prompts at once over one client, streamed, as the clients of a server do."""
-    body = {
-        "model": model,
-        "max_tokens": OUTPUT_TOKENS,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "return_token_ids": True,
-    }
+def http_side(url: str, model: str, stream: bool) -> Side:
+    """All prompts at once over one client, as whole answers or as server-sent events."""
+    body = {"model": model, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
-    async def one(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
+    async def whole(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
+        answer = await client.post(f"{url}/v1/completions", json={**body, "prompt": prompt})
+        answer.raise_for_status()
+        return answer.json()["choices"][0]["token_ids"]
+
+    async def streamed(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
         tokens: list[int] = []
-        async with client.stream("POST", f"{url}/v1/completions", json={**body, "prompt": prompt}) as response:
+        request = {**body, "prompt": prompt, "stream": True}
+        async with client.stream("POST", f"{url}/v1/completions", json=request) as response:
             response.raise_for_status()
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
@@ -89,6 +88,7 @@ def http_side(url: str, model: str) -> Side:
 
     async def all_at_once(prompts: list[list[int]]) -> list[list[int]]:
         async with httpx.AsyncClient(timeout=120) as client:
+            one = streamed if stream else whole
             return list(await asyncio.gather(*(one(client, prompt) for prompt in prompts)))
 
     return lambda prompts: asyncio.run(all_at_once(prompts))
@@ -102,33 +102,32 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="append a JSON line here")
     args = parser.parse_args()
-    baseline = transformers_side(args.model)  # before the engine sets torch to one thread
-    threads = torch.get_num_threads()
-    sides: dict[str, Side] = {"transformers": baseline, "LLM.generate": llm_side(args.model)}
+    sides = {"transformers": transformers_side(args.model), "LLM.generate": llm_side(args.model)}
     if args.url:
-        sides["HTTP"] = http_side(args.url, args.served_name)
+        sides["HTTP"] = http_side(args.url, args.served_name, stream=False)
+        sides["HTTP streamed"] = http_side(args.url, args.served_name, stream=True)
     vocab_size = json.loads((Path(args.model) / "config.json").read_text())["vocab_size"]
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in tqdm(range(-1, args.rounds), desc="rounds", unit="round"):  # round -1 warms up
         prompts = prompts_of(number, vocab_size)
         answers = {}
         for name, side in sides.items():
-            torch.set_num_threads(threads if name == "transformers" else 1)
             began = time.perf_counter()
             answers[name] = side(prompts)
             if number >= 0:
                 rates[name].append(NUM_PROMPTS * OUTPUT_TOKENS / (time.perf_counter() - began))
         for name, answer in answers.items():
             assert answer == answers["transformers"], f"{name} gave other tokens than transformers"
-    report(rates, args, threads)
+    report(rates, args)
 
 
-def report(rates: dict[str, list[float]], args: argparse.Namespace, threads: int) -> None:
+def report(rates: dict[str, list[float]], args: argparse.Namespace) -> None:
     row: dict[str, object] = {
         "benchmark": "cpu_throughput",
         "shape": f"{NUM_PROMPTS} x ({PROMPT_TOKENS} in, {OUTPUT_TOKENS} out)",
         "rounds": args.rounds,
-        "machine": f"{platform.machine()}, {threads} threads for transformers",
+        "machine": platform.machine(),
+        "threads": f"{torch.get_num_threads()} for transformers and LLM, 1 an engine behind HTTP",
         "commit": subprocess.run(
             ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
         ).stdout.strip(),
