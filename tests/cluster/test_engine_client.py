@@ -50,6 +50,8 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def client(engine: Engine) -> AsyncIterator[EngineClient]:
     client = EngineClient(engine.address)
     yield client
+    if not client.closed.is_set():  # a Stop to an engine that has not bound its socket yet waits a second only
+        await asyncio.wait_for(client.connected.wait(), 5)
     client.close()
     await asyncio.to_thread(engine.thread.join, 5)
     assert not engine.thread.is_alive(), "Stop must reach the engine"
