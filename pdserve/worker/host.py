@@ -115,7 +115,10 @@ class EngineHost:
 
     def _send(self, target: str, batch: EventBatch) -> None:
         assert self._socket is not None
-        self._socket.send_multipart([target.encode(), encode(batch)])
+        try:
+            self._socket.send_multipart([target.encode(), encode(batch)], zmq.NOBLOCK)
+        except zmq.Again:  # the queue is unbounded, so this means one thing only
+            logger.warning("nobody is connected to %s: dropped a batch for %s", self._address, target)
 
     def _wake(self) -> None:
         """Called from any thread: the connector has news."""

@@ -6,6 +6,7 @@ received is one line of a journal file named by the worker, in the folder that W
 what reached an engine.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -99,7 +100,8 @@ class FakeEngineHost:
 
     def publish(self, target: str, *events: Event) -> None:
         batch = EventBatch(worker_id=self.worker_id, incarnation=self.incarnation, events=events)
-        self.socket.send_multipart([target.encode(), encode(batch)])
+        with contextlib.suppress(zmq.Again):  # nobody is connected any more
+            self.socket.send_multipart([target.encode(), encode(batch)], zmq.NOBLOCK)
 
     def hello(self) -> Hello:
         return Hello(
