@@ -16,6 +16,7 @@ from torch import Tensor
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
+from pdserve.engine.cpu_memory import keep_freed_memory
 from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
 from pdserve.engine.model_runner import Fence, ModelRunner, StepOutput
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
@@ -82,6 +83,8 @@ class Engine:
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
         self.config = config
         self.device = _device(config.device)
+        if self.device.type == "cpu":
+            keep_freed_memory()
         if config.deterministic and self.device.type == "cuda":
             raise ValueError("engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)")
         path = model.resolved_path
