@@ -60,7 +60,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`; x [T, in], weight [out, in]. Batch-invariant on CPU when T is a multiple of ROW_MULTIPLE."""
+    """`x @ weight.T + bias`; x [T, in], weight [out, in]. Batch-invariant on CPU for T a multiple of ROW_MULTIPLE."""
     if x.dtype == torch.float32 and x.device.type == "cpu" and _has_onednn_linear():
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return functional.linear(x, weight, bias)

@@ -221,7 +221,7 @@ class WorkerLoop:
     # --- the turn ---
 
     def turn(self) -> float:
-        """Advance everything once and send what happened; returns the seconds it may sleep until a message or a wake."""
+        """Advance everything once and send what happened; returns how many seconds it may sleep now."""
         self._poll_phases()
         busy = self.engine.has_work
         stepped = self._step() if busy else False
