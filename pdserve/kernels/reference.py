@@ -2,10 +2,11 @@
 
 On CPU the results are batch-invariant bit for bit: what a (sequence, query position) gets does not depend on the other
 sequences, on chunking, on cached prefixes, or on whether paged_decode or paged_prefill computes it. These facts carry
-this: a float32 GEMM gives equal rows for every number of rows that is a multiple of ROW_MULTIPLE, and equal columns
-for every multiple of KV_CHUNK; softmax gives the same for a row with MASKED keys appended; values are summed in chunks
-at fixed absolute positions, where one that a row must not see adds exactly 0. It assumes one torch thread, as the
-engine uses on CPU. Knows nothing of models, schedulers or block managers. Called by models through ops_for().
+this: a float32 product gives equal rows for every number of rows that is a multiple of ROW_MULTIPLE (`linear`) or of
+`_exact_rows()` (attention, found by a probe), and equal columns for every multiple of KV_CHUNK; softmax gives the same
+for a row with MASKED keys appended; values are summed in chunks at fixed absolute positions, where one that a row must
+not see adds exactly 0. The tests hold it for one torch thread, which workers use; `LLM` leaves torch its threads.
+Knows nothing of models, schedulers or block managers. Called by models through ops_for().
 """
 
 from collections.abc import Iterator
