@@ -60,6 +60,7 @@ class PagedInputs:
 
     kv: torch.Tensor
     block_tables: torch.Tensor
+    table_rows: torch.Tensor
     context_lens: torch.Tensor
 
 
@@ -68,7 +69,8 @@ def paged_inputs(num_seqs: int, context_len: int, block_size: int) -> PagedInput
     pool = torch.randn((num_seqs * blocks + 1, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM), dtype=DTYPE, device="cuda")
     ids = torch.randperm(num_seqs * blocks, device="cuda", dtype=torch.int32) + 1
     lens = torch.full((num_seqs,), context_len, dtype=torch.int32, device="cuda")
-    return PagedInputs(pool[:, :, 1], ids.view(num_seqs, blocks), lens)
+    rows = torch.arange(num_seqs, dtype=torch.int32, device="cuda")
+    return PagedInputs(pool[:, :, 1], ids.view(num_seqs, blocks), rows, lens)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -79,7 +81,7 @@ def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
     for num_seqs, context_len in ((64, 8192), (256, 1024), (1, 8192)):
         inputs = paged_inputs(num_seqs, context_len, block_size)
         q = random(num_seqs, QKV_HEADS, HEAD_DIM)[:, :HEADS]
-        args = (q, inputs.kv, inputs.block_tables, inputs.context_lens, HEAD_DIM**-0.5)
+        args = (q, inputs.kv, inputs.block_tables, inputs.table_rows, inputs.context_lens, HEAD_DIM**-0.5)
         work = num_seqs * context_len * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
         name = f"decode {num_seqs} x {context_len}, blocks of {block_size}"
         yield Case(name, partial(triton_ops.paged_decode, *args, context_len), work, "TB/s")
@@ -100,7 +102,8 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
         inputs = paged_inputs(1, num_tokens, block_size)
         q = random(num_tokens, QKV_HEADS, HEAD_DIM)[:, :HEADS]
         starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
-        args = (q, inputs.kv, inputs.block_tables, inputs.context_lens, starts, num_tokens, HEAD_DIM**-0.5)
+        tables, rows, lens = inputs.block_tables, inputs.table_rows, inputs.context_lens
+        args = (q, inputs.kv, tables, rows, lens, starts, num_tokens, HEAD_DIM**-0.5)
         work = 4 * HEADS * HEAD_DIM * num_tokens * (num_tokens + 1) / 2
         name = f"prefill {num_tokens}, blocks of {block_size}"
         yield Case(name, partial(triton_ops.paged_prefill, *args), work, "TFLOP/s")

@@ -6,6 +6,7 @@ by the model runner.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,6 +33,11 @@ class AttentionBatch:
     max_decode_context: int
     max_query_len: int
 
+    @cached_property
+    def table_rows(self) -> Tensor:
+        """int32 `[sequences]`: the row of block_tables that each sequence has."""
+        return torch.arange(len(self.context_lens), dtype=torch.int32, device=self.context_lens.device)
+
 
 class PagedAttention:
     """`attend(layer, q, k, v) -> out` over the pool `[blocks, kv_heads, layers, 2, block_size, head_dim]`."""
@@ -52,7 +58,13 @@ class PagedAttention:
         if d:
             outs.append(
                 self._ops.paged_decode(
-                    q[:d], kv, b.block_tables[:d], b.context_lens[:d], self._scale, b.max_decode_context
+                    q[:d],
+                    kv,
+                    b.block_tables,
+                    b.table_rows[:d],
+                    b.context_lens[:d],
+                    self._scale,
+                    b.max_decode_context,
                 )
             )
         if p:
@@ -60,7 +72,8 @@ class PagedAttention:
                 self._ops.paged_prefill(
                     q[d : d + p],
                     kv,
-                    b.block_tables[d:],
+                    b.block_tables,
+                    b.table_rows[d:],
                     b.context_lens[d:],
                     b.query_starts,
                     b.max_query_len,

@@ -37,6 +37,7 @@ def launch_decode(
     q: Tensor,
     kv: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     context_lens: Tensor,
     scale: float,
     tiles: AttentionTiles,
@@ -55,6 +56,7 @@ def launch_decode(
         q,
         kv,
         block_tables,
+        table_rows,
         context_lens,
         partial,
         maxima,
@@ -95,7 +97,8 @@ def launch_decode(
 def decode_kernel(
     q_ptr,  # [S, Hq, D]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
-    table_ptr,  # int32 [S, max_blocks]
+    table_ptr,  # int32 [num_slots, max_blocks]
+    table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
     out_ptr,  # [S, Hq, num_splits, D], contiguous
     max_ptr,  # float32 [S, Hq, num_splits], base 2
@@ -136,7 +139,7 @@ def decode_kernel(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     row_positions = tl.zeros([BLOCK_M], tl.int32) + num_keys
-    table = table_ptr + seq * stride_table
+    table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
     kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
     acc, row_max, row_sum = attend(
         acc,

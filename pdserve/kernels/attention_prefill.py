@@ -25,6 +25,7 @@ def launch_prefill(
     q: Tensor,
     kv: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
     max_query_len: int,
@@ -42,6 +43,7 @@ def launch_prefill(
         q,
         kv,
         block_tables,
+        table_rows,
         context_lens,
         query_starts,
         out,
@@ -70,7 +72,8 @@ def launch_prefill(
 def prefill_kernel(
     q_ptr,  # [T, Hq, D]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
-    table_ptr,  # int32 [S, max_blocks]
+    table_ptr,  # int32 [num_slots, max_blocks]
+    table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
     starts_ptr,  # int32 [S + 1]
     out_ptr,  # [T, Hq, D], contiguous
@@ -129,7 +132,7 @@ def prefill_kernel(
             acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
-            table = table_ptr + seq * stride_table
+            table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
             kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
             seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
             end = tl.minimum(first_position + tile_len, num_keys)

@@ -28,7 +28,14 @@ class Ops(Protocol):
     def write_kv(self, k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None: ...
 
     def paged_decode(
-        self, q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int
+        self,
+        q: Tensor,
+        kv: Tensor,
+        block_tables: Tensor,
+        table_rows: Tensor,
+        context_lens: Tensor,
+        scale: float,
+        max_context_len: int,
     ) -> Tensor: ...
 
     def paged_prefill(
@@ -36,6 +43,7 @@ class Ops(Protocol):
         q: Tensor,
         kv: Tensor,
         block_tables: Tensor,
+        table_rows: Tensor,
         context_lens: Tensor,
         query_starts: Tensor,
         max_query_len: int,

@@ -88,21 +88,29 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def paged_decode(
-    q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_context_len: int,
 ) -> Tensor:
     """Attention of one query per sequence over its paged KV; returns [S, Hq, D] in q's dtype.
 
-    q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [S, max_blocks] int32; context_lens [S] int32: KV
-    rows including the query's own. A context of 0 yields zeros. max_context_len bounds context_lens.
+    q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [num_slots, max_blocks] int32, of which sequence s
+    has row table_rows[s] (int32 [S]); context_lens [S] int32: KV rows including the query's own. A context of 0 yields
+    zeros. max_context_len is an upper bound of context_lens; table entries past a context may be anything.
     """
     query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return paged_prefill(q, kv, block_tables, context_lens, query_starts, 1, scale)
+    return paged_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, 1, scale)
 
 
 def paged_prefill(
     q: Tensor,
     kv: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
     max_query_len: int,
@@ -111,11 +119,12 @@ def paged_prefill(
     """Causal attention of several queries per sequence over its paged KV; returns [T, Hq, D] in q's dtype.
 
     q [T, Hq, D] holds the sequences one after another, s at rows query_starts[s] : query_starts[s + 1] (int32, S + 1 of
-    them). They are the last positions of its context_lens[s], so a cached prefix or earlier chunks come first in the
-    block table. Rows of q after query_starts[-1] are padding and yield zeros. max_query_len bounds the queries of one
-    sequence.
+    them). They are the last positions of its context_lens[s], so a cached prefix or earlier chunks come first in its
+    row of block_tables, which is table_rows[s] as in paged_decode. Rows of q after query_starts[-1] are padding and
+    yield zeros. max_query_len bounds the queries of one sequence.
     """
-    tables, lens, starts = (_Ints.of(x) for x in (block_tables, context_lens, query_starts))
+    lens, starts = _Ints.of(context_lens), _Ints.of(query_starts)
+    tables = _rows_in_use(block_tables, table_rows, lens, kv.shape[3])
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for batch in _plan(tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device):
         out[batch.rows] = _attend(q[batch.rows], kv, batch, scale).to(q.dtype)
@@ -126,14 +135,21 @@ class _Ints(NamedTuple):
     """An int32 tensor by value, to key a cache with."""
 
     data: bytes
-    shape: torch.Size
+    shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, x: Tensor) -> "_Ints":
-        return cls(x.to("cpu", torch.int32).contiguous().numpy().tobytes(), x.shape)
+    def of(cls, x: Tensor | np.ndarray) -> "_Ints":
+        array = x if isinstance(x, np.ndarray) else x.to("cpu", torch.int32).numpy()
+        return cls(array.tobytes(), array.shape)
 
     def array(self) -> np.ndarray:
         return np.frombuffer(self.data, np.int32).reshape(self.shape)
+
+
+def _rows_in_use(block_tables: Tensor, table_rows: Tensor, lens: _Ints, block_size: int) -> _Ints:
+    """The sequences' rows of a table of all slots, no wider than the longest context."""
+    width = -(-int(lens.array().max(initial=0)) // block_size)
+    return _Ints.of(block_tables[:, :width].cpu().numpy()[table_rows.cpu().numpy()])
 
 
 class _Tile(NamedTuple):

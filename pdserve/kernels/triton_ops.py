@@ -75,24 +75,31 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
 
 
 def paged_decode(
-    q: Tensor, kv: Tensor, block_tables: Tensor, context_lens: Tensor, scale: float, max_context_len: int
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    context_lens: Tensor,
+    scale: float,
+    max_context_len: int,
 ) -> Tensor:
     """reference.paged_decode."""
     _check_attention(q, kv, block_tables, scale)
-    _check_ids(context_lens=context_lens)
+    _check_ids(table_rows=table_rows, context_lens=context_lens)
     if q.numel() == 0:
         return torch.empty_like(q)
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
     num_splits = num_decode_splits(num_seqs * num_kv_heads, max_context_len, _num_sms(q.device))
-    return launch_decode(q, kv, block_tables, context_lens, scale, tiles, num_splits)
+    return launch_decode(q, kv, block_tables, table_rows, context_lens, scale, tiles, num_splits)
 
 
 def paged_prefill(
     q: Tensor,
     kv: Tensor,
     block_tables: Tensor,
+    table_rows: Tensor,
     context_lens: Tensor,
     query_starts: Tensor,
     max_query_len: int,
@@ -100,11 +107,12 @@ def paged_prefill(
 ) -> Tensor:
     """reference.paged_prefill."""
     _check_attention(q, kv, block_tables, scale)
-    _check_ids(context_lens=context_lens, query_starts=query_starts)
+    _check_ids(table_rows=table_rows, context_lens=context_lens, query_starts=query_starts)
     if q.numel() == 0:
         return torch.empty_like(q)
     tiles = prefill_tiles(q.shape[1] // kv.shape[1], q.shape[2], q.dtype)
-    return launch_prefill(q, kv, block_tables, context_lens, query_starts, max(max_query_len, 1), scale, tiles)
+    longest = max(max_query_len, 1)
+    return launch_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, longest, scale, tiles)
 
 
 @lru_cache

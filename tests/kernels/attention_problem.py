@@ -25,6 +25,7 @@ class PagedProblem:
     q: Tensor
     kv: Tensor
     block_tables: Tensor
+    table_rows: Tensor
     context_lens: Tensor
     query_starts: Tensor
     max_query_len: int
@@ -39,12 +40,12 @@ class PagedProblem:
     @property
     def decode_args(self) -> tuple[Any, ...]:
         lens = self.context_lens
-        return self.q, self.kv, self.block_tables, lens, self.scale, int(lens.max())
+        return self.q, self.kv, self.block_tables, self.table_rows, lens, self.scale, int(lens.max())
 
     @property
     def prefill_args(self) -> tuple[Any, ...]:
-        starts, longest = self.query_starts, self.max_query_len
-        return self.q, self.kv, self.block_tables, self.context_lens, starts, longest, self.scale
+        tables, rows, starts, longest = self.block_tables, self.table_rows, self.query_starts, self.max_query_len
+        return self.q, self.kv, tables, rows, self.context_lens, starts, longest, self.scale
 
     def make_all_scores(self, score: float) -> None:
         """Sets every query and key so that each seen score is exactly `score`, an integer: outputs are plain means."""
@@ -90,11 +91,12 @@ def paged_problem(
     pool = torch.full((pool_blocks, num_kv_heads, 3, 2, block_size, head_dim), float("nan"), dtype=dtype, device=device)
     kv = pool[:, :, 1]
     free = (torch.randperm(pool_blocks - 1) + 1).tolist()
-    tables = torch.full((len(contexts), max(num_blocks) + 3), NO_BLOCK, dtype=torch.int32)
+    tables = torch.full((len(contexts) + 2, max(num_blocks) + 3), NO_BLOCK, dtype=torch.int32)
+    table_rows = torch.randperm(len(tables), dtype=torch.int32)[: len(contexts)]
     keys, values = [], []
     for seq, (context, blocks) in enumerate(zip(contexts, num_blocks, strict=True)):
         ids = torch.tensor([free.pop() for _ in range(blocks)], dtype=torch.int64)
-        tables[seq, :blocks] = ids
+        tables[table_rows[seq], :blocks] = ids
         k, v = (torch.randn(context, num_kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
         positions = torch.arange(context)
         for plane, rows in enumerate((k, v)):
@@ -109,6 +111,7 @@ def paged_problem(
         q=fused[:, :num_heads],
         kv=kv,
         block_tables=tables.to(device),
+        table_rows=table_rows.to(device),
         context_lens=torch.tensor(contexts, dtype=torch.int32, device=device),
         query_starts=starts.to(device),
         max_query_len=max(query_lens),

@@ -38,7 +38,8 @@ def _prefill_rows(problem: PagedProblem, seq: int, first: int, last: int) -> Ten
     return reference.paged_prefill(
         problem.q[start + first : start + last],
         problem.kv,
-        problem.block_tables[seq : seq + 1],
+        problem.block_tables,
+        problem.table_rows[seq : seq + 1],
         torch.tensor([last], dtype=torch.int32),
         torch.tensor([0, last - first], dtype=torch.int32),
         last - first,
@@ -73,8 +74,9 @@ def _check_decode_equals_prefill(problem: PagedProblem, whole: Tensor) -> None:
     seqs = torch.tensor([seq for seq, _ in picks])
     lens = torch.tensor([position + 1 for _, position in picks], dtype=torch.int32)
     for size in (len(picks), 4, 1):
+        table_rows = problem.table_rows[seqs[:size]]
         out = reference.paged_decode(
-            problem.q[rows[:size]], problem.kv, problem.block_tables[seqs[:size]], lens[:size], problem.scale, 300
+            problem.q[rows[:size]], problem.kv, problem.block_tables, table_rows, lens[:size], problem.scale, 300
         )
         assert torch.equal(out, whole[rows[:size]])
 
@@ -87,8 +89,9 @@ def test_each_of_many_sequences_gets_what_it_gets_alone(block_size: int) -> None
     whole = reference.paged_decode(*problem.decode_args)
     for seq, length in enumerate(problem.context_lens.tolist()):
         own = slice(seq, seq + 1)
-        args = problem.q[own], problem.kv, problem.block_tables[own], problem.context_lens[own], problem.scale, length
-        assert torch.equal(reference.paged_decode(*args), whole[own])
+        q, table_rows, lens = problem.q[own], problem.table_rows[own], problem.context_lens[own]
+        alone = reference.paged_decode(q, problem.kv, problem.block_tables, table_rows, lens, problem.scale, length)
+        assert torch.equal(alone, whole[own])
 
 
 def test_inputs_changed_in_place_are_noticed() -> None:
@@ -97,6 +100,7 @@ def test_inputs_changed_in_place_are_noticed() -> None:
     before = reference.paged_decode(*problem.decode_args)
     for x in (problem.block_tables, problem.context_lens, problem.q):
         x.copy_(x.flip(0))
+    problem.table_rows.copy_(len(problem.block_tables) - 1 - problem.table_rows.flip(0))
     assert torch.equal(reference.paged_decode(*problem.decode_args), before.flip(0))
 
 

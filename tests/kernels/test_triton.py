@@ -194,20 +194,20 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
     triton_ops.copy_blocks(pool, torch.tensor([block], device=DEVICE), torch.tensor([block + 1], device=DEVICE))
     assert torch.equal(pool[block + 1], pool[block])
 
-    table, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[block + 1]], [16]))
+    table, rows, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[block + 1]], [0], [16]))
     starts = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)
-    problem = PagedProblem(q, kv, table, lens, starts, 16, 0.125, [k], [v])
+    problem = PagedProblem(q, kv, table, rows, lens, starts, 16, 0.125, [k], [v])
     out = triton_ops.paged_prefill(*problem.prefill_args)
     assert_as_good(out, reference.paged_prefill(*problem.prefill_args), problem.answer())
-    last = triton_ops.paged_decode(q[-1:], kv, table, lens, 0.125, 16)
+    last = triton_ops.paged_decode(q[-1:], kv, table, rows, lens, 0.125, 16)
     torch.testing.assert_close(last, out[-1:], atol=2e-3, rtol=0)
 
 
 def test_empty_batches_launch_nothing() -> None:
     problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
     none = torch.empty(0, 4, 32, device=DEVICE)
-    lens = problem.context_lens[:0]
-    assert triton_ops.paged_decode(none, problem.kv, problem.block_tables[:0], lens, 1.0, 0).shape == none.shape
+    rows, lens = problem.table_rows[:0], problem.context_lens[:0]
+    assert triton_ops.paged_decode(none, problem.kv, problem.block_tables, rows, lens, 1.0, 0).shape == none.shape
     slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
     triton_ops.write_kv(none[:, :2], none[:, :2], problem.kv, slots)
     triton_ops.copy_blocks(torch.empty(3, 4, device=DEVICE), slots, slots)
