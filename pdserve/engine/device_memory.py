@@ -1,0 +1,90 @@
+"""Memory for what other devices and processes read (the KV pool): outside PyTorch's caching allocator, never moved.
+
+On CUDA a plain `cudaMalloc` of its own, seen by torch as a tensor. The caching allocator may serve from expandable
+segments (virtual memory mapped piece by piece), which a transfer library registers without an error and then reads
+over TCP; it also rounds sizes and shares segments. Knows bytes and devices, no layout. Called by engine.kv_pool.
+"""
+
+import ctypes
+from functools import cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CUDA_ERROR_MEMORY_ALLOCATION = 2  # <driver_types.h>
+
+
+class OutOfMemory(Exception):
+    """The device or the machine does not have that much."""
+
+
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed and contiguous, in one piece that lives as long as the tensor or a view of it. Raises OutOfMemory."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if device.type == "cuda":
+        flat = _cuda_bytes(num_bytes, device)
+        tensor = flat.view(dtype).view(shape).zero_()
+        torch.cuda.synchronize(device)  # other streams and other processes may look at it from now on
+        return tensor
+    if num_bytes > available_bytes(device):  # else the system kills the process when the pages are first touched
+        raise OutOfMemory
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def available_bytes(device: torch.device) -> int:
+    """What can be allocated now: free device memory, what torch caches included; on CPU what Linux calls available
+    (elsewhere no limit is known).
+    """
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        return 1 << 62
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) << 10
+
+
+class _CudaBytes:
+    """Owner of one cudaMalloc. torch keeps it alive behind every tensor made of it, and drops it with the last one."""
+
+    def __init__(self, cudart: Any, num_bytes: int) -> None:
+        self._cudart = cudart
+        self._pointer = ctypes.c_void_p()
+        error = cudart.cudaMalloc(ctypes.byref(self._pointer), ctypes.c_size_t(num_bytes))
+        if error:
+            self._pointer.value = None
+            cudart.cudaGetLastError()  # else the next kernel launch is blamed for it
+            if error == CUDA_ERROR_MEMORY_ALLOCATION:
+                raise OutOfMemory
+            raise RuntimeError(f"cudaMalloc of {num_bytes} bytes failed with CUDA error {error}")
+        # Protocol: numba.readthedocs.io, "CUDA Array Interface" version 3. It has no bfloat16, so: bytes.
+        self.__cuda_array_interface__ = {
+            "shape": (num_bytes,),
+            "typestr": "|u1",
+            "data": (self._pointer.value, False),
+            "version": 3,
+        }
+
+    def __del__(self) -> None:
+        if self._pointer.value is not None:
+            self._cudart.cudaFree(self._pointer)  # waits for the kernels that use it
+            self._pointer.value = None
+
+
+def _cuda_bytes(num_bytes: int, device: torch.device) -> Tensor:
+    """uint8 `[num_bytes]`, uninitialised, 256-byte aligned."""
+    torch.cuda.init()
+    torch.cuda.empty_cache()
+    with torch.cuda.device(device):
+        return torch.as_tensor(_CudaBytes(_cudart(), num_bytes), device=device)
+
+
+@cache
+def _cudart() -> ctypes.CDLL:
+    """The CUDA runtime that torch itself has loaded: by its soname, so that no second one is."""
+    assert torch.version.cuda is not None, "this torch was built without CUDA"
+    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
