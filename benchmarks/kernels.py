@@ -130,14 +130,11 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     positions = torch.arange(num_tokens, device="cuda")
     cos = torch.ones(num_tokens, HEAD_DIM // 2, device="cuda")
-    rope_work = 2 * rows * (HEADS + KV_HEADS) * HEAD_DIM + num_tokens * HEAD_DIM * 4
-    rope = partial(triton_ops.apply_rope, q, k, cos, torch.zeros_like(cos), positions)
-    yield Case(f"apply_rope {num_tokens}", rope, rope_work, "TB/s")
-
     kv = paged_inputs(1, num_tokens, 16).kv
     slots = torch.randperm(num_tokens, device="cuda") + 16
-    write = partial(triton_ops.write_kv, k, v, kv, slots)
-    yield Case(f"write_kv {num_tokens}", write, 4 * rows * KV_HEADS * HEAD_DIM, "TB/s")
+    rope_work = rows * (2 * HEADS + 5 * KV_HEADS) * HEAD_DIM + num_tokens * HEAD_DIM * 4
+    rope = partial(triton_ops.rope_write_kv, q, k, v, cos, torch.zeros_like(cos), positions, kv, slots)
+    yield Case(f"rope_write_kv {num_tokens}", rope, rope_work, "TB/s")
 
     silu = partial(triton_ops.silu_mul, random(num_tokens, 2 * INTERMEDIATE))
     yield Case(f"silu_mul {num_tokens}", silu, 3 * rows * INTERMEDIATE, "TB/s")

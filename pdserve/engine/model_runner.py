@@ -56,20 +56,20 @@ class ModelRunner:
         self._copy_blocks(plan.copies)
         order = sorted(plan.num_tokens, key=lambda seq: plan.num_tokens[seq] > 1)  # decodes first; stable
         counts = [plan.num_tokens[seq] for seq in order]
-        ids, positions, batch = self._inputs(order, counts)
+        ids, batch = self._inputs(order, counts)
         attend = PagedAttention(self.pool, self.ops, self.scale, batch)
-        hidden = self.model.forward(ids, positions, attend)
+        hidden = self.model.forward(ids, attend)
         first_row = dict(zip(order, np.cumsum([0, *counts[:-1]]).tolist(), strict=True))
         return StepOutput(hidden, first_row, self._fence())
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """Float32 `[len(rows), vocab]` of these rows of a step's hidden."""
+        """`[len(rows), vocab]`, in the model's dtype, of these rows of a step's hidden."""
         padded = rows + [0] * (-len(rows) % ROW_MULTIPLE)
         index = torch.tensor(padded, dtype=torch.long).to(self.device, non_blocking=True)
         return self.model.logits(hidden[index])[: len(rows)]
 
-    def _inputs(self, order: list[Sequence], counts: list[int]) -> tuple[Tensor, Tensor, AttentionBatch]:
+    def _inputs(self, order: list[Sequence], counts: list[int]) -> tuple[Tensor, AttentionBatch]:
         total = sum(counts)
         padded = total + -total % ROW_MULTIPLE
         ids = np.zeros(padded, dtype=np.int64)
@@ -95,6 +95,7 @@ class ModelRunner:
         batch = AttentionBatch(
             num_decodes=num_decodes,
             num_prefill_rows=total - num_decodes,
+            positions=self._tensor(positions),
             slots=self._tensor(slots),
             block_tables=self._tensor(tables),
             context_lens=self._tensor(contexts),
@@ -102,7 +103,7 @@ class ModelRunner:
             max_decode_context=int(contexts[:num_decodes].max(initial=0)),
             max_query_len=max(counts[num_decodes:], default=0),
         )
-        return self._tensor(ids), self._tensor(positions), batch
+        return self._tensor(ids), batch
 
     def _tensor(self, array: np.ndarray) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -135,7 +136,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         zeros = torch.zeros(num_rows, dtype=torch.long, device=self.device)
-        hidden = self.model.forward(zeros, zeros, lambda _layer, q, _k, _v: torch.zeros_like(q))
+        hidden = self.model.forward(zeros, lambda _layer, q, *_: torch.zeros_like(q))
         self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before

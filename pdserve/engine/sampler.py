@@ -53,7 +53,8 @@ class Sampled:
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> list[Sampled]:
-    """One token a row from float32 `logits` `[rows, vocab]`; log-probabilities are of the unchanged distribution."""
+    """One token a row from `logits` `[rows, vocab]` of any dtype; log-probabilities are of the unchanged ones."""
+    logits = logits.float()
     adjusted = _adjust(logits, rows)
     greedy = adjusted.argmax(dim=-1)
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of one pass over the activations: RMS norm (with the residual add), rotary embedding, SiLU gate.
+"""Triton kernels of one pass over the activations: RMS norm (with the residual add), SiLU gate.
 
 Each reads and writes every element once and computes in float32. Knows nothing of models. Called through triton_ops.py.
 """
@@ -9,7 +9,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROPE_HEADS = 8  # heads of one program
 SILU_BLOCK = 1024
 
 
@@ -46,30 +45,6 @@ def launch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
         x, residual, weight, y, new_residual, eps, num_rows, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=warps
     )
     return y, new_residual
-
-
-def launch_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> None:
-    """reference.apply_rope in place on q and k; their last dim is contiguous, cos and sin are contiguous."""
-    num_tokens, num_heads, head_dim = q.shape
-    q_tiles = triton.cdiv(num_heads, ROPE_HEADS)
-    rope_kernel[(num_tokens, q_tiles + triton.cdiv(k.shape[1], ROPE_HEADS))](
-        q,
-        k,
-        cos,
-        sin,
-        positions,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        num_heads,
-        k.shape[1],
-        q_tiles,
-        HALF=head_dim // 2,
-        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
-        HEADS=ROPE_HEADS,
-        num_warps=2,
-    )
 
 
 def launch_silu_mul(gate_up: Tensor) -> Tensor:
@@ -145,63 +120,6 @@ def add_rms_norm_kernel(
     tl.store(new_residual_ptr + offsets, new_residual, mask=mask)
     y = normalise(new_residual.to(tl.float32), weight_ptr, eps, y_ptr.dtype.element_ty, WIDTH, BLOCK)
     tl.store(y_ptr + offsets, y, mask=mask)
-
-
-@triton.jit
-def rotate(
-    base,
-    first_head,
-    num_heads,
-    stride_head,
-    cos,
-    sin,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Rotates heads first_head..first_head + HEADS of the token at `base` in place by cos, sin [BLOCK_HALF]."""
-    heads = first_head + tl.arange(0, HEADS)
-    dims = tl.arange(0, BLOCK_HALF)
-    mask = (heads < num_heads)[:, None] & (dims < HALF)[None, :]
-    pointers = base + (heads * stride_head)[:, None] + dims[None, :]
-    first = tl.load(pointers, mask=mask, other=0.0)
-    second = tl.load(pointers + HALF, mask=mask, other=0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
-    tl.store(pointers, (a * cos[None, :] - b * sin[None, :]).to(first.dtype), mask=mask)
-    tl.store(pointers + HALF, (b * cos[None, :] + a * sin[None, :]).to(first.dtype), mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_q_heads", "num_k_heads", "q_tiles"])
-def rope_kernel(
-    q_ptr,  # [T, Hq, D]
-    k_ptr,  # [T, Hk, D]
-    cos_ptr,  # float32 [max_pos, HALF]
-    sin_ptr,
-    positions_ptr,  # [T]
-    stride_q_token,
-    stride_q_head,
-    stride_k_token,
-    stride_k_head,
-    num_q_heads,
-    num_k_heads,
-    q_tiles,
-    HALF: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Program (token, tile of HEADS heads): first the tiles of q, then those of k."""
-    token = tl.program_id(0).to(tl.int64)
-    tile = tl.program_id(1)
-    dims = tl.arange(0, BLOCK_HALF)
-    table_row = tl.load(positions_ptr + token).to(tl.int64) * HALF
-    cos = tl.load(cos_ptr + table_row + dims, mask=dims < HALF, other=0.0)
-    sin = tl.load(sin_ptr + table_row + dims, mask=dims < HALF, other=0.0)
-    if tile < q_tiles:
-        base = q_ptr + token * stride_q_token
-        rotate(base, tile * HEADS, num_q_heads, stride_q_head, cos, sin, HALF, BLOCK_HALF, HEADS)
-    else:
-        base = k_ptr + token * stride_k_token
-        rotate(base, (tile - q_tiles) * HEADS, num_k_heads, stride_k_head, cos, sin, HALF, BLOCK_HALF, HEADS)
 
 
 @triton.jit

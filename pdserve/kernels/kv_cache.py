@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that move rows and blocks of the KV pool: write_kv and copy_blocks.
+"""Triton kernels that write rows of the KV pool, rotated on the way, and copy its blocks: rope_write_kv, copy_blocks.
 
 All offsets are int64: pools exceed 2 ** 31 elements. Knows nothing of who owns a block. Called through triton_ops.py.
 """
@@ -8,20 +8,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-WRITE_HEADS = 8  # KV heads of one program
+ROPE_TILE = 2048  # elements of half a head, over all heads of one program
 COPY_BLOCK = 4096
 
 
-def launch_write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """reference.write_kv; the last dim of k and v is contiguous."""
-    num_tokens, num_kv_heads, head_dim = k.shape
-    write_kv_kernel[(num_tokens, triton.cdiv(num_kv_heads, WRITE_HEADS))](
+def launch_rope_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
+) -> None:
+    """reference.rope_write_kv, q and k rotated in place.
+
+    The last dim of q, k and v is contiguous, cos and sin are contiguous.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_half = k.shape[1], triton.next_power_of_2(head_dim // 2)
+    q_heads, kv_heads = (
+        min(triton.next_power_of_2(heads), max(ROPE_TILE // block_half, 1)) for heads in (num_heads, num_kv_heads)
+    )
+    q_tiles = triton.cdiv(num_heads, q_heads)
+    rope_write_kv_kernel[(num_tokens, q_tiles + triton.cdiv(num_kv_heads, kv_heads))](
+        q,
         k,
         v,
+        cos,
+        sin,
+        positions,
         kv,
         slots,
+        num_heads,
         num_kv_heads,
+        q_tiles,
         kv.shape[3].bit_length() - 1,
+        q.stride(0),
+        q.stride(1),
         k.stride(0),
         k.stride(1),
         v.stride(0),
@@ -29,9 +47,10 @@ def launch_write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
         kv.stride(0),
         kv.stride(1),
         kv.stride(2),
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim),
-        HEADS=WRITE_HEADS,
+        HALF=head_dim // 2,
+        BLOCK_HALF=block_half,
+        Q_HEADS=q_heads,
+        KV_HEADS=kv_heads,
         num_warps=4,
     )
 
@@ -43,14 +62,35 @@ def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     copy_blocks_kernel[grid](pool, src, dst, block_elements, BLOCK=COPY_BLOCK, num_warps=8)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "block_shift"])
-def write_kv_kernel(
+@triton.jit
+def rotate(pointers, mask, cos, sin, HALF: tl.constexpr):
+    """Rotates in place the heads whose first halves are at `pointers` [heads, BLOCK_HALF]; returns both halves."""
+    first = tl.load(pointers, mask=mask, other=0.0)
+    second = tl.load(pointers + HALF, mask=mask, other=0.0)
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
+    second = (b * cos[None, :] + a * sin[None, :]).to(second.dtype)
+    tl.store(pointers, first, mask=mask)
+    tl.store(pointers + HALF, second, mask=mask)
+    return first, second
+
+
+@triton.jit(do_not_specialize=["num_q_heads", "num_kv_heads", "q_tiles", "block_shift"])
+def rope_write_kv_kernel(
+    q_ptr,  # [T, Hq, D]
     k_ptr,  # [T, Hk, D]
     v_ptr,  # [T, Hk, D]
+    cos_ptr,  # float32 [max_pos, HALF]
+    sin_ptr,
+    positions_ptr,  # [T]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
-    slots_ptr,  # int64 [T]
+    slots_ptr,  # [T]
+    num_q_heads,
     num_kv_heads,
+    q_tiles,
     block_shift,
+    stride_q_token,
+    stride_q_head,
     stride_k_token,
     stride_k_head,
     stride_v_token,
@@ -58,22 +98,39 @@ def write_kv_kernel(
     stride_block,
     stride_kv_head,
     stride_plane,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
 ):
-    """Program (token, tile of HEADS KV heads)."""
+    """Program (token, tile): first the tiles of Q_HEADS heads of q, then those of KV_HEADS heads of k and v."""
     token = tl.program_id(0).to(tl.int64)
-    heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-    dims = tl.arange(0, BLOCK_D)
-    mask = (heads < num_kv_heads)[:, None] & (dims < HEAD_DIM)[None, :]
-    k = tl.load(k_ptr + token * stride_k_token + (heads * stride_k_head)[:, None] + dims[None, :], mask=mask)
-    v = tl.load(v_ptr + token * stride_v_token + (heads * stride_v_head)[:, None] + dims[None, :], mask=mask)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    row = kv_ptr + (slot >> block_shift) * stride_block + (slot & ((1 << block_shift) - 1)) * HEAD_DIM
-    pointers = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
-    tl.store(pointers, k, mask=mask)
-    tl.store(pointers + stride_plane, v, mask=mask)
+    tile = tl.program_id(1)
+    dims = tl.arange(0, BLOCK_HALF)
+    table_row = tl.load(positions_ptr + token).to(tl.int64) * HALF
+    cos = tl.load(cos_ptr + table_row + dims, mask=dims < HALF, other=0.0)
+    sin = tl.load(sin_ptr + table_row + dims, mask=dims < HALF, other=0.0)
+    if tile < q_tiles:
+        heads = tile * Q_HEADS + tl.arange(0, Q_HEADS)
+        mask = (heads < num_q_heads)[:, None] & (dims < HALF)[None, :]
+        pointers = q_ptr + token * stride_q_token + (heads * stride_q_head)[:, None] + dims[None, :]
+        rotate(pointers, mask, cos, sin, HALF)
+    else:
+        heads = (tile - q_tiles) * KV_HEADS + tl.arange(0, KV_HEADS)
+        mask = (heads < num_kv_heads)[:, None] & (dims < HALF)[None, :]
+        pointers = v_ptr + token * stride_v_token + (heads * stride_v_head)[:, None] + dims[None, :]
+        v_first = tl.load(pointers, mask=mask)
+        v_second = tl.load(pointers + HALF, mask=mask)
+        pointers = k_ptr + token * stride_k_token + (heads * stride_k_head)[:, None] + dims[None, :]
+        k_first, k_second = rotate(pointers, mask, cos, sin, HALF)
+
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        row = kv_ptr + (slot >> block_shift) * stride_block + (slot & ((1 << block_shift) - 1)) * (2 * HALF)
+        pointers = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
+        tl.store(pointers, k_first, mask=mask)
+        tl.store(pointers + HALF, k_second, mask=mask)
+        tl.store(pointers + stride_plane, v_first, mask=mask)
+        tl.store(pointers + stride_plane + HALF, v_second, mask=mask)
 
 
 @triton.jit

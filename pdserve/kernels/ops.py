@@ -20,12 +20,18 @@ class Ops(Protocol):
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
 
-    def apply_rope(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """May work in place: use the returned tensors, and q and k no more."""
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor: ...
-
-    def write_kv(self, k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None: ...
+    def rope_write_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        slots: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Writes into kv, and may rotate in place: use the returned q and k, and the given ones no more."""
 
     def paged_decode(
         self,
@@ -53,6 +59,28 @@ class Ops(Protocol):
     def copy_blocks(self, pool: Tensor, src: Tensor, dst: Tensor) -> None: ...
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
+
+    def add_norm_linear(
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """May return delta itself as the new residual."""
+
+    def add_norm_linear_silu_mul(
+        self,
+        delta: Tensor,
+        residual: Tensor | None,
+        norm_weight: Tensor,
+        eps: float,
+        weight: Tensor,
+        bias: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """May return delta itself as the new residual."""
 
 
 def ops_for(device: torch.device) -> Ops:

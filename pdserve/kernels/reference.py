@@ -67,6 +67,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
+def add_norm_linear(
+    delta: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """`(linear(rms_norm(delta + residual)), delta + residual)`; delta and residual [T, in], None counts as zeros."""
+    if residual is None:
+        return linear(rms_norm(delta, norm_weight, eps), weight, bias), delta
+    normed, residual = add_rms_norm(delta, residual, norm_weight, eps)
+    return linear(normed, weight, bias), residual
+
+
+def add_norm_linear_silu_mul(
+    delta: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """add_norm_linear with a fused gate and up matrix [2 * I, in], then silu_mul; returns [T, I] and the residual."""
+    gate_up, residual = add_norm_linear(delta, residual, norm_weight, eps, weight, bias)
+    return silu_mul(gate_up), residual
+
+
 @lru_cache
 def _has_onednn_linear() -> bool:
     """Whether torch brings oneDNN's float32 product: twice as fast as MKL's on AMD CPUs, which MKL gives no AVX-512."""
@@ -80,6 +108,15 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
     """
     block_size = kv.shape[3]
     kv[slots // block_size, :, :, slots % block_size] = torch.stack((k, v), dim=2)
+
+
+def rope_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k."""
+    q, k = apply_rope(q, k, cos, sin, positions)
+    write_kv(k, v, kv, slots)
+    return q, k
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:

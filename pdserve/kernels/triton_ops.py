@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_splits
 from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
-from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_rope, launch_silu_mul
-from pdserve.kernels.kv_cache import launch_copy_blocks, launch_write_kv
+from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_silu_mul
+from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
 
 INTERPRETER_SMS = 8
 
@@ -34,12 +34,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return launch_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
 
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """reference.apply_rope, in place: the returned tensors are q and k."""
-    _check_rows(q=q, k=k)
-    _check_ids(positions=positions)
+def rope_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """reference.rope_write_kv, rotating in place: the returned tensors are q and k."""
+    _check_rows(q=q, k=k, v=v)
+    _check_kv(kv)
+    _check_ids(positions=positions, slots=slots)
     if q.numel():
-        launch_rope(q, k, cos, sin, positions)
+        launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slots)
     return q, k
 
 
@@ -56,13 +59,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """reference.write_kv."""
-    _check_rows(k=k, v=v)
-    _check_kv(kv)
-    _check_ids(slots=slots)
-    if k.numel():
-        launch_write_kv(k, v, kv, slots)
+def add_norm_linear(
+    delta: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """reference.add_norm_linear."""
+    if residual is None:
+        return linear(rms_norm(delta, norm_weight, eps), weight, bias), delta
+    normed, residual = add_rms_norm(delta, residual, norm_weight, eps)
+    return linear(normed, weight, bias), residual
+
+
+def add_norm_linear_silu_mul(
+    delta: Tensor,
+    residual: Tensor | None,
+    norm_weight: Tensor,
+    eps: float,
+    weight: Tensor,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """reference.add_norm_linear_silu_mul."""
+    gate_up, residual = add_norm_linear(delta, residual, norm_weight, eps, weight, bias)
+    return silu_mul(gate_up), residual
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:

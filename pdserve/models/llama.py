@@ -1,12 +1,13 @@
 """The Llama family: Llama 2 and 3, Mistral (without window), Qwen2 and Qwen3; ModelSpec carries every difference.
 
     ids -> embedding
-        -> layers x [ norm -> qkv (-> qk norm) -> rope -> attend -> o -> norm -> gate_up -> silu_mul -> down ]
+        -> layers x [ add, norm, qkv (-> qk norm) -> attend -> o -> add, norm, gate_up, silu_mul -> down ]
         -> norm -> hidden -> lm_head -> logits
 
-Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences nor the KV pool: `attend`,
-given by the engine's model runner, writes K and V and reads the past. Arithmetic goes through Ops, so CPU and GPU
-differ only there. Shapes: T tokens, Hq query heads, Hk KV heads, D head_dim.
+Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences, positions nor the KV pool:
+`attend`, given by the engine's model runner, rotates q and k, writes K and V and reads the past. Arithmetic goes
+through Ops, so CPU and GPU differ only there; what stands between two products is one op, for kernels to fuse. Shapes:
+T tokens, Hq query heads, Hk KV heads, D head_dim.
 """
 
 from collections.abc import Callable
@@ -20,8 +21,10 @@ from pdserve.models.weights import Weight, WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 Tensor = torch.Tensor
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""`attend(layer, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D]) -> [T, Hq, D]`, scaled by D ** -0.5; q and k are rotated."""
+RopeTables = tuple[Tensor, Tensor]  # cos and sin, see models/rope.py
+Attend = Callable[[int, Tensor, Tensor, Tensor, RopeTables], Tensor]
+"""`attend(layer, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D], rope) -> [T, Hq, D]`, scaled by D ** -0.5; it rotates q and
+k, and may do so in place."""
 
 
 class Linear:
@@ -33,18 +36,24 @@ class Linear:
         self._bias = weights.add({f"{name}.bias": rows for name, rows in outs.items()}, init="bias") if bias else None
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, self._weight.data, self._bias.data if self._bias else None)
+        return self._ops.linear(x, *self.parameters)
+
+    @property
+    def parameters(self) -> tuple[Tensor, Tensor | None]:
+        return self._weight.data, self._bias.data if self._bias else None
 
 
 class Attention:
-    """Projections, optional norm of each q and k head, rotation; the attention itself is `attend`."""
+    """Projections, optional norm of each q and k head; the attention itself, rotation included, is `attend`."""
 
-    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: tuple[Tensor, Tensor]) -> None:
+    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: RopeTables) -> None:
         self._spec, self._layer, self._ops, self._rope = spec, layer, ops, rope
-        name = f"model.layers.{layer}.self_attn"
+        prefix = f"model.layers.{layer}"
+        name = f"{prefix}.self_attn"
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         self._sizes = [q_size, kv_size, kv_size]
         outs = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
+        self._norm = weights.add({f"{prefix}.input_layernorm.weight": spec.hidden_size}, init="ones")
         self._qkv = Linear(ops, weights, outs, spec.hidden_size, spec.qkv_bias)
         self._o = Linear(ops, weights, {f"{name}.o_proj": spec.hidden_size}, q_size, spec.o_bias)
         self._qk_norms: tuple[Weight, Weight] | None = None
@@ -54,53 +63,45 @@ class Attention:
                 weights.add({f"{name}.k_norm.weight": spec.head_dim}, init="ones"),
             )
 
-    def __call__(self, x: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (part.unflatten(1, (-1, self._spec.head_dim)) for part in self._qkv(x).split(self._sizes, dim=1))
+    def __call__(self, delta: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
+        eps = self._spec.rms_eps
+        qkv, residual = self._ops.add_norm_linear(delta, residual, self._norm.data, eps, *self._qkv.parameters)
+        q, k, v = (part.unflatten(1, (-1, self._spec.head_dim)) for part in qkv.split(self._sizes, dim=1))
         if self._qk_norms:
-            q, k = (
-                self._ops.rms_norm(x, norm.data, self._spec.rms_eps)
-                for x, norm in zip((q, k), self._qk_norms, strict=True)
-            )
-        q, k = self._ops.apply_rope(q, k, *self._rope, positions)
-        return self._o(attend(self._layer, q, k, v).flatten(1))
+            q, k = (self._ops.rms_norm(x, norm.data, eps) for x, norm in zip((q, k), self._qk_norms, strict=True))
+        return self._o(attend(self._layer, q, k, v, self._rope).flatten(1)), residual
 
 
 class Mlp:
     """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))` with gate and up in one matrix."""
 
     def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet) -> None:
-        self._ops = ops
-        name, size = f"model.layers.{layer}.mlp", spec.intermediate_size
+        self._ops, self._eps = ops, spec.rms_eps
+        prefix, size = f"model.layers.{layer}", spec.intermediate_size
+        name = f"{prefix}.mlp"
         outs = {f"{name}.gate_proj": size, f"{name}.up_proj": size}
+        self._norm = weights.add({f"{prefix}.post_attention_layernorm.weight": spec.hidden_size}, init="ones")
         self._gate_up = Linear(ops, weights, outs, spec.hidden_size, spec.mlp_bias)
         self._down = Linear(ops, weights, {f"{name}.down_proj": spec.hidden_size}, size, spec.mlp_bias)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._down(self._ops.silu_mul(self._gate_up(x)))
+    def __call__(self, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        hidden, residual = self._ops.add_norm_linear_silu_mul(
+            delta, residual, self._norm.data, self._eps, *self._gate_up.parameters
+        )
+        return self._down(hidden), residual
 
 
 class Layer:
-    """One decoder layer. `delta` is what the layer before computed and has not yet added to `residual`."""
+    """One decoder layer. `delta` is what the part before computed and has not yet added to `residual`."""
 
-    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: tuple[Tensor, Tensor]) -> None:
-        self._ops, self._eps = ops, spec.rms_eps
-        name = f"model.layers.{layer}"
-        self._input_norm = weights.add({f"{name}.input_layernorm.weight": spec.hidden_size}, init="ones")
-        self._post_norm = weights.add({f"{name}.post_attention_layernorm.weight": spec.hidden_size}, init="ones")
+    def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: RopeTables) -> None:
         self._attention = Attention(spec, layer, ops, weights, rope)
         self._mlp = Mlp(spec, layer, ops, weights)
 
-    def __call__(
-        self, delta: Tensor, residual: Tensor | None, positions: Tensor, attend: Attend
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, delta: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
         """`delta [T, hidden]`, `residual [T, hidden]` (None before the first layer) -> the same after this layer."""
-        if residual is None:
-            x, residual = self._ops.rms_norm(delta, self._input_norm.data, self._eps), delta
-        else:
-            x, residual = self._ops.add_rms_norm(delta, residual, self._input_norm.data, self._eps)
-        x = self._attention(x, positions, attend)
-        x, residual = self._ops.add_rms_norm(x, residual, self._post_norm.data, self._eps)
-        return self._mlp(x), residual
+        delta, residual = self._attention(delta, residual, attend)
+        return self._mlp(delta, residual)
 
 
 class Llama:
@@ -119,18 +120,18 @@ class Llama:
         if not spec.tie_embeddings:
             self._lm_head = self.weights.add({"lm_head.weight": spec.vocab_size}, spec.hidden_size)
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """`input_ids [T]`, `positions [T]` (int64; position in its own sequence) -> hidden `[T, hidden]`, normed."""
+    def forward(self, input_ids: Tensor, attend: Attend) -> Tensor:
+        """`input_ids [T]` -> hidden `[T, hidden]`, normed."""
         delta: Tensor = torch.nn.functional.embedding(input_ids, self._embedding.data)
         residual: Tensor | None = None
         for layer in self._layers:
-            delta, residual = layer(delta, residual, positions, attend)
+            delta, residual = layer(delta, residual, attend)
         assert residual is not None
         return self._ops.add_rms_norm(delta, residual, self._norm.data, self.spec.rms_eps)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, hidden]` -> float32 `[N, vocab]`, computed in the model's dtype.
+        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype.
 
         `forward` and `logits` leave T and N as they are: where Ops wants padded rows (CPU), the caller pads.
         """
-        return self._ops.linear(hidden, self._lm_head.data, None).float()
+        return self._ops.linear(hidden, self._lm_head.data, None)

@@ -1,7 +1,7 @@
 """Rotary position embedding tables (RoPE, Su et al. 2021), with the numbers transformers computes, bit for bit.
 
 Knows the scaling rules "default", "linear" and "llama3" of a RopeSpec; not the rotation itself, which is a kernel
-(`apply_rope`). Called by the models when they are built.
+(`rope_write_kv`). Called by the models when they are built.
 """
 
 import math

@@ -187,8 +187,8 @@ class Mutant:
 
 
 def with_batch(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    def change(ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> Any:
-        return ids, positions, replace(batch, **{name: f(getattr(batch, name)) for name, f in changes.items()})
+    def change(ids: torch.Tensor, batch: Any) -> Any:
+        return ids, replace(batch, **{name: f(getattr(batch, name)) for name, f in changes.items()})
 
     return change
 
@@ -197,7 +197,7 @@ MUTANTS: dict[str, Callable[..., Any]] = {
     "context one too long": with_batch(context_lens=lambda lens: lens + 1, max_decode_context=lambda most: most + 1),
     "context one too short": with_batch(context_lens=lambda lens: (lens - 1).clamp(min=1)),
     "KV row one too far": with_batch(slots=lambda slots: slots + 1),
-    "positions spread": lambda ids, positions, batch: (ids, positions + positions // 8, batch),
+    "positions spread": with_batch(positions=lambda positions: positions + positions // 8),
     "wrong block": with_batch(block_tables=lambda tables: tables.roll(1, dims=1)),
 }
 

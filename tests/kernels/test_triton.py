@@ -132,8 +132,11 @@ def test_norm_of_heads_inside_a_fused_projection() -> None:
     torch.testing.assert_close(triton_ops.rms_norm(line, weight, 1e-6), reference.rms_norm(line, weight, 1e-6))
 
 
-@pytest.mark.parametrize("heads,head_dim,dtype", pairwise(HEADS + MORE_HEADS, HEAD_DIMS, DTYPES))
-def test_rope(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "heads,head_dim,block_size,dtype", pairwise([*HEADS, *MORE_HEADS, (22, 11)], HEAD_DIMS, BLOCK_SIZES, DTYPES)
+)
+def test_rope_write_kv(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+    """Heads are slices of a fused projection; only the given slots of one layer change."""
     num_heads, num_kv_heads = heads
     fused = torch.randn(4, num_heads + 2 * num_kv_heads, head_dim, device=DEVICE).to(dtype)
     angles = torch.rand(50, head_dim // 2, device=DEVICE, dtype=torch.float64) * 6
@@ -144,9 +147,18 @@ def test_rope(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None
     first, second = torch.cat((q, k), 1).double().chunk(2, -1)
     c, s = angles.cos()[positions, None], angles.sin()[positions, None]
     answer = torch.cat((first * c - second * s, second * c + first * s), -1)
-    twin = torch.cat(reference.apply_rope(q, k, cos, sin, positions), 1)
-    assert_as_good(torch.cat(triton_ops.apply_rope(q, k, cos, sin, positions), 1), twin, answer)
+    pool = torch.randn(3, num_kv_heads, 3, 2, block_size, head_dim, device=DEVICE).to(dtype)
+    want, twin_pool = pool.clone(), pool.clone()
+    slots = torch.randperm(3 * block_size, device=DEVICE)[:4]
+    twin = reference.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
+
+    q, k = triton_ops.rope_write_kv(q, k, v, cos, sin, positions, pool[:, :, 1], slots)
+    assert_as_good(torch.cat((q, k), 1), torch.cat(twin, 1), answer)
     assert torch.equal(v, v_before)
+    reference.write_kv(k, v, want[:, :, 1], slots)
+    assert torch.equal(pool, want)
+    assert torch.equal(pool[slots // block_size, :, 1, 0, slots % block_size], k)
+    assert torch.equal(twin_pool[slots // block_size, :, 1, 1, slots % block_size], v)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -157,18 +169,26 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     assert_as_good(triton_ops.silu_mul(gate_up), reference.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
 
 
-@pytest.mark.parametrize("heads,head_dim,block_size,dtype", pairwise([1, 3, 8, 11], HEAD_DIMS, BLOCK_SIZES, DTYPES))
-def test_write_kv(heads: int, head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-    """Only the given slots of one layer change."""
-    pool = torch.randn(5, heads, 3, 2, block_size, head_dim, device=DEVICE).to(dtype)
-    want = pool.clone()
-    fused = torch.randn(6, 3 * heads, head_dim, device=DEVICE).to(dtype)
-    k, v = fused[:, heads : 2 * heads], fused[:, 2 * heads :]
-    slots = torch.randperm(5 * block_size, device=DEVICE)[:6]
-    triton_ops.write_kv(k, v, pool[:, :, 1], slots)
-    reference.write_kv(k, v, want[:, :, 1], slots)
-    assert torch.equal(pool, want)
-    assert torch.equal(want[slots // block_size, :, 1, 1, slots % block_size], v)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [100, 1000])
+@pytest.mark.parametrize("first", [True, False])
+def test_products_behind_a_norm(first: bool, width: int, dtype: torch.dtype) -> None:
+    delta, residual = (torch.randn(5, width, device=DEVICE).to(dtype) for _ in range(2))
+    norm, bias = torch.randn(width, device=DEVICE).to(dtype), torch.randn(48, device=DEVICE).to(dtype)
+    weight = (torch.randn(48, width, device=DEVICE) * width**-0.5).to(dtype)
+    args = (delta, None if first else residual, norm, 1e-5, weight, bias)
+    twin, new_residual = reference.add_norm_linear(*args)
+    wide = new_residual.double()
+    normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
+    answer = normed @ weight.double().T + bias.double()
+
+    y, got_residual = triton_ops.add_norm_linear(*args)
+    assert_as_good(got_residual, new_residual, delta.double() + (0 if first else residual.double()))
+    assert_as_good(y, twin, answer)
+    y, got_residual = triton_ops.add_norm_linear_silu_mul(*args)
+    assert_as_good(got_residual, new_residual, delta.double() + (0 if first else residual.double()))
+    gate, up = answer.chunk(2, -1)
+    assert_as_good(y, reference.add_norm_linear_silu_mul(*args)[0], gate / (1 + (-gate).exp()) * up)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -189,7 +209,9 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
     pool = torch.empty(num_blocks, 1, 1, 2, 16, 64, dtype=torch.float16, device=DEVICE)
     kv, block = pool[:, :, 0], num_blocks - 2
     k, v, q = (torch.randn(16, heads, 64, device=DEVICE).half() for heads in (1, 1, 4))
-    triton_ops.write_kv(k, v, kv, block * 16 + torch.arange(16, device=DEVICE))
+    positions, slots = torch.arange(16, device=DEVICE), block * 16 + torch.arange(16, device=DEVICE)
+    ones, zeros = torch.ones(16, 32, device=DEVICE), torch.zeros(16, 32, device=DEVICE)
+    triton_ops.rope_write_kv(q, k, v, ones, zeros, positions, kv, slots)
     assert torch.equal(kv[block, 0, 0], k[:, 0])
     triton_ops.copy_blocks(pool, torch.tensor([block], device=DEVICE), torch.tensor([block + 1], device=DEVICE))
     assert torch.equal(pool[block + 1], pool[block])
@@ -209,7 +231,8 @@ def test_empty_batches_launch_nothing() -> None:
     rows, lens = problem.table_rows[:0], problem.context_lens[:0]
     assert triton_ops.paged_decode(none, problem.kv, problem.block_tables, rows, lens, 1.0, 0).shape == none.shape
     slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
-    triton_ops.write_kv(none[:, :2], none[:, :2], problem.kv, slots)
+    table = torch.empty(1, 16, device=DEVICE)
+    triton_ops.rope_write_kv(none, none[:, :2], none[:, :2], table, table, slots, problem.kv, slots)
     triton_ops.copy_blocks(torch.empty(3, 4, device=DEVICE), slots, slots)
     assert triton_ops.silu_mul(torch.empty(0, 8, device=DEVICE)).shape == (0, 4)
 

@@ -14,6 +14,7 @@ from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import LoadFormat
 from pdserve.models.config import read_spec
 from pdserve.models.dummy import CPU_CHUNK, fill_normal
+from pdserve.models.llama import RopeTables
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
 
@@ -136,11 +137,11 @@ def test_dummy_activations_keep_their_scale(tmp_path: Path) -> None:
     model, ids = load(folder, "dummy"), torch.arange(32)
     scales: list[float] = []
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         scales.extend(x.std().item() for x in (q, k, v))
         return v
 
-    scales.append(model.logits(model.forward(ids, ids, attend)).std().item())
+    scales.append(model.logits(model.forward(ids, attend)).std().item())
     assert len(scales) == 73 and all(0.5 < scale < 2 for scale in scales)
 
 

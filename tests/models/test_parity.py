@@ -8,9 +8,10 @@ import pytest
 import torch
 from tiny_models import make_tiny
 
+from pdserve.kernels import reference as reference_ops
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.models.config import ModelSpec, read_spec
-from pdserve.models.llama import Attend
+from pdserve.models.llama import Attend, RopeTables
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
 
@@ -52,7 +53,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
     """Causal attention over one sequence given whole; `window` and `scale` mutate mask and softmax scale."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+        q, k = reference_ops.apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 * scale
@@ -75,7 +77,7 @@ def prompt(num_tokens: int = PROMPT_TOKENS) -> torch.Tensor:
 
 def our_logits(model: CausalLM, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
     with torch.inference_mode():
-        return model.logits(model.forward(ids, torch.arange(len(ids)), attend or dense_attend()))
+        return model.logits(model.forward(ids, attend or dense_attend()))
 
 
 def reference(folder: Path) -> Any:
@@ -122,21 +124,21 @@ def test_logits_on_gpu_equal_those_on_cpu(case: str, folder_of: Callable[[str], 
     model = load_model(str(folder_of(case)), spec, torch.float32, cuda, ops_for(cuda))
     ids = prompt().to(cuda)
     with torch.inference_mode():
-        logits = model.logits(model.forward(ids, torch.arange(len(ids), device=cuda), dense_attend()))
+        logits = model.logits(model.forward(ids, dense_attend()))
     assert gap(logits.cpu(), our_logits(load(folder_of(case)), prompt())) < 10 * TOLERANCE
 
 
 def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
-    """Tokens of a sequence in any order on the flat axis, with their positions, give the same rows."""
+    """Tokens of a sequence in any order on the flat axis give the same rows."""
     model, ids = load(folder_of("llama3")), prompt(24)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
         back = order.argsort()
-        return dense_attend()(layer, q[back], k[back], v[back])[order]
+        return dense_attend()(layer, q[back], k[back], v[back], rope)[order]
 
     with torch.inference_mode():
-        shuffled = model.logits(model.forward(ids[order], order, attend))
+        shuffled = model.logits(model.forward(ids[order], attend))
     assert gap(shuffled, our_logits(model, ids)[order]) < TOLERANCE
 
 
