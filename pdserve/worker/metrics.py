@@ -6,10 +6,13 @@ has any. Knows no router; the connector counts its transfers in the registry tha
 
 from collections.abc import Iterable, Iterator
 
+import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from torch import Tensor
 
+from pdserve.engine.block_manager import FreeSpace
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import MetricFamily, Sample
 
@@ -46,6 +49,33 @@ class EngineCollector(Collector):
         states.add_metric(["owned"], blocks.num_owned)
         states.add_metric(["quarantined"], blocks.num_quarantined)
         yield states
+        yield from _free_space(blocks.free_space())
+        yield _memory(engine.pool)
+
+
+def _free_space(free: FreeSpace) -> Iterator[Metric]:
+    gauges = {
+        "pdserve_kv_cached_free_blocks": ("Free blocks that the prefix cache still knows", free.num_cached),
+        "pdserve_kv_blank_runs": ("Runs of neighbouring free blocks that hold nothing", free.num_runs),
+        "pdserve_kv_longest_blank_run_blocks": ("Blocks of the longest of these runs", free.longest_run),
+        "pdserve_kv_fragmentation_perc": ("Share of these blocks outside the longest run", free.fragmentation),
+    }
+    for name, (text, value) in gauges.items():
+        yield GaugeMetricFamily(name, text, value)
+
+
+def _memory(pool: Tensor) -> Metric:
+    """Bytes on the pool's device; what torch holds and what anybody uses are known on CUDA alone."""
+    text = "Memory of the engine's device by use: the KV pool, torch's allocator, all of it in use, all of it"
+    family = GaugeMetricFamily("pdserve_device_memory_bytes", text, labels=["use"])
+    family.add_metric(["kv_pool"], pool.numel() * pool.element_size())
+    if pool.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(pool.device)
+        family.add_metric(["torch_allocated"], torch.cuda.memory_allocated(pool.device))
+        family.add_metric(["torch_reserved"], torch.cuda.memory_reserved(pool.device))
+        family.add_metric(["used"], total - free)
+        family.add_metric(["total"], total)
+    return family
 
 
 class WorkerMetrics:

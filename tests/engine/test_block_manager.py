@@ -1,5 +1,6 @@
 """The block bookkeeping: a state machine of random operations against a plain model, and the properties one by one."""
 
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -338,3 +339,21 @@ def test_content_names_tokens_salt_and_model() -> None:
     hashes: list[bytes] = []
     hasher.extend(hashes, [1, 2, 3, 4], "")
     assert hasher.content([1, 2, 3, 4], "") != hashes[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_free_space_is_what_counting_block_by_block_gives(seed: int) -> None:
+    chance = random.Random(seed)
+    manager = BlockManager(60)
+    owned = manager.allocate(59)
+    known = chance.sample(owned, 20)
+    for block in known:
+        manager.commit(block, block.to_bytes(2, "big"))
+    freed = chance.sample(owned, (0, 1, 30, 58, 59)[seed])
+    manager.release(freed)
+    blank = set(freed) - set(known)
+    runs = "".join("f" if block in blank else " " for block in range(60)).split()
+    space = manager.free_space()
+    assert (space.num_blank, space.num_cached) == (len(blank), len(freed) - len(blank))
+    assert (space.num_runs, space.longest_run) == (len(runs), max(map(len, runs), default=0))
+    assert space.fragmentation == pytest.approx(1 - space.longest_run / len(blank) if blank else 0)
