@@ -24,7 +24,8 @@ ALLOWED: dict[str, set[str]] = {
     "decode": {"engine", "kvtransfer"},
     "worker": {"engine", "kvtransfer", "prefill", "decode"},
     "router": {"engine", "text"},
-    "cluster": {"router", "worker", "engine", "text", "models"},
+    "bench": {"engine"},
+    "cluster": {"router", "worker", "engine", "text", "models", "bench"},
 }
 # a room that may import only some files of another
 ONLY: dict[tuple[str, str], set[str]] = {
@@ -32,6 +33,8 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("kvtransfer", "engine"): {"pdserve.engine.protocol"},
     ("cluster", "engine"): {"pdserve.engine.protocol"},
     ("cluster", "models"): {"pdserve.models.checkpoint"},
+    ("bench", "engine"): {"pdserve.engine.llm"},
+    ("cluster", "bench"): {"pdserve.bench.cli"},
 }
 OUTSIDE: dict[str, set[str]] = {"ray": {"cluster"}, "nixl": {"kvtransfer"}, "lmcache": {"kvtransfer"}}
 
@@ -79,6 +82,7 @@ def modules(*rooms: str) -> list[str]:
 
 def test_router_and_shell_need_no_torch() -> None:
     names = [*modules("router", "text", "configs"), "pdserve.engine.protocol", "pdserve.worker.engine_client"]
+    names += ["pdserve.bench.cli", "pdserve.bench.load"]
     names += ["pdserve.cluster.worker_replica", "pdserve.cluster.router_replica", "pdserve.cluster.client"]
     code = f"import sys\nfor n in {names}: __import__(n)\nassert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

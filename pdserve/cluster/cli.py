@@ -1,4 +1,5 @@
-"""The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing.
+"""The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing,
+`pdserve bench` measures.
 
 `up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process
 imports it. That is why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.
@@ -23,6 +24,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from pdserve.bench.cli import add_bench_arguments, run_bench
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 
@@ -53,8 +55,11 @@ def main(argv: list[str] | None = None) -> int:
     up_parser.add_argument("--timeout", type=float, default=600.0, help="seconds until it must be ready (default 600)")
     doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
     doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
+    add_bench_arguments(commands.add_parser("bench", help="measure an engine or a running server"))
     options = parser.parse_args(argv)
     try:
+        if options.command == "bench":
+            return run_bench(options)
         if options.command == "doctor":
             return doctor(options.cluster)
         return up(options.cluster, options.port, options.haproxy, options.timeout)

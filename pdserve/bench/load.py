@@ -1,0 +1,182 @@
+"""HTTP load on an OpenAI-compatible server: closed loop (each client sends its next request when the last has ended) or
+open loop (requests arrive by a Poisson process, whether or not the server keeps up).
+
+Reports time to first token (TTFT), time per output token behind the first (TPOT), gaps between arrivals (ITL), rates,
+failures, and how busy this client was itself. Torch-free. Called by bench.cli and benchmarks/targets.py.
+"""
+
+import asyncio
+import gc
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import uvloop
+from tqdm import tqdm
+
+from pdserve.bench.record import Json, percentiles
+from pdserve.bench.sse_client import CompletionClient, Outcome, ServerError
+from pdserve.bench.workload import Shape, Work, draw_work, poisson_arrivals
+
+BUSY_CLIENT = 0.7  # share of a core above which the client may be what is measured
+
+
+@dataclass(frozen=True)
+class LoadConfig:
+    """One load. Either clients (closed loop) or rate (requests a second, open loop) is given.
+
+    shape: num_prompts requests and their lengths. model: None asks the server. vocab_size: prompts hold ids below it.
+    num_warmups: requests before the clock starts; they must all succeed. extra_body: fields of the request's JSON to
+    add; null removes one.
+    """
+
+    url: str
+    shape: Shape
+    clients: int | None = None
+    rate: float | None = None
+    model: str | None = None
+    vocab_size: int = 1000
+    num_warmups: int = 2
+    seed: int = 0
+    timeout_s: float = 600.0
+    ignore_eos: bool = True
+    extra_body: Json = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if (self.clients is None) == (self.rate is None):
+            raise ValueError("give either --clients (closed loop) or --rate (open loop)")
+        if self.clients is not None and self.clients < 1:
+            raise ValueError(f"--clients must be at least 1, not {self.clients}")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise ValueError(f"--rate must be a number of requests a second above 0, not {self.rate}")
+        if self.vocab_size < 2 or self.num_warmups < 0 or self.timeout_s <= 0:
+            raise ValueError(
+                f"--vocab-size ({self.vocab_size}) must be at least 2, --warmups ({self.num_warmups}) at least 0, "
+                f"--timeout ({self.timeout_s:g}) above 0"
+            )
+
+    @property
+    def label(self) -> str:
+        return f"{self.clients} clients" if self.clients is not None else f"{self.rate:g} req/s"
+
+
+@dataclass
+class LoadResult:
+    """What happened. lateness: open loop only, seconds each request was sent after its time. cpu_share: of one core."""
+
+    outcomes: list[Outcome]
+    seconds: float
+    cpu_share: float
+    lateness: list[float]
+    model: str
+
+    @property
+    def finished(self) -> list[Outcome]:
+        return [outcome for outcome in self.outcomes if outcome.error is None]
+
+    @property
+    def errors(self) -> Counter[str]:
+        return Counter(outcome.error for outcome in self.outcomes if outcome.error is not None)
+
+    def figures(self) -> Json:
+        """JSON-ready; times in ms. Latencies and rates count finished requests alone."""
+        finished = self.finished
+        num_tokens = sum(outcome.num_tokens for outcome in finished)
+        return {
+            "ttft_ms": percentiles([outcome.ttft for outcome in finished]),
+            "tpot_ms": percentiles([outcome.tpot for outcome in finished if outcome.tpot is not None]),
+            "itl_ms": percentiles([gap for outcome in finished for gap in outcome.itls]),
+            "output_tokens_per_s": round(num_tokens / self.seconds, 1),
+            "requests_per_s": round(len(finished) / self.seconds, 3),
+            "seconds": round(self.seconds, 3),
+            "num_finished": len(finished),
+            "num_output_tokens": num_tokens,
+            "num_failed": len(self.outcomes) - len(finished),
+            "errors": dict(self.errors.most_common(10)),
+            "client_cpu_share": round(self.cpu_share, 3),
+            "client_late_ms": percentiles(self.lateness),
+        }
+
+
+def run_load(config: LoadConfig, progress: bool = True) -> LoadResult:
+    """Put the load on the server and wait for its end. ServerError (ValueError) when not even a warm-up succeeds."""
+    return uvloop.run(_run(config, progress))
+
+
+async def _run(config: LoadConfig, progress: bool) -> LoadResult:
+    async with CompletionClient(config.url, config.timeout_s) as client:
+        model = config.model or await client.only_model()
+        warmup = Shape(max(config.num_warmups, 1), config.shape.input_len, config.shape.output_len)
+        for work in draw_work(warmup, config.vocab_size, f"{config.seed}/warm-up")[: config.num_warmups]:
+            outcome = await client.complete(_body(config, model, work))
+            if outcome.error is not None:
+                raise ServerError(f"a warm-up request failed: {outcome.error}")
+        bodies = [_body(config, model, work) for work in draw_work(config.shape, config.vocab_size, config.seed)]
+        with tqdm(total=len(bodies), desc=config.label, unit="request", disable=not progress) as bar:
+            gc.collect()
+            gc.freeze()  # what exists now is not searched again while the clock runs
+            cpu, began = time.process_time(), time.perf_counter()
+            outcomes, lateness = await _send_all(config, client, bodies, bar.update)
+            cpu_seconds, ended = time.process_time() - cpu, time.perf_counter()
+            gc.unfreeze()
+    seconds = max(outcome.ended_at for outcome in outcomes) - min(outcome.sent_at for outcome in outcomes)
+    return LoadResult(outcomes, seconds, cpu_seconds / (ended - began), lateness, model)
+
+
+def _body(config: LoadConfig, model: str, work: Work) -> bytes:
+    fields: Json = {
+        "model": model,
+        "prompt": work.prompt_token_ids,
+        "max_tokens": work.output_len,
+        "temperature": 0,
+        "ignore_eos": config.ignore_eos,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_token_ids": True,
+        **config.extra_body,
+    }
+    return msgspec.json.encode({name: value for name, value in fields.items() if value is not None})
+
+
+async def _send_all(
+    config: LoadConfig, client: CompletionClient, bodies: Sequence[bytes], done: Callable[[], Any]
+) -> tuple[list[Outcome], list[float]]:
+    async def send(body: bytes) -> Outcome:
+        outcome = await client.complete(body)
+        done()
+        return outcome
+
+    if config.clients is not None:
+        return await _closed_loop(send, bodies, config.clients), []
+    assert config.rate is not None
+    return await _open_loop(send, bodies, poisson_arrivals(config.rate, len(bodies), config.seed))
+
+
+Send = Callable[[bytes], Coroutine[Any, Any, Outcome]]
+
+
+async def _closed_loop(send: Send, bodies: Sequence[bytes], num_clients: int) -> list[Outcome]:
+    waiting = iter(bodies)
+
+    async def one_client() -> list[Outcome]:
+        return [await send(body) for body in waiting]
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(one_client()) for _ in range(min(num_clients, len(bodies)))]
+    return [outcome for task in tasks for outcome in task.result()]
+
+
+async def _open_loop(
+    send: Send, bodies: Sequence[bytes], arrivals: Sequence[float]
+) -> tuple[list[Outcome], list[float]]:
+    began = time.perf_counter()
+    tasks = []
+    async with asyncio.TaskGroup() as group:
+        for body, arrival in zip(bodies, arrivals, strict=True):
+            await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
+            tasks.append(group.create_task(send(body)))
+    outcomes = [task.result() for task in tasks]
+    return outcomes, [outcome.sent_at - began - arrival for outcome, arrival in zip(outcomes, arrivals, strict=True)]
