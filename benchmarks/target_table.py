@@ -1,0 +1,179 @@
+"""The table of targets: rows read from targets.toml, saved results beside them, what is behind marked.
+
+Pure data and text: measures nothing, imports no torch. Used by benchmarks/targets.py.
+"""
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pdserve.bench.workload import Shape
+
+BEHIND, BETWEEN, REACHED = "✗", "~", "✓"
+LEGEND = f"{BEHIND} behind vLLM   {BETWEEN} between vLLM and what ours must reach   {REACHED} reached"
+KINDS = ("start", "latency", "throughput")
+HIGHER_IS_BETTER = ("tok/s", "tok_s")
+HTTP_FIGURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "tok_s")
+
+
+@dataclass(frozen=True)
+class OfflineRow:
+    """kind: "start", or the bench command that measures `shape`; metric: which of its figures counts."""
+
+    id: str
+    work: str
+    kind: str
+    unit: str
+    vllm: float
+    target: float
+    floor: float | None = None
+    shape: Shape | None = None
+    metric: str = "seconds"
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        if self.kind != "start" and self.shape is None:
+            raise ValueError(f"kind {self.kind} needs a shape")
+
+
+@dataclass(frozen=True)
+class HttpRow:
+    """A load: clients (closed loop) or rate (open loop). vllm: HTTP_FIGURES in ms and tok/s."""
+
+    id: str
+    work: str
+    shape: Shape
+    vllm: Mapping[str, float]
+    clients: int | None = None
+    rate: float | None = None
+
+
+Row = OfflineRow | HttpRow
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Rows in the file's order. ValueError names the row that is wrong."""
+    try:
+        document = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+    rows: list[Row] = []
+    for kind, section in ((OfflineRow, "offline"), (HttpRow, "http")):
+        for entry in document.get(section, []):
+            try:
+                shape = {"shape": Shape.parse(entry["shape"])} if "shape" in entry else {}
+                rows.append(kind(**(entry | shape)))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}: [[{section}]] {entry.get('id', entry)}: {error}") from error
+    return rows
+
+
+def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
+    """Rows of the named parts ("offline", "http") and ids, or all. ValueError names an unknown one."""
+    parts = {"offline": OfflineRow, "http": HttpRow}
+    known = [*parts, *(row.id for row in rows)]
+    for name in only:
+        if name not in known:
+            raise ValueError(f"--only {name} is not known; choose of {', '.join(known)}")
+    wanted = tuple(parts[name] for name in only if name in parts)
+    return [row for row in rows if not only or row.id in only or isinstance(row, wanted)]
+
+
+def read_results(path: Path) -> dict[str, dict[str, Any]]:
+    """Row id -> its newest saved result. ValueError says which line is no result."""
+    results = {}
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            result = json.loads(line)
+            if result["benchmark"] == "targets":
+                results[result["row"]] = result
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{path} line {number} is no result of benchmarks/targets.py: {line[:80]}") from error
+    return results
+
+
+def mark(ours: float, vllm: float, target: float | None, higher_is_better: bool) -> str:
+    """How a figure stands; target None: vLLM's figure is what must be reached."""
+    sign = 1 if higher_is_better else -1
+    if sign * ours < sign * vllm:
+        return BEHIND
+    return REACHED if target is None or sign * ours >= sign * target else BETWEEN
+
+
+def render(rows: Sequence[Row], results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown tables of all rows; those without a result show a dash."""
+    offline = [row for row in rows if isinstance(row, OfflineRow)]
+    http = [row for row in rows if isinstance(row, HttpRow)]
+    parts = []
+    if offline:
+        lines = [_offline_line(row, results.get(row.id)) for row in offline]
+        head = ["work", "vLLM", "floor", "ours must reach", "ours", "vLLM's speed x", ""]
+        parts.append("One GPU, offline\n\n" + _table([head, *lines]))
+    if http:
+        lines = [line for row in http for line in _http_lines(row, results.get(row.id))]
+        head = ["load", "", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "out tok/s", "failed", "client CPU"]
+        parts.append("One GPU, HTTP server, streaming\n\n" + _table([head, *lines]))
+    origins = sorted({f"{r['device']}, {r['commit']}" for row in rows if (r := results.get(row.id))})
+    return "\n\n".join([*parts, LEGEND, *(f"ours: {origin}" for origin in origins)])
+
+
+def _offline_line(row: OfflineRow, result: Mapping[str, Any] | None) -> list[str]:
+    higher = row.unit in HIGHER_IS_BETTER
+    bound = "≥" if higher else "≤"
+    floor = "" if row.floor is None else f"{row.floor:,g}"
+    line = [row.work, f"{row.vllm:,g} {row.unit}", floor, f"{bound} {row.target:,g}"]
+    if result is None:
+        return [*line, "-", "", ""]
+    ours = result["figures"][row.metric]["median"]
+    factor = ours / row.vllm if higher else row.vllm / ours
+    return [*line, _number(ours), f"{factor:.2f}", mark(ours, row.vllm, row.target, higher)]
+
+
+def _http_lines(row: HttpRow, result: Mapping[str, Any] | None) -> list[list[str]]:
+    vllm = {name: _number(value) for name, value in row.vllm.items()}
+    lines = [[row.work, "vLLM", *_http_cells(vllm), "", ""]]
+    if result is None:
+        return [*lines, ["", "ours", "-", "", "", "", ""]]
+    figures = result["figures"]
+    ours = http_figures(figures)
+    cells = {name: _http_cell(row, name, value) for name, value in ours.items()}
+    failed = f"{figures['num_failed']} {BEHIND}" if figures["num_failed"] else "0"
+    busy = f"{figures['client_cpu_share']:.0%}"
+    return [*lines, ["", "ours", *_http_cells(cells), failed, busy]]
+
+
+def http_figures(figures: Mapping[str, Any]) -> dict[str, float | None]:
+    """HTTP_FIGURES of a load's figures (bench.load)."""
+    latencies = {f"{name}_{p}": figures[f"{name}_ms"][p] for name in ("ttft", "tpot") for p in ("p50", "p99")}
+    return latencies | {"tok_s": figures["output_tokens_per_s"]}
+
+
+def _http_cell(row: HttpRow, name: str, value: float | None) -> str:
+    if value is None:
+        return f"- {BEHIND}"
+    if name == "tok_s" and row.rate is not None:
+        return _number(value)
+    return f"{_number(value)} {mark(value, row.vllm[name], None, name in HIGHER_IS_BETTER)}"
+
+
+def _http_cells(cells: Mapping[str, str]) -> list[str]:
+    pairs = [f"{cells[f'{name}_p50']} / {cells[f'{name}_p99']}" for name in ("ttft", "tpot")]
+    return [*pairs, cells["tok_s"]]
+
+
+def _number(value: float) -> str:
+    """Three to four digits that count."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.1f}" if value >= 100 else f"{value:.2f}"
+
+
+def _table(lines: Sequence[Sequence[str]]) -> str:
+    """Markdown with aligned columns."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    text = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    ]
+    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])

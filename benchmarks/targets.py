@@ -1,0 +1,249 @@
+"""The table of targets with ours filled in: one engine offline, and one behind HTTP, beside vLLM's figures.
+
+    python -m benchmarks.targets --out benchmarks/results/targets-h200.jsonl           # all rows, one GPU
+    python -m benchmarks.targets --only offline --only http-32                         # parts and single rows
+    python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl          # the table again, nothing is run
+
+Rows and figures are in targets.toml. The start row runs first and in a process of its own, then HTTP against `pdserve
+up` with one aggregated worker (or --url), then the offline rows with one engine in this process. Offline figures are
+medians of --repeats runs; HTTP figures come from one run of as many requests as the table says. Options of the engine
+are those of `pdserve bench`. Each result is printed and appended to --out as soon as it is there.
+"""
+
+import argparse
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.stand_in_tokenizer import servable_folder
+from benchmarks.target_table import HttpRow, OfflineRow, Row, choose, read_results, read_rows, render
+from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields, offline_line, serve_report
+from pdserve.bench.load import LoadConfig, run_load
+from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, repeated
+
+HERE = Path(__file__).parent
+CLI = [sys.executable, "-m", "pdserve.cluster.cli"]
+DEADLINE_S = 300.0
+STOP_S = 120.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--table", type=Path, default=HERE / "targets.toml", help="rows and figures to beat")
+    parser.add_argument("--only", action="append", default=[], help="offline, http or a row's id; may be repeated")
+    parser.add_argument("--from", type=Path, dest="saved", help="show the results of this file; measure nothing")
+    parser.add_argument("--url", help="HTTP rows against this running server instead of one started here")
+    parser.add_argument("--haproxy", action="store_true", help="start the server with HAProxy in front")
+    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each offline row (default 3)")
+    add_model_arguments(parser)
+    parser.set_defaults(model=str(HERE / "shapes" / "llama-3.1-8b"), load_format="dummy")
+    parser.set_defaults(engine_max_num_batched_tokens="8192", engine_max_num_seqs="512")
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    signal.signal(signal.SIGTERM, _exit)
+    try:
+        rows = choose(read_rows(options.table), options.only)
+        if options.saved:
+            results, failures = read_results(options.saved), []
+        else:
+            results, failures = measure(rows, options)
+    except (ValueError, OSError) as error:
+        print(f"targets: {error}", file=sys.stderr)
+        return 2
+    print("\n" + render(rows, results))
+    for failure in failures:
+        print(f"targets: {failure}", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _exit(*_: object) -> None:
+    """What was started here is taken down on the way out."""
+    sys.exit(128 + signal.SIGTERM)
+
+
+def measure(rows: Sequence[Row], options: argparse.Namespace) -> tuple[dict[str, Json], list[str]]:
+    """Row id -> result, and what kept a part from being measured. ValueError when the options are wrong."""
+    check_writable(options.out)
+    engine = engine_fields(options)
+    device = "cpu" if options.engine_device == "cpu" else gpu_name()
+    results: dict[str, Json] = {}
+    failures: list[str] = []
+    for part in (_start(rows, options), _http(rows, options), _offline(rows, options)):
+        try:
+            for row, figures in part:
+                result = {
+                    "benchmark": "targets",
+                    "row": row.id,
+                    "model": Path(options.model).name,
+                    "device": device,
+                    "shape": str(row.shape),
+                    "figures": figures,
+                    "engine": engine,
+                    **circumstances(options.commit),
+                }
+                append(options.out, result)
+                results[row.id] = result
+        except (ValueError, OSError) as error:
+            failures.append(str(error))
+    return results, failures
+
+
+def _engine_arguments(options: argparse.Namespace) -> list[str]:
+    """The model's and engine's options, as a command line."""
+    given = {name: text for name, text in vars(options).items() if name.startswith("engine_") and text is not None}
+    flags = {f"--{name.removeprefix('engine_').replace('_', '-')}": text for name, text in given.items()}
+    flags |= {"--model": options.model, "--load-format": options.load_format, "--dtype": options.dtype}
+    return [part for flag in flags.items() for part in flag]
+
+
+def _start(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Json]]:
+    for row in rows:
+        if isinstance(row, OfflineRow) and row.kind == "start":
+            yield row, start_figures(options)
+
+
+def start_figures(options: argparse.Namespace) -> Json:
+    """Seconds from starting a Python process to its first token; how many compiled kernels Triton had from before."""
+    cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    num_cached = len(list(cache.glob("*"))) if cache.is_dir() else 0
+    command = [*CLI, "bench", "latency", *_engine_arguments(options), "--input-len", "16", "--output-len", "1"]
+    began = time.perf_counter()
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [*command, "--repeats", "1"], env=_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+        )
+        watchdog = threading.Timer(DEADLINE_S, process.kill)
+        watchdog.start()
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()  # is printed when the first token is there
+            seconds = time.perf_counter() - began
+            process.stdout.read()
+            if process.wait() != 0 or not line:
+                errors.seek(0)
+                raise ValueError(f"the start row failed: {errors.read()[-2000:] or f'no end in {DEADLINE_S:g} s'}")
+        finally:
+            watchdog.cancel()
+            process.kill()
+            process.wait()
+    print(f"start: {seconds:.1f} s ({num_cached} kernels in Triton's cache before); {line.strip()}", flush=True)
+    return {"seconds": repeated([seconds]), "num_cached_kernels": num_cached}
+
+
+def _environment() -> dict[str, str]:
+    """This process's, with the repository importable."""
+    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def _offline(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Json]]:
+    offline = [row for row in rows if isinstance(row, OfflineRow) and row.kind != "start"]
+    if not offline:
+        return
+    from pdserve.bench.offline import Bench, OfflineConfig  # holds the device from here on
+
+    config = OfflineConfig(options.model, options.load_format, options.dtype, engine_fields(options), options.repeats)
+    bench = Bench(config)
+    for row in offline:
+        assert row.shape is not None
+        run = {"latency": bench.latency, "throughput": bench.throughput}[row.kind]
+        for _, figures in run([row.shape]):
+            print(f"{row.id}: {offline_line(figures)}", flush=True)
+            yield row, figures
+
+
+def _http(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Json]]:
+    http = [row for row in rows if isinstance(row, HttpRow)]
+    if not http:
+        return
+    vocab_size = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
+    with _server(options) as url:
+        for row in http:
+            load = LoadConfig(url, row.shape, row.clients, row.rate, vocab_size=vocab_size)
+            result = run_load(load)
+            print(f"{row.id}: {serve_report(load, result)}", flush=True)
+            yield row, result.figures()
+
+
+@contextmanager
+def _server(options: argparse.Namespace) -> Iterator[str]:
+    """URL of --url, or of a `pdserve up` that ends with the context."""
+    if options.url:
+        yield options.url
+        return
+    with tempfile.TemporaryDirectory(prefix="pdserve-targets-") as scratch, socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        cluster = Path(scratch) / "cluster.yaml"
+        cluster.write_text(yaml.safe_dump(cluster_document(options, Path(scratch), port)))
+        log = Path(scratch) / "log"
+        command = [*CLI, "up", str(cluster), "--timeout", str(DEADLINE_S), *(["--haproxy"] if options.haproxy else [])]
+        began = time.perf_counter()
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, env=_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+            )
+            try:
+                _await_ready(process, f"http://127.0.0.1:{port}", log)
+                print(f"pdserve up: ready after {time.perf_counter() - began:.1f} s", flush=True)
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(STOP_S)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def cluster_document(options: argparse.Namespace, scratch: Path, port: int) -> dict[str, Any]:
+    """cluster.yaml of one aggregated worker with the options' model and engine."""
+    num_gpus = 0 if options.engine_device == "cpu" or gpu_name() == "cpu" else 1
+    model = {
+        "path": str(servable_folder(Path(options.model), scratch).resolve()),
+        "name": Path(options.model).name,
+        "dtype": options.dtype,
+        "load_format": options.load_format,
+    }
+    args = {
+        "mode": "aggregated",
+        "model": model,
+        "engine": engine_fields(options),
+        "decode": {"replicas": 1, "num_gpus": num_gpus},
+    }
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [{"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}],
+    }
+
+
+def _await_ready(process: subprocess.Popen[Any], url: str, log: Path) -> None:
+    """ValueError with the end of the server's log when it does not come up."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    raise ValueError(f"`pdserve up` did not become ready:\n{log.read_text()[-2000:]}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""benchmarks/targets.py: the shipped table, marks, the table of saved results, and a run over a tiny model."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from sse_server import Behaviour, served
+
+from benchmarks import targets
+from benchmarks.stand_in_tokenizer import make_tokenizer, servable_folder
+from benchmarks.target_table import BEHIND, BETWEEN, REACHED, choose, mark, read_results, read_rows, render
+from pdserve.text.tokenizer import Tokenizer
+
+SHIPPED = Path(targets.__file__).parent / "targets.toml"
+TABLE = """
+[[offline]]
+id = "decode"
+work = "decode, batch 1"
+kind = "latency"
+shape = "1x9x3"
+metric = "decode_ms_per_token"
+unit = "ms/token"
+vllm = 5.0
+floor = 3.0
+target = 4.0
+
+[[offline]]
+id = "batch"
+work = "batch of 4"
+kind = "throughput"
+shape = "4x9x3"
+metric = "tokens_per_s"
+unit = "tok/s"
+vllm = 30000
+target = 36700
+
+[[http]]
+id = "clients"
+work = "2 clients"
+clients = 2
+shape = "4x9x3"
+vllm = { ttft_p50 = 10, ttft_p99 = 20, tpot_p50 = 5, tpot_p99 = 6, tok_s = 100 }
+
+[[http]]
+id = "poisson"
+work = "50 req/s"
+rate = 50
+shape = "4x9x3"
+vllm = { ttft_p50 = 10, ttft_p99 = 20, tpot_p50 = 5, tpot_p99 = 6, tok_s = 100 }
+"""
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    path = tmp_path / "table.toml"
+    path.write_text(TABLE)
+    return path
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["targets.py", *map(str, arguments)])
+    return targets.main()
+
+
+def saved(path: Path, **values: float) -> Path:
+    """Results of a run as they lie in a file: offline medians by row id; HTTP rows all alike."""
+    load = {"ttft_ms": {"p50": 9.0, "p99": 25.0}, "tpot_ms": {"p50": 5.0, "p99": 6.1}, "output_tokens_per_s": 99.0}
+    load |= {"num_failed": 0, "client_cpu_share": 0.25}
+    metrics = {"decode": "decode_ms_per_token", "batch": "tokens_per_s"}
+    with path.open("a") as out:
+        for row, value in values.items():
+            figures = {metrics[row]: {"median": value}} if row in metrics else load | {"num_failed": int(value)}
+            result = {"benchmark": "targets", "row": row, "device": "A GPU", "commit": "abc", "figures": figures}
+            out.write(json.dumps(result) + "\n")
+    return path
+
+
+def line_of(text: str, start: str, after: int = 0) -> list[str]:
+    lines = text.splitlines()
+    index = next(i for i, line in enumerate(lines) if line.startswith(f"| {start}"))
+    return [cell.strip() for cell in lines[index + after].strip("|").split("|")]
+
+
+def test_the_shipped_table_has_the_rows_of_the_targets_page() -> None:
+    rows = read_rows(SHIPPED)
+    assert len(choose(rows, ["offline"])) == 10 and len(choose(rows, ["http"])) == 5
+    assert len({row.id for row in rows}) == 15
+    assert [row.id for row in choose(rows, ["http-32", "start"])] == ["start", "http-32"]
+    text = render(rows, {})
+    assert line_of(text, "decode, batch 1") == [
+        "decode, batch 1, 128 in / 256 out",
+        "4.91 ms/token",
+        "3.37",
+        "≤ 4.1",
+        "-",
+        "",
+        "",
+    ]
+    assert line_of(text, "15 req/s")[1:5] == ["vLLM", "169.0 / 412.0", "22.60 / 41.50", "1,767"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "higher", "expected"),
+    [
+        (5.1, False, BEHIND),
+        (5.0, False, BETWEEN),
+        (4.1, False, BETWEEN),
+        (4.0, False, REACHED),
+        (3.9, True, BEHIND),
+        (4.0, True, BETWEEN),
+        (5.0, True, REACHED),
+    ],
+)
+def test_marks(ours: float, higher: bool, expected: str) -> None:
+    vllm, target = (4.0, 5.0) if higher else (5.0, 4.0)
+    assert mark(ours, vllm, target, higher) == expected
+
+
+def test_without_a_target_vllms_figure_must_be_reached() -> None:
+    assert mark(5.0, 5.0, None, False) == REACHED and mark(5.1, 5.0, None, False) == BEHIND
+
+
+def test_saved_results_are_shown_and_nothing_is_run(
+    table: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = saved(tmp_path / "r.jsonl", decode=9.0, batch=30000.0, clients=1, poisson=0)
+    saved(path, decode=4.5)  # the newest line counts
+    assert run(monkeypatch, "--table", table, "--from", path) == 0
+    text = capsys.readouterr().out
+    assert line_of(text, "decode")[3:] == ["≤ 4", "4.50", "1.11", BETWEEN]
+    assert line_of(text, "batch")[3:] == ["≥ 36,700", "30,000", "1.00", BETWEEN]
+    closed = ["9.00 ✓ / 25.00 ✗", "5.00 ✓ / 6.10 ✗", "99.00 ✗", "1 ✗", "25%"]
+    assert line_of(text, "2 clients", after=1)[2:] == closed
+    assert line_of(text, "50 req/s", after=1)[4:] == ["99.00", "0", "25%"]  # the arrivals fix its tok/s
+    assert "ours: A GPU, abc" in text
+
+
+@pytest.mark.parametrize(
+    ("line", "message"), [("{", "line 1 is no result"), ('{"benchmark": "targets"}', "line 1 is no result")]
+)
+def test_a_file_of_something_else_is_refused(line: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "r.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_results(path)
+
+
+def test_a_run_measures_every_row_and_saves_it(
+    table: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.jsonl"
+    arguments = ["--table", table, "--model", tiny_llama, "--device", "cpu", "--max-num-batched-tokens", "64"]
+    with served(Behaviour(gap_s=0.001)) as url:
+        assert run(monkeypatch, *arguments, "--repeats", "2", "--url", url, "--out", out, "--commit", "abc") == 0
+    shown = capsys.readouterr().out
+    results = read_results(out)
+    assert set(results) == {"decode", "batch", "clients", "poisson"}
+    assert results["decode"]["engine"]["max_num_seqs"] == 512
+    assert results["decode"]["engine"]["max_num_batched_tokens"] == 64
+    assert results["clients"]["figures"]["num_finished"] == 4
+    assert line_of(shown, "batch of 4")[4] != "-"
+    assert run(monkeypatch, "--table", table, "--from", out) == 0
+    assert render(read_rows(table), results) in capsys.readouterr().out
+
+
+def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(
+    table: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["--table", table, "--model", tiny_llama, "--device", "cpu", "--repeats", "1"]
+    assert run(monkeypatch, *arguments, "--url", "http://127.0.0.1:9", "--out", tmp_path / "o.jsonl") == 1
+    assert set(read_results(tmp_path / "o.jsonl")) == {"decode", "batch"}
+    assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "decode-7"], "--only decode-7 is not known; choose of offline, http, start"),
+        (["--from", "no.jsonl"], "no.jsonl"),
+        (["--table", "no.toml"], "no.toml"),
+        (["--block-size", "17", "--only", "decode-1"], "--block-size"),
+    ],
+)
+def test_mistakes_are_told(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, *arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_start_row_takes_a_process_to_its_first_token(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Through the whole command line; a model that cannot be loaded is told with that process's own words."""
+    table = tmp_path / "start.toml"
+    table.write_text("[[offline]]\nid = 'start'\nwork = 'start'\nkind = 'start'\nunit = 's'\nvllm = 65\ntarget = 60\n")
+    out = tmp_path / "start.jsonl"
+    assert run(monkeypatch, "--table", table, "--model", tiny_llama, "--device", "cpu", "--out", out) == 0
+    assert 0.5 < read_results(out)["start"]["figures"]["seconds"]["median"] < 60
+    (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
+    assert run(monkeypatch, "--table", table, "--model", tmp_path, "--device", "cpu") == 1
+    assert "architecture 'NoSuchModel' is not known" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (('kind = "latency"', 'kind = "late"'), "decode: kind must be"),
+        (('shape = "1x9x3"', ""), "decode: kind latency needs a shape"),
+        (("unit =", "units ="), "decode: .*units"),
+        (("1x9x3", "1x9"), "must look like"),
+        (("[[offline]]", "[[offline"), "is not TOML"),
+    ],
+)
+def test_a_wrong_table_is_refused(change: tuple[str, str], message: str, table: Path) -> None:
+    table.write_text(TABLE.replace(*change, 1))
+    with pytest.raises(ValueError, match=message):
+        read_rows(table)
+
+
+def test_the_stand_in_tokenizer_has_text_for_every_id(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(3000)
+    assert tokenizer.get_vocab_size() == 3000
+    model = tmp_path / "model"
+    scratch = tmp_path / "scratch"
+    model.mkdir()
+    scratch.mkdir()
+    (model / "config.json").write_text('{"vocab_size": 3000}')
+    assert servable_folder(model, scratch) == scratch
+    loaded = Tokenizer.load(scratch)
+    assert loaded.vocab_size == 3000
+    assert all(len(loaded.token_bytes(i)) >= 1 for i in range(3000))
+    assert loaded.decode([300, 2999]).startswith(" ")
+    assert loaded.decode(loaded.encode("Grüße, 世界")) == "Grüße, 世界"
+    (model / "tokenizer.json").write_text("{}")
+    assert servable_folder(model, scratch) == model
+    with pytest.raises(ValueError, match="at least 256 ids"):
+        make_tokenizer(100)
