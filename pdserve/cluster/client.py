@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from pdserve.cluster.framing import Joiner
 from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_answer, encode
 from pdserve.engine.protocol import SamplingParams, TokenLogprob
-from pdserve.router.service import Chunk
+from pdserve.router.dispatch import Chunk
 
 APP_NAME = "pdserve"
 ROUTER = "Router"

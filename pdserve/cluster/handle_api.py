@@ -7,7 +7,7 @@ agree on these types. Used by `cluster.client` and `cluster.router_replica`. Tor
 import msgspec
 
 from pdserve.engine.protocol import SamplingParams, TokenLogprob
-from pdserve.router.service import Chunk
+from pdserve.router.dispatch import Chunk
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
-from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,12 +20,13 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import check_request_id
+from pdserve.router.dispatch import Chunk
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import exposition
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
-from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder
-from pdserve.router.service import Chunk, Generation, Service
+from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder, event_bytes
+from pdserve.router.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -221,7 +221,7 @@ class _EventStream(Response):
         del self.headers["content-length"]
         self._generation = generation
         self._batches = batches
-        self._first = first
+        self._first: list[Chunk] | None = first
         self._responder = responder
         self._watch = watch
         self._include_usage = include_usage
@@ -238,32 +238,30 @@ class _EventStream(Response):
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        more = True
+        while more:
+            body, more = await self._next()
+            if body:
+                await send({"type": "http.response.body", "body": body, "more_body": more})
 
-    async def _events(self) -> AsyncGenerator[bytes, None]:
+    async def _next(self) -> tuple[bytes, bool]:
+        """What to write next, and whether more follows. Never raises: the answer has begun."""
         try:
-            yield self._encode(self._first)
-            async with aclosing(self._batches) as batches:
-                async for batch in batches:
-                    yield self._encode(batch)
-            if self._include_usage:
-                yield _event(self._responder.usage_chunk())
+            if self._first is None:
+                return self._encode(await anext(self._batches)), True
+            batch, self._first = self._first, None
+            return self._encode(batch), True
+        except StopAsyncIteration:
+            ending = event_bytes(self._responder.usage_chunk()) if self._include_usage else b""
         except ApiError as error:
-            yield _event(error.body())
+            ending = event_bytes(error.body())
         except Exception:
             logger.exception("stream %s failed", self._generation.request_id)
-            yield _event(_internal().body())
-        yield b"data: [DONE]\n\n"
+            ending = event_bytes(_internal().body())
+        return ending + b"data: [DONE]\n\n", False
 
     def _encode(self, batch: list[Chunk]) -> bytes:
-        return b"".join(_event(event) for chunk in batch for event in self._responder.chunks(chunk))
-
-
-def _event(data: Any) -> bytes:
-    return b"data: " + msgspec.json.encode(data) + b"\n\n"
+        return b"".join([self._responder.stream(chunk) for chunk in batch])
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

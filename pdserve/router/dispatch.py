@@ -49,19 +49,23 @@ DECODE_WEIGHT = 128
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt. sampling.seed and sampling.max_tokens are set. request_id: never used before in this process."""
+    """One prompt of a call. sampling.seed and sampling.max_tokens are set. request_id: never used before in this
+    process. prompt: its number within the call."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    prompt: int = 0
     priority: int = 0
     cache_salt: str = ""
 
 
-class Output(msgspec.Struct):
-    """What became certain of one choice since its last Output. stop_reason: stop token id or stop string."""
+class Chunk(msgspec.Struct):
+    """What became certain of one choice since its last chunk. index: prompt * n + choice. The last chunk of a choice
+    has a finish_reason; stop_reason is the stop token's id or the stop string that matched."""
 
-    choice: int
+    index: int
+    prompt: int
     text: str
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...]
@@ -113,7 +117,7 @@ class RequestRun:
         self._fingerprint: str | None = None
         self._timer: asyncio.TimerHandle | None = None
 
-    async def stream(self) -> AsyncGenerator[list[Output], None]:
+    async def stream(self) -> AsyncGenerator[list[Chunk], None]:
         """What became certain, as it comes, until every choice is finished. Raises RequestFailed. Whoever stops early
         calls `close` (closing the iterator does)."""
         failures, accepted_before, outcome = 0, 0, "cancelled"
@@ -122,9 +126,9 @@ class RequestRun:
             self._begin(self._choose())
             while not self.record.finished:
                 await self._inbox.wait()
-                outputs, failure = self._drain()
-                if outputs:
-                    yield outputs
+                chunks, failure = self._drain()
+                if chunks:
+                    yield chunks
                 if failure is not None and not self.record.finished:
                     progressed = self.record.num_tokens > accepted_before
                     failures = 1 if progressed else failures + 1
@@ -194,25 +198,25 @@ class RequestRun:
             cache_salt=self._job.cache_salt,
         )
 
-    def _drain(self) -> tuple[list[Output], _LegFailed | None]:
-        """Handle all that has arrived; what several messages say of one choice becomes one Output."""
-        outputs: dict[int, Output] = {}
+    def _drain(self) -> tuple[list[Chunk], _LegFailed | None]:
+        """Handle all that has arrived; what several messages say of one choice becomes one Chunk."""
+        chunks: dict[int, Chunk] = {}
         while self._inbox and not self.record.finished:
             leg, event = self._inbox.pop()
             try:
                 if leg in self._legs:
-                    self._handle(leg, event, outputs)
+                    self._handle(leg, event, chunks)
             except LegError as error:
-                return list(outputs.values()), _LegFailed(leg.worker, "internal", "protocol", str(error))
+                return list(chunks.values()), _LegFailed(leg.worker, "internal", "protocol", str(error))
             except _LegFailed as failure:
-                return list(outputs.values()), failure
-        return list(outputs.values()), None
+                return list(chunks.values()), failure
+        return list(chunks.values()), None
 
-    def _handle(self, leg: Leg, event: LegEvent, outputs: dict[int, Output]) -> None:
+    def _handle(self, leg: Leg, event: LegEvent, chunks: dict[int, Chunk]) -> None:
         if isinstance(event, Delta):
             accepted = self.record.accept(event)
             if accepted is not None:
-                self._accept(leg, accepted, outputs)
+                self._accept(leg, accepted, chunks)
         elif isinstance(event, Handoff):
             self._hand_off(leg, event.ticket)
         elif isinstance(event, PromptScored):
@@ -222,7 +226,7 @@ class RequestRun:
         else:
             self._broken(leg, event)
 
-    def _accept(self, leg: Leg, accepted: Accepted, outputs: dict[int, Output]) -> None:
+    def _accept(self, leg: Leg, accepted: Accepted, chunks: dict[int, Chunk]) -> None:
         choice = accepted.choice
         self._clock.accepted(choice, len(accepted.token_ids))
         text, stop, length = self._texts[choice].push(accepted.token_ids, accepted.finish_reason)
@@ -235,10 +239,13 @@ class RequestRun:
             self.record.stop(choice, stop, length)
             self._stop_at_worker(leg, choice)
         record = self.record.choices[choice]
-        before = outputs.get(choice)
+        before = chunks.get(choice)
         if before is not None:
             text, tokens, logprobs = before.text + text, before.token_ids + tokens, before.logprobs + logprobs
-        outputs[choice] = Output(choice, text, tokens, logprobs, record.finish_reason, record.stop_reason)
+        index = self._job.prompt * self._job.sampling.n + choice
+        chunks[choice] = Chunk(
+            index, self._job.prompt, text, tokens, logprobs, record.finish_reason, record.stop_reason
+        )
 
     def _stop_at_worker(self, leg: Leg, choice: int) -> None:
         """A stop string ended a choice that the worker still generates. (P's leg ends by itself or as a whole.)"""

@@ -4,15 +4,55 @@ Prometheus text format. The router's families are prefixed `pdserve_router_`; wo
 labels worker and role. Knows no HTTP. Counted by `router.dispatch` and `router.service`, shown by `router.app`.
 """
 
-from collections.abc import Iterable
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from pdserve.engine.protocol import MetricFamily, Sample
 from pdserve.router.fleet import Fleet
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+
+class QuickCounter(Collector):
+    """A counter of one thread, without labels: no lock, a tenth of prometheus_client's time. For every token."""
+
+    def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
+        self._name, self._text = name, text
+        self.value = 0.0
+        registry.register(self)
+
+    def inc(self, amount: float) -> None:
+        self.value += amount
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(self._name, self._text, self.value)
+
+
+class QuickHistogram(Collector):
+    """As QuickCounter. bounds: upper ends of the buckets, ascending, without infinity."""
+
+    def __init__(self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+        self._name, self._text, self._bounds = name, text, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+        registry.register(self)
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def collect(self) -> Iterator[Metric]:
+        labels = [floatToGoString(bound) for bound in (*self._bounds, math.inf)]
+        buckets = list(zip(labels, accumulate(self._counts), strict=True))
+        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
 
 
 class RouterMetrics:
@@ -27,7 +67,9 @@ class RouterMetrics:
         self.arrivals = self._counter("kv_arrivals", "How decode workers came by a prompt's KV.", "source")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from a prefix cache.")
-        self.generation_tokens = self._counter("generation_tokens", "Accepted generated tokens.")
+        self.generation_tokens = QuickCounter(
+            "pdserve_router_generation_tokens", "Accepted generated tokens.", self.registry
+        )
         self.running = Gauge("pdserve_router_running", "Prompts being answered.", registry=self.registry)
         self.stale_events = Gauge("pdserve_router_stale_events", "Events of ended legs.", registry=self.registry)
         self.workers = Gauge("pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry)
@@ -39,8 +81,8 @@ class RouterMetrics:
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(f"pdserve_router_{name}_seconds", text, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
+        return QuickHistogram(f"pdserve_router_{name}_seconds", text, buckets, self.registry)
 
 
 def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:

@@ -7,6 +7,8 @@ Pure bookkeeping: knows no workers, no text, no time. Owned by `router.dispatch`
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdserve.engine.protocol import Delta, FinishReason, PromptScored, Start, TokenLogprob
 
 
@@ -24,8 +26,7 @@ class ChoiceRecord:
     stop_reason: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Accepted:
+class Accepted(msgspec.Struct, frozen=True):
     """The new part of a Delta. logprobs: one a token, or empty when none were asked for."""
 
     choice: int
@@ -41,6 +42,7 @@ class RequestRecord:
         self.cached_tokens: int | None = None
         self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._wants_logprobs = wants_logprobs
+        self._num_unfinished = n
         self._live: set[int] = set()
         self._last_leg = -1
         self._scored: list[TokenLogprob | None] = []
@@ -56,7 +58,7 @@ class RequestRecord:
 
     @property
     def finished(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return self._num_unfinished == 0
 
     @property
     def num_tokens(self) -> int:
@@ -88,14 +90,15 @@ class RequestRecord:
         )
         choice.tokens += tokens
         choice.logprobs += accepted.logprobs
-        choice.finish_reason, choice.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.finish_reason is not None:
+            self._finish(choice, delta.finish_reason, delta.stop_reason)
         return accepted
 
     def stop(self, choice: int, stop_string: str, num_tokens: int) -> None:
         """A stop string matched within the first num_tokens tokens: the rest is forgotten."""
         record = self.choices[choice]
         del record.tokens[num_tokens:], record.logprobs[num_tokens:]
-        record.finish_reason, record.stop_reason = "stop", stop_string
+        self._finish(record, "stop", stop_string)
 
     def score(self, scored: PromptScored) -> None:
         """Take the prompt's cached tokens (the first report counts) and its log-probabilities, which may come in
@@ -113,6 +116,10 @@ class RequestRecord:
         self._scored += scored.logprobs
         if scored.final:
             self.prompt_logprobs = tuple(self._scored)
+
+    def _finish(self, choice: ChoiceRecord, reason: FinishReason, stop_reason: int | str | None) -> None:
+        self._num_unfinished -= choice.finish_reason is None
+        choice.finish_reason, choice.stop_reason = reason, stop_reason
 
     def _logprobs_of(self, delta: Delta, known: int) -> tuple[TokenLogprob, ...]:
         if not self._wants_logprobs:

@@ -19,7 +19,7 @@ import msgspec
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import FinishReason, SamplingParams, TokenLogprob
 from pdserve.router.choose import Chooser
-from pdserve.router.dispatch import Dispatcher, Job, Output, RequestRun
+from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
@@ -34,19 +34,6 @@ INLINE_CHARS = 4096
 MAX_CHOICES = 8192
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
-
-
-class Chunk(msgspec.Struct):
-    """What became certain of one choice since its last chunk. index: prompt * n + choice. The last chunk of a choice
-    has a finish_reason; stop_reason is the stop token's id or the stop string that matched."""
-
-    index: int
-    prompt: int
-    text: str
-    token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprob, ...]
-    finish_reason: FinishReason | None
-    stop_reason: int | str | None
 
 
 @dataclass(slots=True)
@@ -103,19 +90,9 @@ class Generation:
         for run in self._runs:
             run.close()
 
-    async def stream(self) -> AsyncGenerator[list[Chunk], None]:
+    def stream(self) -> AsyncGenerator[list[Chunk], None]:
         """Everything that became certain at one moment, until all choices are finished. Raises RequestFailed."""
-        try:
-            if len(self._runs) == 1:
-                async with aclosing(self._runs[0].stream()) as outputs:
-                    async for batch in outputs:
-                        yield [self._chunk(0, output) for output in batch]
-            else:
-                async with aclosing(self._merged()) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-        finally:
-            self.close()
+        return self._runs[0].stream() if len(self._runs) == 1 else self._merged()
 
     async def collect(self) -> list[ChoiceResult]:
         """All choices, complete, in order of their index."""
@@ -133,36 +110,28 @@ class Generation:
     async def _merged(self) -> AsyncGenerator[list[Chunk], None]:
         queue: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
 
-        async def pump(prompt: int) -> None:
+        async def pump(run: RequestRun) -> None:
             try:
-                async with aclosing(self._runs[prompt].stream()) as outputs:
-                    async for batch in outputs:
-                        queue.put_nowait([self._chunk(prompt, output) for output in batch])
+                async with aclosing(run.stream()) as batches:
+                    async for batch in batches:
+                        queue.put_nowait(batch)
                 queue.put_nowait(None)
             except Exception as error:
                 queue.put_nowait(error)
 
-        self._tasks = [asyncio.create_task(pump(prompt)) for prompt in range(len(self._runs))]
-        running = len(self._tasks)
-        while running:
-            item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
-                running -= 1
-            else:
-                yield item
-
-    def _chunk(self, prompt: int, output: Output) -> Chunk:
-        return Chunk(
-            prompt * self.n + output.choice,
-            prompt,
-            output.text,
-            output.token_ids,
-            output.logprobs,
-            output.finish_reason,
-            output.stop_reason,
-        )
+        try:
+            self._tasks = [asyncio.create_task(pump(run)) for run in self._runs]
+            running = len(self._tasks)
+            while running:
+                item = await queue.get()
+                if isinstance(item, Exception):
+                    raise item
+                if item is None:
+                    running -= 1
+                else:
+                    yield item
+        finally:
+            self.close()
 
 
 class Service:
@@ -224,10 +193,11 @@ class Service:
                 f"{request_id[:200]}-{next(self._numbers)}",
                 prompt,
                 _complete(sampling, len(prompt), limits.max_tokens),
+                number,
                 priority,
                 cache_salt,
             )
-            for prompt in ids
+            for number, prompt in enumerate(ids)
         ]
         return Generation(request_id, sampling.n, [RequestRun(self._dispatcher, job) for job in jobs], ids)
 

@@ -31,7 +31,9 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these tokens make certain; may be empty; never a U+FFFD that a later token would undo."""
-        return "".join(self._assembler.push(token) for token in token_ids if token not in self._skipped)
+        if len(token_ids) == 1:  # a step brings one
+            return self._assembler.push(token_ids[0]) if token_ids[0] not in self._skipped else ""
+        return "".join([self._assembler.push(token) for token in token_ids if token not in self._skipped])
 
     def flush(self) -> str:
         """The rest, when no token follows: an incomplete character becomes U+FFFD, as in `Tokenizer.decode`."""
@@ -42,11 +44,18 @@ class _ByteAssembler:
     def __init__(self, pieces: BytePieces) -> None:
         self._pieces = pieces
         self._decoder = _utf8_decoder("replace")
+        self._holds_bytes = False
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._pieces.token_bytes(token_id))
+        whole = self._pieces.whole_text(token_id)
+        if whole is not None and not self._holds_bytes:
+            return whole
+        text = self._decoder.decode(self._pieces.token_bytes(token_id))
+        self._holds_bytes = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
+        self._holds_bytes = False
         return self._decoder.decode(b"", final=True)
 
 

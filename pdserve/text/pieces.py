@@ -19,12 +19,21 @@ class BytePieces:
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
         self._cache: dict[int, bytes] = {}
+        self._texts: dict[int, str | None] = {}
 
     def token_bytes(self, token_id: int) -> bytes:
         piece = self._cache.get(token_id)
         if piece is None:
             piece = self._cache[token_id] = _byte_level_bytes(self._backend.id_to_token(token_id) or "")
         return piece
+
+    def whole_text(self, token_id: int) -> str | None:
+        """The token's text where it is whole characters, as nearly all are."""
+        try:
+            return self._texts[token_id]
+        except KeyError:
+            text = self._texts[token_id] = _decoded(self.token_bytes(token_id))
+            return text
 
 
 class TextPieces:
@@ -103,6 +112,13 @@ def _byte_level_bytes(token: str) -> bytes:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:
         return token.encode()
+
+
+def _decoded(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 def _fallback_byte(token: str | None) -> int | None:

@@ -1,0 +1,261 @@
+"""CPU time of the router process per streamed token: uvicorn and the router in one process, a paced fake engine in
+another.
+
+The fake engine sends what a worker sends, one batch a step with one Delta a stream, over the same wire; clients read
+raw bytes. What Serve and HAProxy add is not in it, and neither is the engine.
+
+    .venv/bin/python benchmarks/router_cpu.py --out benchmarks/results/router-cpu.jsonl
+    .venv/bin/python benchmarks/router_cpu.py --streams 128 --profile /tmp/router.prof
+"""
+
+import argparse
+import asyncio
+import cProfile
+import json
+import multiprocessing
+import platform
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+import zmq
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+from tqdm import tqdm
+
+from pdserve.configs.schema import RouterConfig
+from pdserve.engine.protocol import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Command,
+    Delta,
+    Event,
+    EventBatch,
+    Hello,
+    PromptScored,
+    RequestKey,
+    Stop,
+    Submit,
+    Subscribe,
+    decode_command,
+    encode,
+)
+from pdserve.router.app import build_app
+from pdserve.router.fleet import Fleet
+from pdserve.text.tokenizer import Tokenizer
+from pdserve.worker.engine_client import EngineClient
+
+MODEL = "pdserve-demo"
+DEMO = Path(__file__).parent.parent / "demo" / MODEL
+VOCAB = 1 << 16
+
+
+class FakeEngine:
+    """One token a step for every request; steps at fixed moments, whatever they cost."""
+
+    def __init__(self, address: str, step_s: float) -> None:
+        self._step_s = step_s
+        self._requests: dict[RequestKey, tuple[int, int]] = {}  # next position, last position
+        self._socket = zmq.Context.instance().socket(zmq.PAIR)
+        self._socket.bind(address)
+        self._target = b""
+        self._stopped = False
+
+    def run(self) -> None:
+        due = time.monotonic() + self._step_s
+        while not self._stopped:
+            wait_ms = 1000 * (due - time.monotonic())
+            if wait_ms > 0 and self._socket.poll(wait_ms):
+                self._handle(decode_command(self._socket.recv()))
+            elif wait_ms <= 0:
+                due += self._step_s
+                self._step()
+
+    def _handle(self, command: Command) -> None:
+        match command:
+            case Subscribe():
+                self._target = f"{command.router_id}/{command.session}".encode()
+                self._send(_hello())
+            case Submit():
+                self._requests[command.key] = 0, (command.sampling.max_tokens or 0) - 1
+            case Cancel():
+                self._requests.pop(command.key, None)
+            case Stop():
+                self._stopped = True
+
+    def _step(self) -> None:
+        events: list[Event] = []
+        for key, (position, last) in list(self._requests.items()):
+            name, attempt = key.request_id, key.attempt
+            if position == 0:
+                events.append(PromptScored(request_id=name, attempt=attempt, cached_tokens=0))
+            token = 3 + hash((name, position)) % 400
+            events.append(Delta(name, attempt, 0, position, (token,), "length" if position == last else None))
+            self._requests[key] = position + 1, last
+            if position == last:
+                del self._requests[key]
+        if events:
+            self._send(*events)
+
+    def _send(self, *events: Event) -> None:
+        batch = EventBatch(worker_id="fake", incarnation=1, events=events)
+        self._socket.send_multipart([self._target, encode(batch)])
+
+
+def _hello() -> Hello:
+    return Hello(
+        protocol=PROTOCOL_VERSION,
+        role="both",
+        model_fingerprint="fake",
+        vocab_size=VOCAB,
+        max_model_len=1 << 20,
+        max_request_tokens=1 << 20,
+        block_size=16,
+        pool=None,
+    )
+
+
+class Link:
+    """`router.link.WorkerLink` over the worker's own wire."""
+
+    worker_id = "fake"
+
+    def __init__(self, address: str) -> None:
+        self._client = EngineClient(address)
+
+    async def send(self, command: Command) -> None:
+        self._client.send(command)
+
+    def events(self, router_id: str, session: int) -> Any:
+        return self._client.subscribe(router_id, session)
+
+
+def run_engine(address: str, step_s: float) -> None:
+    FakeEngine(address, step_s).run()
+
+
+def run_router(address: str, port: int, profile: Path | None) -> None:
+    profiler = cProfile.Profile() if profile else None
+    if profiler:
+        profiler.enable()
+    try:
+        asyncio.run(_serve(address, port))
+    finally:
+        if profiler:
+            profiler.disable()
+            profiler.dump_stats(str(profile))
+
+
+async def _serve(address: str, port: int) -> None:
+    fleet = Fleet(worker_silence_s=1e6)
+    app = build_app(fleet, Tokenizer.load(DEMO), RouterConfig(), MODEL)
+    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", access_log=False)
+    server = uvicorn.Server(config)
+
+    async def cpu(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(repr(time.process_time()))
+
+    async def stop(request: Request) -> PlainTextResponse:
+        server.should_exit = True
+        return PlainTextResponse("")
+
+    app.router.routes += [Route("/cpu", cpu), Route("/stop", stop)]
+    fleet.join(Link(address))
+    await server.serve()
+    await fleet.close()
+
+
+async def stream(port: int, api: str, num_tokens: int) -> int:
+    """Tokens that one client saw."""
+    prompt = {"prompt": [5, 6, 7]} if api == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
+    asked = {"model": MODEL, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": False}
+    body = json.dumps(prompt | asked).encode()
+    path = "/v1/completions" if api == "completions" else "/v1/chat/completions"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    writer.write(head.encode() + body)
+    answer = await reader.read(-1)
+    writer.close()
+    assert b"data: [DONE]" in answer, answer[:500]
+    return answer.count(b"data: ") - 1
+
+
+async def measure(port: int, api: str, num_streams: int, num_tokens: int) -> dict[str, Any]:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        before, began = float((await client.get("/cpu")).text), time.monotonic()
+        events = sum(await asyncio.gather(*[stream(port, api, num_tokens) for _ in range(num_streams)]))
+        wall = time.monotonic() - began
+        cpu = float((await client.get("/cpu")).text) - before
+    tokens = num_streams * num_tokens
+    return {
+        "benchmark": "router_cpu",
+        "api": api,
+        "streams": num_streams,
+        "tokens": tokens,
+        "events": events,
+        "cpu_us_per_token": round(1e6 * cpu / tokens, 1),
+        "cpu_share": round(cpu / wall, 3),
+    }
+
+
+async def wait_until_ready(port: int) -> None:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(60):
+        while True:
+            try:
+                if (await client.get("/health")).status_code == 200:
+                    return
+            except httpx.ConnectError:
+                pass
+            await asyncio.sleep(0.1)
+
+
+async def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
+    await wait_until_ready(args.port)
+    await measure(args.port, args.api, 2, 50)
+    rows = []
+    for num_streams in tqdm(args.streams, desc="router", unit="load"):
+        num_tokens = max(args.tokens, 4000 // num_streams)
+        rounds = [await measure(args.port, args.api, num_streams, num_tokens) for _ in range(args.rounds)]
+        rows.append(sorted(rounds, key=lambda row: row["cpu_us_per_token"])[len(rounds) // 2])
+    async with httpx.AsyncClient() as client:
+        await client.get(f"http://127.0.0.1:{args.port}/stop")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--tokens", type=int, default=200, help="per stream (a lone stream gets 4000)")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the fake engine (a lone stream needs 2)")
+    parser.add_argument("--api", choices=("completions", "chat"), default="completions")
+    parser.add_argument("--rounds", type=int, default=3, help="the median counts")
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--profile", type=Path, help="write the router's cProfile here (slows it down)")
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    args = parser.parse_args()
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
+        address = f"ipc://{folder}/engine"
+        engine = spawn.Process(target=run_engine, args=(address, args.step_ms / 1000), daemon=True)
+        router = spawn.Process(target=run_router, args=(address, args.port, args.profile), daemon=True)
+        engine.start()
+        router.start()
+        rows = asyncio.run(run_all(args))
+        router.join(10)
+        engine.terminate()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    for row in rows:
+        line = json.dumps(row | {"step_ms": args.step_ms, "commit": commit, "machine": platform.machine()})
+        print(line)
+        if args.out:
+            with args.out.open("a") as out:
+                out.write(line + "\n")
+
+
+if __name__ == "__main__":
+    main()
