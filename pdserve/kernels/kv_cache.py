@@ -111,26 +111,26 @@ def rope_write_kv_kernel(
     cos = tl.load(cos_ptr + table_row + dims, mask=dims < HALF, other=0.0)
     sin = tl.load(sin_ptr + table_row + dims, mask=dims < HALF, other=0.0)
     if tile < q_tiles:
-        heads = tile * Q_HEADS + tl.arange(0, Q_HEADS)
-        mask = (heads < num_q_heads)[:, None] & (dims < HALF)[None, :]
-        pointers = q_ptr + token * stride_q_token + (heads * stride_q_head)[:, None] + dims[None, :]
-        rotate(pointers, mask, cos, sin, HALF)
+        q_heads = tile * Q_HEADS + tl.arange(0, Q_HEADS)
+        q_mask = (q_heads < num_q_heads)[:, None] & (dims < HALF)[None, :]
+        q_rows = q_ptr + token * stride_q_token + (q_heads * stride_q_head)[:, None] + dims[None, :]
+        rotate(q_rows, q_mask, cos, sin, HALF)
     else:
         heads = (tile - q_tiles) * KV_HEADS + tl.arange(0, KV_HEADS)
         mask = (heads < num_kv_heads)[:, None] & (dims < HALF)[None, :]
-        pointers = v_ptr + token * stride_v_token + (heads * stride_v_head)[:, None] + dims[None, :]
-        v_first = tl.load(pointers, mask=mask)
-        v_second = tl.load(pointers + HALF, mask=mask)
-        pointers = k_ptr + token * stride_k_token + (heads * stride_k_head)[:, None] + dims[None, :]
-        k_first, k_second = rotate(pointers, mask, cos, sin, HALF)
+        v_rows = v_ptr + token * stride_v_token + (heads * stride_v_head)[:, None] + dims[None, :]
+        v_first = tl.load(v_rows, mask=mask)
+        v_second = tl.load(v_rows + HALF, mask=mask)
+        k_rows = k_ptr + token * stride_k_token + (heads * stride_k_head)[:, None] + dims[None, :]
+        k_first, k_second = rotate(k_rows, mask, cos, sin, HALF)
 
         slot = tl.load(slots_ptr + token).to(tl.int64)
         row = kv_ptr + (slot >> block_shift) * stride_block + (slot & ((1 << block_shift) - 1)) * (2 * HALF)
-        pointers = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
-        tl.store(pointers, k_first, mask=mask)
-        tl.store(pointers + HALF, k_second, mask=mask)
-        tl.store(pointers + stride_plane, v_first, mask=mask)
-        tl.store(pointers + stride_plane + HALF, v_second, mask=mask)
+        kv_rows = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
+        tl.store(kv_rows, k_first, mask=mask)
+        tl.store(kv_rows + HALF, k_second, mask=mask)
+        tl.store(kv_rows + stride_plane, v_first, mask=mask)
+        tl.store(kv_rows + stride_plane + HALF, v_second, mask=mask)
 
 
 @triton.jit
