@@ -57,10 +57,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _exit)
     try:
         rows = choose(read_rows(options.table), options.only)
-        if options.saved:
-            results, failures = read_results(options.saved), []
-        else:
-            results, failures = measure(rows, options)
+        results, failures = (read_results(options.saved), []) if options.saved else measure(rows, options)
     except (ValueError, OSError) as error:
         print(f"targets: {error}", file=sys.stderr)
         return 2
