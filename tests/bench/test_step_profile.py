@@ -1,13 +1,17 @@
 """Floors against the figures of the targets' page, and kernels told apart in traces of several kinds of engine."""
 
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from benchmarks.device_trace import Kernel, Trace, busy_us, parts_of, read_trace, span_us
 from benchmarks.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
-from benchmarks.step_profile import Measured, table
+from benchmarks.step_profile import Measured, Profiler, table
+from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.engine.engine import Engine
 from pdserve.models.config import read_spec
 
 LLAMA = read_spec(str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"), "dummy")
@@ -145,3 +149,26 @@ def test_a_scenario_becomes_a_row_and_a_table() -> None:
     assert json.loads(json.dumps(row)) == row
     text = table(row)
     assert "decode 1 x 8: wall 0.300 ms" in text and "gate-up" in text and "other" not in text
+
+
+class WithoutDevice(Profiler):
+    """The scenarios on CPU: what drives the engine is the same, the trace is empty."""
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        began = time.perf_counter()
+        work()
+        return time.perf_counter() - began
+
+    def _profiled(self, work: Callable[[], None]) -> tuple[float, Trace]:
+        return self._timed(work), Trace([], 0.0)
+
+
+def test_scenarios_drive_the_engine(tiny_llama: Path) -> None:
+    engine = Engine(ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", max_num_batched_tokens=64))
+    profiler = WithoutDevice(engine, H200, num_steps=3)
+    rows = [measured.row() for measured in [profiler.prefill(100), *profiler.decode([1, 4], 40)]]
+    assert [row["scenario"] for row in rows] == ["prefill 100", "decode 4 x 40", "decode 1 x 40"]
+    assert all(row["wall_ms"] > 0 and row["floor_ms"] > 0 for row in rows)
+    assert not engine.has_work
+    engine.check_integrity()
+    assert engine.stats.generation_tokens >= 4 * 9 + 9
