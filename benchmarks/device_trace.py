@@ -31,6 +31,8 @@ NAMES: tuple[tuple[str, str], ...] = (
 )
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES]
 
+BLOCKED_COPY_US = 50.0  # starting a copy takes a few microseconds; a longer call waited for the device
+
 # Landmarks around -> what stands between them. Attention on both sides: the activation is inside a product.
 ORDERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("", "attention"): (("qkv",),),
@@ -68,12 +70,14 @@ def read_trace(path: Path) -> Trace:
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     on_device = ("kernel", "gpu_memcpy", "gpu_memset")
     kernels = [Kernel(e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") in on_device]
-    waiting = [
-        float(e["dur"])
-        for e in events
-        if e.get("cat") in ("cuda_runtime", "cuda_driver") and "Synchronize" in e["name"]
-    ]
+    calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    waiting = [float(e["dur"]) for e in calls if _waits(e["name"], e["dur"])]
     return Trace(sorted(kernels, key=lambda kernel: kernel.start), sum(waiting))
+
+
+def _waits(call: str, microseconds: float) -> bool:
+    """Copies to pageable memory wait inside the call that starts them."""
+    return "Synchronize" in call or ("Memcpy" in call and microseconds > BLOCKED_COPY_US)
 
 
 def parts_of(names: Sequence[str]) -> list[str]:

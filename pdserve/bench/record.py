@@ -38,12 +38,15 @@ def repeated(values: Sequence[float]) -> Json:
 
 
 def circumstances(commit: str | None = None) -> Json:
-    """What belongs beside every figure: commit, torch version, time, command line. commit: where git cannot say it."""
+    """What belongs beside every figure: commit, torch version, time, command line (of absolute paths the last part).
+    commit: where git cannot say it.
+    """
+    words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
     return {
         "commit": commit or git_commit(),
         "torch": importlib.metadata.version("torch"),
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": shlex.join(words),
     }
 
 

@@ -95,13 +95,15 @@ def test_a_trace_is_read_in_order_with_the_hosts_waiting(tmp_path: Path) -> None
         {"ph": "X", "cat": "kernel", "name": "a", "ts": 10.0, "dur": 5.0},
         {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy HtoD", "ts": 5.0, "dur": 1.0},
         {"ph": "X", "cat": "cuda_runtime", "name": "cudaEventSynchronize", "ts": 1.0, "dur": 7.0},
-        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1.0, "dur": 4.0},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": 1.0, "dur": 900.0},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaMemcpyAsync", "ts": 1.0, "dur": 4.0},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 1.0, "dur": 400.0},
         {"ph": "M", "name": "process_name"},
     ]
     (tmp_path / "t.json").write_text(json.dumps({"traceEvents": events}))
     trace = read_trace(tmp_path / "t.json")
     assert [kernel.name for kernel in trace.kernels] == ["Memcpy HtoD", "a", "b"]
-    assert trace.waiting_us == 7.0
+    assert trace.waiting_us == 907.0
 
 
 def test_the_floor_of_a_decode_step() -> None:

@@ -2,6 +2,7 @@
 
 import random
 import statistics
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,8 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     assert out.read_text() == '{"a": 1}\n{"b": 2}\n'
 
 
-def test_circumstances_take_the_given_commit() -> None:
+def test_circumstances_hold_the_given_commit_and_no_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/somewhere/pdserve", "bench", "--model", "/models/x", "--shape", "1x2x3"])
     facts = circumstances("abc1234")
-    assert facts["commit"] == "abc1234" and facts["torch"] and facts["command"]
+    assert facts["commit"] == "abc1234" and facts["torch"]
+    assert facts["command"] == "pdserve bench --model x --shape 1x2x3"
