@@ -26,7 +26,7 @@ from pdserve.kernels.attention_decode import decode_tiles, launch_decode
 from pdserve.kernels.attention_prefill import launch_prefill
 from pdserve.kernels.tiles import AttentionTiles
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, LAYERS = 32, 8, 128, 4096, 14336, 4
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 32, 8, 128, 4096, 14336, 4, 128256
 DTYPE = torch.bfloat16
 QKV_HEADS = HEADS + 2 * KV_HEADS
 
@@ -147,6 +147,44 @@ def copy_cases() -> Iterator[Case]:
     yield Case("copy_blocks 256 x 2 MiB", partial(triton_ops.copy_blocks, pool, src, dst), work, "TB/s")
 
 
+def sampling_cases() -> Iterator[Case]:
+    """From logits to tokens; the work counts the logits once, though some must read them twice. Normal logits are as
+    flat as it gets: a top_p alone keeps most of the vocabulary then.
+    """
+    for rows in (1, 64, 512):
+        logits = random(rows, VOCAB)
+        work = rows * VOCAB * DTYPE.itemsize
+        ones, zeros = (torch.full((rows,), value, device="cuda") for value in (1.0, 0.0))
+        keys = torch.randint(-(2**31), 2**31, (rows,), device="cuda").int()
+        top_k, off = (torch.full((rows,), value, dtype=torch.int32, device="cuda") for value in (50, VOCAB))
+        yield Case(f"sample {rows}, greedy", partial(triton_ops.draw_tokens, logits), work, "TB/s")
+        yield Case(f"sample {rows}, drawn", partial(triton_ops.draw_tokens, logits, ones, keys), work, "TB/s")
+        filtered = partial(filtered_draw, logits, ones, keys)
+        yield Case(f"sample {rows}, top_k 50, top_p 0.9", partial(filtered, top_k, ones * 0.9, zeros), work, "TB/s")
+        yield Case(f"sample {rows}, top_p 0.9", partial(filtered, off, ones * 0.9, zeros), work, "TB/s")
+        peaked = partial(filtered_draw, logits * 4, ones, keys)
+        yield Case(f"sample {rows}, top_p 0.9, peaked", partial(peaked, off, ones * 0.9, zeros), work, "TB/s")
+
+        counts = torch.zeros(rows + 1, VOCAB, dtype=torch.int32, device="cuda")
+        counts.scatter_(1, torch.randint(VOCAB, (rows + 1, 1000), device="cuda"), 1)
+        slots = torch.arange(1, rows + 1, dtype=torch.int32, device="cuda")
+        settings = counts, slots, ones * 1.1, ones * 0.1, ones * 0.1
+        yield Case(f"sample {rows}, penalties", partial(penalised_draw, logits, settings), work, "TB/s")
+        scores = partial(triton_ops.token_logprobs, logits, slots)
+        yield Case(f"sample {rows}, logprob of one token", partial(scores, 0), work, "TB/s")
+        yield Case(f"sample {rows}, logprobs of 5", partial(scores, 5), work, "TB/s")
+
+
+def filtered_draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *settings: torch.Tensor) -> None:
+    triton_ops.draw_tokens(logits, temperature, keys, triton_ops.cut_tokens(logits, temperature, *settings))
+
+
+def penalised_draw(logits: torch.Tensor, settings: tuple[torch.Tensor, ...]) -> None:
+    edited = logits.float()
+    triton_ops.apply_penalties(edited, *settings)
+    triton_ops.draw_tokens(edited)
+
+
 def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
     for block_size in block_sizes:
         yield from decode_cases(block_size, sweep)
@@ -154,6 +192,7 @@ def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
     for num_tokens in (64, 8192):
         yield from elementwise_cases(num_tokens)
     yield from copy_cases()
+    yield from sampling_cases()
 
 
 def measure(case: Case, ceilings: dict[str, float], commit: str) -> Result:

@@ -20,7 +20,7 @@ from pdserve.engine.cpu_memory import keep_freed_memory
 from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
 from pdserve.engine.model_runner import Fence, ModelRunner, StepOutput
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
-from pdserve.engine.sampler import Sampled, SampleRow, sample, token_logprobs
+from pdserve.engine.sampler import Sampled, Sampler, SampleRow
 from pdserve.engine.scheduler import Plan, Scheduler
 from pdserve.engine.sequence import Request, Sequence, Status
 from pdserve.kernels.ops import ops_for
@@ -108,6 +108,7 @@ class Engine:
         self.blocks = BlockManager(num_blocks, config.enable_prefix_caching)
         self.hasher = BlockHasher(self.model_fingerprint, config.block_size)
         self.scheduler = Scheduler(self.blocks, self.hasher, config.max_num_batched_tokens, config.max_num_seqs)
+        self.sampler = Sampler(ops, self.spec.vocab_size, config.max_num_seqs, self.device)
         self.max_model_len = min(config.max_model_len or self.spec.max_position, self.spec.max_position)
         self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * config.block_size)
         self.stats = EngineStats()
@@ -276,8 +277,8 @@ class Engine:
                     positions = range(start, min(start + SCORED_ROWS, end))
                     logits = self.runner.logits(computed.hidden, [first_row + p for p in positions])
                     targets = [request.prompt_token_ids[p + 1] for p in positions]
-                    counts = [request.sampling.prompt_logprobs] * len(targets)
-                    request.prompt_logprobs += token_logprobs(logits, targets, counts)
+                    num_top = request.sampling.prompt_logprobs or 0
+                    request.prompt_logprobs += self.sampler.score(logits, targets, num_top).fetch()
 
     def _advance(self, plan: Plan) -> list[Sequence]:
         """Count the computed rows, remember full blocks, and return the sequences that now sample."""
@@ -294,11 +295,14 @@ class Engine:
         rows: list[SampleRow] = []
         index: list[int] = []  # a sequence's row serves all choices that fork off it
         for i, seq in enumerate(row_of):
-            rows += [_sample_row(seq, choice) for choice in (seq.choice, *seq.pending_forks)]
+            for choice in (seq.choice, *seq.pending_forks):
+                rows.append(_sample_row(seq, choice, len(rows) + 1))
             index += [i] * (1 + len(seq.pending_forks))
         if len(index) > len(row_of):
             logits = logits[torch.tensor(index).to(self.device, non_blocking=True)]
-        sampled = iter(sample(logits, rows))
+        sampled = iter(self.sampler.sample(logits, rows).fetch())
+        for row in rows:
+            self.sampler.release(row.slot)
         self.stats.generation_tokens += len(rows)
         for seq in row_of:
             self._accept(seq, list(itertools.islice(sampled, 1 + len(seq.pending_forks))), result)
@@ -415,9 +419,17 @@ class Engine:
         self.blocks.check_integrity([*tables, *held, *(r.block_table for r in reservations)])
 
 
-def _sample_row(seq: Sequence, choice: int) -> SampleRow:
+def _sample_row(seq: Sequence, choice: int, slot: int) -> SampleRow:
     request = seq.request
-    return SampleRow(request.sampling, choice, seq.token_ids, request.num_prompt_tokens, request.stop_token_ids)
+    return SampleRow(
+        sampling=request.sampling,
+        choice=choice,
+        slot=slot,
+        position=seq.num_generated,
+        token_ids=seq.token_ids,
+        num_prompt_tokens=request.num_prompt_tokens,
+        stop_token_ids=request.stop_token_ids,
+    )
 
 
 def _device(name: str) -> torch.device:

@@ -1,16 +1,16 @@
-"""Counter-based random numbers: a function of (seed, choice, position, purpose, global token id) and of nothing else.
+"""Keys of counter-based random numbers: a draw is a function of (seed, choice, position, purpose, global token id) and
+of nothing else.
 
 So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id has its own number,
-and a rank that holds part of the vocabulary computes just its part. The mixer is a 32-bit finaliser (Wang/lowbias32
-style) applied to each word in turn; 64-bit products wrap, of which the low 32 bits are exact on every device.
+and a rank that holds part of the vocabulary computes just its part. The host knows all of a row's coordinates and makes
+its key here; kernels (reference.gumbel) turn keys and token ids into noise. Called by the sampler.
 """
 
 from enum import IntEnum
 
-import torch
-from torch import Tensor
+import numpy as np
 
-_MASK = 0xFFFFFFFF
+MASK_32 = 0xFFFFFFFF
 
 
 class Purpose(IntEnum):
@@ -21,28 +21,17 @@ class Purpose(IntEnum):
     SPECULATIVE_REJECT = 2
 
 
-def _mix(h: Tensor) -> Tensor:
-    h = (h ^ (h >> 16)) * 0x7FEB352D & _MASK
-    h = (h ^ (h >> 15)) * 0x846CA68B & _MASK
+def _mix(h: np.ndarray) -> np.ndarray:
+    """reference.mix_32: the low 32 bits of wrapped int64 products are exact."""
+    h = (h ^ (h >> 16)) * 0x7FEB352D & MASK_32
+    h = (h ^ (h >> 15)) * 0x846CA68B & MASK_32
     return h ^ (h >> 16)
 
 
-def row_keys(seeds: Tensor, choices: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
-    """int64 `[rows]` 32-bit keys of the draws at each row's (seed, choice, position). All inputs int64 `[rows]`."""
-    h = _mix((seeds & _MASK) ^ 0x9E3779B9)
-    h = _mix(h ^ ((seeds >> 32) & _MASK))
-    h = _mix(h ^ ((choices * 0x85EBCA6B) & _MASK))
-    h = _mix(h ^ ((positions * 0xC2B2AE35) & _MASK))
-    return _mix(h ^ (int(purpose) * 0x27D4EB2F & _MASK))
-
-
-def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 `[rows, tokens]`, for row keys `[rows]` and global token ids `[tokens]`.
-
-    argmax(log p + noise) draws from p (Gumbel-max). Two chained mixes a token: 32 random bits that also depend on
-    keys which differ in few bits.
-    """
-    bits = _mix(keys[:, None] ^ _mix(token_ids * 0x9E3779B1 + 0x165667B1 & _MASK)[None, :])
-    bits = _mix(bits + keys[:, None] & _MASK)
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
-    return (-torch.log(-torch.log(uniform))).to(torch.float32)
+def row_keys(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, purpose: Purpose) -> np.ndarray:
+    """int32 `[rows]`: the 32 bits of each row's key at its (seed, choice, position). All inputs int64 `[rows]`."""
+    h = _mix((seeds & MASK_32) ^ 0x9E3779B9)
+    h = _mix(h ^ ((seeds >> 32) & MASK_32))
+    h = _mix(h ^ ((choices * 0x85EBCA6B) & MASK_32))
+    h = _mix(h ^ ((positions * 0xC2B2AE35) & MASK_32))
+    return _mix(h ^ (int(purpose) * 0x27D4EB2F & MASK_32)).astype(np.uint32).view(np.int32)

@@ -82,6 +82,24 @@ class Ops(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """May return delta itself as the new residual."""
 
+    def draw_tokens(
+        self,
+        logits: Tensor,
+        temperature: Tensor | None = None,
+        keys: Tensor | None = None,
+        cut: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor: ...
+
+    def cut_tokens(
+        self, logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def apply_penalties(
+        self, logits: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    ) -> None: ...
+
+    def token_logprobs(self, logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
 
 def ops_for(device: torch.device) -> Ops:
     """The ops for tensors on `device`: plain torch on "cpu", Triton on "cuda"; ValueError for anything else."""

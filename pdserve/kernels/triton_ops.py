@@ -1,5 +1,6 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-elementwise.py, kv_cache.py, attention_decode.py and attention_prefill.py; reference.py documents each function.
+elementwise.py, kv_cache.py, attention_decode.py, attention_prefill.py and sampling.py; reference.py documents each
+function.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -15,8 +16,10 @@ from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_de
 from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_silu_mul
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
+from pdserve.kernels.sampling import launch_cut, launch_draw, launch_penalties, launch_token_logprobs
 
 INTERPRETER_SMS = 8
+SAMPLING_PROGRAMS = 8  # an SM: enough reads in flight of kernels that do little else
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -135,6 +138,47 @@ def paged_prefill(
     tiles = prefill_tiles(q.shape[1] // kv.shape[1], q.shape[2], q.dtype)
     longest = max(max_query_len, 1)
     return launch_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, longest, scale, tiles)
+
+
+def draw_tokens(
+    logits: Tensor,
+    temperature: Tensor | None = None,
+    keys: Tensor | None = None,
+    cut: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """reference.draw_tokens."""
+    _check_rows(logits=logits)
+    if len(logits) == 0:
+        return torch.empty(0, dtype=torch.int32, device=logits.device)
+    return launch_draw(logits, temperature, keys, cut, SAMPLING_PROGRAMS * _num_sms(logits.device))
+
+
+def cut_tokens(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """reference.cut_tokens."""
+    _check_rows(logits=logits)
+    return launch_cut(logits, temperature, top_k, top_p, min_p)
+
+
+def apply_penalties(
+    logits: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+) -> None:
+    """reference.apply_penalties."""
+    _check_ids(logits=logits, counts=counts)
+    launch_penalties(logits, counts, slots, repetition, frequency, presence)
+
+
+def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """reference.token_logprobs; the alternatives by torch.topk."""
+    _check_rows(logits=logits)
+    _check_ids(tokens=tokens)
+    logprobs, ranks, lse = launch_token_logprobs(logits, tokens, SAMPLING_PROGRAMS * _num_sms(logits.device))
+    if num_top == 0:
+        none = logits.new_empty(len(logits), 0, dtype=torch.float32)
+        return logprobs, ranks, none, none.long()
+    values, ids = logits.topk(num_top, dim=-1)
+    return logprobs, ranks, values.float() - lse[:, None], ids
 
 
 @lru_cache

@@ -20,9 +20,10 @@ from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.model_runner import Fence, StepOutput
 from pdserve.engine.protocol import Delta, PromptScored, RequestKey, SamplingParams, Start, Submit, TokenLogprob
-from pdserve.engine.sampler import SampleRow, sample
+from pdserve.engine.sampler import Sampler, SampleRow
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
+from pdserve.kernels import reference
 
 _names = itertools.count()
 
@@ -157,9 +158,10 @@ def alone(
     tokens = [*prompt, *forced]
     digest = prefix_digests(tokens)[-1]
     request = engine.make_request(submit_of(prompt, sampling))
+    sampler = Sampler(reference, engine.spec.vocab_size, 1, torch.device("cpu"))
     while True:
-        row = SampleRow(sampling, choice, tokens, len(prompt), request.stop_token_ids)
-        [sampled] = sample(prefix_logits(digest, engine.spec.vocab_size)[None], [row])
+        row = SampleRow(sampling, choice, 1, len(tokens) - len(prompt), tokens, len(prompt), request.stop_token_ids)
+        [sampled] = sampler.sample(prefix_logits(digest, engine.spec.vocab_size)[None], [row]).fetch()
         tokens.append(sampled.token_id)
         digest = _extend(digest, sampled.token_id)
         generated = len(tokens) - len(prompt)

@@ -262,7 +262,7 @@ def test_blocks_are_copied_with_contiguous_ids(tiny_llama: Path, monkeypatch: py
 def test_a_row_to_sample_copies_no_tokens(tiny_llama: Path) -> None:
     """Else every step would cost more the longer its sequences are."""
     seq = Sequence(make_engine(tiny_llama).make_request(submit_of([1, 2, 3], GREEDY)), 0, [1] * 103)
-    row = _sample_row(seq, 0)
+    row = _sample_row(seq, 0, 1)
     assert row.token_ids is seq.token_ids and row.position == 100
 
 

@@ -12,11 +12,10 @@ import torch
 from engine.harness import Driver, make_engine
 from tiny_models import make_tiny
 
-from pdserve.engine import engine as engine_module
 from pdserve.engine import model_runner
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import SamplingParams, Start
-from pdserve.engine.sampler import Sampled, SampleRow, sample
+from pdserve.engine.sampler import SampledTokens, Sampler, SampleRow
 
 Logits = dict[tuple[int, ...], torch.Tensor]  # prefix (prompt and output) -> the logits behind it
 
@@ -25,16 +24,17 @@ Logits = dict[tuple[int, ...], torch.Tensor]  # prefix (prompt and output) -> th
 def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
     """Everything that is sampled from; the same prefix must come with the same bits."""
     logits_of: Logits = {}
+    sample = Sampler.sample
 
-    def spy(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
+    def spy(self: Sampler, logits: torch.Tensor, rows: list[SampleRow]) -> SampledTokens:
         for row, values in zip(rows, logits, strict=True):
             before = logits_of.setdefault(tuple(row.token_ids), values.clone())
             assert torch.equal(values, before), (
                 f"another {(values - before).abs().max():.1e} after {len(row.token_ids)}"
             )
-        return sample(logits, rows)
+        return sample(self, logits, rows)
 
-    monkeypatch.setattr(engine_module, "sample", spy)
+    monkeypatch.setattr(Sampler, "sample", spy)
     return logits_of
 
 

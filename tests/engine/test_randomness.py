@@ -3,18 +3,26 @@
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from pdserve.engine.protocol import MAX_SEED
-from pdserve.engine.randomness import Purpose, gumbel, row_keys
+from pdserve.engine.randomness import Purpose, row_keys
+from pdserve.kernels.reference import gumbel
 
 FROZEN_KEY = [42661198]
 FROZEN_GUMBEL = [0.418657, 2.03418, 1.328948]
 
 
 def keys(seed: int = 0, choice: int = 0, position: int = 0, purpose: Purpose = Purpose.SAMPLE) -> torch.Tensor:
-    return row_keys(torch.tensor([seed]), torch.tensor([choice]), torch.tensor([position]), purpose)
+    return keys_of(*(np.array([number], dtype=np.int64) for number in (seed, choice, position)), purpose)
+
+
+def keys_of(
+    seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, purpose: Purpose = Purpose.SAMPLE
+) -> torch.Tensor:
+    return torch.from_numpy(row_keys(seeds, choices, positions, purpose))
 
 
 def noise(num_tokens: int = 4096, **where: Any) -> torch.Tensor:
@@ -53,10 +61,10 @@ def test_each_coordinate_counts() -> None:
 
 def test_uniform_over_tokens_and_over_positions() -> None:
     over_tokens = uniform(noise(1 << 16, seed=1))
-    positions = torch.arange(1 << 16)
-    zeros = torch.zeros_like(positions)
-    over_positions = uniform(gumbel(row_keys(zeros, zeros, positions, Purpose.SAMPLE), torch.tensor([42]))[:, 0])
-    over_seeds = uniform(gumbel(row_keys(positions, zeros, zeros, Purpose.SAMPLE), torch.tensor([7]))[:, 0])
+    positions = np.arange(1 << 16)
+    zeros = np.zeros_like(positions)
+    over_positions = uniform(gumbel(keys_of(zeros, zeros, positions), torch.tensor([42]))[:, 0])
+    over_seeds = uniform(gumbel(keys_of(positions, zeros, zeros), torch.tensor([7]))[:, 0])
     for values in (over_tokens, over_positions, over_seeds):
         counts = torch.histc(values, bins=256, min=0, max=1)
         assert abs(chi_square(counts, torch.full((256,), len(values) / 256))) < 5
@@ -64,8 +72,8 @@ def test_uniform_over_tokens_and_over_positions() -> None:
 
 def test_neighbours_are_independent() -> None:
     """Of positions and of token ids: their low bits differ in a few places only."""
-    zeros = torch.zeros(4096, dtype=torch.int64)
-    grid = uniform(gumbel(row_keys(zeros, zeros, torch.arange(4096), Purpose.SAMPLE), torch.arange(16))) - 0.5
+    zeros = np.zeros(4096, dtype=np.int64)
+    grid = uniform(gumbel(keys_of(zeros, zeros, np.arange(4096)), torch.arange(16))) - 0.5
     for a, b in ((grid[1:], grid[:-1]), (grid[:, 1:], grid[:, :-1]), (grid[2:], grid[:-2])):
         assert abs((a * b).mean().item() * 12) < 5 / math.sqrt(a.numel())
 
@@ -87,7 +95,7 @@ def test_a_shard_of_the_vocabulary_draws_its_part() -> None:
 
 
 def test_rows_do_not_see_each_other() -> None:
-    seeds, positions = torch.arange(10), torch.arange(10) * 3
-    together = gumbel(row_keys(seeds, seeds % 3, positions, Purpose.SAMPLE), torch.arange(100))
+    seeds = np.arange(10)
+    together = gumbel(keys_of(seeds, seeds % 3, seeds * 3), torch.arange(100))
     for i in range(10):
         assert torch.equal(together[i], noise(100, seed=i, choice=i % 3, position=3 * i))

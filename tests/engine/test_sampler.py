@@ -1,8 +1,11 @@
 """From logits to tokens: against transformers' logits processors, against the distributions themselves, and by hand."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -13,21 +16,39 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pdserve.engine.protocol import SamplingParams
-from pdserve.engine.sampler import SampleRow, _adjust, _filter, sample, token_logprobs
+from pdserve.engine.protocol import MAX_SEED, SamplingParams, TokenLogprob
+from pdserve.engine.sampler import Sampled, Sampler, SampleRow, _Staged, to_device
+from pdserve.kernels import reference
+from pdserve.kernels.ops import Ops, ops_for
 
 VOCAB = 50
+CPU = torch.device("cpu")
 
 
 def logits_of(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Tensor:
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def sampler_of(vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = reference, device: str = "cpu") -> Sampler:
+    return Sampler(ops, vocab, max_num_seqs, torch.device(device))
+
+
 def row_of(
-    prompt: tuple[int, ...] = (1, 2), output: tuple[int, ...] = (), choice: int = 0, stops: Any = (), **sampling: Any
+    prompt: tuple[int, ...] = (1, 2),
+    output: tuple[int, ...] = (),
+    choice: int = 0,
+    stops: Any = (),
+    slot: int = 1,
+    **sampling: Any,
 ) -> SampleRow:
     params = SamplingParams(**{"seed": 0, **sampling})
-    return SampleRow(params, choice, [*prompt, *output], len(prompt), frozenset(stops))
+    return SampleRow(params, choice, slot, len(output), [*prompt, *output], len(prompt), frozenset(stops))
+
+
+def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
+    """By a new sampler, with a slot for each row."""
+    rows = [replace(row, slot=i + 1) for i, row in enumerate(rows)]
+    return sampler_of(logits.shape[-1], len(rows)).sample(logits, rows).fetch()
 
 
 def tokens(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
@@ -35,11 +56,23 @@ def tokens(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
 
 
 def adjusted(row: SampleRow, logits: torch.Tensor | None = None) -> torch.Tensor:
-    return _adjust(logits_of() if logits is None else logits, [row])[0]
+    sampler, staged = sampler_of(), _Staged()
+    sampler._stage_edits(staged, [row])
+    staged.send(CPU)
+    return sampler._edited(logits_of() if logits is None else logits, staged)[0]
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    return _filter(logits / params.temperature, [params] * len(logits)).softmax(-1)
+    sampler, staged = sampler_of(logits.shape[-1]), _Staged()
+    sampler._stage_draws(staged, [SampleRow(params, 0, 1, 0, [], 0, frozenset())] * len(logits))
+    staged.send(CPU)
+    scaled = logits / params.temperature
+    if "top_k" in staged:
+        names = ("temperature", "top_k", "top_p", "min_p")
+        value, last = (x[:, None] for x in reference.cut_tokens(logits, *(staged[name] for name in names)))
+        outside = (logits < value) | ((logits == value) & (torch.arange(logits.shape[-1]) > last))
+        scaled = scaled.masked_fill(outside, -math.inf)
+    return scaled.softmax(-1)
 
 
 WARPERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
@@ -214,14 +247,257 @@ def test_logprobs_are_of_the_unchanged_distribution() -> None:
 
 
 def test_numbers_of_alternatives() -> None:
-    logits = logits_of(4)
-    entries = token_logprobs(logits, [0, 1, 2, 3], [None, 0, 2, VOCAB + 10])
-    assert entries[0] is None
-    assert [len(entry.top) for entry in entries[1:]] == [0, 2, VOCAB]  # type: ignore[union-attr]
-    assert token_logprobs(logits, [0] * 4, [None] * 4) == [None] * 4
-    assert entries[3] is not None and math.fsum(math.exp(p) for _, p in entries[3].top) == pytest.approx(1.0, abs=1e-5)
+    rows = [row_of(temperature=0, logprobs=count) for count in (None, 0, 2, VOCAB + 10)]
+    first, *entries = [sampled.logprob for sampled in sample(logits_of(4), rows)]
+    assert first is None
+    assert [len(entry.top) for entry in entries if entry] == [0, 2, VOCAB]
+    assert entries[2] is not None and math.fsum(math.exp(p) for _, p in entries[2].top) == pytest.approx(1.0, abs=1e-5)
+
+
+def test_scores_of_given_tokens() -> None:
+    logits, sampler = logits_of(5), sampler_of()
+    scores = sampler.score(logits, [4, 3, 2, 1, 0], 2).fetch()
+    logp = logits.log_softmax(-1)
+    for i, entry in enumerate(scores):
+        assert entry.token_id == 4 - i
+        assert entry.logprob == pytest.approx(logp[i, 4 - i].item(), abs=1e-6)
+        assert [token for token, _ in entry.top] == logp[i].topk(2).indices.tolist()
+
+
+def test_alternatives_are_looked_up_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = sampler_of().score(logits_of(9), [3] * 9, 4).fetch()
+    monkeypatch.setattr("pdserve.engine.sampler.TOP_ENTRIES", 10)
+    seen: list[int] = []
+
+    def spy(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Any:
+        seen.append(len(logits) * num_top)
+        return token_logprobs(logits, tokens, num_top)
+
+    token_logprobs = reference.token_logprobs
+    monkeypatch.setattr(reference, "token_logprobs", spy)
+    assert sampler_of().score(logits_of(9), [3] * 9, 4).fetch() == whole
+    assert len(seen) == 5 and max(seen) <= 10
 
 
 def test_equal_logits_share_the_better_rank() -> None:
-    [entry] = token_logprobs(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), [2], [0])
-    assert entry is not None and entry.rank == 1
+    [entry] = sampler_of(4).score(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), [2], 0).fetch()
+    assert isinstance(entry, TokenLogprob) and entry.rank == 1
+
+
+GOLDEN_ROWS: list[dict[str, Any]] = [
+    {"seed": 0},
+    {"seed": -1},
+    {"seed": MAX_SEED},
+    {"seed": 12345, "choice": 3},
+    {"seed": 7, "output": (500, 501, 502, 503, 504), "temperature": 0.7},
+    {"seed": 1 << 40, "top_k": 20},
+    {"seed": 5, "top_p": 0.9},
+    {"seed": 9, "min_p": 0.3},
+    {"seed": 2, "top_k": 40, "top_p": 0.5, "temperature": 1.5},
+    {
+        "seed": 3,
+        "output": (500, 501),
+        "presence_penalty": 1.5,
+        "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2,
+    },
+    {"seed": 4, "logit_bias": {7: 3.0}},
+    {"temperature": 0},
+]
+GOLDEN_TOKENS = [997, 725, 905, 917, 424, 499, 374, 630, 238, 237, 371, 200]
+
+
+def golden_logits() -> torch.Tensor:
+    """12 x 1000, exact in every float type's arithmetic."""
+    numbers = torch.arange(len(GOLDEN_ROWS) * 1000, dtype=torch.int64)
+    return ((numbers * 2654435761 % 65536).float() / 8192).view(-1, 1000)
+
+
+def golden_rows() -> list[SampleRow]:
+    return [row_of((1, 2, 3), slot=i + 1, **row) for i, row in enumerate(GOLDEN_ROWS)]
+
+
+def test_the_draws_never_change() -> None:
+    """A request that resumes on another host, or after an update, must draw the same."""
+    assert tokens(golden_logits(), golden_rows()) == GOLDEN_TOKENS
+
+
+# --- what stays on the device between samples ---
+
+PENALTIES: dict[str, Any] = {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.4}
+
+
+class Sequences:
+    """Some sequences that sample one token a step from logits of their own, collected `lag` steps later."""
+
+    def __init__(self, sampler: Sampler, lag: int, rows: list[SampleRow], vocab: int = VOCAB) -> None:
+        self.sampler, self.lag, self.rows, self.vocab = sampler, lag, rows, vocab
+        self.in_flight: list[Any] = []
+        self.outputs: list[list[int]] = [[] for _ in rows]
+
+    def step(self, step: int) -> None:
+        logits = logits_of(len(self.rows), 100 + step, self.vocab).to(self.sampler.device)
+        self.in_flight.append(self.sampler.sample(logits, self.rows))
+        self.rows = [replace(row, position=row.position + 1) for row in self.rows]
+        if len(self.in_flight) > self.lag:
+            self.collect()
+
+    def collect(self) -> None:
+        for row, output, sampled in zip(self.rows, self.outputs, self.in_flight.pop(0).fetch(), strict=True):
+            row.token_ids.append(sampled.token_id)
+            output.append(sampled.token_id)
+
+
+def mixed_rows() -> list[SampleRow]:
+    return [
+        row_of((1, 2, 3, 2), slot=3, temperature=0, **PENALTIES),
+        row_of((5,), (7, 7, 9), slot=1, seed=4, **PENALTIES),
+        row_of((5,), slot=6, temperature=0),
+        row_of((5,), slot=2, temperature=0, presence_penalty=2.0, logprobs=1),
+        row_of((5,), slot=4, temperature=0, logit_bias={8: 3.0}, stops={4, 9}, min_tokens=3),
+    ]
+
+
+def run_steps(sampler: Sampler, lag: int, num_steps: int = 12) -> list[list[int]]:
+    sequences = Sequences(sampler, lag, mixed_rows())
+    for step in range(num_steps):
+        sequences.step(step)
+    while sequences.in_flight:
+        sequences.collect()
+    return sequences.outputs
+
+
+def test_tokens_in_flight_count_once() -> None:
+    """The penalties see every token exactly once, whether the host knows it yet or not."""
+    at_once = run_steps(sampler_of(), 0)
+    assert run_steps(sampler_of(), 1) == run_steps(sampler_of(), 3) == at_once
+    afresh: list[list[int]] = [[] for _ in mixed_rows()]  # counted from the host's tokens at each step
+    for step in range(12):
+        rows = [
+            replace(row, token_ids=row.token_ids + output, position=row.position + len(output))
+            for row, output in zip(mixed_rows(), afresh, strict=True)
+        ]
+        for output, token in zip(afresh, tokens(logits_of(len(rows), 100 + step), rows), strict=True):
+            output.append(token)
+    assert afresh == at_once
+    assert len(set(at_once[3])) > len(set(at_once[2])), "the penalties change nothing here"
+
+
+def test_a_slot_forgets_its_sequence() -> None:
+    sampler = sampler_of()
+    run_steps(sampler, 1)
+    for slot in range(1, 7):
+        sampler.release(slot)
+    assert run_steps(sampler, 0) == run_steps(sampler_of(), 0)
+
+
+def test_a_sequence_that_starts_over_is_counted_anew() -> None:
+    """A position that does not follow the last one: what the device counted is not this sequence's history."""
+    sampler, logits = sampler_of(), logits_of(seed=3)
+    first = row_of(slot=2, temperature=0, **PENALTIES)
+    sampler.sample(logits, [first])
+    again = row_of((1, 2), (30, 31, 30), slot=2, temperature=0, **PENALTIES)
+    assert sampler.sample(logits, [again]).fetch() == sample(logits, [again])
+
+
+def test_unknown_tokens_cannot_be_counted() -> None:
+    with pytest.raises(AssertionError, match="in flight"):
+        sampler_of().sample(logits_of(), [replace(row_of(**PENALTIES), position=1)])
+    with pytest.raises(AssertionError, match="slot 5 lies outside"):
+        sampler_of(max_num_seqs=4).sample(logits_of(), [row_of(slot=5, **PENALTIES)])
+
+
+def test_all_greedy_rows_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def send(*_: Any) -> None:
+        raise AssertionError("something was sent")
+
+    rows = [row_of(temperature=0, slot=i + 1, top_k=3, min_tokens=4, logprobs=1) for i in range(3)]
+    want = tokens(logits_of(3), rows)
+    monkeypatch.setattr("pdserve.engine.sampler.to_device", send)
+    assert [s.token_id for s in sampler_of().sample(logits_of(3), rows).fetch()] == want
+    with pytest.raises(AssertionError, match="something was sent"):
+        sampler_of().sample(logits_of(), [row_of()])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_logits_are_widened(dtype: torch.dtype) -> None:
+    logits = golden_logits().to(dtype)
+    narrow, wide = (sampler_of(1000).sample(x, golden_rows()) for x in (logits, logits.float()))
+    assert narrow.fetch() == wide.fetch()
+    assert narrow.token_ids.dtype == torch.int32
+
+
+@pytest.mark.gpu
+class TestOnTheDevice:
+    def on_gpu(self, vocab: int = VOCAB, max_num_seqs: int = 16) -> Sampler:
+        return sampler_of(vocab, max_num_seqs, ops_for(torch.device("cuda")), "cuda")
+
+    def test_the_draws_are_the_cpus(self) -> None:
+        sampled = self.on_gpu(1000).sample(golden_logits().cuda(), golden_rows()).fetch()
+        assert [s.token_id for s in sampled] == GOLDEN_TOKENS
+
+    def test_tokens_in_flight_count_once(self) -> None:
+        assert run_steps(self.on_gpu(), 0) == run_steps(self.on_gpu(), 2) == run_steps(sampler_of(), 0)
+
+    def test_logprobs_are_the_cpus(self) -> None:
+        rows = [replace(row, sampling=SamplingParams(seed=1, logprobs=i)) for i, row in enumerate(golden_rows())]
+        on_gpu, on_cpu = (
+            [s.logprob for s in sampler.sample(golden_logits().to(sampler.device), rows).fetch()]
+            for sampler in (self.on_gpu(1000), sampler_of(1000))
+        )
+        for a, b in zip(on_gpu, on_cpu, strict=True):
+            assert a is not None and b is not None
+            assert (a.token_id, a.rank, len(a.top)) == (b.token_id, b.rank, len(b.top))
+            assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
+            assert [p for _, p in a.top] == pytest.approx([p for _, p in b.top], abs=1e-5)
+
+    def test_nothing_waits_for_the_device(self) -> None:
+        sampler, logits = self.on_gpu(1000), golden_logits().cuda()
+        rows = [replace(row, sampling=replaced(row.sampling, logprobs=3)) for row in golden_rows()]
+        rows[0] = replace(rows[0], stop_token_ids=frozenset({3}), sampling=replaced(rows[0].sampling, min_tokens=9))
+        sampler.sample(logits, rows).fetch()  # compiles
+        sampler.release(10)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            torch.cuda._sleep(1_000_000_000)
+            sampled, scores = sampler.sample(logits, rows), sampler.score(logits, [1] * len(rows), 2)
+            asleep = torch.cuda.Event()
+            asleep.record()
+            assert not asleep.query()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda._sleep(4_000_000_000)  # behind the sample: fetch must not wait for it
+        behind = torch.cuda.Event()
+        behind.record()
+        assert len(sampled.fetch()) == len(scores.fetch()) == len(rows)
+        assert not behind.query()
+
+    def test_memory_stays_within_what_is_said(self) -> None:
+        vocab, num_rows = 128256, 64
+        sampler = self.on_gpu(vocab, num_rows)
+        logits = torch.randn(num_rows, vocab, device="cuda")
+        rows = [row_of(slot=i + 1, seed=i, top_p=0.9, logprobs=20, **PENALTIES) for i in range(num_rows)]
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        sampler.sample(logits, rows).fetch()
+        peak = torch.cuda.max_memory_allocated() - before
+        assert peak <= sampler.peak_bytes(num_rows) + sampler.state_bytes()
+        assert peak >= num_rows * vocab * 4 + sampler.state_bytes()
+
+
+def replaced(params: SamplingParams, **changes: Any) -> SamplingParams:
+    return msgspec.structs.replace(params, **changes)
+
+
+def test_packed_arrays_arrive_whole() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arrays = {
+        "odd": np.arange(3, dtype=np.int32),
+        "wide": np.arange(5, dtype=np.int64) << 40,
+        "floats": np.linspace(0, 1, 7, dtype=np.float32),
+    }
+    for name, tensor in to_device(arrays, device).items():
+        assert tensor.device.type == device.type
+        assert np.array_equal(tensor.cpu().numpy(), arrays[name]) and tensor.cpu().numpy().dtype == arrays[name].dtype
