@@ -143,6 +143,8 @@ def _check_booleans(params: SamplingParams) -> None:
             raise ValueError(f"{name} must be true or false, not {getattr(params, name)!r}")
 
 
+# A field added at the end of an array, with a default, does not change it: older readers skip it, newer ones do
+# without.
 PROTOCOL_VERSION = 1
 
 
@@ -298,11 +300,22 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     peers: tuple["PeerStatus", ...] = ()
 
 
+class LegTimes(msgspec.Struct, frozen=True, array_like=True):
+    """Seconds of a leg at its worker up to now: waiting (for blocks, a slot, or a transfer), from its first step to the
+    prompt's end, from there on; and for how much of the latter two the device was busy."""
+
+    queue_s: float
+    prefill_s: float
+    decode_s: float
+    device_s: float
+
+
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     """New tokens of one choice. position: index of the first among the choice's generated tokens (0 = first). logprobs:
     one a token when asked for. A gap between two positions of a leg means a lost message: the leg has failed.
 
-    stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None.
+    stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None. times: with the last
+    token that the leg gives the choice.
     """
 
     request_id: str
@@ -313,6 +326,7 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    times: LegTimes | None = None
 
 
 class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):

@@ -10,10 +10,14 @@ Knows nothing of devices, sampling or hand-off; called by the engine.
 """
 
 from bisect import insort
+from collections import deque
 from dataclasses import dataclass, field
 
 from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
+from pdserve.engine.protocol import RequestKey
 from pdserve.engine.sequence import Sequence, Status
+
+ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
 
 
 @dataclass
@@ -39,6 +43,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -111,6 +116,7 @@ class Scheduler:
             count = min(seq.num_uncomputed, budget)
             self._provide(seq, count, plan)
             self.waiting.pop(0)
+            self.admitted.append(seq.request.key)
             seq.status = Status.RUNNING
             insort(self.running, seq, key=lambda s: s.order)
             plan.num_tokens[seq] = count

@@ -6,6 +6,7 @@ generation as soon as its client is gone. Knows no workers. Built by `cluster/` 
 
 import asyncio
 import logging
+import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
@@ -81,6 +82,7 @@ class _Api:
         return call
 
     async def completions(self, request: Request) -> Response:
+        received = time.perf_counter()
         call = parse(await _read_body(request, self.service.config.max_body_bytes), CompletionRequest)
         self._check_model(call.model)
         generation = await self.service.admit(
@@ -92,9 +94,10 @@ class _Api:
             add_special_tokens=call.add_special_tokens is not False,
         )
         responder = CompletionResponder(call, generation, self.service.tokenizer)
-        return await _answer(request, generation, responder, bool(call.stream), call.include_usage)
+        return await _answer(request, generation, responder, bool(call.stream), call.include_usage, received)
 
     async def chat(self, request: Request) -> Response:
+        received = time.perf_counter()
         call = parse(await _read_body(request, self.service.config.max_body_bytes), ChatRequest)
         self._check_model(call.model)
         sampling = call.sampling()
@@ -109,7 +112,7 @@ class _Api:
             cache_salt=call.cache_salt or "",
         )
         responder = ChatResponder(call, generation, self.service.tokenizer)
-        return await _answer(request, generation, responder, bool(call.stream), call.include_usage)
+        return await _answer(request, generation, responder, bool(call.stream), call.include_usage, received)
 
     async def models(self, request: Request) -> Response:
         workers = self.service.fleet.decode_workers
@@ -152,22 +155,30 @@ def _request_id(request: Request, prefix: str) -> str:
 
 
 async def _answer(
-    request: Request, generation: Generation, responder: Responder, streams: bool, include_usage: bool
+    request: Request,
+    generation: Generation,
+    responder: Responder,
+    streams: bool,
+    include_usage: bool,
+    received: float,
 ) -> Response:
+    """received: perf_counter() when the request came."""
     watch = _ClientWatch(request.receive)
     try:
         if streams:
             batches = generation.stream()
             # the first tokens decide between an error status and a stream
             first = await watch.unless_gone(anext(batches))
-            return _EventStream(generation, batches, first, responder, watch, include_usage)
+            return _EventStream(generation, batches, first, responder, watch, include_usage, received)
         results = await watch.unless_gone(generation.collect())
     except BaseException:
         generation.close()
         watch.close()
         raise
     watch.close()
-    return _json(responder.whole(results))
+    answer = _json(responder.whole(results))
+    generation.served(received)
+    return answer
 
 
 class _ClientWatch:
@@ -216,6 +227,7 @@ class _EventStream(Response):
         responder: Responder,
         watch: _ClientWatch,
         include_usage: bool,
+        received: float,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -225,10 +237,12 @@ class _EventStream(Response):
         self._responder = responder
         self._watch = watch
         self._include_usage = include_usage
+        self._received = received
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._watch.unless_gone(self._send_all(send))
+            self._generation.served(self._received)
         except (_ClientGone, OSError):
             logger.debug("client left %s", self._generation.request_id)
         finally:

@@ -25,6 +25,7 @@ from pdserve.engine.protocol import (
     Failed,
     FinishReason,
     Handoff,
+    LegTimes,
     Phase,
     PromptScored,
     RequestKey,
@@ -112,6 +113,7 @@ class RequestRun:
         self._clock = _Clock(dispatcher.metrics, sampling.n)
         self._inbox = Inbox()
         self._legs: list[Leg] = []
+        self._leg_times: dict[int, LegTimes] = {}  # by attempt, the newest
         self._plan: Plan | None = None
         self._excluded: set[str] = set()
         self._fingerprint: str | None = None
@@ -145,6 +147,12 @@ class RequestRun:
         finally:
             self.close()
             self._clock.end(outcome, self.record.cached_tokens or 0)
+
+    def served(self, received: float) -> None:
+        """The answer's last byte is out. received: perf_counter() when the HTTP request came."""
+        if self.record.finished:
+            now = time.perf_counter()
+            self._shared.metrics.served(now - received, self._clock.started - received, self._leg_times.values())
 
     def close(self) -> None:
         """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
@@ -215,6 +223,8 @@ class RequestRun:
     def _handle(self, leg: Leg, event: LegEvent, chunks: dict[int, Chunk]) -> None:
         if isinstance(event, Delta):
             accepted = self.record.accept(event)
+            if event.times is not None:
+                self._leg_times[leg.key.attempt] = event.times
             if accepted is not None:
                 self._accept(leg, accepted, chunks)
         elif isinstance(event, Handoff):
@@ -357,7 +367,7 @@ class _Clock:
 
     def __init__(self, metrics: RouterMetrics, n: int) -> None:
         self._metrics = metrics
-        self._started = time.perf_counter()
+        self.started = time.perf_counter()
         self._first: list[float | None] = [None] * n
         self._last = [0.0] * n
         self._counts = [0] * n
@@ -367,7 +377,7 @@ class _Clock:
         now = time.perf_counter()
         if self._first[choice] is None:
             self._first[choice] = now
-            self._metrics.ttft.observe(now - self._started)
+            self._metrics.ttft.observe(now - self.started)
         else:
             self._metrics.itl.observe(now - self._last[choice])
         self._last[choice] = now
@@ -384,7 +394,7 @@ class _Clock:
         self._metrics.requests.labels(outcome).inc()
         self._metrics.cached_tokens.inc(num_cached_tokens)
         if outcome == "ok":
-            self._metrics.latency.observe(time.perf_counter() - self._started)
+            self._metrics.latency.observe(time.perf_counter() - self.started)
         for first, last, count in zip(self._first, self._last, self._counts, strict=True):
             if first is not None and count > 1:
                 self._metrics.tpot.observe((last - first) / (count - 1))

@@ -6,7 +6,7 @@ labels worker and role. Knows no HTTP. Counted by `router.dispatch` and `router.
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
-from pdserve.engine.protocol import MetricFamily, Sample
+from pdserve.engine.protocol import LegTimes, MetricFamily, Sample
 from pdserve.router.fleet import Fleet
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
@@ -77,6 +77,26 @@ class RouterMetrics:
         self.itl = self._histogram("inter_token_latency", "Between two messages of a choice.", _TOKEN_S)
         self.tpot = self._histogram("time_per_output_token", "Mean over a choice behind its first token.", _TOKEN_S)
         self.latency = self._histogram("request_latency", "From admission to the end of a prompt.", _LATENCY_S)
+        self.e2e = self._histogram("e2e_request_latency", "From an HTTP request to its answer's last byte.", _LATENCY_S)
+        self.time = self._counter(
+            "request_time_seconds", "Time of answered HTTP requests by what it went into.", "part"
+        )
+
+    def served(self, total_s: float, admission_s: float, legs: Collection[LegTimes]) -> None:
+        """An HTTP request of one prompt was answered. total_s: to the last byte; admission_s: until its prompt was sent
+        to a worker. The parts add up to total_s: what neither admission nor a worker took is transport (messages both
+        ways, this event loop, text and JSON, the client's own pace)."""
+        device = sum(leg.device_s for leg in legs)
+        parts = {
+            "admission": admission_s,
+            "queue": sum(leg.queue_s for leg in legs),
+            "engine_host": sum(leg.prefill_s + leg.decode_s for leg in legs) - device,
+            "device": device,
+        }
+        parts["transport"] = max(0.0, total_s - sum(parts.values()))
+        self.e2e.observe(total_s)
+        for part, seconds in parts.items():
+            self.time.labels(part).inc(max(0.0, seconds))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)

@@ -82,6 +82,12 @@ class Generation:
     def num_generated_tokens(self) -> int:
         return sum(run.record.num_tokens for run in self._runs)
 
+    def served(self, received: float) -> None:
+        """Count where the time went; only of calls with one prompt, since several share their time. received:
+        perf_counter() when the HTTP request came."""
+        if len(self._runs) == 1:
+            self._runs[0].served(received)
+
     def close(self) -> None:
         """Cancel everything at the workers. Idempotent; does not wait, so it works from a task that is being
         cancelled."""

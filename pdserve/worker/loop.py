@@ -23,6 +23,7 @@ from pdserve.engine.protocol import (
     Cancel,
     Command,
     ConnectPeer,
+    Delta,
     DisconnectPeer,
     Event,
     EventBatch,
@@ -30,6 +31,7 @@ from pdserve.engine.protocol import (
     Handoff,
     Hello,
     PeerStatus,
+    PromptScored,
     RequestKey,
     RouterLost,
     Snapshot,
@@ -39,6 +41,7 @@ from pdserve.engine.protocol import (
 )
 from pdserve.kvtransfer.connector import KVReceiver, KVSender
 from pdserve.prefill.phase import PrefillPhase
+from pdserve.worker.leg_clock import LegClock
 from pdserve.worker.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
@@ -87,7 +90,9 @@ class WorkerLoop:
             else None
         )
         self._sessions: set[Session] = set()
-        self._keys: dict[Session, set[RequestKey]] = defaultdict(set)
+        self._keys: dict[Session, dict[RequestKey, LegClock]] = defaultdict(dict)
+        self._device_seconds = 0.0
+        self._turn_began: float | None = None  # of the last turn, when it computed a step
         self._tombstones: OrderedDict[RequestKey, tuple[float, tuple[int, ...] | None]] = OrderedDict()
         self._peers: dict[str, PeerStatus] = {}
         self._outgoing: dict[Session, list[Event]] = defaultdict(list)
@@ -127,12 +132,18 @@ class WorkerLoop:
             if not starts:
                 return
             submit = msgspec.structs.replace(submit, starts=starts)
-        self._keys[session].add(key)
+        self._keys[session][key] = LegClock(self._arrival(), len(submit.starts), submit.phase == "prefill")
         try:
             self._start(submit)
         except ValueError as error:
-            self._keys[session].discard(key)
+            del self._keys[session][key]
             self._emit(key, Failed(request_id=key.request_id, attempt=key.attempt, kind="invalid", message=str(error)))
+
+    def _arrival(self) -> float:
+        """When a command that is handled now came, in monotonic seconds. One that came during a step is read behind it:
+        on the average it has waited for half of the turn."""
+        now = time.monotonic()
+        return now if self._turn_began is None else (self._turn_began + now) / 2
 
     def _start(self, submit: Submit) -> None:
         if submit.phase == "prefill" and self.prefill is not None:
@@ -210,7 +221,7 @@ class WorkerLoop:
 
     def _router_lost(self, session: Session) -> None:
         self._sessions.discard(session)
-        for key in self._keys.pop(session, set()):
+        for key in self._keys.pop(session, ()):
             if self.decode is not None:
                 self.decode.cancel(key, None)
             self.engine.abort(key)
@@ -222,6 +233,7 @@ class WorkerLoop:
 
     def turn(self) -> float:
         """Advance everything once and send what happened; returns how many seconds it may sleep now."""
+        began = time.monotonic()
         self._poll_phases()
         busy = self.engine.has_work
         stepped = self._step() if busy else False
@@ -230,6 +242,7 @@ class WorkerLoop:
         if self._was_busy and not busy:
             self.check_integrity()
         self._was_busy = busy
+        self._turn_began = began if stepped else None
         self._forget_finished()
         self._flush()
         if stepped:
@@ -258,16 +271,28 @@ class WorkerLoop:
         )
 
     def _step(self) -> bool:
-        began = time.perf_counter()
+        began = time.monotonic()
         result = self.engine.step()
+        self._note_admitted(began)
         if not result.num_rows:
             return False
-        self._metrics.step_seconds.observe(time.perf_counter() - began)
+        seconds = time.monotonic() - began
+        self._device_seconds += seconds
+        self._metrics.step_seconds.observe(seconds)
         self._emit_all(result.events)
         self._snapshot_is_stale = True
         if self.prefill is not None:
             self.prefill.on_step(result)
         return True
+
+    def _note_admitted(self, now: float) -> None:
+        """Requests whose first rows went into a step."""
+        admitted = self.engine.scheduler.admitted
+        while admitted:
+            key = admitted.popleft()
+            clock = self._keys.get((key.router_id, key.session), {}).get(key)
+            if clock is not None:
+                clock.planned(now, self._device_seconds)
 
     def _poll_phases(self) -> None:
         if self.prefill is not None:
@@ -294,9 +319,23 @@ class WorkerLoop:
             self._metrics.arrivals.labels(event.source, event.reason).inc()
         elif isinstance(event, Handoff):
             self._metrics.handoffs.inc()
+        elif isinstance(event, PromptScored) or (
+            isinstance(event, Delta) and (event.finish_reason or not event.position)
+        ):
+            event = self._timed(key, event)
         session = (key.router_id, key.session)
         if session in self._sessions:
             self._outgoing[session].append(event)
+
+    def _timed(self, key: RequestKey, event: Delta | PromptScored) -> Event:
+        """The event, with the leg's times when it is the last of a choice."""
+        clock = self._keys.get((key.router_id, key.session), {}).get(key)
+        times = clock.see(event, time.monotonic(), self._device_seconds) if clock is not None else None
+        if clock is None or times is None:
+            return event
+        if clock.done:
+            self._metrics.leg_done(times)
+        return msgspec.structs.replace(event, times=times)
 
     def _flush(self) -> None:
         for session, events in self._outgoing.items():
@@ -323,5 +362,5 @@ class WorkerLoop:
         """Keys of requests that neither the engine nor a phase holds any more."""
         kept = (self.prefill.keys() if self.prefill else set()) | (self.decode.keys() if self.decode else set())
         for keys in self._keys.values():
-            done = [key for key in keys if key not in kept and not self.engine.knows(key)]
-            keys.difference_update(done)
+            for key in [key for key in keys if key not in kept and not self.engine.knows(key)]:
+                del keys[key]

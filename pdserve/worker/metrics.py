@@ -14,9 +14,17 @@ from torch import Tensor
 
 from pdserve.engine.block_manager import FreeSpace
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import MetricFamily, Sample
+from pdserve.engine.protocol import LegTimes, MetricFamily, Sample
 
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+
+LEG_TIMES = {
+    "queue": "From a request's arrival at this worker to its first step",
+    "prefill": "From its first step to its prompt's end",
+    "decode": "From its prompt's end to its last token",
+    "device": "For how much of prefill and decode the device was busy",
+}
 
 
 class EngineCollector(Collector):
@@ -96,6 +104,19 @@ class WorkerMetrics:
         self.handoffs = Counter(
             "pdserve_kv_handoffs", "Prompts whose blocks this worker published", registry=self.registry
         )
+
+        self._leg_times = {
+            name: Histogram(
+                f"pdserve_request_{name}_time_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry
+            )
+            for name, text in LEG_TIMES.items()
+        }
+
+    def leg_done(self, times: LegTimes) -> None:
+        """A Submit ran to its end here."""
+        spent = (times.queue_s, times.prefill_s, times.decode_s, times.device_s)
+        for histogram, seconds in zip(self._leg_times.values(), spent, strict=True):
+            histogram.observe(seconds)
 
     def families(self) -> tuple[MetricFamily, ...]:
         """Everything in the registry, for a Snapshot."""

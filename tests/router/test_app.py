@@ -8,12 +8,13 @@ from functools import partial
 from typing import Any
 
 import httpx
+import msgspec
 import openai
 import pytest
 from router.fake_worker import expected_tokens, logprob_of
 from router.harness import MODEL, Harness
 
-from pdserve.engine.protocol import Cancel, SamplingParams, Submit
+from pdserve.engine.protocol import Cancel, Delta, Event, LegTimes, SamplingParams, Submit
 
 PROMPT = list(range(10, 30))
 Make = Callable[..., Harness]
@@ -347,6 +348,35 @@ async def test_models_health_and_metrics(make: Make) -> None:
     assert 'pdserve_router_workers{role="decode"} 1.0' in page
     harness.fleet.leave("d0")
     assert (await http.get("/health")).status_code == 503
+
+
+def with_times(events: list[Event]) -> list[Event]:
+    """As a worker sends them: the last token of each choice says where the leg's time went."""
+    times = LegTimes(0.001, 0.002, 0.004, 0.005)
+    return [msgspec.structs.replace(e, times=times) if isinstance(e, Delta) and e.finish_reason else e for e in events]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_parts_of_a_requests_time_add_up(make: Make, stream: bool) -> None:
+    harness = await make(0, 1).start()
+    harness.decodes[0].step_s = 0.02
+    harness.decodes[0].mangle = with_times
+    http = harness.http()
+    for prompt in (PROMPT, PROMPT, [PROMPT, PROMPT]):  # several prompts are not counted
+        await http.post("/v1/completions", json=GOOD | {"prompt": prompt, "max_tokens": 3, "stream": stream})
+    registry = harness.service.metrics.registry
+
+    def spent(part: str) -> float:
+        value = registry.get_sample_value("pdserve_router_request_time_seconds_total", {"part": part})
+        assert value is not None
+        return value
+
+    expected = {"queue": 0.002, "engine_host": 0.002, "device": 0.010}
+    assert {part: spent(part) for part in expected} == pytest.approx(expected)
+    total = registry.get_sample_value("pdserve_router_e2e_request_latency_seconds_sum")
+    assert registry.get_sample_value("pdserve_router_e2e_request_latency_seconds_count") == 2
+    assert total == pytest.approx(0.014 + spent("admission") + spent("transport")) and total > 0.08
+    assert 0 < spent("admission") < spent("transport")
 
 
 class Client:
