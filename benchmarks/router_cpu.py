@@ -170,10 +170,10 @@ async def _serve(address: str, port: int) -> None:
     await fleet.close()
 
 
-async def stream(port: int, api: str, num_tokens: int) -> int:
+async def stream(port: int, api: str, num_tokens: int, with_ids: bool) -> int:
     """Tokens that one client saw."""
     prompt = {"prompt": [5, 6, 7]} if api == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    asked = {"model": MODEL, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": False}
+    asked = {"model": MODEL, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": with_ids}
     body = json.dumps(prompt | asked).encode()
     path = "/v1/completions" if api == "completions" else "/v1/chat/completions"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -185,16 +185,17 @@ async def stream(port: int, api: str, num_tokens: int) -> int:
     return answer.count(b"data: ") - 1
 
 
-async def measure(port: int, api: str, num_streams: int, num_tokens: int) -> dict[str, Any]:
+async def measure(port: int, api: str, num_streams: int, num_tokens: int, with_ids: bool) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         before, began = float((await client.get("/cpu")).text), time.monotonic()
-        events = sum(await asyncio.gather(*[stream(port, api, num_tokens) for _ in range(num_streams)]))
+        events = sum(await asyncio.gather(*[stream(port, api, num_tokens, with_ids) for _ in range(num_streams)]))
         wall = time.monotonic() - began
         cpu = float((await client.get("/cpu")).text) - before
     tokens = num_streams * num_tokens
     return {
         "benchmark": "router_cpu",
         "api": api,
+        "token_ids": with_ids,
         "streams": num_streams,
         "tokens": tokens,
         "events": events,
@@ -216,11 +217,13 @@ async def wait_until_ready(port: int) -> None:
 
 async def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     await wait_until_ready(args.port)
-    await measure(args.port, args.api, 2, 50)
+    await measure(args.port, args.api, 2, 50, args.token_ids)
     rows = []
     for num_streams in tqdm(args.streams, desc="router", unit="load"):
         num_tokens = max(args.tokens, 4000 // num_streams)
-        rounds = [await measure(args.port, args.api, num_streams, num_tokens) for _ in range(args.rounds)]
+        rounds = [
+            await measure(args.port, args.api, num_streams, num_tokens, args.token_ids) for _ in range(args.rounds)
+        ]
         rows.append(sorted(rounds, key=lambda row: row["cpu_us_per_token"])[len(rounds) // 2])
     async with httpx.AsyncClient() as client:
         await client.get(f"http://127.0.0.1:{args.port}/stop")
@@ -233,6 +236,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="per stream (a lone stream gets 4000)")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the fake engine (a lone stream needs 2)")
     parser.add_argument("--api", choices=("completions", "chat"), default="completions")
+    parser.add_argument("--token-ids", action="store_true", help="ask for token ids, as load generators do")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     parser.add_argument("--port", type=int, default=8123)
     parser.add_argument("--profile", type=Path, help="write the router's cProfile here (slows it down)")

@@ -34,6 +34,7 @@ OPTIONS: list[dict[str, Any]] = [
     {},
     {"stream_options": {"include_usage": True}},
     {"return_token_ids": True},
+    {"return_token_ids": True, "echo": True, "stream_options": {"include_usage": True}},
     {"echo": True},
     {"max_tokens": 0, "echo": True},
 ]
