@@ -11,6 +11,7 @@ are those of `pdserve bench`. Each result is printed and appended to --out as so
 """
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -38,7 +39,7 @@ from pdserve.bench.record import Json, append, check_writable, circumstances, gp
 HERE = Path(__file__).parent
 CLI = [sys.executable, "-m", "pdserve.cluster.cli"]
 DEADLINE_S = 300.0
-STOP_S = 120.0
+STOP_S = 60.0
 
 
 def main() -> int:
@@ -200,12 +201,17 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
                 print(f"pdserve up: ready after {time.perf_counter() - began:.1f} s", flush=True)
                 yield f"http://127.0.0.1:{port}"
             finally:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(STOP_S)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+                _stop(process)
+
+
+def _stop(process: subprocess.Popen[Any]) -> None:
+    """SIGTERM (a shell's background jobs ignore SIGINT), then whatever is left of the session it leads."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
 def cluster_document(options: argparse.Namespace, scratch: Path, port: int) -> dict[str, Any]:

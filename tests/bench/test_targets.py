@@ -1,6 +1,7 @@
 """benchmarks/targets.py: the shipped table, marks, the table of saved results, and a run over a tiny model."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -237,3 +238,12 @@ def test_the_stand_in_tokenizer_has_text_for_every_id(tmp_path: Path) -> None:
     assert servable_folder(model, scratch) == model
     with pytest.raises(ValueError, match="at least 256 ids"):
         make_tokenizer(100)
+
+
+def test_a_stopped_server_leaves_no_process_of_its_session() -> None:
+    """The shell ends at SIGTERM; its child would live on."""
+    script = "sh -c 'trap \"\" TERM; echo ready; sleep 100' & wait"
+    server = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    assert server.stdout is not None and server.stdout.readline() == b"ready\n"
+    targets._stop(server)
+    assert server.stdout.read() == b""  # ends when nobody holds it open any more
