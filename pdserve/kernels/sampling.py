@@ -26,6 +26,7 @@ PIVOTS = tl.constexpr(16)
 ROW_BLOCK = tl.constexpr(2048)
 SHORT_BLOCK = tl.constexpr(1024)
 NEG_INF = tl.constexpr(float("-inf"))
+NO_ID = tl.constexpr(2**31 - 1)
 PROMPT_FLAG = tl.constexpr(IN_PROMPT)
 # Bits of a float32 that are always 0 when it came from a narrower type: no search needs to visit them.
 SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -171,18 +172,22 @@ def mix_32(h):
 
 
 @triton.jit
-def gumbel(key, tokens):
-    """reference.gumbel in float32 [tokens]; key uint32. With u = (bits + 0.5) / 2**32 it is -log(-log(u)), where log(u)
-    keeps its relative precision towards u = 1: it is taken of 1 - u there, by the series of 2 atanh(x / (2 + x)).
-    """
+def random_bits(key, tokens):
+    """The uint32 behind reference.gumbel."""
     bits = mix_32(key ^ mix_32(tokens.to(tl.uint32) * 0x9E3779B1 + 0x165667B1))
-    bits = mix_32(bits + key)
+    return mix_32(bits + key)
+
+
+@triton.jit
+def gumbel(bits):
+    """reference.gumbel in float32. With u = (bits + 0.5) / 2**32 it is -log(-log(u)), where log(u) keeps its relative
+    precision towards u = 1: it is taken of 1 - u there, by the series of 2 atanh(x / (2 + x)).
+    """
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    rest = ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
     word = uniform.to(tl.int32, bitcast=True)
     exponent = (word - 0x3F2AAAAB) >> 23  # uniform = mantissa * 2**exponent, mantissa in [2/3, 4/3)
     mantissa = (word - (exponent << 23)).to(tl.float32, bitcast=True)
-    x = tl.where(exponent == 0, -rest, mantissa - 1.0)
+    x = tl.where(exponent == 0, -one_minus_uniform(bits), mantissa - 1.0)
     s = x / (2.0 + x)
     z = s * s
     series = 1.0 + z * (0.33333333 + z * (0.2 + z * (0.14285714 + z * (0.11111111 + z * 0.09090909))))
@@ -191,26 +196,52 @@ def gumbel(key, tokens):
 
 
 @triton.jit
-def best_of(
-    row_ptr, start, end, scale, key, cut_value, cut_last, NOISE: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr
-):
-    """The best score in start..end and the lowest id that has it."""
+def one_minus_uniform(bits):
+    return ((bits ^ 0xFFFFFFFF).to(tl.float32) + 0.5) * 2.3283064365386963e-10
+
+
+@triton.jit
+def best_logit(row_ptr, start, end, BLOCK: tl.constexpr):
+    """The best logit in start..end and the lowest id that has it."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], NEG_INF, tl.float32)
     best_id = start + lanes
     for first in range(start, end, BLOCK):
         tokens = first + lanes
         logit = tl.load(row_ptr + tokens, mask=tokens < end, other=NEG_INF).to(tl.float32)
-        score = logit
-        if NOISE:
-            score = logit * scale + gumbel(key, tokens)
-        if CUT:
-            score = tl.where((logit > cut_value) | ((logit == cut_value) & (tokens <= cut_last)), score, NEG_INF)
-        better = score > best
-        best = tl.where(better, score, best)
+        better = logit > best
+        best = tl.where(better, logit, best)
         best_id = tl.where(better, tokens, best_id)
     top = tl.max(best, 0)
-    return top, tl.min(tl.where(best == top, best_id, 0x7FFFFFFF), 0)
+    return top, tl.min(tl.where(best == top, best_id, NO_ID), 0)
+
+
+@triton.jit
+def best_draw(row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr):
+    """The best of logit * scale + noise in start..end and the lowest id that has it.
+
+    A token beats `best` only if -log(u) <= exp(logit * scale - best), and 1 - u is below -log(u): with that cheap test
+    most blocks need no logarithms, since records become rare.
+    """
+    lanes = tl.arange(0, BLOCK)
+    best = start * 0.0 + NEG_INF
+    best_id = start
+    for first in range(start, end, BLOCK):
+        tokens = first + lanes
+        logit = tl.load(row_ptr + tokens, mask=tokens < end, other=NEG_INF).to(tl.float32)
+        if CUT:
+            inside = (logit > cut_value) | ((logit == cut_value) & (tokens <= cut_last))
+            logit = tl.where(inside, logit, NEG_INF)
+        scaled = logit * scale
+        bits = random_bits(key, tokens)
+        may_win = one_minus_uniform(bits) <= tl.exp(scaled - best + 1e-3)
+        if tl.max(may_win.to(tl.int32), 0) > 0:
+            score = scaled + gumbel(bits)
+            top = tl.max(score, 0)
+            if top > best:
+                best = top
+                best_id = tl.min(tl.where(score == top, tokens, NO_ID), 0)
+    return best, best_id
 
 
 @triton.jit
@@ -244,11 +275,11 @@ def draw_kernel(
             if CUT:
                 cut_value = tl.load(cut_value_ptr + row)
                 cut_last = tl.load(cut_last_ptr + row)
-            top, top_id = best_of(row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, True, CUT, BLOCK)
+            top, top_id = best_draw(row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, CUT, BLOCK)
         else:
-            top, top_id = best_of(row_ptr, start, end, 1.0, 0, 0.0, 0, False, False, BLOCK)
+            top, top_id = best_logit(row_ptr, start, end, BLOCK)
     else:
-        top, top_id = best_of(row_ptr, start, end, 1.0, 0, 0.0, 0, False, False, BLOCK)
+        top, top_id = best_logit(row_ptr, start, end, BLOCK)
     at = row * tl.num_programs(0) + split
     tl.store(value_ptr + at, top)
     tl.store(id_ptr + at, top_id)
@@ -260,8 +291,8 @@ def best_of_splits_kernel(value_ptr, id_ptr, best_ptr, splits, BLOCK: tl.constex
     parts = tl.arange(0, BLOCK)
     mask = parts < splits
     value = tl.load(value_ptr + row * splits + parts, mask=mask, other=NEG_INF)
-    ids = tl.load(id_ptr + row * splits + parts, mask=mask, other=0x7FFFFFFF)
-    tl.store(best_ptr + row, tl.min(tl.where(value == tl.max(value, 0), ids, 0x7FFFFFFF), 0))
+    ids = tl.load(id_ptr + row * splits + parts, mask=mask, other=NO_ID)
+    tl.store(best_ptr + row, tl.min(tl.where(value == tl.max(value, 0), ids, NO_ID), 0))
 
 
 @triton.jit

@@ -46,7 +46,7 @@ def noise_kernel(keys_ptr, out_ptr, BLOCK: tl.constexpr):
     row = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
-    tl.store(out_ptr + row * tl.num_programs(0) * BLOCK + tokens, sampling.gumbel(key, tokens))
+    tl.store(out_ptr + row * tl.num_programs(0) * BLOCK + tokens, sampling.gumbel(sampling.random_bits(key, tokens)))
 
 
 def test_noise_is_the_twins_up_to_rounding() -> None:
