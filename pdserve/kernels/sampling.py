@@ -17,10 +17,11 @@ from pdserve.kernels.reference import IN_PROMPT
 DRAW_BLOCK = 2048
 SCORE_BLOCK = 2048
 PENALTY_BLOCK = 2048
+STAGES = 4  # blocks of logits on their way to a program of the first two
 GROUP = tl.constexpr(128)  # tokens that share a maximum
 TILE_GROUPS = 32  # of one program of group_stats_kernel
 GATHER_GROUPS = tl.constexpr(16)
-CANDIDATES = tl.constexpr(2048)  # a row's gathered tokens; a smaller vocabulary is gathered whole
+CANDIDATES = tl.constexpr(4096)  # a row's gathered tokens; a smaller vocabulary is gathered whole
 MOST_GROUPS = tl.constexpr(640)  # top_k up to which a row is cut by its candidates
 PIVOTS = tl.constexpr(16)
 ROW_BLOCK = tl.constexpr(2048)
@@ -58,6 +59,7 @@ def launch_draw(
         RANDOM=temperature is not None,
         CUT=cut is not None,
         BLOCK=DRAW_BLOCK,
+        STAGES=STAGES,
         num_warps=4 if temperature is None else 8,
     )
     if splits == 1:
@@ -137,7 +139,17 @@ def launch_token_logprobs(logits: Tensor, tokens: Tensor, target_programs: int) 
     logprobs, lse = torch.empty((2, num_rows), dtype=torch.float32, device=device)
     ranks = torch.empty(num_rows, dtype=torch.int32, device=device)
     score_kernel[(splits, num_rows)](
-        logits, tokens, sums, better, vocab, span, logits.stride(0), num_rows, BLOCK=SCORE_BLOCK, num_warps=8
+        logits,
+        tokens,
+        sums,
+        better,
+        vocab,
+        span,
+        logits.stride(0),
+        num_rows,
+        BLOCK=SCORE_BLOCK,
+        STAGES=STAGES,
+        num_warps=8,
     )
     score_of_splits_kernel[(num_rows,)](
         logits,
@@ -201,12 +213,12 @@ def one_minus_uniform(bits):
 
 
 @triton.jit
-def best_logit(row_ptr, start, end, BLOCK: tl.constexpr):
+def best_logit(row_ptr, start, end, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """The best logit in start..end and the lowest id that has it."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], NEG_INF, tl.float32)
     best_id = start + lanes
-    for first in range(start, end, BLOCK):
+    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
         tokens = first + lanes
         logit = tl.load(row_ptr + tokens, mask=tokens < end, other=NEG_INF).to(tl.float32)
         better = logit > best
@@ -217,7 +229,9 @@ def best_logit(row_ptr, start, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def best_draw(row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr):
+def best_draw(
+    row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
+):
     """The best of logit * scale + noise in start..end and the lowest id that has it.
 
     A token beats `best` only if -log(u) <= exp(logit * scale - best), and 1 - u is below -log(u): with that cheap test
@@ -226,7 +240,7 @@ def best_draw(row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.cons
     lanes = tl.arange(0, BLOCK)
     best = start * 0.0 + NEG_INF
     best_id = start
-    for first in range(start, end, BLOCK):
+    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
         tokens = first + lanes
         logit = tl.load(row_ptr + tokens, mask=tokens < end, other=NEG_INF).to(tl.float32)
         if CUT:
@@ -259,6 +273,7 @@ def draw_kernel(
     RANDOM: tl.constexpr,
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Program (split, row): the best of tokens split * span onwards."""
     split = tl.program_id(0)
@@ -275,11 +290,13 @@ def draw_kernel(
             if CUT:
                 cut_value = tl.load(cut_value_ptr + row)
                 cut_last = tl.load(cut_last_ptr + row)
-            top, top_id = best_draw(row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, CUT, BLOCK)
+            top, top_id = best_draw(
+                row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, CUT, BLOCK, STAGES
+            )
         else:
-            top, top_id = best_logit(row_ptr, start, end, BLOCK)
+            top, top_id = best_logit(row_ptr, start, end, BLOCK, STAGES)
     else:
-        top, top_id = best_logit(row_ptr, start, end, BLOCK)
+        top, top_id = best_logit(row_ptr, start, end, BLOCK, STAGES)
     at = row * tl.num_programs(0) + split
     tl.store(value_ptr + at, top)
     tl.store(id_ptr + at, top_id)
@@ -332,6 +349,7 @@ def score_kernel(
     stride_row,
     num_rows,
     BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     split = tl.program_id(0)
     row = tl.program_id(1)
@@ -344,7 +362,7 @@ def score_kernel(
     top = tl.full([BLOCK], -1e30, tl.float32)  # finite, for logits that are not
     total = tl.zeros([BLOCK], tl.float32)
     better = tl.zeros([BLOCK], tl.int32)
-    for first in range(start, end, BLOCK):
+    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
         tokens = first + lanes
         logit = tl.load(row_ptr + tokens, mask=tokens < end, other=NEG_INF).to(tl.float32)
         higher = tl.maximum(top, logit)
@@ -607,31 +625,40 @@ def cut_kernel(
         high = key_of(top, SPARE)
         lowest = key_of(top * 0.0 + NEG_INF, SPARE)
         if by_rank | by_mass:
-            # Of the `wanted` best groups each holds a token as good as the bound: so many tokens are there at least.
+            # A bound with enough tokens above it: each of the `wanted` best groups has one, or for a top-p alone, the
+            # best tokens of some groups have the mass.
             wanted = tl.minimum(MOST_GROUPS, num_groups)
+            of_groups = mass_of(group_max_ptr, num_groups, top, scale, SHORT_BLOCK)
+            whole = 0
             if by_rank:
                 whole = (k > wanted).to(tl.int32)
                 wanted = tl.minimum(k, wanted)
+            elif of_groups < p * total:
+                wanted = num_groups * 7 // 8
             else:
-                whole = 0
-                wanted = (wanted + 1) // 2
+                wanted = 0
             bound_key = lowest
             bound = NEG_INF
             if vocab <= CANDIDATES:
                 whole = 0
             elif whole == 0:
-                bound_key = lowest_key(
-                    group_max_ptr,
-                    num_groups,
-                    lowest,
-                    high,
-                    wanted.to(tl.float32),
-                    top,
-                    scale,
-                    False,
-                    SPARE,
-                    SHORT_BLOCK,
-                )
+                if wanted > 0:
+                    bound_key = lowest_key(
+                        group_max_ptr,
+                        num_groups,
+                        lowest,
+                        high,
+                        wanted.to(tl.float32),
+                        top,
+                        scale,
+                        False,
+                        SPARE,
+                        SHORT_BLOCK,
+                    )
+                else:
+                    bound_key = lowest_key(
+                        group_max_ptr, num_groups, lowest, high, p * total, top, scale, True, SPARE, SHORT_BLOCK
+                    )
                 _, _, _, bound = stats_at(group_max_ptr, num_groups, bound_key, top, scale, SPARE, SHORT_BLOCK)
             kept = 0
             ties = 0
@@ -651,8 +678,13 @@ def cut_kernel(
                         index = index_of_tie(value_ptr, found, cut_value, kept, SHORT_BLOCK)
                         cut_last = tl.load(id_ptr + index)
             if whole == 1:
+                low = lowest
+                if by_rank == 0:
+                    # The tokens below it have too little mass, all together, to be what a top-p leaves out.
+                    share = (1.0 - p) * 0.99 * total / vocab
+                    low = key_of(tl.maximum(top + tl.log(share) * temperature, -3e38), SPARE)
                 cut_value, kept, ties = cut_of(
-                    row_ptr, vocab, lowest, high, k, p, by_rank, by_mass, top, scale, total, SPARE, ROW_BLOCK
+                    row_ptr, vocab, low, high, k, p, by_rank, by_mass, top, scale, total, SPARE, ROW_BLOCK
                 )
                 if kept < ties:
                     cut_last = index_of_tie(row_ptr, vocab, cut_value, kept, ROW_BLOCK)
