@@ -65,7 +65,9 @@ class EngineConfig(Config):
 
     max_num_batched_tokens: token budget of one step. max_num_seqs: sequences in one step. num_kv_blocks: size of the
     pool in blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
-    deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now).
+    deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan and
+    queue a step while the device computes the one before; None: on CUDA. cuda_graphs: replay captured decode steps
+    (CUDA only).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -78,6 +80,8 @@ class EngineConfig(Config):
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
     enable_prefix_caching: bool = True
     deterministic: bool = False
+    async_scheduling: bool | None = None
+    cuda_graphs: bool = True
 
 
 class TransferConfig(Config):

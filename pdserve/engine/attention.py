@@ -6,7 +6,6 @@ built anew each step by the model runner.
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,26 +18,21 @@ class AttentionBatch:
     """Where a step's rows lie. Rows are ordered: decodes (one query each), prefill chunks, then padding to the null
     block.
 
-    positions: int64 `[rows]`, each row's position in its own sequence. slots: int64 `[rows]`, block * block_size +
-    offset of each row. block_tables: int32 `[sequences, max_blocks]`;
-    context_lens: int32 `[sequences]`, KV length including this step's rows; query_starts: int32 `[prefills + 1]`,
-    offsets into the prefill rows.
+    positions: int32 `[rows]`, each row's position in its own sequence. slots: int64 `[rows]`, block * block_size +
+    offset of each row. block_tables: int32 `[num_slots, max_blocks]`, of all slots; table_rows, context_lens: int32
+    `[sequences]`, the row of block_tables, and KV length including this step's rows; query_starts: int32 `[prefills +
+    1]`, offsets into the prefill rows. max_decode_context: at least the longest of the decodes.
     """
 
     num_decodes: int
-    num_prefill_rows: int
     positions: Tensor
     slots: Tensor
     block_tables: Tensor
+    table_rows: Tensor
     context_lens: Tensor
     query_starts: Tensor
     max_decode_context: int
     max_query_len: int
-
-    @cached_property
-    def table_rows(self) -> Tensor:
-        """int32 `[sequences]`: the row of block_tables that each sequence has."""
-        return torch.arange(len(self.context_lens), dtype=torch.int32, device=self.context_lens.device)
 
 
 class PagedAttention:
@@ -55,36 +49,22 @@ class PagedAttention:
 
         rope: the model's cos and sin tables, float32 `[max_position, head_dim // 2]`.
         """
-        b = self._batch
         kv = self._pool[:, :, layer]
-        q, k = self._ops.rope_write_kv(q, k, v, *rope, b.positions, kv, b.slots)
-        d, p = b.num_decodes, b.num_prefill_rows
-        outs = []
-        if d:
-            outs.append(
-                self._ops.paged_decode(
-                    q[:d],
-                    kv,
-                    b.block_tables,
-                    b.table_rows[:d],
-                    b.context_lens[:d],
-                    self._scale,
-                    b.max_decode_context,
-                )
-            )
-        if p:
-            outs.append(
-                self._ops.paged_prefill(
-                    q[d : d + p],
-                    kv,
-                    b.block_tables,
-                    b.table_rows[d:],
-                    b.context_lens[d:],
-                    b.query_starts,
-                    b.max_query_len,
-                    self._scale,
-                )
-            )
-        if d + p < len(q):
-            outs.append(q.new_zeros(q[d + p :].shape))
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        q, k = self._ops.rope_write_kv(q, k, v, *rope, self._batch.positions, kv, self._batch.slots)
+        num_decodes = self._batch.num_decodes
+        if num_decodes == len(q):
+            return self._decode(q, kv)
+        if num_decodes == 0:
+            return self._prefill(q, kv)
+        return torch.cat([self._decode(q[:num_decodes], kv), self._prefill(q[num_decodes:], kv)])
+
+    def _decode(self, q: Tensor, kv: Tensor) -> Tensor:
+        b = self._batch
+        rows, lens = b.table_rows[: b.num_decodes], b.context_lens[: b.num_decodes]
+        return self._ops.paged_decode(q, kv, b.block_tables, rows, lens, self._scale, b.max_decode_context)
+
+    def _prefill(self, q: Tensor, kv: Tensor) -> Tensor:
+        """The prefill chunks, and zeros for padding rows behind them."""
+        b = self._batch
+        rows, lens = b.table_rows[b.num_decodes :], b.context_lens[b.num_decodes :]
+        return self._ops.paged_prefill(q, kv, b.block_tables, rows, lens, b.query_starts, b.max_query_len, self._scale)

@@ -5,6 +5,10 @@ Every block but the null block 0 is in exactly one state, and the sums are check
 
     free (blank) --allocate--> owned --release--> free (blank, or cached while its content is known)
     free (cached) --acquire--> owned                owned --quarantine--> quarantined --settle--> free (blank)
+    owned --release while steps are in flight--> retiring --the newest of those steps is done--> free
+
+The device is asynchronous: a step in flight may still write a block that nobody owns any more. Such a block is retiring
+and given to nobody new; only its content, if known, may be acquired again (later steps read behind the write).
 
 Generations: `generations[b]` is bumped whenever block b is handed to a new owner, before anybody writes into it, so a
 reader of an older ticket can tell. The table is plain host memory that a connector registers. Called by the scheduler
@@ -87,6 +91,8 @@ class BlockManager:
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
         self._quarantined: dict[int, str] = {}
+        self._num_begun = self._num_ended = 0  # steps
+        self._retiring: dict[int, int] = {}  # block -> the step, counted from 1, that was the newest when it retired
 
     # --- counts ---
 
@@ -104,14 +110,20 @@ class BlockManager:
 
     @property
     def num_owned(self) -> int:
-        return self.num_usable - self.num_free - self.num_quarantined
+        return self.num_usable - self.num_free - self.num_quarantined - len(self._retiring)
+
+    def num_owners(self, block: int) -> int:
+        return self._refs[block]
 
     def is_shared(self, block: int) -> bool:
         return self._refs[block] > 1
 
+    def is_free(self, block: int) -> bool:
+        return bool(self._blank[block]) or block in self._lru
+
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these owned or cached blocks count as free: acquiring them leaves so many fewer."""
-        return sum(self._refs[block] == 0 for block in blocks)
+        return sum(block in self._lru for block in blocks)
 
     def free_space(self) -> FreeSpace:
         """What allocation has to pick from; at most 0.2 ms for 50,000 blocks."""
@@ -142,10 +154,11 @@ class BlockManager:
     # --- ownership ---
 
     def acquire(self, blocks: Sequence[int]) -> None:
-        """One more owner for each block, which must be owned or cached."""
+        """One more owner for each block, which must be owned, or hold known content."""
         for block in blocks:
             if self._refs[block] == 0:
-                del self._lru[block]
+                if self._retiring.pop(block, None) is None:
+                    del self._lru[block]
             self._refs[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -175,10 +188,26 @@ class BlockManager:
             self._refs[block] -= 1
             assert self._refs[block] >= 0, f"block {block} released once too often"
             if self._refs[block] == 0:
-                if block in self._hash_of:
-                    self._lru[block] = None
+                if self._num_begun > self._num_ended:
+                    self._retiring[block] = self._num_begun
                 else:
-                    self._set_blank(block)
+                    self._set_free(block)
+
+    def begin_step(self) -> None:
+        """A step is about to be given to the device: until its `end_step`, what is released retires first."""
+        self._num_begun += 1
+
+    def end_step(self) -> None:
+        """The oldest step in flight is done on the device."""
+        self._num_ended += 1
+        for block in [b for b, step in self._retiring.items() if step <= self._num_ended]:
+            del self._retiring[block]
+            self._set_free(block)
+
+    def end_all_steps(self) -> None:
+        """Nothing is in flight any more, whatever was begun."""
+        while self._num_ended < self._num_begun:
+            self.end_step()
 
     def quarantine(self, blocks: Iterable[int], reason: str) -> None:
         """Blocks with a single owner leave it, but bytes may still land in them: nobody gets them before `settle`."""
@@ -202,7 +231,7 @@ class BlockManager:
         owned = {block for block, refs in enumerate(self._refs) if refs}
         assert {b: self._refs[b] for b in owned} == dict(counts), "reference counts differ from the owners"
         blank = {int(b) for b in np.flatnonzero(self._blank)}
-        states = [owned, blank, set(self._lru), set(self._quarantined), {NULL_BLOCK}]
+        states = [owned, blank, set(self._lru), set(self._quarantined), set(self._retiring), {NULL_BLOCK}]
         assert sum(map(len, states)) == self.num_blocks, "a block has two states or none"
         assert set().union(*states) == set(range(self.num_blocks)), "a block has no state"
         assert len(blank) == self._num_blank
@@ -210,6 +239,12 @@ class BlockManager:
         assert set(self._lru) <= set(self._hash_of) and not blank & set(self._hash_of)
 
     # --- inside ---
+
+    def _set_free(self, block: int) -> None:
+        if block in self._hash_of:
+            self._lru[block] = None
+        else:
+            self._set_blank(block)
 
     def _set_blank(self, block: int) -> None:
         self._blank[block] = True

@@ -1,12 +1,16 @@
 """The engine: requests in, protocol events out, one `step()` at a time.
 
-Owns scheduler, block manager, pool and model runner, and turns sampled tokens into events. Serves both phases: a
+Owns scheduler, block manager, pool, model runner and sampler, and turns sampled tokens into events. The host plans and
+queues a step while the device computes the one before it (docs/engine-step.md). Serves both phases: a
 prefill-only request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that
 somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with
 hand-off).
 """
 
+import contextlib
 import itertools
+import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -18,10 +22,11 @@ from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
 from pdserve.engine.cpu_memory import keep_freed_memory
 from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
+from pdserve.engine.cuda_graphs import graph_sizes
 from pdserve.engine.model_runner import Fence, ModelRunner, StepOutput
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
-from pdserve.engine.sampler import Sampled, Sampler, SampleRow
-from pdserve.engine.scheduler import Plan, Scheduler
+from pdserve.engine.sampler import Sampled, SampledTokens, Sampler, SampleRow, Scores
+from pdserve.engine.scheduler import Plan, Scheduler, num_slots_for
 from pdserve.engine.sequence import Request, Sequence, Status
 from pdserve.kernels.ops import ops_for
 from pdserve.models.config import ModelSpec, read_spec
@@ -58,14 +63,30 @@ class Reservation:
 
 @dataclass
 class StepResult:
-    """What a step did. The events of its tokens may go out at once; the held prompts may be published once
-    `fence.ready()`.
+    """What a step did that is now complete. The held prompts may be published at once.
+
+    device_seconds: it took the device (0 on CPU, where all time is the host's). host_seconds: this thread worked for
+    it.
     """
 
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)
     held: list[HeldPrompt] = field(default_factory=list)
-    fence: Fence = field(default_factory=Fence)
     num_rows: int = 0
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    """A step that is queued on the device. families: the sequences of each sampled row, in the order of `sampled`."""
+
+    began: Fence
+    ended: Fence
+    num_rows: int
+    families: list[list[Sequence]]
+    sampled: SampledTokens | None
+    scored: list[tuple[Request, Scores]]
+    host_seconds: float
 
 
 @dataclass
@@ -101,28 +122,41 @@ class Engine:
             block_size=config.block_size,
             dtype=dtype,
         )
-        self.runner = ModelRunner(weights, torch.empty(0), config.block_size, ops, self.device)
-        num_blocks = num_blocks_for(config, self.layout, self.device, self._peak_activation_bytes())
+        max_len = min(config.max_model_len or self.spec.max_position, self.spec.max_position)
+        max_blocks, num_slots = self.layout.num_blocks_for(max_len), num_slots_for(config.max_num_seqs)
+        self.runner = ModelRunner(weights, torch.empty(0), config.block_size, num_slots, max_blocks, ops, self.device)
+        self.sampler = Sampler(ops, self.spec.vocab_size, num_slots, self.device)
+        num_blocks = num_blocks_for(config, self.layout, self.device, self._reserved_bytes())
         self.runner.pool = allocate_pool(self.layout, num_blocks, self.device)
         self.model_fingerprint = f"{self.spec.fingerprint()}/{dtype}"
         self.blocks = BlockManager(num_blocks, config.enable_prefix_caching)
         self.hasher = BlockHasher(self.model_fingerprint, config.block_size)
         self.scheduler = Scheduler(self.blocks, self.hasher, config.max_num_batched_tokens, config.max_num_seqs)
-        self.sampler = Sampler(ops, self.spec.vocab_size, config.max_num_seqs, self.device)
-        self.max_model_len = min(config.max_model_len or self.spec.max_position, self.spec.max_position)
-        self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * config.block_size)
+        self.max_model_len = max_len
+        self.max_request_tokens = min(max_len, self.blocks.num_usable * config.block_size)
+        if self.device.type == "cuda":
+            self._warm_up()
         self.stats = EngineStats()
         self._arrivals = itertools.count()
         self._requests: dict[RequestKey, Request] = {}
         self._held: dict[RequestKey, HeldPrompt] = {}
+        self._max_in_flight = 2 if self._is_async else 1
+        self._in_flight: deque[_StepInFlight] = deque()
+        self._is_blocked = False
 
     @property
     def pool(self) -> Tensor:
         return self.runner.pool
 
     @property
+    def _is_async(self) -> bool:
+        wanted = self.config.async_scheduling
+        return self.device.type == "cuda" if wanted is None else wanted
+
+    @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` has anything to do, be it to collect what is in flight."""
+        return self.scheduler.has_work or bool(self._in_flight)
 
     # --- requests in and out ---
 
@@ -252,72 +286,64 @@ class Engine:
     # --- the step ---
 
     def step(self) -> StepResult:
-        """Compute one step; empty when nothing can run."""
-        plan = self.scheduler.schedule()
-        if not plan:
-            return StepResult()
-        computed = self.runner.execute(plan)
-        result = StepResult(fence=computed.fence, num_rows=sum(plan.num_tokens.values()))
-        self._score_prompts(plan, computed)
-        sampling = self._advance(plan)
-        self._sample(computed, {seq: computed.first_row[seq] + plan.num_tokens[seq] - 1 for seq in sampling}, result)
-        self.stats.num_steps += 1
-        return result
+        """Queue steps until enough are in flight, then complete the oldest; empty when nothing can run."""
+        try:
+            while len(self._in_flight) < self._max_in_flight and not (self._is_blocked and self._in_flight):
+                began = time.perf_counter()
+                plan = self.scheduler.schedule(may_preempt=not self._in_flight)
+                self._is_blocked = plan.blocked
+                if not plan:
+                    break
+                self._in_flight.append(self._dispatch(plan, began))
+            return self._collect(self._in_flight.popleft()) if self._in_flight else StepResult()
+        except BaseException:
+            self._abandon()
+            raise
 
-    def _score_prompts(self, plan: Plan, computed: StepOutput) -> None:
-        """Log-probabilities of prompt tokens, each from the row before it; those that are scored already are left out
-        (after a preemption, or when another choice computed them).
-        """
-        for seq, count in plan.num_tokens.items():
-            request = seq.request
-            if request.wants_prompt_logprobs:
-                end = min(seq.num_computed + count, request.num_prompt_tokens - 1)
-                first_row = computed.first_row[seq] - seq.num_computed
-                for start in range(len(request.prompt_logprobs) - 1, end, SCORED_ROWS):
-                    positions = range(start, min(start + SCORED_ROWS, end))
-                    logits = self.runner.logits(computed.hidden, [first_row + p for p in positions])
-                    targets = [request.prompt_token_ids[p + 1] for p in positions]
-                    num_top = request.sampling.prompt_logprobs or 0
-                    request.prompt_logprobs += self.sampler.score(logits, targets, num_top).fetch()
+    def close(self) -> None:
+        """Wait for the device and forget all requests: the pool may be unregistered and freed then."""
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Half-advanced sequences cannot go on: abort everything that is here, once the device is quiet."""
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device error that was raised already
+                torch.cuda.synchronize(self.device)
+        self._in_flight.clear()
+        self._is_blocked = False
+        for key in list(self._requests):
+            self.abort(key)
+        self.blocks.end_all_steps()
+
+    def _dispatch(self, plan: Plan, started: float) -> _StepInFlight:
+        """Do all that needs counts alone, and queue the step on the device."""
+        self.blocks.begin_step()
+        for slot in self.scheduler.freed_slots:
+            self.sampler.release(slot)
+        self.scheduler.freed_slots.clear()
+        families = [[seq, *self._fork(seq)] for seq in self._advance(plan)]
+        began = self.runner.fence()
+        output = self.runner.execute(plan, families)
+        scored = self._score_prompts(plan, output)
+        sampled = self._sample(output, [member for family in families for member in family])
+        self.stats.num_steps += 1
+        return _StepInFlight(
+            began=began,
+            ended=self.runner.fence(),
+            num_rows=sum(plan.num_tokens.values()),
+            families=families,
+            sampled=sampled,
+            scored=scored,
+            host_seconds=time.perf_counter() - started,
+        )
 
     def _advance(self, plan: Plan) -> list[Sequence]:
-        """Count the computed rows, remember full blocks, and return the sequences that now sample."""
+        """Count the planned rows as computed, remember full blocks, and return the sequences that sample."""
         for seq, count in plan.num_tokens.items():
             seq.num_computed += count
             self.stats.prompt_tokens += max(0, min(count, seq.request.num_prompt_tokens - seq.num_computed + count))
             self._commit_full_blocks(seq)
         return [seq for seq in plan.num_tokens if seq.num_uncomputed == 0]
-
-    def _sample(self, computed: StepOutput, row_of: dict[Sequence, int], result: StepResult) -> None:
-        if not row_of:
-            return
-        logits = self.runner.logits(computed.hidden, list(row_of.values()))
-        rows: list[SampleRow] = []
-        index: list[int] = []  # a sequence's row serves all choices that fork off it
-        for i, seq in enumerate(row_of):
-            for choice in (seq.choice, *seq.pending_forks):
-                rows.append(_sample_row(seq, choice, len(rows) + 1))
-            index += [i] * (1 + len(seq.pending_forks))
-        if len(index) > len(row_of):
-            logits = logits[torch.tensor(index).to(self.device, non_blocking=True)]
-        sampled = iter(self.sampler.sample(logits, rows).fetch())
-        for row in rows:
-            self.sampler.release(row.slot)
-        self.stats.generation_tokens += len(rows)
-        for seq in row_of:
-            self._accept(seq, list(itertools.islice(sampled, 1 + len(seq.pending_forks))), result)
-
-    def _accept(self, seq: Sequence, sampled: list[Sampled], result: StepResult) -> None:
-        """Append the sampled tokens of a sequence and of the choices that fork off it here; emit their events."""
-        request = seq.request
-        self._report_prompt(request, result)
-        family = [seq, *self._fork(seq)]
-        reasons = [self._append(s, token, result) for s, token in zip(family, sampled, strict=True)]
-        if request.prefill_only and not all(reasons):
-            self._hold(seq, result)
-        for member, reason in zip(family, reasons, strict=True):
-            if reason or request.prefill_only:
-                self._finish(member)
 
     def _fork(self, seq: Sequence) -> list[Sequence]:
         """The pending choices as sequences of their own, sharing all blocks of `seq`."""
@@ -333,11 +359,72 @@ class Engine:
         seq.pending_forks = ()
         return forks
 
+    def _score_prompts(self, plan: Plan, output: StepOutput) -> list[tuple[Request, Scores]]:
+        """Log-probabilities of prompt tokens, each from the row before it; those that are scored already are left out
+        (after a preemption, or when another choice computed them).
+        """
+        scored = []
+        for seq, count in plan.num_tokens.items():
+            request = seq.request
+            if not request.wants_prompt_logprobs:
+                continue
+            end = min(seq.num_computed, request.num_prompt_tokens - 1)
+            first_row = output.first_row[seq] - (seq.num_computed - count)
+            for start in range(request.num_scored - 1, end, SCORED_ROWS):
+                positions = range(start, min(start + SCORED_ROWS, end))
+                logits = self.runner.logits(output.hidden, [first_row + p for p in positions])
+                targets = [request.prompt_token_ids[p + 1] for p in positions]
+                scored.append((request, self.sampler.score(logits, targets, request.sampling.prompt_logprobs or 0)))
+            request.num_scored = max(request.num_scored, end + 1)
+        return scored
+
+    def _sample(self, output: StepOutput, members: list[Sequence]) -> SampledTokens | None:
+        if not members:
+            return None
+        sampled = self.sampler.sample(output.logits, [_sample_row(seq) for seq in members])
+        self.runner.feed_back(output, sampled.token_ids)
+        for seq in members:
+            seq.num_pending += 1
+        return sampled
+
+    def _collect(self, step: _StepInFlight) -> StepResult:
+        """Wait for the step's end, and do all that needs the tokens' values."""
+        step.ended.wait()
+        began = time.perf_counter()
+        self.blocks.end_step()
+        result = StepResult(num_rows=step.num_rows, device_seconds=step.ended.seconds_since(step.began))
+        for request, scored in step.scored:
+            request.prompt_logprobs += scored.fetch()
+        tokens = iter(step.sampled.fetch() if step.sampled is not None else ())
+        for family in step.families:
+            self._accept(family, [next(tokens) for _ in family], result)
+        result.host_seconds = step.host_seconds + time.perf_counter() - began
+        return result
+
+    def _accept(self, family: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
+        """Append the tokens of a sequence and of the choices that forked off it in this step; emit their events. What
+        was sampled for one that has ended meanwhile is dropped.
+        """
+        live = [(seq, token) for seq, token in zip(family, sampled, strict=True) if seq.status is not Status.FINISHED]
+        if not live:
+            return
+        request = live[0][0].request
+        self._report_prompt(request, result)
+        reasons = [self._append(seq, token, result) for seq, token in live]
+        if request.prefill_only and not all(reasons):
+            self._hold(live[0][0], result)
+        for (seq, _), reason in zip(live, reasons, strict=True):
+            if reason or request.prefill_only:
+                self._commit_full_blocks(seq)
+                self._finish(seq)
+
     def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
         request, token = seq.request, sampled.token_id
         position = seq.num_generated
         seq.token_ids.append(token)
-        reason = seq.finish_reason_after(token, self.max_request_tokens)
+        seq.num_pending -= 1
+        self.stats.generation_tokens += 1
+        reason = seq.finish_reason_after(token)
         stopped_by = token if reason == "stop" and token in request.sampling.stop_token_ids else None
         logprobs = (sampled.logprob,) if sampled.logprob is not None else None
         delta = Delta(
@@ -398,18 +485,31 @@ class Engine:
             self._requests.pop(request.key, None)
 
     def _commit_full_blocks(self, seq: Sequence) -> None:
-        full = seq.num_computed // self.config.block_size
+        """Make the full blocks whose tokens are known findable. Their rows may be in flight: whoever reads them by a
+        later step reads behind the write, and nothing is published before its step is complete.
+        """
+        full = min(seq.num_computed, len(seq.token_ids)) // self.config.block_size
         if full > seq.num_committed:
             hashes = seq.hashes(self.hasher)
             for index in range(seq.num_committed, full):
                 self.blocks.commit(seq.block_table[index], hashes[index])
             seq.num_committed = full
 
-    def _peak_activation_bytes(self) -> int:
+    def _warm_up(self) -> None:
+        """Capture the decode graphs, and compile every kernel that a request may need, before there is one."""
+        if self.config.cuda_graphs:
+            self.runner.capture_graphs(graph_sizes(self.config.max_num_seqs))
+
+    def _reserved_bytes(self) -> int:
+        """Device memory that the largest step needs beside weights and pool."""
         if self.device.type != "cuda" or self.config.num_kv_blocks is not None:
             return 0
         rows = self.config.max_num_batched_tokens
-        return self.runner.peak_activation_bytes(rows, min(rows, self.config.max_num_seqs))
+        samples = min(rows, self.config.max_num_seqs)
+        step = self.runner.peak_activation_bytes(rows, samples) + self.sampler.peak_bytes(samples)
+        step += self.sampler.state_bytes()
+        graphs = self.runner.peak_activation_bytes(samples, samples) if self.config.cuda_graphs else 0
+        return step + graphs
 
     def check_integrity(self, reservations: Iterable[Reservation] = ()) -> None:
         """AssertionError when blocks, owners and queues disagree; for tests and for idle moments."""
@@ -419,13 +519,13 @@ class Engine:
         self.blocks.check_integrity([*tables, *held, *(r.block_table for r in reservations)])
 
 
-def _sample_row(seq: Sequence, choice: int, slot: int) -> SampleRow:
+def _sample_row(seq: Sequence) -> SampleRow:
     request = seq.request
     return SampleRow(
         sampling=request.sampling,
-        choice=choice,
-        slot=slot,
-        position=seq.num_generated,
+        choice=seq.choice,
+        slot=seq.slot,
+        position=seq.next_position,
         token_ids=seq.token_ids,
         num_prompt_tokens=request.num_prompt_tokens,
         stop_token_ids=request.stop_token_ids,

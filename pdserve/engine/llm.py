@@ -185,6 +185,8 @@ class LLM:
         finally:
             for key in live:
                 self.engine.abort(key)
+            while self.engine.has_work:  # what was queued for sequences that have ended
+                self.engine.step()
 
     def _take(self, run: "_Run", event: Event) -> None:
         stopped = run.take(event)

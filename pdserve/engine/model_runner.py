@@ -1,10 +1,13 @@
-"""Runs the model over one step's plan, and gives the logits of the rows that are asked for. The only part of the engine
-that holds tensors.
+"""Runs the model over one step's plan and gives the logits of the rows that sample. The only part of the engine that
+launches work on the device; it never waits for it.
 
-Rows are padded to a multiple of 16 (they write to the null block): the CPU's float32 matrix products give every row the
-same bits for any such number of rows, which makes the CPU path batch-invariant. Called by the engine.
+Keeps on the device what steps have in common: block tables and newest tokens by slot. A step sends small integers and
+what changed. Steps of decodes alone replay CUDA graphs (engine/cuda_graphs.py), others run eagerly. On CPU rows are
+padded to a multiple of 16 (they write to the null block): float32 products give every row the same bits for any such
+number of rows, which makes the CPU path batch-invariant. Called by the engine.
 """
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,104 +15,177 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.attention import AttentionBatch, PagedAttention
+from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.step_inputs import (
+    Arrays,
+    StepInputs,
+    lengths_of,
+    pack,
+    step_inputs,
+    table_changes,
+    to_device,
+    unpack,
+)
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 
 ROW_MULTIPLE = 16
 
 
-@dataclass(frozen=True)
 class Fence:
-    """Marks the end of a step on the device; `ready()` once everything the step wrote is there."""
+    """Marks a moment of the device's work; made when that work is queued. On CPU it has passed already."""
 
-    event: torch.cuda.Event | None = None
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
+        if self._event is not None:
+            self._event.record()
 
     def ready(self) -> bool:
-        return self.event is None or self.event.query()
+        """Whether everything queued before is done."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "Fence") -> float:
+        """Device time between two fences that are ready; 0 on CPU."""
+        if self._event is None or earlier._event is None:
+            return 0.0
+        return earlier._event.elapsed_time(self._event) / 1000
 
 
 @dataclass(frozen=True)
 class StepOutput:
-    """hidden: `[rows, hidden]` of the whole step; first_row: where each sequence's rows begin."""
+    """hidden: `[rows, hidden]` of the whole step. first_row: where each sequence's rows begin in it. logits: `[samples,
+    vocab]`, and sample_slots int32 `[samples]` the slots they are for.
+    """
 
     hidden: Tensor
     first_row: dict[Sequence, int]
-    fence: Fence
+    logits: Tensor
+    sample_slots: Tensor
 
 
 class ModelRunner:
-    """One rank's model and pool."""
+    """One rank's model and pool. num_slots: rows of the tables beside row 0, the null one. max_blocks: of one
+    sequence.
+    """
 
-    def __init__(self, model: CausalLM, pool: Tensor, block_size: int, ops: Ops, device: torch.device) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        pool: Tensor,
+        block_size: int,
+        num_slots: int,
+        max_blocks: int,
+        ops: Ops,
+        device: torch.device,
+    ) -> None:
         self.model = model
         self.pool = pool
         self.block_size = block_size
         self.scale = model.spec.head_dim**-0.5
         self.ops = ops
         self.device = device
+        self.tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
-    def execute(self, plan: Plan) -> StepOutput:
-        """Compute the plan's rows."""
+    def capture_graphs(self, sizes: SequenceOf[int]) -> None:
+        """Capture the decode step at these batch sizes; every later step of decodes alone, up to the largest, uses
+        one.
+        """
+        self._graphs = DecodeGraphs(self._decode, self.device)
+        self._graphs.capture(sizes)
+
+    @torch.inference_mode()
+    def execute(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+        """Queue the plan's rows, whose sequences have advanced by it already.
+
+        families: for each planned sequence that samples, itself and the choices that fork off it; each gets logits.
+        """
         self._copy_blocks(plan.copies)
-        order = sorted(plan.num_tokens, key=lambda seq: plan.num_tokens[seq] > 1)  # decodes first; stable
-        counts = [plan.num_tokens[seq] for seq in order]
-        ids, batch = self._inputs(order, counts)
-        attend = PagedAttention(self.pool, self.ops, self.scale, batch)
-        hidden = self.model.forward(ids, attend)
-        first_row = dict(zip(order, np.cumsum([0, *counts[:-1]]).tolist(), strict=True))
-        return StepOutput(hidden, first_row, self._fence())
+        changes = table_changes([*plan.num_tokens, *(member for family in families for member in family[1:])])
+        if changes is not None:
+            self.ops.update_tables(self.tables, to_device(changes, self.device))
+        size = self._graphs.size_for(len(plan.num_tokens)) if self._graphs and plan.is_decode else None
+        if size is not None:
+            assert self._graphs is not None
+            inputs = step_inputs(plan, size, size, self.block_size)
+            hidden, logits, slots = self._graphs.replay(size, pack(inputs.arrays))
+            return self._pick(inputs, families, hidden, logits, slots)
+        return self._eager(plan, families)
+
+    def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
+        """What was sampled is the newest token of its slots."""
+        self.ops.store_tokens(self.last_token, output.sample_slots, token_ids)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        """`[len(rows), vocab]`, in the model's dtype, of these rows of a step's hidden."""
-        padded = rows + [0] * (-len(rows) % ROW_MULTIPLE)
-        index = torch.tensor(padded, dtype=torch.long).to(self.device, non_blocking=True)
-        return self.model.logits(hidden[index])[: len(rows)]
+    def logits(self, hidden: Tensor, rows: SequenceOf[int]) -> Tensor:
+        """`[len(rows), vocab]` of these rows of a step's hidden."""
+        padded = list(rows)
+        if self.device.type == "cpu":
+            padded += [0] * (-len(padded) % ROW_MULTIPLE)
+        index = to_device(np.array(padded, dtype=np.int32), self.device)
+        return self.model.logits(hidden.index_select(0, index))[: len(rows)]
 
-    def _inputs(self, order: list[Sequence], counts: list[int]) -> tuple[Tensor, AttentionBatch]:
-        total = sum(counts)
-        padded = total + -total % ROW_MULTIPLE
-        ids = np.zeros(padded, dtype=np.int64)
-        positions = np.zeros(padded, dtype=np.int64)
-        slots = np.zeros(padded, dtype=np.int64)
-        slots[total:] = np.arange(padded - total) % self.block_size
-        width = max(len(seq.block_table) for seq in order)
-        tables = np.zeros((len(order), width), dtype=np.int32)
-        contexts = np.empty(len(order), dtype=np.int32)
-        row = 0
-        for i, (seq, count) in enumerate(zip(order, counts, strict=True)):
-            start, end = seq.num_computed, seq.num_computed + count
-            tables[i, : len(seq.block_table)] = seq.block_table
-            contexts[i] = end
-            at = np.arange(start, end)
-            ids[row : row + count] = seq.token_ids[start:end]
-            positions[row : row + count] = at
-            slots[row : row + count] = tables[i, at // self.block_size].astype(np.int64) * self.block_size
-            slots[row : row + count] += at % self.block_size
-            row += count
-        num_decodes = counts.count(1)
-        starts = np.cumsum([0, *counts[num_decodes:]]).astype(np.int32)
+    def fence(self) -> Fence:
+        """Behind everything queued so far."""
+        return Fence(self.device)
+
+    def _eager(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+        total = sum(plan.num_tokens.values())
+        padded = total + -total % ROW_MULTIPLE if self.device.type == "cpu" else total
+        inputs = step_inputs(plan, padded, len(plan.num_tokens), self.block_size)
+        arrays = unpack(to_device(pack(inputs.arrays), self.device), lengths_of(inputs.arrays))
+        hidden = self._forward(arrays, inputs.num_decodes, inputs.max_decode_context, inputs.max_query_len)
+        rows = _sample_rows(plan, inputs, families)
+        slots = np.array([member.slot for family in families for member in family], dtype=np.int32)
+        logits = self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
+        return StepOutput(hidden, inputs.first_row, logits, to_device(slots, self.device))
+
+    def _pick(
+        self,
+        inputs: StepInputs,
+        families: SequenceOf[SequenceOf[Sequence]],
+        hidden: Tensor,
+        logits: Tensor,
+        slots: Tensor,
+    ) -> StepOutput:
+        """The logits of a graph's rows that sample: nearly always all of them."""
+        rows = [inputs.first_row[family[0]] for family in families for _ in family]
+        if rows == list(range(len(inputs.first_row))):
+            return StepOutput(hidden, inputs.first_row, logits[: len(rows)], slots[: len(rows)])
+        picked = logits.index_select(0, to_device(np.array(rows, dtype=np.int32), self.device))
+        members = np.array([member.slot for family in families for member in family], dtype=np.int32)
+        return StepOutput(hidden, inputs.first_row, picked, to_device(members, self.device))
+
+    def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
+        """What a graph captures: hidden and logits of one row a sequence, whatever the contexts."""
+        longest = self.tables.shape[1] * self.block_size
+        hidden = self._forward(arrays, len(arrays.ids), longest, 0)
+        return hidden, self.model.logits(hidden)
+
+    def _forward(self, arrays: Arrays[Tensor], num_decodes: int, max_decode_context: int, max_query_len: int) -> Tensor:
+        ids, kv_slots = self.ops.gather_inputs(
+            arrays.ids, arrays.positions, arrays.slots, self.last_token, self.tables, self.block_size
+        )
         batch = AttentionBatch(
             num_decodes=num_decodes,
-            num_prefill_rows=total - num_decodes,
-            positions=self._tensor(positions),
-            slots=self._tensor(slots),
-            block_tables=self._tensor(tables),
-            context_lens=self._tensor(contexts),
-            query_starts=self._tensor(starts),
-            max_decode_context=int(contexts[:num_decodes].max(initial=0)),
-            max_query_len=max(counts[num_decodes:], default=0),
+            positions=arrays.positions,
+            slots=kv_slots,
+            block_tables=self.tables,
+            table_rows=arrays.table_rows,
+            context_lens=arrays.context_lens,
+            query_starts=arrays.query_starts,
+            max_decode_context=max_decode_context,
+            max_query_len=max_query_len,
         )
-        return self._tensor(ids), batch
-
-    def _tensor(self, array: np.ndarray) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cuda":
-            return tensor.pin_memory().to(self.device, non_blocking=True)
-        return tensor
+        return self.model.forward(ids, PagedAttention(self.pool, self.ops, self.scale, batch))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied from as well."""
@@ -118,15 +194,8 @@ class ModelRunner:
         sources, targets = zip(*copies, strict=True)
         batches = [copies] if not set(sources) & set(targets) else [[pair] for pair in copies]
         for batch in batches:
-            src, dst = (torch.tensor(ids, dtype=torch.long).to(self.device) for ids in zip(*batch, strict=True))
+            src, dst = (to_device(np.array(ids, dtype=np.int64), self.device) for ids in zip(*batch, strict=True))
             self.ops.copy_blocks(self.pool, src, dst)
-
-    def _fence(self) -> Fence:
-        if self.device.type != "cuda":
-            return Fence()
-        event = torch.cuda.Event()
-        event.record()
-        return Fence(event)
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
@@ -135,8 +204,14 @@ class ModelRunner:
         """
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        zeros = torch.zeros(num_rows, dtype=torch.long, device=self.device)
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
         hidden = self.model.forward(zeros, lambda _layer, q, *_: torch.zeros_like(q))
         self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def _sample_rows(plan: Plan, inputs: StepInputs, families: SequenceOf[SequenceOf[Sequence]]) -> list[int]:
+    """The last row of each family's planned sequence, once for each member."""
+    last = {family[0]: inputs.first_row[family[0]] + plan.num_tokens[family[0]] - 1 for family in families}
+    return [last[family[0]] for family in families for _ in family]

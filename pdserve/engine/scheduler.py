@@ -7,6 +7,9 @@ Knows nothing of devices, sampling or hand-off; called by the engine.
 
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
+
+A running sequence has a slot, its row in the device's tables. Plans are made from counts alone, so the next one does
+not wait for the tokens of a step in flight (docs/engine-step.md).
 """
 
 from bisect import insort
@@ -22,13 +25,29 @@ ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it
 
 @dataclass
 class Plan:
-    """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before anything is written."""
+    """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before anything is written.
+
+    blocked: a sequence found no blocks, and nobody may be preempted while steps are in flight: complete them first.
+    """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
     copies: list[tuple[int, int]] = field(default_factory=list)
+    blocked: bool = False
 
     def __bool__(self) -> bool:
         return bool(self.num_tokens)
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence computes one token."""
+        return all(count == 1 for count in self.num_tokens.values())
+
+
+def num_slots_for(max_num_seqs: int) -> int:
+    """Rows of the device's tables, beside row 0: more than may be planned, because a sequence whose last token is in
+    flight keeps its slot and must not keep others waiting.
+    """
+    return 2 * max_num_seqs
 
 
 class Scheduler:
@@ -44,6 +63,8 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
+        self.freed_slots: list[int] = []  # since the engine last cleared it
+        self._slots = list(range(num_slots_for(max_num_seqs), 0, -1))
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -58,30 +79,36 @@ class Scheduler:
 
     def start_fork(self, seq: Sequence) -> None:
         """Run a sequence that just forked off a running one; admission counted it already."""
-        seq.status = Status.RUNNING
-        insort(self.running, seq, key=lambda s: s.order)
+        self._run(seq)
 
     def finish(self, seq: Sequence) -> None:
         """Take the sequence out and free its blocks; idempotent."""
         if seq.status is Status.FINISHED:
             return
-        (self.running if seq.status is Status.RUNNING else self.waiting).remove(seq)
+        if seq.status is Status.RUNNING:
+            self._stop_running(seq)
+        else:
+            self.waiting.remove(seq)
         seq.status = Status.FINISHED
         self._drop_blocks(seq)
 
-    def schedule(self) -> Plan:
-        """The next step's work; empty when nothing can run now (no work, or the blocks are pinned elsewhere)."""
+    def schedule(self, may_preempt: bool = True) -> Plan:
+        """The next step's work; empty when nothing can run now (no work, or the blocks are pinned elsewhere).
+
+        may_preempt: False while steps are in flight, whose blocks and tokens a preemption would pull away.
+        """
         plan = Plan()
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
         for seq in list(self.running):
             if budget == 0:
                 break
-            if seq.status is Status.RUNNING:  # may have been preempted for one before it
-                budget -= self._continue(seq, budget, plan)
-        if self.num_preemptions == preemptions:
+            # It may have been preempted for one before it.
+            if seq.status is Status.RUNNING and not seq.is_complete:
+                budget -= self._continue(seq, budget, plan, may_preempt)
+        if self.num_preemptions == preemptions and not plan.blocked:
             self._admit(budget, plan)
-        if not plan and self.waiting and not self.running:
+        if not plan and self.waiting and not self.running and may_preempt:
             self._break_hold_and_wait()
         return plan
 
@@ -90,16 +117,34 @@ class Scheduler:
         assert all(s.status is Status.RUNNING for s in self.running)
         assert all(s.status is Status.WAITING for s in self.waiting)
         assert len(set(map(id, self.running + self.waiting))) == len(self.running) + len(self.waiting)
+        slots = [seq.slot for seq in self.running] + self._slots
+        assert sorted(slots) == list(range(1, num_slots_for(self.max_num_seqs) + 1)), "a slot has two sequences or none"
+        assert not any(seq.slot for seq in self.waiting)
 
-    def _continue(self, seq: Sequence, budget: int, plan: Plan) -> int:
+    def _run(self, seq: Sequence) -> None:
+        seq.status = Status.RUNNING
+        seq.slot = self._slots.pop()
+        seq.num_synced = 0
+        insort(self.running, seq, key=lambda s: s.order)
+
+    def _stop_running(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._slots.append(seq.slot)
+        self.freed_slots.append(seq.slot)
+        seq.slot = 0
+
+    def _continue(self, seq: Sequence, budget: int, plan: Plan, may_preempt: bool) -> int:
         """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
-        itself).
+        itself, or blocked).
         """
         count = min(seq.num_uncomputed, budget)
         while seq.status is Status.RUNNING:
             try:
                 self._provide(seq, count, plan)
             except OutOfBlocks:
+                if not may_preempt:
+                    plan.blocked = True
+                    return 0
                 self._preempt(self.running[-1])
             else:
                 plan.num_tokens[seq] = count
@@ -107,7 +152,7 @@ class Scheduler:
         return 0
 
     def _admit(self, budget: int, plan: Plan) -> None:
-        slots = self.max_num_seqs - sum(1 + len(s.pending_forks) for s in self.running)
+        slots = self.max_num_seqs - sum(1 + len(s.pending_forks) for s in self.running if not s.is_complete)
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             width = 1 + len(seq.pending_forks)
@@ -117,17 +162,18 @@ class Scheduler:
             self._provide(seq, count, plan)
             self.waiting.pop(0)
             self.admitted.append(seq.request.key)
-            seq.status = Status.RUNNING
-            insort(self.running, seq, key=lambda s: s.order)
+            self._run(seq)
             plan.num_tokens[seq] = count
             budget -= count
             slots -= width
 
     def _fits(self, seq: Sequence) -> bool:
-        """Whether all tokens of a waiting sequence fit now; one without blocks is then given its cached prefix."""
+        """Whether all tokens of a waiting sequence fit now, beside a block for each running one to grow into (else it
+        would soon be preempted again); one without blocks is then given its cached prefix.
+        """
         cached = [] if seq.block_table else self._cached_prefix(seq)
         missing = self._num_missing(seq, seq.num_tokens) - len(cached) + self._writes_shared_block(seq)
-        if missing + self.blocks.num_free_among(cached) > self.blocks.num_free:
+        if missing + self.blocks.num_free_among(cached) + len(self.running) > self.blocks.num_free:
             return False
         if not seq.block_table:
             self._take_prefix(seq, cached)
@@ -163,6 +209,7 @@ class Scheduler:
             [target] = self.blocks.allocate(1)
             self.blocks.release([source])
             seq.block_table[index] = target
+            seq.num_synced = min(seq.num_synced, index)
             plan.copies.append((source, target))
         if missing:
             after = seq.block_table[-1] if seq.block_table else None
@@ -176,7 +223,7 @@ class Scheduler:
         return index < len(seq.block_table) and self.blocks.is_shared(seq.block_table[index])
 
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
+        self._stop_running(seq)
         seq.status = Status.WAITING
         self._drop_blocks(seq)
         self.add(seq)

@@ -20,7 +20,9 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. prefill_only: sample the first tokens, then hold the prompt for a hand-off."""
+    """One attempt at one request. max_tokens: each choice's, and what fits the engine. prefill_only: sample the first
+    tokens, then hold the prompt for a hand-off.
+    """
 
     key: RequestKey
     prompt_token_ids: tuple[int, ...]
@@ -35,6 +37,7 @@ class Request:
     prefix_looked_up: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
+    num_scored: int = 1  # prompt positions whose log-probability is known or in flight; the first has none
     sequences: list["Sequence"] = field(default_factory=list)
     _prompt_hashes: list[bytes] = field(default_factory=list)
 
@@ -56,31 +59,50 @@ class Request:
 class Sequence:
     """The tokens of one choice and where their KV lies.
 
-    token_ids: prompt, forced and sampled tokens. num_computed: leading tokens whose rows are in the pool. block_table:
-    blocks in order of position. pending_forks: choices that fork off when the prompt is computed.
+    token_ids: prompt, forced and sampled tokens whose values are known. num_pending: tokens behind them that a step in
+    flight samples (0 or 1 when a step is planned). num_computed: leading tokens whose rows are in the pool, or will be
+    when the steps in flight are done. block_table: blocks in order of position. num_committed: of them, known to the
+    prefix cache; num_synced: of them, known to the device. slot: row of the device's tables while it runs, else 0.
+    pending_forks: choices that fork off when the prompt is computed.
     """
 
     request: Request
     choice: int
     token_ids: list[int]
+    num_pending: int = 0
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
     num_committed: int = 0
+    num_synced: int = 0
+    slot: int = 0
     status: Status = Status.WAITING
     pending_forks: tuple[int, ...] = ()
     _hashes: list[bytes] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - self.request.num_prompt_tokens
+        """Including those in flight."""
+        return len(self.token_ids) + self.num_pending
 
     @property
     def num_uncomputed(self) -> int:
-        return len(self.token_ids) - self.num_computed
+        return len(self.token_ids) + self.num_pending - self.num_computed
+
+    @property
+    def num_generated(self) -> int:
+        """Whose values are known."""
+        return len(self.token_ids) - self.request.num_prompt_tokens
+
+    @property
+    def next_position(self) -> int:
+        """Of the next token to sample, among the generated ones."""
+        return len(self.token_ids) + self.num_pending - self.request.num_prompt_tokens
+
+    @property
+    def is_complete(self) -> bool:
+        """Every token it may have is sampled or in flight: nothing is left to compute."""
+        limit = 1 if self.request.prefill_only else self.request.max_tokens
+        return self.next_position >= limit
 
     @property
     def order(self) -> tuple[int, int, int]:
@@ -94,11 +116,8 @@ class Sequence:
         hasher.extend(self._hashes, self.token_ids, self.request.cache_salt)
         return self._hashes
 
-    def finish_reason_after(self, token: int, max_model_len: int) -> FinishReason | None:
+    def finish_reason_after(self, token: int) -> FinishReason | None:
         """Why the choice ends with `token`, which was just appended; None when it goes on."""
-        sampling = self.request.sampling
-        if token in self.request.stop_token_ids and self.num_generated > sampling.min_tokens:
+        if token in self.request.stop_token_ids and self.num_generated > self.request.sampling.min_tokens:
             return "stop"
-        if self.num_generated >= self.request.max_tokens or self.num_tokens >= max_model_len:
-            return "length"
-        return None
+        return "length" if self.num_generated >= self.request.max_tokens else None

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_splits
 from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
+from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
 from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_silu_mul
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.sampling import launch_cut, launch_draw, launch_penalties, launch_token_logprobs
@@ -88,6 +89,28 @@ def add_norm_linear_silu_mul(
     """reference.add_norm_linear_silu_mul."""
     gate_up, residual = add_norm_linear(delta, residual, norm_weight, eps, weight, bias)
     return silu_mul(gate_up), residual
+
+
+def gather_inputs(
+    ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """reference.gather_inputs."""
+    _check_ids(ids=ids, positions=positions, slots=slots, tables=tables)
+    return launch_gather_inputs(ids, positions, slots, last_token, tables, block_size)
+
+
+def update_tables(tables: Tensor, changes: Tensor) -> None:
+    """reference.update_tables."""
+    _check_ids(tables=tables, changes=changes)
+    if changes.shape[1]:
+        launch_update_tables(tables, changes)
+
+
+def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
+    """reference.store_tokens."""
+    _check_ids(slots=slots, token_ids=token_ids)
+    if len(slots):
+        launch_store_tokens(last_token, slots, token_ids)
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -3,7 +3,7 @@
 Knows the engine and a KVSender; nothing of the decode phase, of sockets or of routers. Driven by worker.loop on its one
 thread.
 
-    COMPUTING --held by the engine--> FENCED --device done--> PUBLISHED --done | rejected | expired--> blocks free
+    COMPUTING --its last step is complete--> PUBLISHED --done | rejected | expired--> blocks free
         cancel frees the blocks in any state; over the pin budget the oldest ticket is revoked: its blocks become plain
         cached blocks, which D may still read as long as their generations match
 """
@@ -11,7 +11,6 @@ thread.
 from collections import OrderedDict
 
 from pdserve.engine.engine import Engine, HeldPrompt, StepResult
-from pdserve.engine.model_runner import Fence
 from pdserve.engine.protocol import Event, Handoff, RequestKey, Submit
 from pdserve.kvtransfer.connector import KVSender
 
@@ -23,52 +22,38 @@ class PrefillPhase:
         self._engine = engine
         self._sender = sender
         self._max_pinned = max_pinned_blocks
-        self._fenced: OrderedDict[RequestKey, tuple[HeldPrompt, Fence]] = OrderedDict()
         self._published: OrderedDict[RequestKey, HeldPrompt] = OrderedDict()
         self.num_revoked = 0
 
     @property
     def num_pinned_blocks(self) -> int:
-        fenced = sum(len(held.block_ids) for held, _ in self._fenced.values())
-        return fenced + sum(len(held.block_ids) for held in self._published.values())
-
-    @property
-    def waits_for_device(self) -> bool:
-        """Something will become ready without a message: poll again soon."""
-        return bool(self._fenced)
+        return sum(len(held.block_ids) for held in self._published.values())
 
     def submit(self, submit: Submit) -> None:
         """Queue the prompt; ValueError when it can never run here."""
         self._engine.add(self._engine.make_request(submit), submit.starts)
 
-    def on_step(self, result: StepResult) -> None:
-        """Take over the prompts whose last rows this step wrote."""
-        for held in result.held:
-            self._fenced[held.key] = held, result.fence
+    def on_step(self, result: StepResult) -> list[tuple[RequestKey, Event]]:
+        """Publish the prompts whose last rows this step wrote: it is complete on the device. Returns the hand-offs."""
+        events: list[tuple[RequestKey, Event]] = [(held.key, self._publish(held)) for held in result.held]
+        self._keep_budget()
+        return events
 
-    def poll(self) -> list[tuple[RequestKey, Event]]:
-        """Unpin what D is done with, publish what the device has finished; returns the hand-offs."""
+    def poll(self) -> None:
+        """Unpin what D is done with."""
         for unpinned in self._sender.poll():
             if self._published.pop(unpinned.key, None) is not None:
                 self._engine.release_held(unpinned.key)
-        events: list[tuple[RequestKey, Event]] = []
-        for key, (held, fence) in list(self._fenced.items()):
-            if fence.ready():
-                del self._fenced[key]
-                events.append((key, self._publish(held)))
-        self._keep_budget()
-        return events
 
     def cancel(self, key: RequestKey) -> None:
         """Drop the ticket or the hand-off in the making; idempotent. (The engine aborts what is still computing.)"""
         if self._published.pop(key, None) is not None:
             self._sender.revoke(key)
-        self._fenced.pop(key, None)
         self._engine.release_held(key)
 
     def keys(self) -> set[RequestKey]:
         """Requests whose blocks are kept for a hand-off."""
-        return {*self._fenced, *self._published}
+        return set(self._published)
 
     def _publish(self, held: HeldPrompt) -> Handoff:
         ticket = self._sender.publish(held.key, held.block_ids, held.num_tokens, held.content)

@@ -125,6 +125,8 @@ class EngineHost:
         os.eventfd_write(self._wake_fd, 1)
 
     def _close(self) -> None:
+        if self._loop is not None:
+            self._loop.engine.close()  # before its pool is unregistered
         for part in (self._receiver, self._sender):
             if part is not None:
                 part.close()

@@ -238,7 +238,7 @@ class WorkerLoop:
         busy = self.engine.has_work
         stepped = self._step() if busy else False
         if stepped:
-            self._poll_phases()  # publishes what the step finished, without waiting for the next turn
+            self._poll_phases()
         if self._was_busy and not busy:
             self.check_integrity()
         self._was_busy = busy
@@ -247,9 +247,7 @@ class WorkerLoop:
         self._flush()
         if stepped:
             return 0.0
-        polls = (
-            busy or (self.decode and self.decode.waits_for_blocks) or (self.prefill and self.prefill.waits_for_device)
-        )
+        polls = busy or (self.decode and self.decode.waits_for_blocks)
         return 0.002 if polls else max(0.0, self._next_snapshot() - time.monotonic())
 
     def check_integrity(self) -> None:
@@ -276,13 +274,13 @@ class WorkerLoop:
         self._note_admitted(began)
         if not result.num_rows:
             return False
-        seconds = time.monotonic() - began
+        seconds = result.device_seconds or result.host_seconds  # on CPU the host is the device
         self._device_seconds += seconds
         self._metrics.step_seconds.observe(seconds)
         self._emit_all(result.events)
         self._snapshot_is_stale = True
         if self.prefill is not None:
-            self.prefill.on_step(result)
+            self._emit_all(self.prefill.on_step(result))
         return True
 
     def _note_admitted(self, now: float) -> None:
@@ -296,7 +294,7 @@ class WorkerLoop:
 
     def _poll_phases(self) -> None:
         if self.prefill is not None:
-            self._emit_all(self.prefill.poll())
+            self.prefill.poll()
         if self.decode is not None:
             events, peers = self.decode.poll()
             self._emit_all(events)

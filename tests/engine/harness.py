@@ -1,13 +1,15 @@
 """Drives an Engine by hand, and a runner on paper that stands in for model and pool.
 
 `PaperRunner` keeps, instead of KV, which prefix each row of the pool was computed for, and checks on every step that a
-sequence reads exactly its own rows and writes into no block that others own. Its logits are a function of the whole
-prefix, so what a request must generate is known without any batch (`alone`).
+sequence reads exactly its own rows and writes into no block that others own. Rows move only when the engine completes
+the step: a device that lags as far as it can. Its logits are a function of the whole prefix, so what a request must
+generate is known without any batch (`alone`).
 """
 
 import functools
 import itertools
 from collections import defaultdict
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,12 @@ from torch import Tensor
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine, StepResult
-from pdserve.engine.model_runner import Fence, StepOutput
+from pdserve.engine.model_runner import StepOutput
 from pdserve.engine.protocol import Delta, PromptScored, RequestKey, SamplingParams, Start, Submit, TokenLogprob
 from pdserve.engine.sampler import Sampler, SampleRow
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
-from pdserve.kernels import reference
+from pdserve.engine.step_inputs import table_changes
 
 _names = itertools.count()
 
@@ -97,35 +99,64 @@ class Driver:
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
 
 
+class PaperFence:
+    """A step of the paper model: its rows are read and written when somebody waits for it, as late as a device may."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+
+    def ready(self) -> bool:
+        return self._run is None
+
+    def wait(self) -> None:
+        if self._run is not None:
+            run, self._run = self._run, None
+            run()
+
+    def seconds_since(self, earlier: "PaperFence") -> float:
+        return 0.0
+
+
 class PaperRunner:
     def __init__(self, engine: Engine) -> None:
         self.blocks = engine.blocks
         self.block_size = engine.config.block_size
         self.vocab_size = engine.spec.vocab_size
+        self.ops = engine.runner.ops
         self.pool = engine.pool
         self.rows = np.full((engine.blocks.num_blocks, self.block_size), -1, dtype=np.int64)
         self.plans: list[dict[Sequence, int]] = []
         self.num_copies = 0
+        self.tables: dict[int, list[int]] = defaultdict(list)  # by slot, from the changes a step sends
+        self.last_token: dict[int, int] = {}
+        self._queue: list[Callable[[], None]] = []
 
-    def execute(self, plan: Plan) -> StepOutput:
+    def execute(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         self.plans.append(dict(plan.num_tokens))
         self.num_copies += len(plan.copies)
-        for source, target in plan.copies:
-            self.rows[target] = self.rows[source]
+        self._queue.append(functools.partial(self._copy, list(plan.copies)))
+        self._sync(plan, families)
         hidden: list[int] = []
         first_row = {}
-        prefixes = {seq: prefix_digests(seq.token_ids) for seq in plan.num_tokens}
         for seq, count in plan.num_tokens.items():
+            tokens = seq.token_ids[: seq.num_computed]
+            if seq.num_computed > len(tokens):
+                tokens = [*tokens, self.last_token[seq.slot]]
+            digests = prefix_digests(tokens)
             first_row[seq] = len(hidden)
-            for position in range(seq.num_computed, seq.num_computed + count):
-                block = seq.block_table[position // self.block_size]
-                assert block != 0 and not self.blocks.is_shared(block), "writes a block that is not its own"
-                self.rows[block, position % self.block_size] = prefixes[seq][position]
-                hidden.append(prefixes[seq][position])
-        for seq, count in plan.num_tokens.items():
-            end = seq.num_computed + count
-            assert self.rows[seq.block_table].reshape(-1)[:end].tolist() == prefixes[seq][:end], "reads foreign rows"
-        return StepOutput(torch.tensor(hidden, dtype=torch.int64), first_row, Fence())
+            hidden += digests[-count:]
+            self._queue.append(functools.partial(self._compute, list(self.tables[seq.slot]), digests, count))
+        last = [first_row[family[0]] + plan.num_tokens[family[0]] - 1 for family in families for _ in family]
+        slots = [member.slot for family in families for member in family]
+        states = torch.tensor(hidden, dtype=torch.int64)
+        return StepOutput(states, first_row, self.logits(states, last), torch.tensor(slots, dtype=torch.int32))
+
+    def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
+        self.last_token.update(zip(output.sample_slots.tolist(), token_ids.tolist(), strict=True))
+
+    def fence(self) -> PaperFence:
+        queue, self._queue = self._queue, []
+        return PaperFence(lambda: [run() for run in queue] and None)
 
     def fill(self, blocks: SequenceOf[int], prompt: SequenceOf[int], first_block: int = 0) -> None:
         """Write the prompt's rows as another engine would."""
@@ -135,7 +166,35 @@ class PaperRunner:
                 self.rows[blocks[index], position % self.block_size] = digest
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        if not rows:
+            return torch.empty(0, self.vocab_size)
         return torch.stack([prefix_logits(digest, self.vocab_size) for digest in hidden[rows].tolist()])
+
+    def _sync(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> None:
+        changes = table_changes([*plan.num_tokens, *(seq for family in families for seq in family)])
+        for slot, index, block in changes.T.tolist() if changes is not None else ():
+            table = self.tables[slot]
+            table[index : index + 1] = [block]
+            assert table[index] == block, "a table has a hole"
+            if index == 0:
+                del table[1:]
+        widths = {family[0]: len(family) for family in families}  # choices that fork off here share the blocks
+        for seq, count in plan.num_tokens.items():
+            for position in range(seq.num_computed - count, seq.num_computed):
+                block = seq.block_table[position // self.block_size]
+                assert self.blocks.num_owners(block) == widths.get(seq, 1), "writes a block that is not its own"
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.rows[target] = self.rows[source]
+
+    def _compute(self, table: list[int], digests: list[int], count: int) -> None:
+        """A sequence reads the rows before its chunk, and writes those of the chunk, through the table it was given."""
+        for position in range(len(digests) - count, len(digests)):
+            block = table[position // self.block_size]
+            assert not self.blocks.is_free(block), "writes a block that is free meanwhile"
+            self.rows[block, position % self.block_size] = digests[position]
+        assert self.rows[table].reshape(-1)[: len(digests)].tolist() == digests, "reads foreign rows"
 
 
 def prefix_digests(tokens: SequenceOf[int]) -> list[int]:
@@ -158,9 +217,10 @@ def alone(
     tokens = [*prompt, *forced]
     digest = prefix_digests(tokens)[-1]
     request = engine.make_request(submit_of(prompt, sampling))
-    sampler = Sampler(reference, engine.spec.vocab_size, 1, torch.device("cpu"))
+    sampler = Sampler(engine.runner.ops, engine.spec.vocab_size, 1, torch.device("cpu"))
     while True:
         row = SampleRow(sampling, choice, 1, len(tokens) - len(prompt), tokens, len(prompt), request.stop_token_ids)
+        sampler.release(1)
         [sampled] = sampler.sample(prefix_logits(digest, engine.spec.vocab_size)[None], [row]).fetch()
         tokens.append(sampled.token_id)
         digest = _extend(digest, sampled.token_id)

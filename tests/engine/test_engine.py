@@ -82,13 +82,14 @@ STATES = {
 }
 
 
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("choices", [None, (0,), (1,), (0, 2), (1, 2), (0, 1, 2), (), (7,)], ids=str)
 @pytest.mark.parametrize("state", STATES)
-def test_abort(tiny_llama: Path, state: str, choices: tuple[int, ...] | None) -> None:
+def test_abort(tiny_llama: Path, state: str, choices: tuple[int, ...] | None, is_async: bool) -> None:
     """Whatever the state: the choices named say no more, the others all they would have said, and nothing is leaked."""
     config = dict(STATES[state])
     steps = config.pop("steps")
-    driver = busy(tiny_llama, max_num_batched_tokens=17, **config)
+    driver = busy(tiny_llama, max_num_batched_tokens=17, async_scheduling=is_async, **config)
     engine, prompt = driver.engine, prompt_of(50, 1)
     key = driver.add(prompt, SAMPLED)
     for _ in range(steps):
@@ -236,7 +237,7 @@ def test_totals(tiny_llama: Path) -> None:
 def test_an_idle_step_does_nothing(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama)
     result = engine.step()
-    assert (result.events, result.held, result.num_rows) == ([], [], 0) and result.fence.ready()
+    assert (result.events, result.held, result.num_rows) == ([], [], 0)
     assert engine.stats.num_steps == 0
 
 
@@ -262,7 +263,7 @@ def test_blocks_are_copied_with_contiguous_ids(tiny_llama: Path, monkeypatch: py
 def test_a_row_to_sample_copies_no_tokens(tiny_llama: Path) -> None:
     """Else every step would cost more the longer its sequences are."""
     seq = Sequence(make_engine(tiny_llama).make_request(submit_of([1, 2, 3], GREEDY)), 0, [1] * 103)
-    row = _sample_row(seq, 0, 1)
+    row = _sample_row(seq)
     assert row.token_ids is seq.token_ids and row.position == 100
 
 

@@ -24,15 +24,16 @@ Logits = dict[tuple[int, ...], torch.Tensor]  # prefix (prompt and output) -> th
 def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
     """Everything that is sampled from; the same prefix must come with the same bits."""
     logits_of: Logits = {}
-    sample = Sampler.sample
 
-    def spy(self: Sampler, logits: torch.Tensor, rows: list[SampleRow]) -> SampledTokens:
+    original = Sampler.sample
+
+    def spy(sampler: Sampler, logits: torch.Tensor, rows: list[SampleRow]) -> SampledTokens:
         for row, values in zip(rows, logits, strict=True):
             before = logits_of.setdefault(tuple(row.token_ids), values.clone())
             assert torch.equal(values, before), (
                 f"another {(values - before).abs().max():.1e} after {len(row.token_ids)}"
             )
-        return sample(self, logits, rows)
+        return original(sampler, logits, rows)
 
     monkeypatch.setattr(Sampler, "sample", spy)
     return logits_of
@@ -74,7 +75,7 @@ WAYS: dict[str, Callable[[Path], Engine]] = {
     "block size 32": lambda folder: make_engine(folder, block_size=32),
     "block size 64": lambda folder: make_engine(folder, block_size=64, max_num_batched_tokens=50),
     "block size 128": lambda folder: make_engine(folder, block_size=128),
-    "preempted": lambda folder: make_engine(folder, num_kv_blocks=15, max_num_batched_tokens=64),
+    "preempted": lambda folder: make_engine(folder, num_kv_blocks=18, max_num_batched_tokens=64),
 }
 
 

@@ -4,7 +4,6 @@ Every way a token's KV can come about is driven: batched, in chunks, from the pr
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,8 @@ from engine.harness import logprob_of
 from tiny_models import FAMILIES, make_tiny
 
 from pdserve.engine import engine as engine_module
+from pdserve.engine import model_runner
+from pdserve.engine.attention import AttentionBatch
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
 from pdserve.engine.model_runner import ModelRunner
 
@@ -175,25 +176,12 @@ def test_prompt_logprobs_longer_than_a_slice(folder_of: Callable[[str], Path]) -
     assert [logprob_of(entry) for entry in (output.prompt_logprobs or [])[1:]] == pytest.approx(want, abs=TOLERANCE)
 
 
-class Mutant:
-    """ModelRunner._inputs with one number changed."""
-
-    def __init__(self, change: Callable[..., Any]) -> None:
-        self._change = change
-        self._inputs = ModelRunner._inputs
-
-    def __get__(self, runner: ModelRunner, _: type) -> Callable[..., Any]:
-        return lambda *args: self._change(*self._inputs(runner, *args))
+def with_batch(**changes: Callable[[Any], Any]) -> Callable[..., AttentionBatch]:
+    """AttentionBatch with some of what it is given changed."""
+    return lambda **given: AttentionBatch(**given | {name: f(given[name]) for name, f in changes.items()})
 
 
-def with_batch(**changes: Callable[[Any], Any]) -> Callable[..., Any]:
-    def change(ids: torch.Tensor, batch: Any) -> Any:
-        return ids, replace(batch, **{name: f(getattr(batch, name)) for name, f in changes.items()})
-
-    return change
-
-
-MUTANTS: dict[str, Callable[..., Any]] = {
+MUTANTS: dict[str, Callable[..., AttentionBatch]] = {
     "context one too long": with_batch(context_lens=lambda lens: lens + 1, max_decode_context=lambda most: most + 1),
     "context one too short": with_batch(context_lens=lambda lens: (lens - 1).clamp(min=1)),
     "KV row one too far": with_batch(slots=lambda slots: slots + 1),
@@ -206,7 +194,7 @@ MUTANTS: dict[str, Callable[..., Any]] = {
 def test_a_wrong_input_shows(mutant: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = folder_of("llama3")
     llm = make_llm(folder)
-    monkeypatch.setattr(ModelRunner, "_inputs", Mutant(MUTANTS[mutant]))
+    monkeypatch.setattr(model_runner, "AttentionBatch", MUTANTS[mutant])
     assert tokens(generate(llm)) != expected(folder)
 
 

@@ -1,0 +1,158 @@
+"""What a step sends to the device: small integer arrays, packed into one copy.
+
+Built from the plan on the host, after the engine has advanced its sequences' counts. Values of tokens that a step in
+flight still samples are not known here: their rows carry -1, and the device takes the newest token of the slot. Knows
+no model. Called by the model runner.
+"""
+
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, fields
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.scheduler import Plan
+from pdserve.engine.sequence import Sequence
+
+ALIGNMENT = 4  # int32s: Triton compiles a kernel anew for pointers that are not 16-byte aligned
+
+
+A = TypeVar("A")
+
+
+@dataclass(frozen=True)
+class Arrays(Generic[A]):
+    """The int32 arrays of a step; A is np.ndarray on the host, Tensor on the device.
+
+    Rows stand in the order decodes (sequences with one row), prefill chunks, padding. ids `[rows]`: -1 for the newest
+    token of the slot. positions `[rows]`: in its sequence. slots `[rows]`: of its sequence, 0 for padding. table_rows,
+    context_lens `[sequences]`: slot, and KV length including this step's rows. query_starts `[prefills + 1]`: offsets
+    into the prefill rows.
+    """
+
+    ids: A
+    positions: A
+    slots: A
+    table_rows: A
+    context_lens: A
+    query_starts: A
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """arrays, and what the host must know of them. first_row: where each sequence's rows begin."""
+
+    arrays: Arrays[np.ndarray]
+    first_row: dict[Sequence, int]
+    num_decodes: int
+    max_decode_context: int
+    max_query_len: int
+
+
+def step_inputs(plan: Plan, padded_rows: int, padded_seqs: int, block_size: int) -> StepInputs:
+    """The inputs of a plan whose sequences have advanced by it already, padded to so many rows and sequences.
+
+    Padding rows write to the null block, behind slot 0; padding sequences (decodes alone may have them) have no
+    context.
+    """
+    decodes = [seq for seq, count in plan.num_tokens.items() if count == 1]
+    prefills = [(seq, count) for seq, count in plan.num_tokens.items() if count > 1]
+    num_decodes = len(decodes)
+    counts = [count for _, count in prefills]
+    starts = np.cumsum([0, *counts], dtype=np.int32)
+    num_rows = num_decodes + int(starts[-1])
+
+    ids = np.zeros(padded_rows, dtype=np.int32)
+    positions = np.zeros(padded_rows, dtype=np.int32)
+    slots = np.zeros(padded_rows, dtype=np.int32)
+    table_rows = np.zeros(padded_seqs, dtype=np.int32)
+    context_lens = np.zeros(padded_seqs, dtype=np.int32)
+
+    ids[:num_decodes] = [_last_input(seq) for seq in decodes]
+    context_lens[:num_decodes] = [seq.num_computed for seq in decodes]
+    table_rows[:num_decodes] = slots[:num_decodes] = [seq.slot for seq in decodes]
+    positions[:num_decodes] = context_lens[:num_decodes] - 1
+    for i, (seq, count) in enumerate(prefills):
+        end = seq.num_computed
+        rows = slice(num_decodes + starts[i], num_decodes + starts[i + 1])
+        ids[rows] = _inputs(seq, end - count, end)
+        positions[rows] = np.arange(end - count, end, dtype=np.int32)
+        slots[rows] = table_rows[num_decodes + i] = seq.slot
+        context_lens[num_decodes + i] = end
+    positions[num_rows:] = np.arange(padded_rows - num_rows, dtype=np.int32) % block_size
+
+    first_row = {seq: row for row, seq in enumerate(decodes)}
+    first_row |= {seq: num_decodes + int(starts[i]) for i, (seq, _) in enumerate(prefills)}
+    return StepInputs(
+        arrays=Arrays(ids, positions, slots, table_rows, context_lens, starts),
+        first_row=first_row,
+        num_decodes=num_decodes,
+        max_decode_context=int(context_lens[:num_decodes].max(initial=0)),
+        max_query_len=max(counts, default=0),
+    )
+
+
+def table_changes(seqs: Iterable[Sequence]) -> np.ndarray | None:
+    """int32 `[3, N]`, slot, index and block of the block table entries the device does not know yet; marks them
+    known.
+    """
+    slots: list[int] = []
+    indices: list[int] = []
+    blocks: list[int] = []
+    for seq in seqs:
+        num_blocks = len(seq.block_table)
+        if seq.num_synced < num_blocks:
+            slots += [seq.slot] * (num_blocks - seq.num_synced)
+            indices += range(seq.num_synced, num_blocks)
+            blocks += seq.block_table[seq.num_synced :]
+            seq.num_synced = num_blocks
+    return np.array([slots, indices, blocks], dtype=np.int32) if slots else None
+
+
+def pack(arrays: Arrays[np.ndarray]) -> np.ndarray:
+    """All arrays in one, each at an aligned offset."""
+    parts = [getattr(arrays, f.name) for f in fields(arrays)]
+    packed = np.zeros(sum(_aligned(len(part)) for part in parts), dtype=np.int32)
+    for part, offset in zip(parts, _offsets([len(part) for part in parts]), strict=True):
+        packed[offset : offset + len(part)] = part
+    return packed
+
+
+def unpack(packed: Tensor, lengths: SequenceOf[int]) -> Arrays[Tensor]:
+    """Views of a packed tensor; lengths: of each array, in order."""
+    offsets = _offsets(lengths)
+    return Arrays(*(packed[at : at + length] for at, length in zip(offsets, lengths, strict=True)))
+
+
+def lengths_of(arrays: Arrays[np.ndarray]) -> list[int]:
+    """For `unpack`."""
+    return [len(getattr(arrays, f.name)) for f in fields(arrays)]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A copy on the device, through pinned memory, without waiting. (PyTorch keeps the pinned piece until it is
+    read.)
+    """
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _last_input(seq: Sequence) -> int:
+    return seq.token_ids[seq.num_computed - 1] if seq.num_computed <= len(seq.token_ids) else -1
+
+
+def _inputs(seq: Sequence, start: int, end: int) -> list[int]:
+    known = seq.token_ids[start:end]
+    return known if len(known) == end - start else [*known, -1]
+
+
+def _aligned(length: int) -> int:
+    return length + -length % ALIGNMENT
+
+
+def _offsets(lengths: SequenceOf[int]) -> list[int]:
+    ends = np.cumsum([_aligned(length) for length in lengths])
+    return [0, *ends[:-1].tolist()]
