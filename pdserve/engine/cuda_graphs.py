@@ -8,6 +8,7 @@ model nor attention: it captures the function it is given. Used by the model run
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,7 +69,7 @@ class DecodeGraphs:
         entry.graph.replay()
         return entry.hidden, entry.logits, entry.arrays.slots
 
-    def _capture_one(self, size: int, memory: tuple[int, int]) -> _Graph:
+    def _capture_one(self, size: int, memory: Any) -> _Graph:
         # No context, all rows to the null block: the captured addresses are what counts.
         zeros = np.zeros(size, dtype=np.int32)
         host = pack(Arrays(zeros, zeros, zeros, zeros, zeros, zeros[:1]))

@@ -28,6 +28,7 @@ from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, Re
 from pdserve.engine.sampler import Sampled, SampledTokens, Sampler, SampleRow, Scores
 from pdserve.engine.scheduler import Plan, Scheduler, num_slots_for
 from pdserve.engine.sequence import Request, Sequence, Status
+from pdserve.engine.warm_up import warm_up
 from pdserve.kernels.ops import ops_for
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
@@ -134,8 +135,6 @@ class Engine:
         self.scheduler = Scheduler(self.blocks, self.hasher, config.max_num_batched_tokens, config.max_num_seqs)
         self.max_model_len = max_len
         self.max_request_tokens = min(max_len, self.blocks.num_usable * config.block_size)
-        if self.device.type == "cuda":
-            self._warm_up()
         self.stats = EngineStats()
         self._arrivals = itertools.count()
         self._requests: dict[RequestKey, Request] = {}
@@ -143,6 +142,11 @@ class Engine:
         self._max_in_flight = 2 if self._is_async else 1
         self._in_flight: deque[_StepInFlight] = deque()
         self._is_blocked = False
+        if self.device.type == "cuda":
+            if config.cuda_graphs:
+                self.runner.capture_graphs(graph_sizes(config.max_num_seqs))
+            warm_up(self)
+            self.stats = EngineStats()
 
     @property
     def pool(self) -> Tensor:
@@ -494,11 +498,6 @@ class Engine:
             for index in range(seq.num_committed, full):
                 self.blocks.commit(seq.block_table[index], hashes[index])
             seq.num_committed = full
-
-    def _warm_up(self) -> None:
-        """Capture the decode graphs, and compile every kernel that a request may need, before there is one."""
-        if self.config.cuda_graphs:
-            self.runner.capture_graphs(graph_sizes(self.config.max_num_seqs))
 
     def _reserved_bytes(self) -> int:
         """Device memory that the largest step needs beside weights and pool."""

@@ -202,6 +202,34 @@ def test_copy_blocks(dtype: torch.dtype) -> None:
     assert torch.equal(pool[5], pool[2])
 
 
+@pytest.mark.parametrize(("num_rows", "block_size"), [(1, 16), (130, 32), (700, 128)])
+def test_batch_state(num_rows: int, block_size: int) -> None:
+    """Exact against the twins: changes of tables, inputs by slot, tokens fed back."""
+    generator = torch.Generator().manual_seed(num_rows)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator, dtype=torch.int32).to(DEVICE)
+
+    tables, last_token = integers(10**6, 9, 50), integers(128_000, 9)
+    slots, positions = integers(9, num_rows), integers(50 * block_size, num_rows)
+    ids = integers(128_000, num_rows) - 64_000  # half of them negative
+    chosen = torch.randperm(9 * 50, generator=generator)[:200].to(DEVICE)
+    changes = torch.stack([chosen // 50, chosen % 50, integers(10**6, 200)]).to(torch.int32)
+    want = tables.clone()
+    reference.update_tables(want, changes)
+    triton_ops.update_tables(tables, changes)
+    assert torch.equal(tables, want)
+    got = triton_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size)
+    for a, b in zip(got, reference.gather_inputs(ids, positions, slots, last_token, tables, block_size), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    some = torch.randperm(9, generator=generator)[:5].to(DEVICE, torch.int32)
+    sampled = integers(128_000, 5)
+    want = last_token.clone()
+    reference.store_tokens(want, some, sampled)
+    triton_ops.store_tokens(last_token, some, sampled)
+    assert torch.equal(last_token, want)
+
+
 def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
     """All the KV of a sequence lies past 2 ** 31 elements of a pool, of which only those pages are ever touched."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)

@@ -1,0 +1,56 @@
+"""Runs a few made-up requests through a new engine, so that no user's request pays for compiling a kernel.
+
+They use the null prompt (token 0), every sampling feature, a full step and a fork, and leave nothing behind: no cached
+block, no count. Knows the engine from outside only. Called once by the engine on CUDA.
+"""
+
+from typing import TYPE_CHECKING
+
+from pdserve.engine.protocol import RequestKey, SamplingParams, Start, Submit
+
+if TYPE_CHECKING:
+    from pdserve.engine.engine import Engine
+
+EVERYTHING = SamplingParams(
+    n=2,
+    temperature=0.8,
+    top_p=0.9,
+    top_k=20,
+    min_p=0.01,
+    repetition_penalty=1.1,
+    presence_penalty=0.1,
+    frequency_penalty=0.1,
+    logit_bias={0: 1.0},
+    stop_token_ids=[0],
+    min_tokens=2,
+    max_tokens=4,
+    logprobs=2,
+    prompt_logprobs=1,
+    seed=0,
+)
+PLAIN = SamplingParams(temperature=1.0, seed=0, max_tokens=4)
+GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
+
+
+def warm_up(engine: "Engine") -> None:
+    """Blocks until the device has done it. Call before the first request."""
+    caching, engine.blocks.enable_caching = engine.blocks.enable_caching, False
+    room = engine.max_request_tokens - 4
+    longest = min(engine.config.max_num_batched_tokens, room)
+    # One by one: the batch a request runs in decides which kernels it needs.
+    for length, sampling in ((longest, GREEDY), (min(33, room), PLAIN), (min(33, room), EVERYTHING)):
+        if length > 0:
+            _run(engine, length, sampling)
+    engine.blocks.enable_caching = caching
+
+
+def _run(engine: "Engine", length: int, sampling: SamplingParams) -> None:
+    key = RequestKey("warm-up", 0, str(length))
+    starts = tuple(Start(choice) for choice in range(min(sampling.n, engine.config.max_num_seqs)))
+    request = engine.make_request(
+        Submit(key=key, phase="full", prompt_token_ids=(0,) * length, sampling=sampling, starts=starts)
+    )
+    request.prefix_looked_up = True  # no statistics
+    engine.add(request, starts)
+    while engine.has_work:
+        engine.step()
