@@ -156,9 +156,8 @@ class BlockManager:
     def acquire(self, blocks: Sequence[int]) -> None:
         """One more owner for each block, which must be owned, or hold known content."""
         for block in blocks:
-            if self._refs[block] == 0:
-                if self._retiring.pop(block, None) is None:
-                    del self._lru[block]
+            if self._refs[block] == 0 and self._retiring.pop(block, None) is None:
+                del self._lru[block]
             self._refs[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:

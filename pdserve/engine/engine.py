@@ -21,8 +21,8 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
 from pdserve.engine.cpu_memory import keep_freed_memory
-from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
 from pdserve.engine.cuda_graphs import graph_sizes
+from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
 from pdserve.engine.model_runner import Fence, ModelRunner, StepOutput
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
 from pdserve.engine.sampler import Sampled, SampledTokens, Sampler, SampleRow, Scores
