@@ -14,10 +14,10 @@ from torch import Tensor
 
 from pdserve.kernels.reference import IN_PROMPT
 
-DRAW_BLOCK = 2048
+DRAW_BLOCK = 1024  # small: a draw makes all the noise of its first block, and of few others
 SCORE_BLOCK = 2048
 PENALTY_BLOCK = 2048
-STAGES = 4  # blocks of logits on their way to a program of the first two
+STAGES = tl.constexpr(4)  # blocks of logits on their way to a greedy program; more work a token hides the reads
 GROUP = tl.constexpr(128)  # tokens that share a maximum
 TILE_GROUPS = 32  # of one program of group_stats_kernel
 GATHER_GROUPS = tl.constexpr(16)
@@ -59,8 +59,7 @@ def launch_draw(
         RANDOM=temperature is not None,
         CUT=cut is not None,
         BLOCK=DRAW_BLOCK,
-        STAGES=STAGES,
-        num_warps=4 if temperature is None else 8,
+        num_warps=4,
     )
     if splits == 1:
         return ids[:, 0]
@@ -115,6 +114,9 @@ def launch_cut(
         BLOCK_PARTS=triton.next_power_of_2(num_parts),
         SPARE=SPARE_BITS[logits.dtype],
         num_warps=8,
+        # A product fused into the sum across lanes rounds otherwise in each of them: they would disagree about the ends
+        # of a search, and its loop would never end.
+        enable_fp_fusion=False,
     )
     return cut_value, cut_last
 
@@ -148,7 +150,6 @@ def launch_token_logprobs(logits: Tensor, tokens: Tensor, target_programs: int) 
         logits.stride(0),
         num_rows,
         BLOCK=SCORE_BLOCK,
-        STAGES=STAGES,
         num_warps=8,
     )
     score_of_splits_kernel[(num_rows,)](
@@ -213,7 +214,7 @@ def one_minus_uniform(bits):
 
 
 @triton.jit
-def best_logit(row_ptr, start, end, BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def best_logit(row_ptr, start, end, BLOCK: tl.constexpr):
     """The best logit in start..end and the lowest id that has it."""
     lanes = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], NEG_INF, tl.float32)
@@ -229,9 +230,7 @@ def best_logit(row_ptr, start, end, BLOCK: tl.constexpr, STAGES: tl.constexpr):
 
 
 @triton.jit
-def best_draw(
-    row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr
-):
+def best_draw(row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr):
     """The best of logit * scale + noise in start..end and the lowest id that has it.
 
     A token beats `best` only if -log(u) <= exp(logit * scale - best), and 1 - u is below -log(u): with that cheap test
@@ -240,7 +239,7 @@ def best_draw(
     lanes = tl.arange(0, BLOCK)
     best = start * 0.0 + NEG_INF
     best_id = start
-    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
+    for first in range(start, end, BLOCK):
         tokens = first + lanes
         logit = tl.load(row_ptr + tokens, mask=tokens < end, other=NEG_INF).to(tl.float32)
         if CUT:
@@ -273,7 +272,6 @@ def draw_kernel(
     RANDOM: tl.constexpr,
     CUT: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """Program (split, row): the best of tokens split * span onwards."""
     split = tl.program_id(0)
@@ -290,13 +288,11 @@ def draw_kernel(
             if CUT:
                 cut_value = tl.load(cut_value_ptr + row)
                 cut_last = tl.load(cut_last_ptr + row)
-            top, top_id = best_draw(
-                row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, CUT, BLOCK, STAGES
-            )
+            top, top_id = best_draw(row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, CUT, BLOCK)
         else:
-            top, top_id = best_logit(row_ptr, start, end, BLOCK, STAGES)
+            top, top_id = best_logit(row_ptr, start, end, BLOCK)
     else:
-        top, top_id = best_logit(row_ptr, start, end, BLOCK, STAGES)
+        top, top_id = best_logit(row_ptr, start, end, BLOCK)
     at = row * tl.num_programs(0) + split
     tl.store(value_ptr + at, top)
     tl.store(id_ptr + at, top_id)
@@ -349,7 +345,6 @@ def score_kernel(
     stride_row,
     num_rows,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     split = tl.program_id(0)
     row = tl.program_id(1)
@@ -362,7 +357,7 @@ def score_kernel(
     top = tl.full([BLOCK], -1e30, tl.float32)  # finite, for logits that are not
     total = tl.zeros([BLOCK], tl.float32)
     better = tl.zeros([BLOCK], tl.int32)
-    for first in tl.range(start, end, BLOCK, num_stages=STAGES):
+    for first in range(start, end, BLOCK):
         tokens = first + lanes
         logit = tl.load(row_ptr + tokens, mask=tokens < end, other=NEG_INF).to(tl.float32)
         higher = tl.maximum(top, logit)
