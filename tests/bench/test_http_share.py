@@ -1,0 +1,38 @@
+"""benchmarks/http_share.py against the real router and a real engine: the parts add up, foreign load is noticed."""
+
+import asyncio
+from functools import partial
+
+import httpx
+import pytest
+from hosts import hosts
+from served import DEMO, MODEL, cluster
+
+from benchmarks import http_share
+from pdserve.bench.workload import Lengths
+
+SIZES = {"input_len": Lengths(40, 40), "output_len": Lengths(12, 12), "rounds": 2, "vocab_size": 500}
+
+
+async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    with hosts(DEMO, "A", engine={"max_num_seqs": 2}) as workers:
+        async with cluster(*workers) as running:
+            measure = partial(asyncio.to_thread, partial(http_share.measure, running.url, **SIZES))
+            one, six = await measure(clients=1), await measure(clients=6)
+
+            def with_a_stranger(url: str) -> dict[str, float]:
+                body = {"model": MODEL, "prompt": [1, 2], "max_tokens": 1}
+                httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+                return real(url)
+
+            real = http_share.router_times
+            monkeypatch.setattr(http_share, "router_times", with_a_stranger)
+            with pytest.raises(ValueError, match="other load"):
+                await measure(clients=1)
+    for row in (one, six):
+        assert sum(row["ms"].values()) == pytest.approx(row["request_ms"], rel=0.02)
+        assert sum(row["share"].values()) == pytest.approx(1, abs=0.01)
+        assert min(row["ms"].values()) > -1 and row["ms"]["device"] > 0
+    assert six["share"]["queue"] > 0.4 > one["share"]["queue"], "two of six clients are served at a time"
+    lines = http_share.table([one, six]).splitlines()
+    assert len(lines) == 4 and all(line.count("|") == 10 for line in lines)
