@@ -109,8 +109,12 @@ class BlockManager:
         return len(self._quarantined)
 
     @property
+    def num_retiring(self) -> int:
+        return len(self._retiring)
+
+    @property
     def num_owned(self) -> int:
-        return self.num_usable - self.num_free - self.num_quarantined - len(self._retiring)
+        return self.num_usable - self.num_free - self.num_quarantined - self.num_retiring
 
     def num_owners(self, block: int) -> int:
         return self._refs[block]

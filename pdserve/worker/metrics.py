@@ -56,6 +56,7 @@ class EngineCollector(Collector):
         states.add_metric(["free"], blocks.num_free)
         states.add_metric(["owned"], blocks.num_owned)
         states.add_metric(["quarantined"], blocks.num_quarantined)
+        states.add_metric(["retiring"], blocks.num_retiring)
         yield states
         yield from _free_space(blocks.free_space())
         yield _memory(engine.pool)

@@ -32,6 +32,13 @@ def test_the_pools_use_and_fragmentation(tiny_llama: Path, device: str) -> None:
     assert after["pdserve_kv_cached_free_blocks"] == 100 // 16, "full blocks stay known"
     assert after["pdserve_kv_blocks:free"] == 32
 
+    engine.blocks.begin_step()
+    engine.blocks.release(engine.blocks.allocate(3))
+    busy = values(metrics)
+    states = {state: busy[f"pdserve_kv_blocks:{state}"] for state in ("free", "owned", "quarantined", "retiring")}
+    assert states["retiring"] == 3 and sum(states.values()) == 32
+    engine.blocks.end_step()
+
     blocks = engine.blocks.allocate(20)
     engine.blocks.release([blocks[4]])
     split = values(metrics)
