@@ -5,6 +5,7 @@ does; both are valid until the next replay, whatever its size, because all graph
 model nor attention: it captures the function it is given. Used by the model runner.
 """
 
+import gc
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ class DecodeGraphs:
 
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture graphs of these sizes, largest first, so that the smaller ones fit into its memory."""
+        gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
