@@ -112,6 +112,7 @@ def test_on_the_device_the_pool_is_outside_torchs_cache_and_returns(dtype: str) 
     shape = layout(dtype, 4, 80)
     num_blocks = GIB // shape.block_bytes
     torch.zeros(1, device=CUDA)  # the context's own memory
+    gc.collect()  # the pools of other tests
     free, reserved = device_memory.available_bytes(CUDA), torch.cuda.memory_reserved()
     pool = allocate_pool(shape, num_blocks, CUDA)
     assert torch.cuda.memory_reserved() == reserved
