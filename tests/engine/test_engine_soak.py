@@ -1,0 +1,27 @@
+"""The soak of benchmarks/engine_soak.py for a moment: it ends with an empty pool, and its verdict sees what is wrong."""
+
+from pathlib import Path
+
+import pytest
+from engine.harness import make_engine
+
+from benchmarks.engine_soak import Soak, verdict
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_short_soak(tiny_llama: Path, is_async: bool) -> None:
+    engine = make_engine(tiny_llama, num_kv_blocks=60, max_num_seqs=24, async_scheduling=is_async)
+    soak = Soak(engine, concurrency=20, longest=100, seed=1)
+    totals = soak.run(2.0)
+    soak.finish()
+    assert totals.faults == [] and totals.tokens > 100 and totals.aborted > 0
+    assert engine.scheduler.num_preemptions > 0
+
+
+def test_the_verdict_names_leaks_faults_and_falling_throughput() -> None:
+    good = {"faults": 0, "tokens_per_s": 100, "host_mib": 1000, "device_mib": 5000}
+    slow, leak, wrong = good | {"tokens_per_s": 50}, good | {"device_mib": 6000}, good | {"faults": 3}
+    assert verdict([good] * 6) == []
+    assert "throughput fell to 50" in verdict([good] * 5 + [slow])[0]
+    assert "device_mib grew by 1000" in verdict([good] * 5 + [leak])[0]
+    assert "3 requests went wrong" in verdict([wrong] + [good] * 5)[0]
