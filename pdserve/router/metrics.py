@@ -78,6 +78,7 @@ class RouterMetrics:
         self.tpot = self._histogram("time_per_output_token", "Mean over a choice behind its first token.", _TOKEN_S)
         self.latency = self._histogram("request_latency", "From admission to the end of a prompt.", _LATENCY_S)
         self.e2e = self._histogram("e2e_request_latency", "From an HTTP request to its answer's last byte.", _LATENCY_S)
+        self._overdrawn = 0.0
         self.time = self._counter(
             "request_time_seconds", "Time of answered HTTP requests by what it went into.", "part"
         )
@@ -85,7 +86,8 @@ class RouterMetrics:
     def served(self, total_s: float, admission_s: float, legs: Collection[LegTimes]) -> None:
         """An HTTP request of one prompt was answered. total_s: to the last byte; admission_s: until its prompt was sent
         to a worker. The parts add up to total_s: what neither admission nor a worker took is transport (messages both
-        ways, this event loop, text and JSON, the client's own pace)."""
+        ways, this event loop, text and JSON, the client's own pace). A worker knows a request's arrival to half a step
+        only, so that rest may be negative: then the next request's is smaller."""
         device = sum(leg.device_s for leg in legs)
         parts = {
             "admission": admission_s,
@@ -93,10 +95,12 @@ class RouterMetrics:
             "engine_host": sum(leg.prefill_s + leg.decode_s for leg in legs) - device,
             "device": device,
         }
-        parts["transport"] = max(0.0, total_s - sum(parts.values()))
+        rest = total_s - sum(parts.values()) - self._overdrawn
+        self._overdrawn = max(0.0, -rest)
+        parts["transport"] = max(0.0, rest)
         self.e2e.observe(total_s)
         for part, seconds in parts.items():
-            self.time.labels(part).inc(max(0.0, seconds))
+            self.time.labels(part).inc(seconds)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from pdserve.engine.protocol import LegTimes
 from pdserve.router.dispatch import Chunk
-from pdserve.router.metrics import QuickCounter, QuickHistogram
+from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder, event_bytes
 from pdserve.router.service import Generation
@@ -54,6 +55,19 @@ def test_streamed_bytes_are_the_events_one_by_one(
     for index, text, reason in sequence:
         chunk = Chunk(index, index // 2, text, (5,), (), reason, None)
         assert quick.stream(chunk) == b"".join(event_bytes(event) for event in plain.chunks(chunk))
+
+
+def test_parts_of_time_add_up_over_requests_even_where_a_worker_is_half_a_step_off() -> None:
+    metrics = RouterMetrics()
+    for total in (1.0, 0.5, 1.3):  # the worker says 0.7 each time
+        metrics.served(total, 0.1, [LegTimes(0.2, 0.1, 0.3, 0.25), LegTimes(0.05, 0.0, 0.05, 0.05)])
+    spent = {
+        part: metrics.registry.get_sample_value("pdserve_router_request_time_seconds_total", {"part": part})
+        for part in ("admission", "queue", "engine_host", "device", "transport")
+    }
+    expected = {"admission": 0.3, "queue": 0.75, "engine_host": 0.45, "device": 0.9, "transport": 0.4}
+    assert spent == pytest.approx(expected)
+    assert sum(expected.values()) == pytest.approx(2.8)
 
 
 @given(st.lists(st.floats(0, 3) | st.sampled_from([0.1, 1.0]), max_size=30))
