@@ -11,6 +11,7 @@ counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a s
     admission reading the body, checks, tokenising, choosing a worker
     transport messages to and from the worker, text and JSON, writing to the client
     queue     waiting at the worker for a step with room, and for KV from another worker
+              (known to half a step: what comes during one is read behind it)
     host      the engine's Python between the device's steps
     device    the device was busy, with this request or others (on CPU: the steps themselves)
 """
