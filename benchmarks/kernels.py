@@ -140,6 +140,19 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     yield Case(f"silu_mul {num_tokens}", silu, 3 * rows * INTERMEDIATE, "TB/s")
 
 
+def product_cases() -> Iterator[Case]:
+    """Rows of a decode batch times each matrix of a layer and the head, the op and cuBLAS; the work counts weights."""
+    shapes = {"qkv": (QKV_HEADS * HEAD_DIM, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * INTERMEDIATE, HIDDEN)}
+    shapes |= {"down": (HIDDEN, INTERMEDIATE), "head": (VOCAB, HIDDEN)}
+    for name, shape in shapes.items():
+        weight, work = random(*shape), shape[0] * shape[1] * DTYPE.itemsize
+        for num_rows in (1, 2, 4, 8, 16, 32, 64):
+            x = random(num_rows, shape[1])
+            yield Case(f"product {name} {num_rows}", partial(triton_ops.linear, x, weight), work, "TB/s")
+            cublas = partial(torch.nn.functional.linear, x, weight)
+            yield Case(f"product {name} {num_rows}, cuBLAS", cublas, work, "TB/s")
+
+
 def copy_cases() -> Iterator[Case]:
     pool = random(512, KV_HEADS, 32, 2, 16, HEAD_DIM)  # 2 MiB a block
     src, dst = torch.randperm(512, device="cuda").split(256)
@@ -191,6 +204,7 @@ def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
         yield from prefill_cases(block_size, sweep)
     for num_tokens in (64, 8192):
         yield from elementwise_cases(num_tokens)
+    yield from product_cases()
     yield from copy_cases()
     yield from sampling_cases()
 

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
 
 MIN_SPAN = tl.constexpr(256)  # tokens; a shorter split costs more in the merge than it wins
@@ -76,6 +77,7 @@ def launch_decode(
         BLOCK_N=tiles.block_n,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
+        **launch_options(q.device),
     )
     if num_splits > 1:
         merge_kernel[(num_heads, num_seqs)](
@@ -89,6 +91,7 @@ def launch_decode(
             BLOCK_D=tiles.block_d,
             BLOCK_SPLITS=max(triton.next_power_of_2(num_splits), MERGE_STEP.value),
             num_warps=2,
+            **launch_options(q.device),
         )
     return out
 
@@ -116,8 +119,11 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (KV head, sequence, split): normalised attention over the split, its largest score and its sum."""
+    begin(PDL)
+    wait(PDL)
     kv_head = tl.program_id(0)
     seq = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
@@ -183,10 +189,13 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (query head, sequence): the splits' outputs weighted by sum * exp(scaled max); zeros if every split is
     empty.
     """
+    begin(PDL)
+    wait(PDL)
     row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
     first = row * num_splits
     splits = tl.arange(0, BLOCK_SPLITS)

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.dependent_launch import begin, launch_options, wait
+
 SILU_BLOCK = 1024
 
 
@@ -31,6 +33,7 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         BLOCK=block,
         ROWS=rows,
         num_warps=warps,
+        **launch_options(x.device),
     )
     return y
 
@@ -42,7 +45,18 @@ def launch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     block, rows, warps = _norm_tile(width)
     num_rows = x.numel() // width
     add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x, residual, weight, y, new_residual, eps, num_rows, WIDTH=width, BLOCK=block, ROWS=rows, num_warps=warps
+        x,
+        residual,
+        weight,
+        y,
+        new_residual,
+        eps,
+        num_rows,
+        WIDTH=width,
+        BLOCK=block,
+        ROWS=rows,
+        num_warps=warps,
+        **launch_options(x.device),
     )
     return y, new_residual
 
@@ -52,7 +66,9 @@ def launch_silu_mul(gate_up: Tensor) -> Tensor:
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, triton.cdiv(width, SILU_BLOCK))
-    silu_mul_kernel[grid](gate_up, y, width, gate_up.stride(0), BLOCK=SILU_BLOCK, num_warps=4)
+    silu_mul_kernel[grid](
+        gate_up, y, width, gate_up.stride(0), BLOCK=SILU_BLOCK, num_warps=4, **launch_options(y.device)
+    )
     return y
 
 
@@ -86,7 +102,10 @@ def rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
+    wait(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -108,7 +127,10 @@ def add_rms_norm_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
+    wait(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (columns < WIDTH)[None, :]
@@ -129,7 +151,10 @@ def silu_mul_kernel(
     width,
     stride_token,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    begin(PDL)
+    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width

@@ -8,7 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROPE_TILE = 2048  # elements of half a head, over all heads of one program
+from pdserve.kernels.dependent_launch import begin, launch_options, wait
+
+ROPE_TILE = 1024  # elements of half a head, over all heads of one program
 COPY_BLOCK = 4096
 
 
@@ -52,6 +54,7 @@ def launch_rope_write_kv(
         Q_HEADS=q_heads,
         KV_HEADS=kv_heads,
         num_warps=4,
+        **launch_options(q.device),
     )
 
 
@@ -102,8 +105,11 @@ def rope_write_kv_kernel(
     BLOCK_HALF: tl.constexpr,
     Q_HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Program (token, tile): first the tiles of Q_HEADS heads of q, then those of KV_HEADS heads of k and v."""
+    begin(PDL)
+    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     dims = tl.arange(0, BLOCK_HALF)

@@ -1,6 +1,6 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-elementwise.py, kv_cache.py, attention_decode.py, attention_prefill.py and sampling.py; reference.py documents each
-function.
+elementwise.py, kv_cache.py, small_products.py, attention_decode.py, attention_prefill.py and sampling.py; reference.py
+documents each function.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -18,6 +18,7 @@ from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_token
 from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_silu_mul
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.sampling import launch_cut, launch_draw, launch_penalties, launch_token_logprobs
+from pdserve.kernels.small_products import MAX_ROWS, launch_row_product, launch_small_product
 
 INTERPRETER_SMS = 8
 SAMPLING_PROGRAMS = 8  # an SM: enough reads in flight of kernels that do little else
@@ -59,8 +60,10 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """reference.linear, by cuBLAS."""
-    return functional.linear(x, weight, bias)
+    """reference.linear: Triton for few rows, else cuBLAS."""
+    if not _is_small(x, weight):
+        return functional.linear(x, weight, bias)
+    return _small_product(x, weight, bias, silu=False)
 
 
 def add_norm_linear(
@@ -72,9 +75,7 @@ def add_norm_linear(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """reference.add_norm_linear."""
-    if residual is None:
-        return linear(rms_norm(delta, norm_weight, eps), weight, bias), delta
-    normed, residual = add_rms_norm(delta, residual, norm_weight, eps)
+    normed, residual = _add_norm(delta, residual, norm_weight, eps)
     return linear(normed, weight, bias), residual
 
 
@@ -87,8 +88,33 @@ def add_norm_linear_silu_mul(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """reference.add_norm_linear_silu_mul."""
-    gate_up, residual = add_norm_linear(delta, residual, norm_weight, eps, weight, bias)
-    return silu_mul(gate_up), residual
+    normed, residual = _add_norm(delta, residual, norm_weight, eps)
+    if _is_small(normed, weight):
+        return _small_product(normed, weight, bias, silu=True), residual
+    return silu_mul(functional.linear(normed, weight, bias)), residual
+
+
+def _add_norm(delta: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    if residual is None:
+        return rms_norm(delta, weight, eps), delta
+    return add_rms_norm(delta, residual, weight, eps)
+
+
+def _is_small(x: Tensor, weight: Tensor) -> bool:
+    """Whether x is of so few rows, and weight of such a kind, that the kernels of small_products.py are the faster."""
+    return (
+        0 < len(x) <= MAX_ROWS
+        and x.dtype != torch.float32
+        and weight.shape[1] % 16 == 0
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+    )
+
+
+def _small_product(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    if len(x) == 1:
+        return launch_row_product(x, weight, bias, silu)
+    return launch_small_product(x, weight, bias, silu, _num_sms(x.device))
 
 
 def gather_inputs(

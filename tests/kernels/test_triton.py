@@ -33,14 +33,15 @@ ATTENTION_SAMPLE = [
 WIDTHS = [32, 100, 128, 1000, 4096]
 
 
-def assert_as_good(out: Tensor, twin: Tensor, answer: Tensor) -> None:
+def assert_as_good(out: Tensor, twin: Tensor, answer: Tensor, roundings: int = 1) -> None:
     """Largest error against float64 at most twice the twin's, over a floor of a quarter of the dtype's spacing.
 
-    The interpreter cuts float32 to bf16 where a GPU rounds, so there the floor is 2 spacings.
+    The interpreter cuts float32 to bf16 where a GPU rounds, so there the floor is 2 spacings. It grows with the
+    `roundings` on the way to out.
     """
     floor = torch.finfo(out.dtype).eps * max(float(answer.abs().max()), 1.0)
-    floor *= 2 if out.dtype == torch.bfloat16 and not ON_GPU else 0.25
-    floor = max(floor, 1e-6) if out.dtype == torch.float32 else floor
+    floor *= roundings * (2 if out.dtype == torch.bfloat16 and not ON_GPU else 0.25)
+    floor = max(floor, roundings * 1e-6) if out.dtype == torch.float32 else floor
     error, twin_error = (float((x.double() - answer).abs().max()) for x in (out, twin))
     assert error <= 2 * twin_error + floor, f"error {error}, the twin's {twin_error}"
 
@@ -169,26 +170,61 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     assert_as_good(triton_ops.silu_mul(gate_up), reference.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("width", [100, 1000])
-@pytest.mark.parametrize("first", [True, False])
-def test_products_behind_a_norm(first: bool, width: int, dtype: torch.dtype) -> None:
-    delta, residual = (torch.randn(5, width, device=DEVICE).to(dtype) for _ in range(2))
-    norm, bias = torch.randn(width, device=DEVICE).to(dtype), torch.randn(48, device=DEVICE).to(dtype)
-    weight = (torch.randn(48, width, device=DEVICE) * width**-0.5).to(dtype)
-    args = (delta, None if first else residual, norm, 1e-5, weight, bias)
+def check_products(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, first: bool, bias: bool
+) -> None:
+    """linear, and both products behind a norm, the residual given or not (the first layer)."""
+    delta, residual = (torch.randn(num_rows, num_inputs, device=DEVICE).to(dtype) for _ in range(2))
+    norm, row = (torch.randn(width, device=DEVICE).to(dtype) for width in (num_inputs, num_outputs))
+    weight = (torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5).to(dtype)
+    args = (delta, None if first else residual, norm, 1e-5, weight, row if bias else None)
+    summed = delta.double() + (0 if first else residual.double())
     twin, new_residual = reference.add_norm_linear(*args)
     wide = new_residual.double()
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
-    answer = normed @ weight.double().T + bias.double()
+    answer = normed @ weight.double().T + (row.double() if bias else 0)
 
     y, got_residual = triton_ops.add_norm_linear(*args)
-    assert_as_good(got_residual, new_residual, delta.double() + (0 if first else residual.double()))
-    assert_as_good(y, twin, answer)
-    y, got_residual = triton_ops.add_norm_linear_silu_mul(*args)
-    assert_as_good(got_residual, new_residual, delta.double() + (0 if first else residual.double()))
+    assert_as_good(got_residual, new_residual, summed)
+    assert_as_good(y, twin, answer, roundings=4)
     gate, up = answer.chunk(2, -1)
-    assert_as_good(y, reference.add_norm_linear_silu_mul(*args)[0], gate / (1 + (-gate).exp()) * up)
+    y, got_residual = triton_ops.add_norm_linear_silu_mul(*args)
+    assert_as_good(got_residual, new_residual, summed)
+    assert_as_good(y, reference.add_norm_linear_silu_mul(*args)[0], gate / (1 + (-gate).exp()) * up, roundings=8)
+    answer = delta.double() @ weight.double().T + (row.double() if bias else 0)
+    assert_as_good(triton_ops.linear(delta, *args[4:]), reference.linear(delta, *args[4:]), answer)
+
+
+PRODUCT_ROWS, PRODUCT_INPUTS, PRODUCT_OUTPUTS = [1, 2, 3, 16, 17, 33, 64, 65], [16, 80, 100, 1040, 2096], [2, 48, 134]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "num_rows,num_inputs,num_outputs,dtype,first,bias",
+    pairwise(PRODUCT_ROWS, PRODUCT_INPUTS, PRODUCT_OUTPUTS, DTYPES, [True, False], [True, False]),
+)
+def test_products_interpreted(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, first: bool, bias: bool
+) -> None:
+    check_products(num_rows, num_inputs, num_outputs, dtype, first, bias)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_inputs,dtype", product([*PRODUCT_INPUTS, 896, 4096, 14336, 18944], DTYPES))
+def test_products_full_product(num_inputs: int, dtype: torch.dtype) -> None:
+    for num_rows, num_outputs in product(PRODUCT_ROWS, [*PRODUCT_OUTPUTS, 4096, 6150]):
+        for first, bias in product([True, False], repeat=2):
+            check_products(num_rows, num_inputs, num_outputs, dtype, first, bias)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_products_of_slices(num_rows: int) -> None:
+    """Rows of a wider tensor, and weights that are not contiguous."""
+    x = torch.randn(num_rows, 3, 64, device=DEVICE).half()[:, 1]
+    weight = torch.randn(2, 40, 64, device=DEVICE).half().transpose(0, 1)[:, 1]
+    want = x.float() @ weight.float().T
+    torch.testing.assert_close(triton_ops.linear(x, weight).float(), want, atol=0.05, rtol=0)
+    torch.testing.assert_close(triton_ops.linear(x, weight.contiguous()).float(), want, atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

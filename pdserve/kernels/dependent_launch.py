@@ -1,0 +1,36 @@
+# mypy: allow-untyped-defs
+"""Programmatic dependent launch (from Hopper on): a kernel starts while the one before it still runs, and waits for it
+only where it first touches what that one wrote or read.
+
+Contract of a kernel launched with `launch_options`: it calls `begin` first, and before `wait` it reads nothing but
+weights and writes nothing. Every such kernel waits, so one that has waited sees the results of all before it. Weights
+must not be written by the launch right before. Knows no kernel. Called by the launchers of a decode step's kernels.
+"""
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+
+@lru_cache
+def launch_options(device: torch.device) -> dict[str, Any]:
+    """Keyword arguments of a launch on `device`: the kernel's constant PDL, and Triton's option where it is true."""
+    supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
+
+
+@triton.jit
+def begin(PDL: tl.constexpr):
+    """Lets the next kernel start as soon as all programs of this one have."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def wait(PDL: tl.constexpr):
+    """Returns when the kernels before this one are done and their writes are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()

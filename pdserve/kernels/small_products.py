@@ -1,0 +1,265 @@
+# mypy: allow-untyped-defs
+"""Triton products of few rows with a weight matrix, bound by the bytes of the weights: decode steps of small batches.
+
+`launch_row_product` takes one row: every program streams its weights through registers, the first of them while the
+kernel before still runs. `launch_small_product` takes up to MAX_ROWS through shared memory and tensor cores. Both can
+end in SiLU * mul, with matching rows of gate and up in one program. Tiles follow from shapes alone. For float16 and
+bfloat16: tensor cores would cost float32 its exactness. Knows nothing of models. Called through triton_ops.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.tiles import dot
+
+MAX_ROWS = 64
+ROW_TILE = 4096  # weights of a step of one program
+SPLIT_INPUTS = 512  # the fewest inputs of one split: a shorter one costs more in the merge than it wins
+MAX_SPLITS = 8
+STAGE_BYTES = 192 * 1024  # shared memory of the tiles in flight
+MAX_TILES = 1024  # that may be split: no more than multiprocessors
+_ARRIVALS: dict[torch.device, Tensor] = {}
+
+
+@dataclass(frozen=True)
+class ProductTiles:
+    """Constants of one launch: a program computes block_out outputs (of gate and up alike), block_in inputs a step."""
+
+    block_out: int
+    block_in: int
+    num_warps: int
+    num_stages: int = 1
+    num_splits: int = 1
+
+
+def row_tiles(num_inputs: int, silu: bool) -> ProductTiles:
+    """32 weights a thread: so few registers that programs of the next kernel are resident too, with loads in flight."""
+    block_in = min(triton.next_power_of_2(num_inputs), 2048)
+    block_out = min(ROW_TILE // block_in, 16)
+    return ProductTiles(block_out // 2 if silu else block_out, block_in, 4)
+
+
+def small_tiles(num_rows: int, num_outputs: int, num_inputs: int, silu: bool, num_sms: int) -> ProductTiles:
+    """A program a multiprocessor with many weights in flight; narrow matrices are split along the inputs."""
+    block_out, block_in = 64, 128
+    stage_bytes = (block_out * (2 if silu else 1) + padded_rows(num_rows)) * 2 * block_in
+    num_stages = max(min(STAGE_BYTES // stage_bytes, 4 if silu else 6), 2)
+    wanted = num_sms // triton.cdiv(num_outputs, block_out)
+    num_splits = 1 if silu else max(min(wanted, num_inputs // SPLIT_INPUTS, MAX_SPLITS), 1)
+    return ProductTiles(block_out, block_in, 4, num_stages, num_splits)
+
+
+def padded_rows(num_rows: int) -> int:
+    return max(triton.next_power_of_2(num_rows), 16)
+
+
+def launch_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+    """`x [1, in] -> [1, out]`, or `[1, out / 2]` with silu; the last dims of x and weight are contiguous."""
+    num_outputs, num_inputs = weight.shape[0] // (2 if silu else 1), weight.shape[1]
+    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+    tiles = row_tiles(num_inputs, silu)
+    row_product_kernel[(triton.cdiv(num_outputs, tiles.block_out),)](
+        x,
+        weight,
+        bias,
+        out,
+        num_outputs,
+        num_inputs,
+        weight.stride(0),
+        SILU=silu,
+        BLOCK_OUT=tiles.block_out,
+        BLOCK_IN=tiles.block_in,
+        num_warps=tiles.num_warps,
+        **launch_options(x.device),
+    )
+    return out
+
+
+def launch_small_product(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, num_sms: int) -> Tensor:
+    """`x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu; the last dims of x and weight are contiguous."""
+    num_rows, num_outputs, num_inputs = x.shape[0], weight.shape[0] // (2 if silu else 1), weight.shape[1]
+    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+    tiles = small_tiles(num_rows, num_outputs, num_inputs, silu, num_sms)
+    num_tiles = triton.cdiv(num_outputs, tiles.block_out)
+    block_rows = padded_rows(num_rows)
+    partial, arrivals = None, None
+    if tiles.num_splits > 1:
+        partial = torch.empty((tiles.num_splits, num_outputs, block_rows), dtype=torch.float32, device=x.device)
+        arrivals = _arrivals(x.device)
+    small_product_kernel[(num_tiles, tiles.num_splits)](
+        x,
+        weight,
+        bias,
+        out,
+        partial,
+        arrivals,
+        num_rows,
+        num_outputs,
+        num_inputs,
+        x.stride(0),
+        weight.stride(0),
+        SILU=silu,
+        BLOCK_ROWS=block_rows,
+        BLOCK_OUT=tiles.block_out,
+        BLOCK_IN=tiles.block_in,
+        NUM_SPLITS=tiles.num_splits,
+        STAGES=tiles.num_stages,
+        num_warps=tiles.num_warps,
+        **launch_options(x.device),
+    )
+    return out
+
+
+def _arrivals(device: torch.device) -> Tensor:
+    """How many splits of each tile have arrived: zeros between launches, which is why products of one device must not
+    run in two streams at once.
+    """
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and device not in _ARRIVALS:
+        return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)  # zeroed by the graph, not before: its own
+    if device not in _ARRIVALS:
+        _ARRIVALS[device] = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
+    return _ARRIVALS[device]
+
+
+@triton.jit
+def with_bias(y, bias_ptr, outputs, mask, dtype: tl.constexpr):
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + outputs, mask=mask, other=0.0).to(tl.float32)
+    return y.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def silu_mul(gate, up):
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
+@triton.jit
+def load_weights(rows, start, columns, num_inputs):
+    """A step of a tile of weights; they are read once in a forward, so the cache need not keep them."""
+    mask = (start + columns < num_inputs)[None, :]
+    return tl.load(rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["num_outputs"])
+def row_product_kernel(
+    x_ptr,  # [num_inputs]
+    weight_ptr,  # [num_outputs or 2 * num_outputs, num_inputs]
+    bias_ptr,  # one a row of weight, or None
+    out_ptr,  # [num_outputs]
+    num_outputs,
+    num_inputs,
+    stride_weight,
+    SILU: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile of BLOCK_OUT outputs). The next step's weights are loaded before those of this one are used."""
+    begin(PDL)
+    outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    columns = tl.arange(0, BLOCK_IN)
+    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)  # what lies past the last is computed and not stored
+    gate_rows = weight_ptr + (rows * stride_weight)[:, None] + columns[None, :]
+    up_rows = gate_rows + num_outputs.to(tl.int64) * stride_weight
+    gate_weights = load_weights(gate_rows, 0, columns, num_inputs)
+    if SILU:
+        up_weights = load_weights(up_rows, 0, columns, num_inputs)
+
+    wait(PDL)
+    x = tl.load(x_ptr + columns, mask=columns < num_inputs, other=0.0)
+    gate_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    up_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
+    for start in range(BLOCK_IN, num_inputs + BLOCK_IN, BLOCK_IN):
+        next_gate = load_weights(gate_rows, start, columns, num_inputs)
+        if SILU:
+            next_up = load_weights(up_rows, start, columns, num_inputs)
+        next_x = tl.load(x_ptr + start + columns, mask=start + columns < num_inputs, other=0.0)
+        gate_sums += gate_weights.to(tl.float32) * x.to(tl.float32)[None, :]
+        gate_weights = next_gate
+        if SILU:
+            up_sums += up_weights.to(tl.float32) * x.to(tl.float32)[None, :]
+            up_weights = next_up
+        x = next_x
+
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    in_range = outputs < num_outputs
+    y = with_bias(tl.sum(gate_sums, 1), bias_ptr, outputs, in_range, dtype)
+    if SILU:
+        y = silu_mul(y, with_bias(tl.sum(up_sums, 1), bias_ptr, num_outputs + outputs, in_range, dtype))
+    tl.store(out_ptr + outputs, y.to(dtype), mask=in_range)
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_outputs"])
+def small_product_kernel(
+    x_ptr,  # [num_rows, num_inputs]
+    weight_ptr,  # [num_outputs or 2 * num_outputs, num_inputs]
+    bias_ptr,  # one a row of weight, or None
+    out_ptr,  # [num_rows, num_outputs], contiguous
+    partial_ptr,  # float32 [NUM_SPLITS, num_outputs, BLOCK_ROWS], or None
+    arrivals_ptr,  # int32, one a tile of outputs, or None
+    num_rows,
+    num_outputs,
+    num_inputs,
+    stride_x,
+    stride_weight,
+    SILU: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    STAGES: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile of BLOCK_OUT outputs, split of the inputs). The last split of a tile to arrive adds all of them
+    in order, so results do not depend on which that is.
+    """
+    begin(PDL)
+    tile, split = tl.program_id(0), tl.program_id(1)
+    span = tl.cdiv(num_inputs, BLOCK_IN * NUM_SPLITS) * BLOCK_IN
+    first = split * span
+    end = tl.minimum(first + span, num_inputs)
+    outputs = tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    rows = tl.arange(0, BLOCK_ROWS)
+    columns = tl.arange(0, BLOCK_IN)
+    weight_rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+    gate_rows = weight_ptr + (weight_rows * stride_weight)[:, None] + columns[None, :]
+    up_rows = gate_rows + num_outputs.to(tl.int64) * stride_weight
+    x_rows = x_ptr + (rows * stride_x)[:, None] + columns[None, :]
+
+    wait(PDL)
+    y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    up = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+    for start in tl.range(first, end, BLOCK_IN, num_stages=STAGES):
+        mask = (start + columns < end)[None, :]
+        weights = tl.load(gate_rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = tl.trans(tl.load(x_rows + start, mask=mask & (rows < num_rows)[:, None], other=0.0))
+        y = dot(weights, x, y)
+        if SILU:
+            up_weights = tl.load(up_rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            up = dot(up_weights, x, up)
+
+    in_range = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    last = True
+    if NUM_SPLITS > 1:
+        parts = partial_ptr + (outputs * BLOCK_ROWS)[:, None] + rows[None, :]
+        stride_split = num_outputs * BLOCK_ROWS
+        tl.store(parts + split * stride_split, y, mask=in_range)
+        tl.debug_barrier()  # the arrival of one thread speaks for the stores of all
+        last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == NUM_SPLITS - 1
+        if last:
+            y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
+            for part in tl.static_range(NUM_SPLITS):
+                y += tl.load(parts + part * stride_split, mask=in_range, other=0.0, cache_modifier=".cg")
+            tl.store(arrivals_ptr + tile, 0)
+    if last:
+        columns_ok = (outputs < num_outputs)[:, None]
+        y = with_bias(y, bias_ptr, outputs[:, None], columns_ok, dtype)
+        if SILU:
+            y = silu_mul(y, with_bias(up, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype))
+        tl.store(out_ptr + (rows * num_outputs)[None, :] + outputs[:, None], y.to(dtype), mask=in_range)
