@@ -1,4 +1,4 @@
-"""The soak of benchmarks/engine_soak.py for a moment: it ends with an empty pool, and its verdict sees what is wrong."""
+"""The soak of benchmarks/engine_soak.py for a moment: it ends with an empty pool; its verdict sees what is wrong."""
 
 from pathlib import Path
 
