@@ -61,20 +61,21 @@ class ModelConfig(Config):
 
 
 class EngineConfig(Config):
-    """One engine: batch limits, KV pool, device.
+    """One engine: batch limits, KV pool, device. What is None is chosen by device: `for_device`.
 
-    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences in one step. num_kv_blocks: size of the
-    pool in blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
-    deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan and
-    queue a step while the device computes the one before; None: on CUDA. cuda_graphs: replay captured decode steps
-    (CUDA only).
+    block_size: tokens in a KV block (16 on CPU, 64 on CUDA, where larger blocks are read faster; prefixes are shared by
+    whole blocks). max_num_batched_tokens: token budget of one step (2,048; CUDA 8,192). max_num_seqs: sequences in one
+    step (256; CUDA 512). num_kv_blocks: size of the pool in blocks; None sizes it from kv_memory_bytes (CPU) or from a
+    profiling step and kv_memory_fraction (CUDA). deterministic: batch-invariant arithmetic (always so on CPU; refused
+    on CUDA for now). async_scheduling: plan and queue a step while the device computes the one before (on CUDA).
+    cuda_graphs: replay captured decode steps (CUDA only).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    block_size: Literal[16, 32, 64, 128] = 16
+    block_size: Literal[16, 32, 64, 128] | None = None
     max_model_len: int | None = Field(None, ge=1)
-    max_num_batched_tokens: int = Field(2048, ge=16)
-    max_num_seqs: int = Field(256, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=16)
+    max_num_seqs: int | None = Field(None, ge=1)
     num_kv_blocks: int | None = Field(None, ge=2)
     kv_memory_bytes: int = Field(256 << 20, ge=1)
     kv_memory_fraction: float = Field(0.9, gt=0, le=1)
@@ -82,6 +83,27 @@ class EngineConfig(Config):
     deterministic: bool = False
     async_scheduling: bool | None = None
     cuda_graphs: bool = True
+
+    def for_device(self, device: Literal["cpu", "cuda"]) -> "ResolvedEngineConfig":
+        """The same with nothing left to choose."""
+        on_cuda = device == "cuda"
+        chosen = {
+            "block_size": 64 if on_cuda else 16,
+            "max_num_batched_tokens": 8192 if on_cuda else 2048,
+            "max_num_seqs": 512 if on_cuda else 256,
+            "async_scheduling": on_cuda,
+        }
+        given = self.model_dump(exclude_none=True)
+        return ResolvedEngineConfig(**chosen | given | {"device": device})
+
+
+class ResolvedEngineConfig(EngineConfig):
+    """An EngineConfig for one device: made by `EngineConfig.for_device`."""
+
+    block_size: Literal[16, 32, 64, 128]
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    async_scheduling: bool
 
 
 class TransferConfig(Config):

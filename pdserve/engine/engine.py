@@ -103,8 +103,8 @@ class Engine:
     """One model on one device. Not thread-safe: one thread calls everything."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
-        self.config = config
         self.device = _device(config.device)
+        self.config = config = config.for_device("cuda" if self.device.type == "cuda" else "cpu")
         if self.device.type == "cpu":
             keep_freed_memory()
         if config.deterministic and self.device.type == "cuda":
@@ -139,7 +139,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._requests: dict[RequestKey, Request] = {}
         self._held: dict[RequestKey, HeldPrompt] = {}
-        self._max_in_flight = 2 if self._is_async else 1
+        self._max_in_flight = 2 if config.async_scheduling else 1
         self._in_flight: deque[_StepInFlight] = deque()
         self._is_blocked = False
         if self.device.type == "cuda":
@@ -151,11 +151,6 @@ class Engine:
     @property
     def pool(self) -> Tensor:
         return self.runner.pool
-
-    @property
-    def _is_async(self) -> bool:
-        wanted = self.config.async_scheduling
-        return self.device.type == "cuda" if wanted is None else wanted
 
     @property
     def has_work(self) -> bool:

@@ -78,7 +78,7 @@ class EngineHost:
             "model": self._config.model.served_name,
             "device": str(engine.device),
             "num_blocks": engine.blocks.num_usable,
-            "block_size": self._config.engine.block_size,
+            "block_size": engine.config.block_size,
             "seconds": round(time.monotonic() - began, 2),
         }
 

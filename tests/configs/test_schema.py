@@ -22,19 +22,22 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
     ModelConfig: {"path": "demo/pdserve-demo", "name": None, "dtype": "auto", "load_format": "auto", "seed": 0},
     EngineConfig: {
         "device": "auto",
-        "block_size": 16,
+        "block_size": None,
         "max_model_len": None,
-        "max_num_batched_tokens": 2048,
-        "max_num_seqs": 256,
+        "max_num_batched_tokens": None,
+        "max_num_seqs": None,
         "num_kv_blocks": None,
         "kv_memory_bytes": 256 << 20,
         "kv_memory_fraction": 0.9,
         "enable_prefix_caching": True,
         "deterministic": False,
+        "async_scheduling": None,
+        "cuda_graphs": True,
     },
     DeploymentConfig: {"replicas": 1, "num_cpus": 0.0, "num_gpus": 0.0, "resources": {}, "engine": None},
 }
-ALL = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, Config) and c is not Config]
+NOT_WRITTEN = (Config, schema.ResolvedEngineConfig)  # by users
+ALL = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, Config) and c not in NOT_WRITTEN]
 
 
 @pytest.mark.parametrize("config", SURFACE, ids=lambda c: c.__name__)
@@ -140,3 +143,13 @@ def test_a_tree_survives_json() -> None:
     tree = ClusterConfig(decode=DeploymentConfig(resources={"H200": 1.0}, engine=EngineConfig(max_num_seqs=3)))
     assert ClusterConfig.model_validate_json(tree.model_dump_json()) == tree
     assert isinstance(tree, BaseModel)
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cpu", (16, 2048, 256, False)), ("cuda", (64, 8192, 512, True))])
+def test_what_is_not_given_is_chosen_by_device(device: Any, chosen: tuple) -> None:
+    made = EngineConfig(max_model_len=77, cuda_graphs=False).for_device(device)
+    assert (made.block_size, made.max_num_batched_tokens, made.max_num_seqs, made.async_scheduling) == chosen
+    assert (made.max_model_len, made.cuda_graphs, made.device) == (77, False, device)
+    given = EngineConfig(block_size=32, max_num_batched_tokens=99, max_num_seqs=3, async_scheduling=True)
+    made = given.for_device(device)
+    assert (made.block_size, made.max_num_batched_tokens, made.max_num_seqs, made.async_scheduling) == (32, 99, 3, True)
