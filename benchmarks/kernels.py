@@ -27,18 +27,22 @@ from pdserve.kernels.attention_prefill import launch_prefill
 from pdserve.kernels.tiles import AttentionTiles
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 32, 8, 128, 4096, 14336, 4, 128256
+MODEL_LEN = 131072
 DTYPE = torch.bfloat16
 QKV_HEADS = HEADS + 2 * KV_HEADS
 
 
 @dataclass(frozen=True)
 class Case:
-    """work: bytes moved (unit "TB/s") or floating-point operations done (unit "TFLOP/s") by one call."""
+    """work: bytes moved (unit "TB/s") or floating-point operations done (unit "TFLOP/s") by each of the `num_calls`
+    calls that `call` makes.
+    """
 
     name: str
     call: Callable[[], object]
     work: float
     unit: str
+    num_calls: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,21 +60,26 @@ class Result:
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """`num_seqs` sequences of `context_len` tokens in shuffled blocks of one layer of a pool."""
+    """Sequences in shuffled blocks of a pool; kv: one of its layers."""
 
-    kv: torch.Tensor
+    pool: torch.Tensor
     block_tables: torch.Tensor
     table_rows: torch.Tensor
     context_lens: torch.Tensor
 
+    @property
+    def kv(self) -> torch.Tensor:
+        return self.pool[:, :, 1]
 
-def paged_inputs(num_seqs: int, context_len: int, block_size: int) -> PagedInputs:
-    blocks = triton.cdiv(context_len, block_size)
-    pool = torch.randn((num_seqs * blocks + 1, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM), dtype=DTYPE, device="cuda")
-    ids = torch.randperm(num_seqs * blocks, device="cuda", dtype=torch.int32) + 1
-    lens = torch.full((num_seqs,), context_len, dtype=torch.int32, device="cuda")
-    rows = torch.arange(num_seqs, dtype=torch.int32, device="cuda")
-    return PagedInputs(pool[:, :, 1], ids.view(num_seqs, blocks), rows, lens)
+
+def paged_inputs(contexts: list[int], block_size: int) -> PagedInputs:
+    num_blocks = [triton.cdiv(context, block_size) for context in contexts]
+    pool = torch.randn((sum(num_blocks) + 1, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM), dtype=DTYPE, device="cuda")
+    ids = (torch.randperm(sum(num_blocks), device="cuda", dtype=torch.int32) + 1).split(num_blocks)
+    tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
+    lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    rows = torch.arange(len(contexts), dtype=torch.int32, device="cuda")
+    return PagedInputs(pool, tables, rows, lens)
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -78,34 +87,55 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
-    for num_seqs, context_len in ((64, 8192), (256, 1024), (1, 8192)):
-        inputs = paged_inputs(num_seqs, context_len, block_size)
-        q = random(num_seqs, QKV_HEADS, HEAD_DIM)[:, :HEADS]
+    """Grids are sized for MODEL_LEN tokens, as in a captured graph."""
+    batches = {f"{s} x {n}": [n] * s for s, n in ((64, 8192), (256, 1024), (1, 8192), (1, 1024), (1, 128))}
+    batches["64 x 128..8066"] = [128 + 126 * i for i in range(64)]
+    batches["63 x 1024, 1 x 65536"] = [1024] * 63 + [65536]
+    for batch, contexts in batches.items():
+        inputs = paged_inputs(contexts, block_size)
+        q = random(len(contexts), QKV_HEADS, HEAD_DIM)[:, :HEADS]
         args = (q, inputs.kv, inputs.block_tables, inputs.table_rows, inputs.context_lens, HEAD_DIM**-0.5)
-        work = num_seqs * context_len * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
-        name = f"decode {num_seqs} x {context_len}, blocks of {block_size}"
-        yield Case(name, partial(triton_ops.paged_decode, *args, context_len), work, "TB/s")
-        for tiles, splits in decode_sweep() if sweep else ():
-            label = f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} splits {splits}"
-            yield Case(label, partial(launch_decode, *args, tiles, splits), work, "TB/s")
+        work = sum(contexts) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
+        name = f"decode {batch}, blocks of {block_size}"
+        yield Case(name, decode_graph(inputs, q), work, "TB/s", LAYERS)
+        for tiles, programs in decode_sweep() if sweep else ():
+            label = f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} programs {programs}"
+            yield Case(label, partial(launch_decode, *args, tiles, programs), work, "TB/s")
+
+
+def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
+    """One call a layer, replayed as the engine does it: launched one by one, short calls would wait for the host."""
+
+    def step() -> None:
+        for layer in range(LAYERS):
+            kv = inputs.pool[:, :, layer]
+            tables, rows, lens = inputs.block_tables, inputs.table_rows, inputs.context_lens
+            triton_ops.paged_decode(q, kv, tables, rows, lens, HEAD_DIM**-0.5, MODEL_LEN)
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
 
 
 def decode_sweep() -> Iterator[tuple[AttentionTiles, int]]:
     base = decode_tiles(HEADS // KV_HEADS, HEAD_DIM, DTYPE)
-    for block_n, num_warps, num_stages in ((64, 4, 3), (64, 4, 5), (32, 4, 4), (128, 4, 3), (128, 8, 3)):
-        for splits in (1, 2, 4, 8, 16, 32):
-            yield AttentionTiles(base.block_m, block_n, base.block_d, num_warps, num_stages), splits
+    num_sms = torch.cuda.get_device_properties(0).multi_processor_count
+    for block_n, num_stages, per_sm in ((64, 3, 3), (64, 5, 2), (64, 7, 1), (32, 6, 3), (32, 8, 3)):
+        yield AttentionTiles(base.block_m, block_n, base.block_d, base.num_warps, num_stages), per_sm * num_sms
 
 
 def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
-    for num_tokens in (2048, 8192, 16384):
-        inputs = paged_inputs(1, num_tokens, block_size)
-        q = random(num_tokens, QKV_HEADS, HEAD_DIM)[:, :HEADS]
-        starts = torch.tensor([0, num_tokens], dtype=torch.int32, device="cuda")
+    """(sequences, queries, past tokens)."""
+    for num_seqs, length, past in ((1, 2048, 0), (1, 8192, 0), (1, 16384, 0), (16, 1024, 0), (1, 8192, 8192)):
+        inputs = paged_inputs([past + length] * num_seqs, block_size)
+        q = random(num_seqs * length, QKV_HEADS, HEAD_DIM)[:, :HEADS]
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
         tables, rows, lens = inputs.block_tables, inputs.table_rows, inputs.context_lens
-        args = (q, inputs.kv, tables, rows, lens, starts, num_tokens, HEAD_DIM**-0.5)
-        work = 4 * HEADS * HEAD_DIM * num_tokens * (num_tokens + 1) / 2
-        name = f"prefill {num_tokens}, blocks of {block_size}"
+        args = (q, inputs.kv, tables, rows, lens, starts, length, HEAD_DIM**-0.5)
+        work = prefill_work(num_seqs, length, past)
+        name = f"prefill {num_seqs} x {length} behind {past}, blocks of {block_size}"
         yield Case(name, partial(triton_ops.paged_prefill, *args), work, "TFLOP/s")
         for tiles in prefill_sweep() if sweep else ():
             label = f"{name}: m{tiles.block_m} n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages}"
@@ -113,9 +143,21 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
 
 
 def prefill_sweep() -> Iterator[AttentionTiles]:
-    shapes = ((128, 64, 8, 3), (128, 64, 4, 3), (64, 64, 4, 3), (64, 64, 4, 2), (128, 128, 8, 3), (128, 128, 8, 2))
+    shapes = ((128, 64, 4, 3), (64, 64, 4, 5), (64, 64, 4, 3), (128, 64, 8, 5), (128, 128, 8, 5))
     for block_m, block_n, num_warps, num_stages in shapes:
         yield AttentionTiles(block_m, block_n, HEAD_DIM, num_warps, num_stages)
+
+
+def prefill_work(num_seqs: int, length: int, past: int) -> float:
+    return 4 * HEADS * HEAD_DIM * num_seqs * (length * (length + 1) / 2 + length * past)
+
+
+def fresh_cases() -> Iterator[Case]:
+    """The same work as prefill's, by cuDNN."""
+    for num_seqs, length in ((1, 2048), (1, 8192), (1, 16384), (16, 1024)):
+        q, k, v = random(num_seqs * length, QKV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        call = partial(triton_ops.fresh_prefill, q, k, v, (length,) * num_seqs, HEAD_DIM**-0.5)
+        yield Case(f"fresh prefill {num_seqs} x {length}", call, prefill_work(num_seqs, length, 0), "TFLOP/s")
 
 
 def elementwise_cases(num_tokens: int) -> Iterator[Case]:
@@ -130,7 +172,7 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     positions = torch.arange(num_tokens, device="cuda")
     cos = torch.ones(num_tokens, HEAD_DIM // 2, device="cuda")
-    kv = paged_inputs(1, num_tokens, 16).kv
+    kv = paged_inputs([num_tokens], 16).kv
     slots = torch.randperm(num_tokens, device="cuda") + 16
     rope_work = rows * (2 * HEADS + 5 * KV_HEADS) * HEAD_DIM + num_tokens * HEAD_DIM * 4
     rope = partial(triton_ops.rope_write_kv, q, k, v, cos, torch.zeros_like(cos), positions, kv, slots)
@@ -202,6 +244,7 @@ def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
     for block_size in block_sizes:
         yield from decode_cases(block_size, sweep)
         yield from prefill_cases(block_size, sweep)
+    yield from fresh_cases()
     for num_tokens in (64, 8192):
         yield from elementwise_cases(num_tokens)
     yield from product_cases()
@@ -211,6 +254,7 @@ def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
 
 def measure(case: Case, ceilings: dict[str, float], commit: str) -> Result:
     milliseconds = triton.testing.do_bench(case.call, warmup=50, rep=200, return_mode="median")
+    milliseconds /= case.num_calls
     rate = case.work / (milliseconds * 1e-3) / 1e12
     device = torch.cuda.get_device_name()
     return Result(case.name, milliseconds * 1e3, rate, case.unit, ceilings[case.unit], device, commit)
@@ -228,7 +272,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     parser.add_argument("--only", default="", help="run the cases whose name starts with this")
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64], help="KV block sizes of attention")
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128], help="KV block sizes of attention")
     parser.add_argument("--sweep", action="store_true", help="time other tiles and split counts too")
     parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
     parser.add_argument("--flop-ceiling", type=float, default=696.0, help="bf16 TFLOP/s")

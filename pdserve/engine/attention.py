@@ -21,7 +21,8 @@ class AttentionBatch:
     positions: int32 `[rows]`, each row's position in its own sequence. slots: int64 `[rows]`, block * block_size +
     offset of each row. block_tables: int32 `[num_slots, max_blocks]`, of all slots; table_rows, context_lens: int32
     `[sequences]`, the row of block_tables, and KV length including this step's rows; query_starts: int32 `[prefills +
-    1]`, offsets into the prefill rows. max_decode_context: at least the longest of the decodes.
+    1]`, offsets into the prefill rows. max_decode_context: at least the longest of the decodes. fresh_lens: query
+    lengths of the prefills if all their keys are rows of this step, else ().
     """
 
     num_decodes: int
@@ -33,6 +34,7 @@ class AttentionBatch:
     query_starts: Tensor
     max_decode_context: int
     max_query_len: int
+    fresh_lens: tuple[int, ...] = ()
 
 
 class PagedAttention:
@@ -55,16 +57,19 @@ class PagedAttention:
         if num_decodes == len(q):
             return self._decode(q, kv)
         if num_decodes == 0:
-            return self._prefill(q, kv)
-        return torch.cat([self._decode(q[:num_decodes], kv), self._prefill(q[num_decodes:], kv)])
+            return self._prefill(q, k, v, kv)
+        prefill = self._prefill(q[num_decodes:], k[num_decodes:], v[num_decodes:], kv)
+        return torch.cat([self._decode(q[:num_decodes], kv), prefill])
 
     def _decode(self, q: Tensor, kv: Tensor) -> Tensor:
         b = self._batch
         rows, lens = b.table_rows[: b.num_decodes], b.context_lens[: b.num_decodes]
         return self._ops.paged_decode(q, kv, b.block_tables, rows, lens, self._scale, b.max_decode_context)
 
-    def _prefill(self, q: Tensor, kv: Tensor) -> Tensor:
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
         """The prefill chunks, and zeros for padding rows behind them."""
         b = self._batch
+        if b.fresh_lens and self._ops.fresh_prefill_pays(q, k, v, b.fresh_lens):
+            return self._ops.fresh_prefill(q, k, v, b.fresh_lens, self._scale)
         rows, lens = b.table_rows[b.num_decodes :], b.context_lens[b.num_decodes :]
         return self._ops.paged_prefill(q, kv, b.block_tables, rows, lens, b.query_starts, b.max_query_len, self._scale)

@@ -142,7 +142,9 @@ class ModelRunner:
         padded = total + -total % ROW_MULTIPLE if self.device.type == "cpu" else total
         inputs = step_inputs(plan, padded, len(plan.num_tokens), self.block_size)
         arrays = unpack(to_device(pack(inputs.arrays), self.device), lengths_of(inputs.arrays))
-        hidden = self._forward(arrays, inputs.num_decodes, inputs.max_decode_context, inputs.max_query_len)
+        hidden = self._forward(
+            arrays, inputs.num_decodes, inputs.max_decode_context, inputs.max_query_len, inputs.fresh_lens
+        )
         rows = _sample_rows(plan, inputs, families)
         slots = np.array([member.slot for family in families for member in family], dtype=np.int32)
         logits = self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
@@ -170,7 +172,14 @@ class ModelRunner:
         hidden = self._forward(arrays, len(arrays.ids), longest, 0)
         return hidden, self.model.logits(hidden)
 
-    def _forward(self, arrays: Arrays[Tensor], num_decodes: int, max_decode_context: int, max_query_len: int) -> Tensor:
+    def _forward(
+        self,
+        arrays: Arrays[Tensor],
+        num_decodes: int,
+        max_decode_context: int,
+        max_query_len: int,
+        fresh_lens: tuple[int, ...] = (),
+    ) -> Tensor:
         ids, kv_slots = self.ops.gather_inputs(
             arrays.ids, arrays.positions, arrays.slots, self.last_token, self.tables, self.block_size
         )
@@ -184,6 +193,7 @@ class ModelRunner:
             query_starts=arrays.query_starts,
             max_decode_context=max_decode_context,
             max_query_len=max_query_len,
+            fresh_lens=fresh_lens,
         )
         return self.model.forward(ids, PagedAttention(self.pool, self.ops, self.scale, batch))
 
@@ -196,6 +206,19 @@ class ModelRunner:
         for batch in batches:
             src, dst = (to_device(np.array(ids, dtype=np.int64), self.device) for ids in zip(*batch, strict=True))
             self.ops.copy_blocks(self.pool, src, dst)
+
+    @torch.inference_mode()
+    def warm_fresh_prefill(self, num_rows: int) -> None:
+        """Prepares attention of fresh prompts for steps of up to so many rows, by one over the null block."""
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+            if layer == 0:
+                q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self.pool[:, :, 0], zeros.long())
+                self.ops.warm_fresh_prefill(q, k, v, self.scale)
+            return torch.zeros_like(q)
+
+        self.model.forward(zeros, attend)
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:

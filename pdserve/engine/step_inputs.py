@@ -43,13 +43,16 @@ class Arrays(Generic[A]):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """arrays, and what the host must know of them. first_row: where each sequence's rows begin."""
+    """arrays, and what the host must know of them. first_row: where each sequence's rows begin. fresh_lens: lengths
+    of the prefill chunks if each is the beginning of its sequence, else ().
+    """
 
     arrays: Arrays[np.ndarray]
     first_row: dict[Sequence, int]
     num_decodes: int
     max_decode_context: int
     max_query_len: int
+    fresh_lens: tuple[int, ...]
 
 
 def step_inputs(plan: Plan, padded_rows: int, padded_seqs: int, block_size: int) -> StepInputs:
@@ -92,6 +95,7 @@ def step_inputs(plan: Plan, padded_rows: int, padded_seqs: int, block_size: int)
         num_decodes=num_decodes,
         max_decode_context=int(context_lens[:num_decodes].max(initial=0)),
         max_query_len=max(counts, default=0),
+        fresh_lens=tuple(counts) if all(seq.num_computed == count for seq, count in prefills) else (),
     )
 
 

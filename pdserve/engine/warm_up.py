@@ -37,6 +37,8 @@ def warm_up(engine: "Engine") -> None:
     caching, engine.blocks.enable_caching = engine.blocks.enable_caching, False
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
+    if longest > 0:
+        engine.runner.warm_fresh_prefill(longest)
     # One by one: the batch a request runs in decides which kernels it needs.
     for length, sampling in ((longest, GREEDY), (min(33, room), PLAIN), (min(33, room), EVERYTHING)):
         if length > 0:

@@ -1,9 +1,13 @@
 # mypy: allow-untyped-defs
-"""Paged decode attention in Triton: one query per sequence, its KV split over programs, a second kernel to merge the
-splits (Flash-Decoding, Dao et al. 2023; here with paged KV and the query heads of one KV head packed into a tile).
+"""Paged decode attention in Triton: one query per sequence, the KV of the whole batch dealt out in equal shares
+(Flash-Decoding, Dao et al. 2023, with the work division of Stream-K, Osama et al. 2023; the query heads of one KV head
+share a tile).
 
-Split count and tiles follow from shapes alone, so a launch can be captured in a CUDA graph. Knows nothing of batching
-policy. Called through triton_ops.py.
+The work is a line of chunks of BLOCK_N keys: sequence by sequence, in each KV head by KV head. Program p takes chunks
+p * share up to (p + 1) * share, whatever items (a KV head of a sequence) they belong to; an item that one program holds
+whole is written at once, the parts of the others are merged by a second kernel. The grid follows from shapes, the
+shares from context_lens on the device: so one captured CUDA graph is balanced for any contexts, and padding rows are
+free. Knows nothing of batching policy. Called through triton_ops.py.
 """
 
 import torch
@@ -14,24 +18,27 @@ from torch import Tensor
 from pdserve.kernels.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
 
-MIN_SPAN = tl.constexpr(256)  # tokens; a shorter split costs more in the merge than it wins
-PROGRAMS_PER_SM = 8
-MERGE_STEP = tl.constexpr(8)
+PROGRAMS_PER_SM = 2  # as many as shared memory holds
+MIN_SHARE = tl.constexpr(2)  # chunks; a smaller share costs more in the merge than it wins
+ITEM_COST = tl.constexpr(2)  # chunks that a program could read while it begins and ends an item
+MERGE_STEP = tl.constexpr(32)
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    """Tiles for `group` query heads per KV head; the stages of K and V fit Hopper's shared memory several times."""
+    """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight (table entries are
+    loaded ahead of them); Hopper's shared memory holds that twice.
+    """
     block_m = max(triton.next_power_of_2(group), 16)
     if dtype == torch.float32:
         return float32_tiles(block_m, head_dim)
     block_d = triton.next_power_of_2(head_dim)
-    return AttentionTiles(block_m, 64 if block_d <= 128 else 32, block_d, 4, 3)
+    return AttentionTiles(block_m, 64 if block_d <= 128 else 32, block_d, 4, 5)
 
 
-def num_decode_splits(num_programs: int, max_context_len: int, num_sms: int) -> int:
-    """Splits of each context: enough programs to fill the device several times over, none below MIN_SPAN tokens."""
-    wanted = triton.cdiv(PROGRAMS_PER_SM * num_sms, num_programs)
-    return max(min(wanted, triton.cdiv(max_context_len, MIN_SPAN.value)), 1)
+def num_decode_programs(num_items: int, max_context_len: int, block_n: int, num_sms: int) -> int:
+    """All resident at once, and no more than `num_items` contexts of max_context_len could use."""
+    most = num_items * (max(triton.cdiv(max_context_len, block_n), 1) + ITEM_COST.value)
+    return min(PROGRAMS_PER_SM * num_sms, triton.cdiv(most, MIN_SHARE.value))
 
 
 def launch_decode(
@@ -42,28 +49,31 @@ def launch_decode(
     context_lens: Tensor,
     scale: float,
     tiles: AttentionTiles,
-    num_splits: int,
+    num_programs: int,
 ) -> Tensor:
     """reference.paged_decode on tensors whose rows are contiguous; returns [S, Hq, D]."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    group = num_heads // num_kv_heads
+    block_s = 32 if num_seqs <= 32 else max(triton.next_power_of_2(num_seqs), 256)  # few kernels to compile
     out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    maxima = torch.empty((num_seqs, num_heads, num_splits), dtype=torch.float32, device=q.device)
+    partial = torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=q.device)
+    maxima = torch.empty((2 * num_programs, group), dtype=torch.float32, device=q.device)
     sums = torch.empty_like(maxima)
-    partial = out[:, :, None]
-    if num_splits > 1:
-        partial = torch.empty((num_seqs, num_heads, num_splits, head_dim), dtype=torch.float32, device=q.device)
-    decode_kernel[(num_kv_heads, num_seqs, num_splits)](
+    decode_kernel[(num_programs,)](
         q,
         kv,
         block_tables,
         table_rows,
         context_lens,
+        out,
         partial,
         maxima,
         sums,
         scale * LOG2_E,
-        num_heads // num_kv_heads,
+        num_seqs,
+        num_kv_heads,
+        group,
         block_size.bit_length() - 1,
         q.stride(0),
         q.stride(1),
@@ -75,38 +85,75 @@ def launch_decode(
         BLOCK_D=tiles.block_d,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        BLOCK_S=block_s,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **launch_options(q.device),
     )
-    if num_splits > 1:
-        merge_kernel[(num_heads, num_seqs)](
+    if num_programs > 1:
+        merge_kernel[(num_programs - 1, group)](
             partial,
             maxima,
             sums,
+            context_lens,
             out,
-            num_splits,
             scale * LOG2_E,
+            num_seqs,
+            num_kv_heads,
             HEAD_DIM=head_dim,
             BLOCK_D=tiles.block_d,
-            BLOCK_SPLITS=max(triton.next_power_of_2(num_splits), MERGE_STEP.value),
-            num_warps=2,
+            BLOCK_N=tiles.block_n,
+            BLOCK_S=block_s,
+            num_warps=4,
             **launch_options(q.device),
         )
     return out
 
 
-@triton.jit(do_not_specialize=["group", "block_shift", "stride_table"])
+@triton.jit
+def line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
+    """(context_lens and ends of the sequences on the line, both [BLOCK_S]; length of the line; share of a program)."""
+    seqs = tl.arange(0, BLOCK_S)
+    lens = tl.load(context_ptr + seqs, mask=seqs < num_seqs, other=0)
+    lengths = tl.where(seqs < num_seqs, (num_chunks(lens, BLOCK_N) + ITEM_COST) * num_kv_heads, 0)
+    total = tl.sum(lengths, 0)
+    return lens, tl.cumsum(lengths, 0), total, tl.maximum(tl.cdiv(total, num_programs), MIN_SHARE)
+
+
+@triton.jit
+def num_chunks(context_len, BLOCK_N: tl.constexpr):
+    """At least one, in which the zeros of an empty context are written."""
+    return tl.maximum(tl.cdiv(context_len, BLOCK_N), 1)
+
+
+@triton.jit
+def item_at(at, lens, ends, num_kv_heads, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
+    """(sequence, its context, KV head, start and end of its chunks) of the item that has `at` on the line."""
+    seq = tl.sum((ends <= at).to(tl.int32), 0)
+    is_seq = tl.arange(0, BLOCK_S) == seq
+    num_keys = tl.sum(tl.where(is_seq, lens, 0), 0)
+    chunks = num_chunks(num_keys, BLOCK_N)
+    item_length = chunks + ITEM_COST
+    seq_start = tl.sum(tl.where(is_seq, ends, 0), 0) - item_length * num_kv_heads
+    kv_head = (at - seq_start) // item_length
+    item_start = seq_start + kv_head * item_length
+    return seq, num_keys, kv_head, item_start, item_start + chunks
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "group", "block_shift", "stride_table"])
 def decode_kernel(
     q_ptr,  # [S, Hq, D]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
     table_ptr,  # int32 [num_slots, max_blocks]
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
-    out_ptr,  # [S, Hq, num_splits, D], contiguous
-    max_ptr,  # float32 [S, Hq, num_splits], base 2
-    sum_ptr,  # float32 [S, Hq, num_splits]
+    out_ptr,  # [S, Hq, D], contiguous
+    partial_ptr,  # float32 [2 * programs, group, D]: not divided by their sums
+    max_ptr,  # float32 [2 * programs, group], of unscaled scores
+    sum_ptr,  # float32 [2 * programs, group]
     scale_log2,
+    num_seqs,
+    num_kv_heads,
     group,
     block_shift,
     stride_q_seq,
@@ -119,103 +166,120 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (KV head, sequence, split): normalised attention over the split, its largest score and its sum."""
-    begin(PDL)
-    wait(PDL)
-    kv_head = tl.program_id(0)
-    seq = tl.program_id(1).to(tl.int64)
-    split = tl.program_id(2)
-    num_splits = tl.num_programs(2)
-    num_heads = tl.num_programs(0) * group
-
-    # Each sequence divides its own context, so the grid may be sized for a longer one (a captured graph).
-    num_keys = tl.load(context_ptr + seq)
-    span = tl.maximum(tl.cdiv(tl.cdiv(num_keys, num_splits), BLOCK_N) * BLOCK_N, MIN_SPAN)
-    first = split * span
-    end = tl.minimum(first + span, num_keys)
-
-    group_heads = tl.arange(0, BLOCK_M)
-    heads = kv_head * group + group_heads
-    in_group = group_heads < group
-    q = load_rows(q_ptr + seq * stride_q_seq, heads.to(tl.int64) * stride_q_head, in_group, HEAD_DIM, BLOCK_D)
-
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    row_positions = tl.zeros([BLOCK_M], tl.int32) + num_keys
-    table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
-    kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
-    acc, row_max, row_sum = attend(
-        acc,
-        row_max,
-        row_sum,
-        q,
-        kv_head_ptr,
-        table,
-        first,
-        end,
-        row_positions,
-        end,
-        scale_log2,
-        block_shift,
-        stride_block,
-        stride_plane,
-        HEAD_DIM,
-        BLOCK_D,
-        BLOCK_N,
-        True,
-    )
-
-    out_rows = (seq * num_heads + heads) * num_splits + split
-    dims = tl.arange(0, BLOCK_D)
-    out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-    mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
-    tl.store(out_ptr + out_rows[:, None] * HEAD_DIM + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
-    # Not as one log-sum: added to a large maximum, the logarithm of the sum would be rounded away.
-    tl.store(max_ptr + out_rows, row_max, mask=in_group)
-    tl.store(sum_ptr + out_rows, row_sum, mask=in_group)
-
-
-@triton.jit(do_not_specialize=["num_splits"])
-def merge_kernel(
-    partial_ptr,  # float32 [S, Hq, num_splits, D]
-    max_ptr,  # float32 [S, Hq, num_splits], of unscaled scores
-    sum_ptr,  # float32 [S, Hq, num_splits]
-    out_ptr,  # [S, Hq, D]
-    num_splits,
-    scale_log2,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_SPLITS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Program (query head, sequence): the splits' outputs weighted by sum * exp(scaled max); zeros if every split is
-    empty.
+    """Program p: its share of the line. Of an item begun before it, it leaves its part in slot 2p, of one that goes on
+    behind it in slot 2p + 1; whole items go to out.
     """
     begin(PDL)
     wait(PDL)
-    row = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    first = row * num_splits
-    splits = tl.arange(0, BLOCK_SPLITS)
-    largest = tl.max(tl.load(max_ptr + first + splits, mask=splits < num_splits, other=float("-inf")), 0)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-
+    program = tl.program_id(0)
+    num_programs = tl.num_programs(0)
+    lens, ends, total, share = line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S)
+    seqs = tl.arange(0, BLOCK_S)
+    table_rows = tl.load(table_rows_ptr + seqs, mask=seqs < num_seqs, other=0)
+    group_heads = tl.arange(0, BLOCK_M)
+    in_group = group_heads < group
     dims = tl.arange(0, BLOCK_D)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    total = tl.zeros([MERGE_STEP], tl.float32)
-    for start in range(0, num_splits, MERGE_STEP):
-        step = start + tl.arange(0, MERGE_STEP)
-        in_range = step < num_splits
-        split_max = tl.load(max_ptr + first + step, mask=in_range, other=float("-inf"))
-        weights = tl.load(sum_ptr + first + step, mask=in_range, other=0.0) * tl.exp2(
-            (split_max - largest) * scale_log2
-        )
-        mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
-        part = tl.load(partial_ptr + ((first + step) * HEAD_DIM)[:, None] + dims[None, :], mask=mask, other=0.0)
-        acc += tl.sum(part * weights[:, None], 0)
-        total += weights
-    weight = tl.sum(total, 0)
-    out = acc / tl.where(weight > 0, weight, 1.0)
-    tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+    mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
+
+    at = program * share
+    stop = tl.minimum(at + share, total)
+    while at < stop:
+        seq, num_keys, kv_head, item_start, item_end = item_at(at, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S)
+        part_end = tl.minimum(item_end, stop)
+        if at < part_end:
+            end = tl.minimum((part_end - item_start) * BLOCK_N, num_keys)
+            heads = kv_head * group + group_heads
+            q_rows = seq.to(tl.int64) * stride_q_seq + heads.to(tl.int64) * stride_q_head
+            q = load_rows(q_ptr, q_rows, in_group, HEAD_DIM, BLOCK_D)
+            table_row = tl.sum(tl.where(seqs == seq, table_rows, 0), 0)
+            acc, row_max, row_sum = attend(
+                tl.zeros([BLOCK_M, BLOCK_D], tl.float32),
+                tl.full([BLOCK_M], float("-inf"), tl.float32),
+                tl.zeros([BLOCK_M], tl.float32),
+                q,
+                None,
+                0,
+                kv_ptr + kv_head.to(tl.int64) * stride_kv_head,
+                table_ptr + table_row.to(tl.int64) * stride_table,
+                (at - item_start) * BLOCK_N,
+                end,
+                tl.zeros([BLOCK_M], tl.int32) + num_keys,
+                end,
+                scale_log2,
+                block_shift,
+                stride_block,
+                stride_plane,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_N,
+                True,
+            )
+            if (at == item_start) & (part_end == item_end):
+                out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+                out_rows = (seq.to(tl.int64) * num_kv_heads * group + heads) * HEAD_DIM
+                tl.store(out_ptr + out_rows[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+            else:
+                rows = (2 * program + (at == item_start).to(tl.int32)) * group + group_heads
+                tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
+                # Not as one log-sum: added to a large maximum, the logarithm of the sum would be rounded away.
+                tl.store(max_ptr + rows, row_max, mask=in_group)
+                tl.store(sum_ptr + rows, row_sum, mask=in_group)
+        at = item_end + ITEM_COST
+
+
+@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads"])
+def merge_kernel(
+    partial_ptr,  # float32 [2 * programs, group, D]
+    max_ptr,  # float32 [2 * programs, group], of unscaled scores
+    sum_ptr,  # float32 [2 * programs, group]
+    context_ptr,  # int32 [S]
+    out_ptr,  # [S, Hq, D]
+    scale_log2,
+    num_seqs,
+    num_kv_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (p, head of the group): if an item begins in the share of program p of decode_kernel and goes on behind
+    it, its parts weighted by exp(scaled max), over their sums weighted likewise.
+    """
+    begin(PDL)
+    wait(PDL)
+    first = tl.program_id(0)
+    group_head = tl.program_id(1)
+    group = tl.num_programs(1)
+    num_programs = tl.num_programs(0) + 1
+    lens, ends, total, share = line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S)
+    behind = (first + 1) * share
+    if behind < total:
+        seq, _, kv_head, item_start, item_end = item_at(behind - 1, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S)
+        if (item_start >= first * share) & (item_end > behind):
+            last = (item_end - 1) // share
+            dims = tl.arange(0, BLOCK_D)
+            acc = tl.zeros([BLOCK_D], tl.float32)
+            weight = tl.zeros([], tl.float32)
+            row_max = tl.full([], float("-inf"), tl.float32)
+            for start in range(first, last + 1, MERGE_STEP):
+                programs = start + tl.arange(0, MERGE_STEP)
+                valid = programs <= last
+                rows = (2 * programs + (programs == first).to(tl.int32)) * group + group_head
+                part_max = tl.load(max_ptr + rows, mask=valid, other=float("-inf"))
+                part_sum = tl.load(sum_ptr + rows, mask=valid, other=0.0)
+                mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+                part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+                new_max = tl.maximum(row_max, tl.max(part_max, 0))
+                weights = tl.exp2((part_max - new_max) * scale_log2)
+                keep = tl.exp2((row_max - new_max) * scale_log2)
+                acc = acc * keep + tl.sum(part * weights[:, None], 0)
+                weight = weight * keep + tl.sum(part_sum * weights, 0)
+                row_max = new_max
+            head = (seq.to(tl.int64) * num_kv_heads + kv_head) * group + group_head
+            tl.store(
+                out_ptr + head * HEAD_DIM + dims, (acc / weight).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
+            )

@@ -9,16 +9,40 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
+from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, is_hopper, load_rows
 
 
-def prefill_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    """Tiles for Hopper: 64 rows a warp group suit wgmma. With 4 warps the addresses of the KV rows would spill."""
+def prefill_tiles(
+    group: int, num_rows: int, head_dim: int, block_size: int, dtype: torch.dtype, num_sms: int
+) -> AttentionTiles:
+    """Tiles for Hopper and num_rows = tokens * query heads. With pointers, 4 warps would spill the addresses of the KV
+    rows; with TMA they suffice, and two programs fit a multiprocessor. Short work is cut finer, for a shorter tail.
+    """
     if dtype == torch.float32:
         return float32_tiles(max(triton.next_power_of_2(group), 32), head_dim)
     block_d = triton.next_power_of_2(head_dim)
-    return AttentionTiles(128, 64, block_d, 8, 3 if block_d <= 128 else 2)
+    if block_d > 128:
+        return AttentionTiles(128, 64, block_d, 8, 2)
+    if block_size < 64:
+        return AttentionTiles(128, 64, block_d, 8, 5)
+    if num_rows <= 4 * num_sms * 128:
+        return AttentionTiles(64, 64, block_d, 4, 5)
+    return AttentionTiles(128, 64, block_d, 4, 3)
+
+
+def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
+    """One layer `[num_blocks, Hk, 2, block_size, D]` of a pool as the matrix [rows, D] from its first row on, in tiles
+    that TMA loads; None if it cannot: no tile may span two blocks, rows must be 16-byte aligned, their numbers int32.
+    """
+    num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
+    num_rows = ((num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)) // head_dim + 2 * block_size
+    aligned = head_dim * kv.element_size() % 16 == 0 and kv.data_ptr() % 16 == 0
+    if block_size % tiles.block_n or not aligned or num_rows >= 2**31 or (kv.is_cuda and not is_hopper(kv.device)):
+        return None
+    rows = kv.as_strided((num_rows, head_dim), (head_dim, 1))
+    return TensorDescriptor.from_tensor(rows, [tiles.block_n, tiles.block_d])
 
 
 def launch_prefill(
@@ -42,6 +66,7 @@ def launch_prefill(
     prefill_kernel[grid](
         q,
         kv,
+        kv_matrix(kv, tiles),
         block_tables,
         table_rows,
         context_lens,
@@ -72,6 +97,7 @@ def launch_prefill(
 def prefill_kernel(
     q_ptr,  # [T, Hq, D]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
+    kv_matrix,  # None, or kv as [rows, D] in tiles [BLOCK_N, BLOCK_D]
     table_ptr,  # int32 [num_slots, max_blocks]
     table_rows_ptr,  # int32 [S]
     context_ptr,  # int32 [S]
@@ -134,6 +160,7 @@ def prefill_kernel(
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
             kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
+            first_row = kv_head * (stride_kv_head // HEAD_DIM).to(tl.int32)
             seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
             end = tl.minimum(first_position + tile_len, num_keys)
             acc, row_max, row_sum = attend(
@@ -141,6 +168,8 @@ def prefill_kernel(
                 row_max,
                 row_sum,
                 q,
+                kv_matrix,
+                first_row,
                 kv_head_ptr,
                 table,
                 0,
@@ -161,6 +190,8 @@ def prefill_kernel(
                 row_max,
                 row_sum,
                 q,
+                None,
+                first_row,
                 kv_head_ptr,
                 table,
                 seen_by_all,
@@ -176,6 +207,12 @@ def prefill_kernel(
                 BLOCK_N,
                 True,
             )
-            rows = (tokens * num_heads + heads) * HEAD_DIM
+            # Computed anew, from what the compiler cannot know to be 0: kept over the loops, these would take the
+            # registers of acc.
+            row += tl.minimum(num_keys, 0)
+            row_offset = row // group
+            in_seq = (row_offset < tile_len) & (first + row_offset < query_len)
+            tokens = (seq_start + first + row_offset).to(tl.int64)
+            rows = (tokens * num_heads + kv_head * group + row % group) * HEAD_DIM
             out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + rows[:, None] + dims[None, :], out, mask=in_seq[:, None] & in_head)

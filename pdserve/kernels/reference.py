@@ -213,6 +213,31 @@ class _Ints(NamedTuple):
         return np.frombuffer(self.data, np.int32).reshape(self.shape)
 
 
+def warm_fresh_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """Nothing to prepare."""
+
+
+def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
+    """Never: paged_prefill is what carries batch invariance."""
+    return False
+
+
+def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
+    """Causal attention of whole prompts, one after another, over their own rows; returns [T, Hq, D] in q's dtype.
+
+    q [T, Hq, D]; k and v [T, Hk, D]. Rows of q after the prompts are padding and yield zeros.
+    """
+    num_rows = sum(query_lens)
+    outs = []
+    for queries, keys, values in zip(*(x[:num_rows].split(query_lens) for x in (q, k, v)), strict=True):
+        q_heads, k_heads, v_heads = (x.transpose(0, 1).float() for x in (queries, keys, values))
+        out = functional.scaled_dot_product_attention(
+            q_heads, k_heads, v_heads, is_causal=True, scale=scale, enable_gqa=True
+        )
+        outs.append(out.transpose(0, 1).to(q.dtype))
+    return torch.cat([*outs, torch.zeros_like(q[num_rows:])])
+
+
 def _rows_in_use(block_tables: Tensor, table_rows: Tensor, lens: _Ints, block_size: int) -> _Ints:
     """The sequences' rows of a table of all slots, no wider than the longest context."""
     width = -(-int(lens.array().max(initial=0)) // block_size)

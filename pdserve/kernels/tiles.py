@@ -6,7 +6,9 @@ sequences. Called by attention_decode.py and attention_prefill.py.
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
+import torch
 import triton
 import triton.language as tl
 
@@ -31,6 +33,12 @@ def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
     block_d = triton.next_power_of_2(head_dim)
     num_warps = min(max(block_m * block_d // 512, 4), 16)
     return AttentionTiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, 2)
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` is a GPU with TMA and launches that overlap (compute capability 9 or above)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
@@ -75,6 +83,8 @@ def attend(
     row_max,
     row_sum,
     q,
+    kv_matrix,
+    first_row,
     kv_head,
     table,
     start,
@@ -96,21 +106,37 @@ def attend(
     acc [M, BLOCK_D], row_max [M] (of unscaled scores) and row_sum [M] are what earlier keys left. scale_log2 > 0.
     MASKED: some keys lie at or after num_keys or after a row's position; without it every row sees every key. A row
     must see a key in its first step: its row_max would stay -inf, and -inf - -inf is NaN.
+
+    kv_matrix: None to load K and V by pointers from `kv_head`, or a descriptor of the layer as [rows, head_dim] in
+    tiles [BLOCK_N, BLOCK_D] to load them by TMA. Then first_row is the first row of the KV head, a block holds whole
+    tiles, and no key may lie at or after num_keys (its V might be NaN, which TMA cannot mask).
     """
     for block_start in range(start, end, BLOCK_N):
         positions = block_start + tl.arange(0, BLOCK_N)
         valid = positions < num_keys
-        rows = kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM)
-        k = load_rows(kv_head, rows, valid, HEAD_DIM, BLOCK_D)
+        if kv_matrix is None:
+            rows = kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM)
+            k = load_rows(kv_head, rows, valid, HEAD_DIM, BLOCK_D)
+        else:
+            block = tl.load(table + (block_start >> block_shift))
+            row = first_row + block * (stride_block // HEAD_DIM).to(tl.int32)
+            row += block_start & ((1 << block_shift) - 1)
+            k = kv_matrix.load([row, 0])
         scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
         if MASKED:
             visible = valid[None, :] & (positions[None, :] <= row_positions[:, None])
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
-        # Scaled after the subtraction: scaling large scores first would round those that matter most.
-        probs = tl.exp2((scores - new_max[:, None]) * scale_log2)
+        if q.dtype == tl.float32:
+            # Scaled after the subtraction: scaling large scores first would round those that matter most.
+            probs = tl.exp2((scores - new_max[:, None]) * scale_log2)
+        else:
+            probs = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])  # one multiply-add
         keep = tl.exp2((row_max - new_max) * scale_log2)
-        v = load_rows(kv_head + stride_plane, rows, valid, HEAD_DIM, BLOCK_D)
+        if kv_matrix is None:
+            v = load_rows(kv_head + stride_plane, rows, valid, HEAD_DIM, BLOCK_D)
+        else:
+            v = kv_matrix.load([row + (1 << block_shift), 0])
         acc = dot(probs.to(v.dtype), v, acc * keep[:, None])
         row_sum = row_sum * keep + tl.sum(probs, 1)
         row_max = new_max

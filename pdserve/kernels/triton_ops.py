@@ -1,6 +1,10 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
+<<<<<<< HEAD
 elementwise.py, kv_cache.py, small_products.py, attention_decode.py, attention_prefill.py and sampling.py; reference.py
 documents each function.
+=======
+elementwise.py, kv_cache.py, sampling.py and attention_{decode,prefill,fresh}.py; reference.py documents each function.
+>>>>>>> 67759e5 (Attention: decode in equal shares, prefill by TMA, fresh prompts by cuDNN)
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -12,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_splits
+from pdserve.kernels import attention_fresh
+from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
 from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_silu_mul
@@ -139,6 +144,21 @@ def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
         launch_store_tokens(last_token, slots, token_ids)
 
 
+def warm_fresh_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """attention_fresh.warm_fresh_prefill."""
+    attention_fresh.warm_fresh_prefill(q, k, v, scale)
+
+
+def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
+    """attention_fresh.fresh_prefill_pays."""
+    return attention_fresh.fresh_prefill_pays(q, k, v, query_lens)
+
+
+def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
+    """reference.fresh_prefill, by cuDNN, for prompts that fresh_prefill_pays() takes."""
+    return attention_fresh.fresh_prefill(q, k, v, query_lens, scale)
+
+
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     """reference.copy_blocks."""
     if not pool.is_contiguous():
@@ -165,8 +185,8 @@ def paged_decode(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
-    num_splits = num_decode_splits(num_seqs * num_kv_heads, max_context_len, _num_sms(q.device))
-    return launch_decode(q, kv, block_tables, table_rows, context_lens, scale, tiles, num_splits)
+    num_programs = num_decode_programs(num_seqs * num_kv_heads, max_context_len, tiles.block_n, _num_sms(q.device))
+    return launch_decode(q, kv, block_tables, table_rows, context_lens, scale, tiles, num_programs)
 
 
 def paged_prefill(
@@ -184,7 +204,10 @@ def paged_prefill(
     _check_ids(table_rows=table_rows, context_lens=context_lens, query_starts=query_starts)
     if q.numel() == 0:
         return torch.empty_like(q)
-    tiles = prefill_tiles(q.shape[1] // kv.shape[1], q.shape[2], q.dtype)
+    num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    group, num_rows = num_heads // num_kv_heads, num_tokens * num_heads
+    tiles = prefill_tiles(group, num_rows, head_dim, block_size, q.dtype, _num_sms(q.device))
     longest = max(max_query_len, 1)
     return launch_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, longest, scale, tiles)
 

@@ -12,7 +12,7 @@ import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
 from torch import Tensor
 
-from pdserve.kernels import attention_decode, reference, triton_ops
+from pdserve.kernels import attention_decode, attention_fresh, reference, triton_ops
 from pdserve.kernels.ops import ops_for
 
 ON_GPU = torch.cuda.is_available()
@@ -106,6 +106,52 @@ def test_prefill_full_product(head_dim: int, dtype: torch.dtype) -> None:
     for heads, block_size in product(HEADS + MORE_HEADS, BLOCK_SIZES):
         cached = Random().randrange(1, 600)
         check_prefill(heads, head_dim, block_size, dtype, [(cached + 50, 50), (300, 300), (513, 1), (16, 16), (1, 1)])
+
+
+def fresh_problem(
+    lens: tuple[int, ...], heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v [T, heads, 64], padding included, as slices of a fused projection."""
+    num_heads, num_kv_heads = heads
+    fused = torch.randn(sum(lens) + 3, num_heads + 2 * num_kv_heads, 64, device=DEVICE).to(dtype)
+    return fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+
+
+@pytest.mark.parametrize("lens", [(4,), (8, 8, 8), (4, 12, 12), (16, 8), (32, 4, 4, 20)])
+def test_fresh_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone and in batches; a prompt of NaN spoils no other."""
+    for name in ("LENGTH_MULTIPLE", "MIN_LENGTH"):
+        monkeypatch.setattr(attention_fresh, name, 4)
+    attention_fresh.deal.cache_clear()
+    q, k, v = fresh_problem(lens, dtype=torch.float16 if ON_GPU else torch.float32)
+    for x in (q, k, v):
+        x[sum(lens) - lens[-1] :] = float("nan")
+    out = attention_fresh.fresh_prefill(q, k, v, lens, 0.125)
+    twin = reference.fresh_prefill(q, k, v, lens, 0.125)
+    torch.testing.assert_close(out, twin, atol=2e-3 if ON_GPU else 1e-6, rtol=0, equal_nan=True)
+    attention_fresh.deal.cache_clear()
+
+
+def test_fresh_prompts_that_do_not_pay() -> None:
+    """Short prompts, odd lengths, and shapes nobody has warmed."""
+    deal, multiple = attention_fresh.deal, attention_fresh.LENGTH_MULTIPLE
+    assert deal((multiple,)) == deal((4096, 16)) == deal((4097,)) == ()
+    assert [part[1:] for part in deal((2048,) * 7)] == [(4, 2048), (2, 2048), (1, 2048)]
+    assert deal((2048, 8192)) == ((0, 1, 2048), (2048, 1, 8192))
+    assert not triton_ops.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
+    assert not reference.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
+
+
+@pytest.mark.gpu
+def test_warmed_fresh_prompts() -> None:
+    q, k, v = fresh_problem((7168,), (8, 2), torch.bfloat16)
+    triton_ops.warm_fresh_prefill(q, k, v, 0.125)
+    for lens in ((7168,), (1024, 1024, 1024, 2048), (2048, 2048)):
+        q, k, v = fresh_problem(lens, (8, 2), torch.bfloat16)
+        assert triton_ops.fresh_prefill_pays(q, k, v, lens)
+        out, twin = (ops.fresh_prefill(q, k, v, lens, 0.125) for ops in (triton_ops, reference))
+        torch.testing.assert_close(out, twin, atol=2e-2, rtol=0)
+    assert not triton_ops.fresh_prefill_pays(*fresh_problem((8192,), (8, 2), torch.bfloat16), (8192,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -314,13 +360,21 @@ def test_wrong_layouts_are_refused() -> None:
         triton_ops.copy_blocks(kv, rest[1], rest[1])
 
 
-def test_split_counts() -> None:
-    """No split below MIN_SPAN tokens, one split when the batch alone fills the device, never none."""
-    splits, span = attention_decode.num_decode_splits, attention_decode.MIN_SPAN.value
-    assert splits(8, 8192, 132) == 8192 // span
-    assert splits(8, 10 * 8192, 132) == 132
-    assert splits(2048, 8192, 132) == 1
-    assert splits(1, 0, 132) == 1
+@pytest.mark.parametrize("max_context_len", [300, 131072])
+@pytest.mark.parametrize("contexts", [[300], [1, 64, 65], [0, 0, 128, 1], [2] * 7, [0], [300, *[0] * 20]])
+def test_decode_for_any_shares(contexts: list[int], max_context_len: int) -> None:
+    """Shares that end inside, at the end of and across the contexts; a grid for far longer ones changes nothing."""
+    problem = paged_problem((6, 3), 64, 16, torch.float32, contexts, device=DEVICE)
+    out = triton_ops.paged_decode(*problem.decode_args[:-1], max_context_len)
+    assert_as_good(out, reference.paged_decode(*problem.decode_args), problem.answer())
+
+
+def test_number_of_decode_programs() -> None:
+    """Resident at once, none without a share, never none."""
+    num_programs, share = attention_decode.num_decode_programs, attention_decode.MIN_SHARE.value
+    assert num_programs(8, 131072, 64, 132) == 132 * attention_decode.PROGRAMS_PER_SM
+    assert num_programs(8, 128, 64, 132) == 8 * (2 + attention_decode.ITEM_COST.value) // share
+    assert 1 <= num_programs(1, 0, 64, 132) <= 2
 
 
 def test_ops_for_chooses_by_device() -> None:
@@ -344,7 +398,7 @@ def test_attention_in_a_cuda_graph_follows_its_inputs() -> None:
             out = triton_ops.paged_decode(*decode_args)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    for lens in ([900, 30, 512], [1, 17, 300]):
+    for lens in ([900, 30, 512], [1, 17, 300], [0, 30, 0]):
         problem.context_lens.copy_(torch.tensor(lens))
         problem.keys = [k[:length] for k, length in zip(problem.keys, lens, strict=True)]
         problem.values = [v[:length] for v, length in zip(problem.values, lens, strict=True)]
