@@ -41,7 +41,8 @@ def assert_as_good(out: Tensor, twin: Tensor, answer: Tensor, roundings: int = 1
     """
     floor = torch.finfo(out.dtype).eps * max(float(answer.abs().max()), 1.0)
     floor *= roundings * (2 if out.dtype == torch.bfloat16 and not ON_GPU else 0.25)
-    floor = max(floor, roundings * 1e-6) if out.dtype == torch.float32 else floor
+    if out.dtype == torch.float32:  # a GPU's exp2 and division may each be 2 spacings off
+        floor = max(16 * floor, roundings * 1e-6)
     error, twin_error = (float((x.double() - answer).abs().max()) for x in (out, twin))
     assert error <= 2 * twin_error + floor, f"error {error}, the twin's {twin_error}"
 
