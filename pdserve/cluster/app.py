@@ -15,6 +15,7 @@ from ray.serve.config import RequestRouterConfig
 
 from pdserve.cluster.client import ROUTER
 from pdserve.cluster.engine_actor import ENGINE_HOST
+from pdserve.cluster.http_server import Address
 from pdserve.cluster.placement import CRUMB, unplaceable, worker_bundles, workers
 from pdserve.cluster.router_replica import RouterReplica
 from pdserve.cluster.worker_replica import WorkerReplica
@@ -40,18 +41,19 @@ ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
 WORKER_SHUTDOWN_S = 90.0  # routers close their streams once their last request there has ended
 
 
-def build(args: ClusterConfig) -> Application:
-    """The application of one cluster. Logs what the cluster has no room for now; Serve waits for it."""
+def build(args: ClusterConfig, address: Address | None = None) -> Application:
+    """The application of one cluster. Logs what the cluster has no room for now; Serve waits for it. address: where
+    routers serve HTTP by themselves; None leaves that to Serve."""
     for complaint in unplaceable(args, node_resources()):
         logger.warning("not enough resources yet, replicas will wait: %s", complaint)
-    return assemble(args, ENGINE_HOST)
+    return assemble(args, ENGINE_HOST, address)
 
 
-def assemble(config: ClusterConfig, engine_host: str) -> Application:
+def assemble(config: ClusterConfig, engine_host: str, address: Address | None = None) -> Application:
     """engine_host: import path of the class that an engine process runs (`cluster.engine_actor.Host`)."""
     config = resolve_model(config)
     handles = [worker_deployment(config, key, engine_host) for key in workers(config)]
-    return router_deployment(config).bind(config, *handles)
+    return router_deployment(config).bind(config, address, *handles)
 
 
 def resolve_model(config: ClusterConfig) -> ClusterConfig:

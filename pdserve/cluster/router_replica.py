@@ -2,7 +2,7 @@
 client.
 
 Puts together what `router` is made of and keeps its fleet equal to the running workers. Knows no requests; no torch in
-this process. Made by `cluster.app`, called by Serve's proxies and `cluster.client`.
+this process. Made by `cluster.app`; called by its own HTTP server or Serve's proxies, and by `cluster.client`.
 """
 
 import asyncio
@@ -15,6 +15,7 @@ from starlette.applications import Starlette
 
 from pdserve.cluster.framing import cut
 from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_ask, encode
+from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.cluster.links import MembershipWatcher
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
@@ -26,20 +27,30 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 class RouterReplica:
-    """config: of the whole cluster. workers: a handle of each worker deployment."""
+    """config: of the whole cluster. address: where this process itself serves HTTP; None: Serve's proxies do.
+    workers: a handle of each worker deployment."""
 
-    async def __init__(self, config: ClusterConfig, *workers: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
-        self._config = config
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
+    ) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         self._fleet = Fleet(config.router.worker_silence_s)
         self._service = Service(self._fleet, tokenizer, config.router, config.model.served_name)
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
+        self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service)
+        self._http = HttpServer(self._app, address) if address is not None else None
+        if self._http is not None:
+            self._http.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor."""
-        service = self._service
-        return build_app(self._fleet, service.tokenizer, self._config.router, service.model_name, service)
+        return self._app
+
+    async def check_health(self) -> None:
+        """Serve replaces a replica that fails this a few times."""
+        if self._http is not None and not self._http.running:
+            raise RuntimeError("the HTTP server has ended")
 
     async def ask(self, data: bytes) -> AsyncGenerator[bytes, None]:
         """An encoded Ask in, encoded Answers out in pieces (`cluster.framing`). Closing it cancels the request."""
@@ -63,7 +74,9 @@ class RouterReplica:
             yield Refused(status=error.status, message=error.message)
 
     async def __del__(self) -> None:
-        """Serve awaits this at a graceful end, after the last answer."""
+        """Serve awaits this at a graceful end, after the last answer that went through it."""
+        if self._http is not None:
+            await self._http.close()
         self._watcher.stop()
         await self._fleet.close()
 
