@@ -155,3 +155,11 @@ def test_processes_without_an_engine_import_no_torch() -> None:
 def test_the_command_line_sets_what_ray_reads_before_importing_it() -> None:
     check = "import pdserve.cluster.cli, sys; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
+
+
+def test_routers_serve_http_themselves_unless_the_file_asks_for_what_only_serve_does() -> None:
+    http = {"host": "127.0.0.1", "port": 8009}
+    assert cli.own_address(http, "/") == cli.Address("127.0.0.1", 8009)
+    assert cli.own_address(http | {"keep_alive_timeout_s": 7}, "/") == cli.Address("127.0.0.1", 8009, 7)
+    assert cli.own_address(http | {"ssl_keyfile": "x"}, "/") is None
+    assert cli.own_address(http, "/llm") is None
