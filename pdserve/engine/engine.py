@@ -12,6 +12,7 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +30,7 @@ from pdserve.engine.sampler import Sampled, SampledTokens, Sampler, SampleRow, S
 from pdserve.engine.scheduler import Plan, Scheduler, num_slots_for
 from pdserve.engine.sequence import Request, Sequence, Status
 from pdserve.engine.warm_up import warm_up
+from pdserve.kernels.late_compiles import LateCompiles
 from pdserve.kernels.ops import ops_for
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
@@ -110,7 +112,10 @@ class Engine:
         if config.deterministic and self.device.type == "cuda":
             raise ValueError("engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)")
         path = model.resolved_path
-        self.spec: ModelSpec = read_spec(path, model.load_format, model.seed)
+        with ThreadPoolExecutor(1) as beside:  # both take seconds, and hardly use Python
+            ready = beside.submit(_wake, self.device)
+            self.spec: ModelSpec = read_spec(path, model.load_format, model.seed)
+            ready.result()
         dtype = _dtype(model.dtype, self.spec, self.device)
         ops = ops_for(self.device)
         weights = load_model(
@@ -147,6 +152,14 @@ class Engine:
                 self.runner.capture_graphs(graph_sizes(config.max_num_seqs))
             warm_up(self)
             self.stats = EngineStats()
+            self._late_compiles: LateCompiles | None = LateCompiles()
+        else:
+            self._late_compiles = None
+
+    @property
+    def num_late_compiles(self) -> int:
+        """Kernels compiled since the engine was warm."""
+        return self._late_compiles.count if self._late_compiles else 0
 
     @property
     def pool(self) -> Tensor:
@@ -532,6 +545,12 @@ def _device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("engine.device is 'cuda', but torch sees no CUDA device: set it to cpu or auto")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _wake(device: torch.device) -> None:
+    """Make the device's context and load cuBLAS."""
+    ones = torch.ones(16, 16, device=device)
+    torch.mm(ones, ones)
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:

@@ -11,24 +11,9 @@ from pdserve.engine.protocol import RequestKey, SamplingParams, Start, Submit
 if TYPE_CHECKING:
     from pdserve.engine.engine import Engine
 
-EVERYTHING = SamplingParams(
-    n=2,
-    temperature=0.8,
-    top_p=0.9,
-    top_k=20,
-    min_p=0.01,
-    repetition_penalty=1.1,
-    presence_penalty=0.1,
-    frequency_penalty=0.1,
-    logit_bias={0: 1.0},
-    stop_token_ids=[0],
-    min_tokens=2,
-    max_tokens=4,
-    logprobs=2,
-    prompt_logprobs=1,
-    seed=0,
+MIXED = SamplingParams(
+    n=2, temperature=0.8, top_k=20, min_tokens=2, stop_token_ids=[0], prompt_logprobs=1, seed=0, max_tokens=4
 )
-PLAIN = SamplingParams(temperature=1.0, seed=0, max_tokens=4)
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 
@@ -37,10 +22,10 @@ def warm_up(engine: "Engine") -> None:
     caching, engine.blocks.enable_caching = engine.blocks.enable_caching, False
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
-    if longest > 0:
-        engine.runner.warm_fresh_prefill(longest)
-    # One by one: the batch a request runs in decides which kernels it needs.
-    for length, sampling in ((longest, GREEDY), (min(33, room), PLAIN), (min(33, room), EVERYTHING)):
+    engine.runner.warm_fresh_prefill(max(longest, 1))
+    engine.sampler.warm_up(engine.runner.model.weights.dtype)
+    # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are copied.
+    for length, sampling in ((longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED)):
         if length > 0:
             _run(engine, length, sampling)
     engine.blocks.enable_caching = caching

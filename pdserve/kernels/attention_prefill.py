@@ -93,7 +93,11 @@ def launch_prefill(
     return out
 
 
-@triton.jit(do_not_specialize=["num_tokens", "group", "tile_len", "block_shift", "stride_table"])
+@triton.jit(
+    do_not_specialize=["num_tokens", "group", "tile_len", "block_shift", "stride_table"],
+    # Those of the prefills lie behind those of the decodes, so their alignment changes from step to step.
+    do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
+)
 def prefill_kernel(
     q_ptr,  # [T, Hq, D]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]

@@ -64,7 +64,7 @@ def launch_draw(
     if splits == 1:
         return ids[:, 0]
     best = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    best_of_splits_kernel[(num_rows,)](values, ids, best, splits, BLOCK=triton.next_power_of_2(splits), num_warps=1)
+    best_of_splits_kernel[(num_rows,)](values, ids, best, splits, BLOCK=_most_splits(vocab, DRAW_BLOCK), num_warps=1)
     return best
 
 
@@ -138,7 +138,8 @@ def launch_token_logprobs(logits: Tensor, tokens: Tensor, target_programs: int) 
     device = logits.device
     sums = torch.empty((2, num_rows, splits), dtype=torch.float32, device=device)
     better = torch.empty((num_rows, splits), dtype=torch.int32, device=device)
-    logprobs, lse = torch.empty((2, num_rows), dtype=torch.float32, device=device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
+    lse = torch.empty_like(logprobs)
     ranks = torch.empty(num_rows, dtype=torch.int32, device=device)
     score_kernel[(splits, num_rows)](
         logits,
@@ -163,7 +164,7 @@ def launch_token_logprobs(logits: Tensor, tokens: Tensor, target_programs: int) 
         splits,
         logits.stride(0),
         num_rows,
-        BLOCK=triton.next_power_of_2(splits),
+        BLOCK=_most_splits(vocab, SCORE_BLOCK),
         num_warps=1,
     )
     return logprobs, ranks, lse
@@ -174,6 +175,11 @@ def _splits(num_rows: int, vocab: int, block: int, target_programs: int) -> tupl
     blocks = triton.cdiv(vocab, block)
     per_program = triton.cdiv(blocks, min(blocks, max(target_programs // num_rows, 1)))
     return triton.cdiv(blocks, per_program), per_program * block
+
+
+def _most_splits(vocab: int, block: int) -> int:
+    """Power of two that no number of splits exceeds: one kernel for any number of rows."""
+    return triton.next_power_of_2(triton.cdiv(vocab, block))
 
 
 @triton.jit
@@ -334,7 +340,7 @@ def penalties_kernel(
         tl.store(pointers, tl.where(amount > 0, logit - penalty, logit), mask=counts != 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def score_kernel(
     logits_ptr,  # [R, vocab]
     tokens_ptr,  # [R]
@@ -371,7 +377,7 @@ def score_kernel(
     tl.store(better_ptr + at, tl.sum(better, 0))
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "num_rows"])
 def score_of_splits_kernel(
     logits_ptr,
     tokens_ptr,
@@ -499,7 +505,7 @@ def cut_of(ptr, length, low, high, k, p, by_rank, by_mass, top, scale, total, SP
     return value, kept, ties
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def group_stats_kernel(
     logits_ptr,  # [R, vocab]
     temperature_ptr,  # float32 [R]
@@ -573,7 +579,7 @@ def mass_of(ptr, length, top, scale, BLOCK: tl.constexpr):
     return tl.sum(mass, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def cut_kernel(
     logits_ptr,  # [R, vocab]
     temperature_ptr,  # float32 [R]

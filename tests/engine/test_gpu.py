@@ -1,6 +1,7 @@
 """The engine on a CUDA device: parity with transformers there, bfloat16 no worse than theirs, and an honest fence."""
 
 import gc
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -183,6 +184,34 @@ def test_graphs_and_asynchrony_change_no_token(folder: Path, engine: dict) -> No
     ]
     tokens = [[choice.token_ids for output in out for choice in output.outputs] for out in outputs]
     assert sum(a == b for a, b in zip(*tokens, strict=True)) >= len(tokens[0]) - 1  # a near-tie may fall the other way
+
+
+def test_no_request_waits_for_a_compiler(folder: Path) -> None:
+    """Whatever comes after the start, in any batch."""
+    llm = make_llm(folder, "bfloat16", num_kv_blocks=400, max_num_batched_tokens=300)
+    rng = random.Random(0)
+    for num_requests in (1, 2, 7, 40, 130):
+        prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 90))] for _ in range(num_requests)]
+        params = [
+            SamplingParams(
+                temperature=rng.choice([0.0, 1.0]),
+                top_p=rng.choice([1.0, 0.9]),
+                top_k=rng.choice([0, 10]),
+                min_p=rng.choice([0.0, 0.1]),
+                n=rng.choice([1, 1, 3]),
+                presence_penalty=rng.choice([0.0, 0.5]),
+                logit_bias=rng.choice([None, {3: 1.0}]),
+                logprobs=rng.choice([None, None, 0, 4]),
+                prompt_logprobs=rng.choice([None, None, 0, 2]),
+                stop_token_ids=[1, 2],
+                min_tokens=rng.choice([0, 3]),
+                seed=rng.randrange(1000),
+                max_tokens=rng.randint(3, 25),
+            )
+            for _ in prompts
+        ]
+        llm.generate(prompts, params, use_tqdm=False)
+    assert llm.engine.num_late_compiles == 0
 
 
 def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:
