@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from pdserve.models.checkpoint import LoadFormat, resolve_folder, weights_digest
+from pdserve.models.hf_config import HfConfig, read_hf_config
 
 RopeKind = Literal["default", "linear", "llama3"]
 SpecDtype = Literal["float32", "float16", "bfloat16"]
@@ -86,7 +87,10 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
     if raw is None:
         raise ValueError(f"{folder} holds no config.json: it is not a model folder in Hugging Face format")
     architecture = _architecture(raw)
-    hf = _with_defaults(raw, ARCHITECTURES[architecture], folder)
+    try:
+        hf = read_hf_config(raw, ARCHITECTURES[architecture])
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'} is {error}") from error
     _refuse_unservable(raw, hf)
     generation = _read_json(folder / "generation_config.json") or {}
     weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
@@ -106,56 +110,43 @@ def _architecture(raw: dict[str, Any]) -> str:
     return architecture
 
 
-def _with_defaults(raw: dict[str, Any], family: str, folder: Path) -> Any:
-    """transformers' config object: the family's defaults filled in, old and new rope keys as `rope_parameters`."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.for_model(family, **{key: value for key, value in raw.items() if key != "model_type"})
-    except (KeyError, TypeError, ValueError, StrictDataclassError) as error:
-        raise ValueError(f"{folder / 'config.json'} is not a valid {family} configuration: {error}") from error
-
-
-def _refuse_unservable(raw: dict[str, Any], hf: Any) -> None:
+def _refuse_unservable(raw: dict[str, Any], hf: HfConfig) -> None:
     if raw.get("quantization_config") or raw.get("compression_config"):
         raise ValueError("quantization_config: quantised checkpoints are not supported yet; use the 16-bit weights")
-    if getattr(hf, "sliding_window", None) is not None:  # None too where Qwen's use_sliding_window is false
+    if hf.sliding_window is not None:  # None too where Qwen's use_sliding_window is false
         raise ValueError(
             f"sliding_window={hf.sliding_window} is not supported yet: attention would see tokens "
             f"that the model must not; where the model was trained without a window, set it to null in config.json"
         )
-    if set(getattr(hf, "layer_types", None) or ()) - {"full_attention"}:
-        raise ValueError(f"layer_types {sorted(set(hf.layer_types))}: only full_attention is supported")
+    if set(hf.layer_types or ()) - {"full_attention"}:
+        raise ValueError(f"layer_types {sorted(set(hf.layer_types or ()))}: only full_attention is supported")
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act={hf.hidden_act!r} is not supported: only 'silu' is")
-    if hf.num_attention_heads % hf.num_key_value_heads:
+    if hf.num_attention_heads % hf.num_kv_heads:
         raise ValueError(
-            f"num_attention_heads={hf.num_attention_heads} is no multiple of "
-            f"num_key_value_heads={hf.num_key_value_heads}"
+            f"num_attention_heads={hf.num_attention_heads} is no multiple of num_key_value_heads={hf.num_kv_heads}"
         )
 
 
-def _spec(architecture: str, hf: Any, eos_token_ids: tuple[int, ...], weights: str) -> ModelSpec:
+def _spec(architecture: str, hf: HfConfig, eos_token_ids: tuple[int, ...], weights: str) -> ModelSpec:
     family = ARCHITECTURES[architecture]
-    attention_bias = bool(getattr(hf, "attention_bias", False))
     return ModelSpec(
         architecture=architecture,
         family=family,
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
+        num_kv_heads=hf.num_kv_heads,
         head_dim=_head_dim(hf),
         intermediate_size=hf.intermediate_size,
         vocab_size=hf.vocab_size,
         max_position=hf.max_position_embeddings,
         rms_eps=hf.rms_norm_eps,
         rope=_rope(hf),
-        tie_embeddings=bool(hf.tie_word_embeddings),
-        qkv_bias=attention_bias or family == "qwen2",
-        o_bias=attention_bias,
-        mlp_bias=bool(getattr(hf, "mlp_bias", False)),
+        tie_embeddings=hf.tie_word_embeddings,
+        qkv_bias=hf.attention_bias or family == "qwen2",
+        o_bias=hf.attention_bias,
+        mlp_bias=hf.mlp_bias,
         qk_norm=family == "qwen3",
         dtype=_dtype(hf.dtype),
         eos_token_ids=eos_token_ids,
@@ -163,37 +154,40 @@ def _spec(architecture: str, hf: Any, eos_token_ids: tuple[int, ...], weights: s
     )
 
 
-def _head_dim(hf: Any) -> int:
-    head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+def _head_dim(hf: HfConfig) -> int:
+    head_dim = hf.head_dim or hf.hidden_size // hf.num_attention_heads
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} is odd: the rotary embedding needs an even one")
     return head_dim
 
 
-def _rope(hf: Any) -> RopeSpec:
+def _rope(hf: HfConfig) -> RopeSpec:
     facts = hf.rope_parameters
-    kind = facts["rope_type"]
-    if kind not in get_args(RopeKind):
-        raise ValueError(f"rope_type={kind!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
-    if facts.get("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"partial_rotary_factor={facts['partial_rotary_factor']} is not supported: only 1.0 is")
-    if kind == "default":
-        return RopeSpec(theta=facts["rope_theta"])
-    if kind == "linear":
-        return RopeSpec(theta=facts["rope_theta"], kind="linear", factor=facts["factor"])
+    if facts.rope_type not in get_args(RopeKind):
+        raise ValueError(f"rope_type={facts.rope_type!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+    if facts.partial_rotary_factor != 1.0:
+        raise ValueError(f"partial_rotary_factor={facts.partial_rotary_factor} is not supported: only 1.0 is")
+    if facts.rope_type == "default":
+        return RopeSpec(theta=facts.rope_theta)
+    if facts.factor is None:
+        raise ValueError(f"not a valid {facts.rope_type} rope: factor is missing in rope_scaling")
+    if facts.rope_type == "linear":
+        return RopeSpec(theta=facts.rope_theta, kind="linear", factor=facts.factor)
+    if facts.low_freq_factor is None or facts.high_freq_factor is None:
+        raise ValueError("not a valid llama3 rope: low_freq_factor or high_freq_factor is missing in rope_scaling")
     return RopeSpec(
-        theta=facts["rope_theta"],
+        theta=facts.rope_theta,
         kind="llama3",
-        factor=facts["factor"],
-        low_freq_factor=facts["low_freq_factor"],
-        high_freq_factor=facts["high_freq_factor"],
-        original_max_position=facts["original_max_position_embeddings"],
+        factor=facts.factor,
+        low_freq_factor=facts.low_freq_factor,
+        high_freq_factor=facts.high_freq_factor,
+        original_max_position=facts.original_max_position_embeddings or hf.max_position_embeddings,
     )
 
 
-def _dtype(dtype: Any) -> SpecDtype:
-    """config.json's dtype (a torch.dtype here); float32 when it has none, as in transformers."""
-    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+def _dtype(dtype: str | None) -> SpecDtype:
+    """config.json's dtype; float32 when it has none, as in transformers."""
+    name = "float32" if dtype is None else dtype.removeprefix("torch.")
     for known in get_args(SpecDtype):
         if name == known:
             return known

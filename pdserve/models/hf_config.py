@@ -1,0 +1,109 @@
+"""config.json as transformers would read it: the family's defaults filled in, old and new names as one.
+
+transformers' own classes would do, but importing them takes seconds of every start; a test compares the two. Knows what
+a configuration says, not what can be served (models/config.py).
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+# What config.json may leave out, where a family differs from the fields' defaults below.
+FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"eos_token_id": 2},
+    "mistral": {
+        "eos_token_id": 2,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "max_position_embeddings": 4096 * 32,
+        "sliding_window": 4096,
+    },
+    "qwen2": {
+        "num_key_value_heads": 32,
+        "intermediate_size": 22016,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+    "qwen3": {
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "intermediate_size": 22016,
+        "vocab_size": 151936,
+        "max_position_embeddings": 32768,
+        "sliding_window": 4096,
+    },
+}
+# Newer name <- older names, which lose.
+RENAMED = {"dtype": "torch_dtype", "rope_parameters": "rope_scaling"}
+
+
+class RopeParameters(BaseModel):
+    """`rope_parameters` of transformers 5, or `rope_scaling` with its older keys."""
+
+    model_config = ConfigDict(frozen=True)
+
+    rope_type: str = "default"
+    rope_theta: float = 10000.0
+    partial_rotary_factor: float = 1.0
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+
+class HfConfig(BaseModel):
+    """The fields pdserve reads; others are ignored. Defaults are Llama's."""
+
+    model_config = ConfigDict(frozen=True)
+
+    num_hidden_layers: int = 32
+    hidden_size: int = 4096
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int = 11008
+    vocab_size: int = 32000
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    rope_parameters: RopeParameters = RopeParameters()
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    hidden_act: str = "silu"
+    sliding_window: int | None = None
+    use_sliding_window: bool | None = None
+    layer_types: list[str] | None = None
+    dtype: str | None = None
+    eos_token_id: int | list[int] | None = None
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_key_value_heads or self.num_attention_heads
+
+
+def read_hf_config(raw: dict[str, Any], family: str) -> HfConfig:
+    """The configuration of a `family` in FAMILY_DEFAULTS from config.json's content; ValueError names a bad field."""
+    values = {key: value for key, value in raw.items() if value is not None}
+    for new, old in RENAMED.items():
+        if old in values:
+            values.setdefault(new, values[old])
+    values["rope_parameters"] = _rope_parameters(values)
+    if family.startswith("qwen") and not values.get("use_sliding_window"):
+        values["sliding_window"] = None
+    elif "sliding_window" in raw:
+        values["sliding_window"] = raw["sliding_window"]  # null switches a default off
+    try:
+        return HfConfig(**FAMILY_DEFAULTS[family] | values)
+    except ValidationError as error:
+        raise ValueError(f"not a valid {family} configuration: {error}") from error
+
+
+def _rope_parameters(values: dict[str, Any]) -> dict[str, Any]:
+    facts = dict(values.get("rope_parameters") or {})
+    if "type" in facts:
+        facts.setdefault("rope_type", facts["type"])
+    for name in ("rope_theta", "partial_rotary_factor"):
+        if name in values:
+            facts.setdefault(name, values[name])
+    return facts
