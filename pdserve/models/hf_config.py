@@ -38,6 +38,10 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
 RENAMED = {"dtype": "torch_dtype", "rope_parameters": "rope_scaling"}
 
 
+# Where null is not the same as nothing: it switches a family's default off.
+NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")
+
+
 class RopeParameters(BaseModel):
     """`rope_parameters` of transformers 5, or `rope_scaling` with its older keys."""
 
@@ -84,15 +88,13 @@ class HfConfig(BaseModel):
 
 def read_hf_config(raw: dict[str, Any], family: str) -> HfConfig:
     """The configuration of a `family` in FAMILY_DEFAULTS from config.json's content; ValueError names a bad field."""
-    values = {key: value for key, value in raw.items() if value is not None}
+    values = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
     for new, old in RENAMED.items():
         if old in values:
             values.setdefault(new, values[old])
     values["rope_parameters"] = _rope_parameters(values)
     if family.startswith("qwen") and not values.get("use_sliding_window"):
         values["sliding_window"] = None
-    elif "sliding_window" in raw:
-        values["sliding_window"] = raw["sliding_window"]  # null switches a default off
     try:
         return HfConfig(**FAMILY_DEFAULTS[family] | values)
     except ValidationError as error:
