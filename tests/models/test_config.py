@@ -148,3 +148,101 @@ def test_configurations_mean_what_transformers_says(family: str) -> None:
     for _ in range(40):
         raw = {key: whole[key] for key in rng.sample(sorted(whole), rng.randrange(len(whole)))}
         raw |= {key: None for key in ("sliding_window", "eos_token_id") if rng.random() < 0.3}
+        ours, theirs = read_hf_config(raw, family), AutoConfig.for_model(family, **raw)
+        for name in HfConfig.model_fields:
+            want = getattr(theirs, name, None)
+            got = getattr(ours, name)
+            if name == "rope_parameters":
+                got, want = got.model_dump(exclude_none=True), {"partial_rotary_factor": 1.0, **want}
+            elif name == "dtype":
+                want = want and str(want).removeprefix("torch.")
+            elif name == "num_key_value_heads":
+                got = ours.num_kv_heads
+            elif name in ("attention_bias", "mlp_bias"):
+                got, want = got if hasattr(theirs, name) else False, bool(want)
+            elif name == "head_dim":
+                got, want = (
+                    got or ours.hidden_size // ours.num_attention_heads,
+                    want or theirs.hidden_size // (theirs.num_attention_heads),
+                )
+            elif name in ("layer_types", "use_sliding_window"):
+                continue  # filled in by transformers from the window, which is compared
+            assert got == want, f"{name} of {raw}"
+
+
+def test_every_known_architecture_has_a_builder() -> None:
+    assert set(BUILDERS) == set(ARCHITECTURES)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({**LLAMA_31_8B, "architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not known; known: Llama.*Qwen3"),
+        ({"model_type": "bert"}, "'bert' is not known"),
+        ({}, "architecture None is not known"),
+        ({**MISTRAL, "sliding_window": 4096}, "sliding_window=4096 is not supported yet"),
+        ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, "sliding_window=4096 is not supp"),
+        ({**QWEN2_05B, "use_sliding_window": True}, "sliding_window=32768 is not supported yet"),
+        (
+            {**QWEN2_05B, "layer_types": ["full_attention", "sliding_attention"] * 12},
+            "only full_attention is supported",
+        ),
+        ({**LLAMA_31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
+        ({**LLAMA_31_8B, "rope_scaling": {"type": "banana", "factor": 4.0}}, "rope_type='banana' is not supported"),
+        ({**LLAMA_31_8B, "rope_scaling": {"rope_type": "linear"}}, "not a valid linear rope: factor is missing"),
+        ({**LLAMA_31_8B, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        ({**LLAMA_31_8B, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
+        ({**LLAMA_31_8B, "quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
+        ({**LLAMA_31_8B, "torch_dtype": "float64"}, "dtype='float64' is not supported"),
+        ({**LLAMA_31_8B, "num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
+        ({**LLAMA_31_8B, "head_dim": 127}, "(?s)even rotary dimension|head_dim=127 is odd"),
+        ({**LLAMA_31_8B, "hidden_size": "wide"}, "(?s)not a valid llama configuration.*hidden_size"),
+    ],
+)
+def test_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        spec_of(tmp_path, config)
+
+
+def test_no_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"holds no config\.json"):
+        read_spec(str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'no-such/model' is not a local folder"):
+        read_spec("no-such/model")
+    with pytest.raises(ValueError, match=r"'./no/such/folder' is not a local folder"):
+        read_spec("./no/such/folder")
+
+
+def test_fingerprint_follows_content_and_not_files(tmp_path: Path) -> None:
+    first = read_spec(str(make_tiny("qwen3", tmp_path / "a", seed=1))).fingerprint()
+    resharded = read_spec(str(make_tiny("qwen3", tmp_path / "b", seed=1, max_shard_size="50KB"))).fingerprint()
+    assert len(list((tmp_path / "b").glob("*.safetensors"))) > 2
+    assert first == resharded and len(first) == 32
+    assert read_spec(str(make_tiny("qwen3", tmp_path / "c", seed=2))).fingerprint() != first
+    assert read_spec(str(make_tiny("qwen3", tmp_path / "d", seed=1, rms_norm_eps=1e-5))).fingerprint() != first
+
+
+def test_fingerprint_sees_one_changed_small_tensor(tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path)
+    first = read_spec(str(folder)).fingerprint()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][50, 30] += 1
+    save_file(tensors, folder / "model.safetensors")
+    assert read_spec(str(folder)).fingerprint() != first
+
+
+@pytest.mark.parametrize("row", [0, 1023])
+def test_fingerprint_samples_both_ends_of_a_large_tensor(row: int, tmp_path: Path) -> None:
+    folder = make_tiny("llama2", tmp_path, vocab_size=1024)  # an embedding of 256 KiB
+    first = read_spec(str(folder)).fingerprint()
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][row] += torch.ones(64)
+    save_file(tensors, folder / "model.safetensors")
+    assert read_spec(str(folder)).fingerprint() != first
+
+
+def test_fingerprint_of_dummy_weights_is_the_seed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_31_8B))
+    prints = [read_spec(str(tmp_path), "dummy", seed).fingerprint() for seed in (0, 0, 1)]
+    assert prints[0] == prints[1] != prints[2]
