@@ -18,6 +18,7 @@ from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
 from pdserve.cluster.addressing import board_key
+from pdserve.cluster.batching import Batcher
 from pdserve.cluster.framing import Joiner
 from pdserve.cluster.membership import Listener, Members, listen
 from pdserve.engine.protocol import Command, encode
@@ -39,6 +40,7 @@ class ServeLink:
         self._worker_id = worker_id
         # by reference, a streamed item costs several times as much, and passes Ray's object store
         self._submit = handle.options(method_name="submit", _by_reference=False)
+        self._batcher = Batcher(self._deliver, MAX_COMMAND_BYTES)
         self._events = handle.options(method_name="events", stream=True, _by_reference=False)
 
     @property
@@ -52,9 +54,12 @@ class ServeLink:
             raise ValueError(
                 f"prompt: the request takes {len(data)} bytes, more than the {MAX_COMMAND_BYTES} a worker is sent"
             )
+        await self._batcher.send(data)
+
+    async def _deliver(self, commands: list[bytes]) -> None:
         try:
             async with asyncio.timeout(SEND_DEADLINE_S):
-                await _call(self._submit, data, worker_id=self._worker_id)
+                await _call(self._submit, commands, worker_id=self._worker_id)
         except LOSSES as error:
             raise self._lost(error) from error
 

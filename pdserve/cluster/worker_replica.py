@@ -58,10 +58,11 @@ class WorkerReplica:
             shutil.rmtree(folder, ignore_errors=True)
         logger.info("worker %s (%s) is ready: %s", self.worker_id, config.role, info)
 
-    async def submit(self, data: bytes, worker_id: str) -> None:
-        """Deliver one encoded Command. Raises EngineGone."""
+    async def submit(self, commands: list[bytes], worker_id: str) -> None:
+        """Deliver encoded Commands, in order. Raises EngineGone."""
         self._check_address(worker_id)
-        self._client.send_encoded(data)
+        for data in commands:
+            self._client.send_encoded(data)
 
     async def events(self, router_id: str, session: int, worker_id: str) -> AsyncGenerator[bytes, None]:
         """The event stream of one router, in pieces (`cluster.framing`). Its end, however it comes, is a RouterLost."""
