@@ -35,6 +35,7 @@ class HttpServer:
                 timeout_keep_alive=address.keep_alive_s,
                 lifespan="off",
                 ws="none",
+                proxy_headers=False,
                 access_log=False,
                 log_config=None,
                 log_level="warning",

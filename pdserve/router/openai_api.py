@@ -8,7 +8,7 @@ Knows no workers and no HTTP framework. Called by `router.app`.
 import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -66,11 +66,11 @@ class CompletionRequest(_Request, kw_only=True):
         """One or many prompts as a list of texts or of token-id lists."""
         if isinstance(self.prompt, str):
             return [self.prompt]
-        kinds = {type(item) for item in self.prompt}
+        kinds = set(map(type, self.prompt))
         if kinds == {int}:
-            return [[item for item in self.prompt if isinstance(item, int)]]
+            return [cast(list[int], self.prompt)]
         if kinds in ({str}, {list}):
-            return [item for item in self.prompt if not isinstance(item, int)]
+            return cast(list[str | list[int]], self.prompt)
         what = "is an empty list" if not kinds else "mixes texts and token ids"
         raise ApiError(
             f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these", param="prompt"

@@ -52,6 +52,9 @@ Send = Callable[[str, EventBatch], None]
 ALL_ROUTERS = "*"
 SNAPSHOT_PERIOD_S = 1.0
 FRESH_SNAPSHOT_S = 0.1  # how soon after the last one a worker that has come to rest says so
+REST_S = (
+    1.0  # without work for so long, there is time to check blocks: milliseconds that the next request must not wait
+)
 TOMBSTONE_S = 60.0
 
 
@@ -97,7 +100,8 @@ class WorkerLoop:
         self._peers: dict[str, PeerStatus] = {}
         self._outgoing: dict[Session, list[Event]] = defaultdict(list)
         self._last_snapshot = 0.0
-        self._was_busy = False
+        self._last_busy = 0.0
+        self._is_checked = True  # since the last work
         self._snapshot_is_stale = False
 
     # --- commands ---
@@ -239,9 +243,7 @@ class WorkerLoop:
         stepped = self._step() if busy else False
         if stepped:
             self._poll_phases()
-        if self._was_busy and not busy:
-            self.check_integrity()
-        self._was_busy = busy
+        self._check_at_rest(busy)
         self._turn_began = began if stepped else None
         self._forget_finished()
         self._flush()
@@ -249,6 +251,14 @@ class WorkerLoop:
             return 0.0
         polls = busy or (self.decode and self.decode.waits_for_blocks)
         return 0.002 if polls else max(0.0, self._next_snapshot() - time.monotonic())
+
+    def _check_at_rest(self, busy: bool) -> None:
+        now = time.monotonic()
+        if busy:
+            self._last_busy, self._is_checked = now, False
+        elif not self._is_checked and now >= self._last_busy + REST_S:
+            self._is_checked = True
+            self.check_integrity()
 
     def check_integrity(self) -> None:
         """AssertionError when blocks are lost or owned twice."""
