@@ -5,6 +5,7 @@ to the device in one copy; only the token counts of sequences with penalties sta
 no blocks, no scheduling and no text. Called by the engine with one `SampleRow` a logits row.
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -171,6 +172,9 @@ class Sampler:
                 rows = [SampleRow(params, i, 1, 0, [0], 1, frozenset()) for i in range(2)]
                 self.sample(logits, rows).fetch()
         self.release(1)
+        logits = logits.new_zeros(64, self.vocab_size)
+        for num_rows, num_top in itertools.product((2, 64), (0, 1, 20)):  # torch.topk has several ways
+            self.score(logits[:num_rows], [0] * num_rows, min(num_top, self.vocab_size)).fetch()
 
     def release(self, slot: int) -> None:
         """The slot's sequence is gone: the next one there starts anew."""

@@ -152,32 +152,36 @@ class Scheduler:
         return 0
 
     def _admit(self, budget: int, plan: Plan) -> None:
+        """Start waiting sequences while they fit. A prompt is cut only where it is the step's only one: a whole prompt
+        is faster than two parts, and a step that is not quite full loses nothing.
+        """
         slots = self.max_num_seqs - sum(1 + len(s.pending_forks) for s in self.running if not s.is_complete)
+        has_prompt = any(planned > 1 for planned in plan.num_tokens.values())
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             width = 1 + len(seq.pending_forks)
-            if width > slots or not self._fits(seq):
+            cached = [] if seq.block_table else self._cached_prefix(seq)
+            wanted = seq.num_uncomputed - len(cached) * self.hasher.block_size
+            if width > slots or (has_prompt and wanted > budget) or not self._fits(seq, cached):
                 return
-            count = min(seq.num_uncomputed, budget)
+            if not seq.block_table:
+                self._take_prefix(seq, cached)
+            count = min(wanted, budget)
             self._provide(seq, count, plan)
             self.waiting.pop(0)
             self.admitted.append(seq.request.key)
             self._run(seq)
             plan.num_tokens[seq] = count
+            has_prompt |= count > 1
             budget -= count
             slots -= width
 
-    def _fits(self, seq: Sequence) -> bool:
-        """Whether all tokens of a waiting sequence fit now, beside a block for each running one to grow into (else it
-        would soon be preempted again); one without blocks is then given its cached prefix.
+    def _fits(self, seq: Sequence, cached: list[int]) -> bool:
+        """Whether all tokens of a waiting sequence fit now behind its cached prefix, beside a block for each running
+        one to grow into: else it would soon be preempted again.
         """
-        cached = [] if seq.block_table else self._cached_prefix(seq)
         missing = self._num_missing(seq, seq.num_tokens) - len(cached) + self._writes_shared_block(seq)
-        if missing + self.blocks.num_free_among(cached) + len(self.running) > self.blocks.num_free:
-            return False
-        if not seq.block_table:
-            self._take_prefix(seq, cached)
-        return True
+        return missing + self.blocks.num_free_among(cached) + len(self.running) <= self.blocks.num_free
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if seq.request.wants_prompt_logprobs:

@@ -173,7 +173,6 @@ def decode_kernel(
     behind it in slot 2p + 1; whole items go to out.
     """
     begin(PDL)
-    wait(PDL)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     lens, ends, total, share = line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S)
@@ -184,6 +183,7 @@ def decode_kernel(
     dims = tl.arange(0, BLOCK_D)
     mask = in_group[:, None] & (dims < HEAD_DIM)[None, :]
 
+    wait(PDL)
     at = program * share
     stop = tl.minimum(at + share, total)
     while at < stop:
@@ -250,36 +250,34 @@ def merge_kernel(
     it, its parts weighted by exp(scaled max), over their sums weighted likewise.
     """
     begin(PDL)
-    wait(PDL)
     first = tl.program_id(0)
     group_head = tl.program_id(1)
     group = tl.num_programs(1)
     num_programs = tl.num_programs(0) + 1
     lens, ends, total, share = line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S)
     behind = (first + 1) * share
-    if behind < total:
-        seq, _, kv_head, item_start, item_end = item_at(behind - 1, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S)
-        if (item_start >= first * share) & (item_end > behind):
-            last = (item_end - 1) // share
-            dims = tl.arange(0, BLOCK_D)
-            acc = tl.zeros([BLOCK_D], tl.float32)
-            weight = tl.zeros([], tl.float32)
-            row_max = tl.full([], float("-inf"), tl.float32)
-            for start in range(first, last + 1, MERGE_STEP):
-                programs = start + tl.arange(0, MERGE_STEP)
-                valid = programs <= last
-                rows = (2 * programs + (programs == first).to(tl.int32)) * group + group_head
-                part_max = tl.load(max_ptr + rows, mask=valid, other=float("-inf"))
-                part_sum = tl.load(sum_ptr + rows, mask=valid, other=0.0)
-                mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
-                part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
-                new_max = tl.maximum(row_max, tl.max(part_max, 0))
-                weights = tl.exp2((part_max - new_max) * scale_log2)
-                keep = tl.exp2((row_max - new_max) * scale_log2)
-                acc = acc * keep + tl.sum(part * weights[:, None], 0)
-                weight = weight * keep + tl.sum(part_sum * weights, 0)
-                row_max = new_max
-            head = (seq.to(tl.int64) * num_kv_heads + kv_head) * group + group_head
-            tl.store(
-                out_ptr + head * HEAD_DIM + dims, (acc / weight).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM
-            )
+    border = tl.minimum(behind, total) - 1
+    seq, _, kv_head, item_start, item_end = item_at(border, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S)
+    wait(PDL)  # also where nothing is to be done: the next kernel relies on all that ran before this one
+    if (behind < total) & (item_start >= first * share) & (item_end > behind):
+        last = (item_end - 1) // share
+        dims = tl.arange(0, BLOCK_D)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        weight = tl.zeros([], tl.float32)
+        row_max = tl.full([], float("-inf"), tl.float32)
+        for start in range(first, last + 1, MERGE_STEP):
+            programs = start + tl.arange(0, MERGE_STEP)
+            valid = programs <= last
+            rows = (2 * programs + (programs == first).to(tl.int32)) * group + group_head
+            part_max = tl.load(max_ptr + rows, mask=valid, other=float("-inf"))
+            part_sum = tl.load(sum_ptr + rows, mask=valid, other=0.0)
+            mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
+            part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+            new_max = tl.maximum(row_max, tl.max(part_max, 0))
+            weights = tl.exp2((part_max - new_max) * scale_log2)
+            keep = tl.exp2((row_max - new_max) * scale_log2)
+            acc = acc * keep + tl.sum(part * weights[:, None], 0)
+            weight = weight * keep + tl.sum(part_sum * weights, 0)
+            row_max = new_max
+        head = (seq.to(tl.int64) * num_kv_heads + kv_head) * group + group_head
+        tl.store(out_ptr + head * HEAD_DIM + dims, (acc / weight).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)

@@ -3,8 +3,9 @@
 only where it first touches what that one wrote or read.
 
 Contract of a kernel launched with `launch_options`: it calls `begin` first, and before `wait` it reads nothing but
-weights and writes nothing. Every such kernel waits, so one that has waited sees the results of all before it. Weights
-must not be written by the launch right before. Knows no kernel. Called by the launchers of a decode step's kernels.
+weights and the step's lengths and block tables, which are in place before the step's first kernel, and writes nothing.
+Every program of such a kernel waits, so one that has waited sees the results of all before it. What is read early must
+not be written by the launches right before. Knows no kernel. Called by the launchers of a decode step's kernels.
 """
 
 from functools import lru_cache

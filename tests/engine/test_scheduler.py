@@ -39,6 +39,16 @@ def test_long_prompts_are_computed_in_chunks_beside_decodes(tiny_llama: Path) ->
     assert plans(engine) == [[10], [1, 19], [1, 19], [1, 12], [1, 1]]
 
 
+def test_a_prompt_is_cut_only_where_it_is_alone(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=32)
+    driver = Driver(engine)
+    for length in (20, 20, 11, 70, 5):
+        driver.add(prompt_of(length, length), greedy(3), cache_salt=str(len(driver.tokens)))
+    driver.run()
+    assert plans(engine)[:4] == [[20], [1, 20, 11], [1, 1, 1, 29], [1, 1, 30]]
+    assert plans(engine)[4] == [11, 5]
+
+
 def test_the_token_budget_is_never_exceeded_and_used_when_there_is_work(tiny_llama: Path) -> None:
     engine = paper_engine(tiny_llama, max_num_batched_tokens=32)
     driver = Driver(engine)
