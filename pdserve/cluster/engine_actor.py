@@ -5,6 +5,7 @@ process does, when the host is loaded. Created by `cluster.worker_replica`, whic
 actor's end.
 """
 
+import gc
 import importlib
 import os
 from typing import Any, Protocol
@@ -42,7 +43,11 @@ class EngineActor:
 
     @ray.method(concurrency_group="engine")
     def start(self) -> dict[str, Any]:
-        return self._host.start()
+        info = self._host.start()
+        # A full collection over what was just loaded takes 50 ms, and would come in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        return info
 
     @ray.method(concurrency_group="engine")
     def run(self) -> None:
