@@ -16,18 +16,21 @@ from ray import serve
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.client import Client, ClusterError, connect
+from pdserve.cluster.http_server import Address
 from pdserve.configs.schema import ClusterConfig
 from pdserve.engine.protocol import SamplingParams
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "whole"
-PORT = 8123
+PROXY_PORT = 8123
+OWN_PORT = 8124  # of the router itself
 
 
 @pytest.fixture(scope="module")
 def client(local_ray: None) -> Iterator[Client]:
     args = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"replicas": 2}}
-    serve.run(cluster_app.assemble(ClusterConfig.model_validate(args), FAKE), name=APP, route_prefix="/")
+    config, address = ClusterConfig.model_validate(args), Address("127.0.0.1", OWN_PORT)
+    serve.run(cluster_app.assemble(config, FAKE, address), name=APP, route_prefix="/")
     client = connect(app_name=APP)
     wait_until_answered(client)
     yield client
@@ -44,9 +47,9 @@ def wait_until_answered(client: Client) -> None:
     raise AssertionError("no worker came")
 
 
-def post(path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
+def post(port: int, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     data = json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, {"content-type": "application/json"})
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=20) as response:
             return response.status, json.load(response)
@@ -115,11 +118,12 @@ def test_a_closed_stream_cancels_at_the_worker(client: Client, journal: Path) ->
     raise AssertionError("no Cancel came")
 
 
-def test_http_answers_and_refuses_in_openais_form(client: Client) -> None:
-    status, answer = post("/v1/completions", {"model": "fake", "prompt": [50], "max_tokens": 3})
+@pytest.mark.parametrize("port", [PROXY_PORT, OWN_PORT])
+def test_http_answers_and_refuses_in_openais_form(client: Client, port: int) -> None:
+    status, answer = post(port, "/v1/completions", {"model": "fake", "prompt": [50], "max_tokens": 3})
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 3
-    status, answer = post("/v1/completions", {"model": "fake", "prompt": [50], "temperature": -1})
+    status, answer = post(port, "/v1/completions", {"model": "fake", "prompt": [50], "temperature": -1})
     assert status == 400
     assert answer["error"]["param"] == "temperature"
 
