@@ -148,8 +148,11 @@ class Engine:
         self._in_flight: deque[_StepInFlight] = deque()
         self._is_blocked = False
         if self.device.type == "cuda":
-            if config.cuda_graphs:
-                self.runner.capture_graphs(graph_sizes(config.max_num_seqs))
+            with ThreadPoolExecutor(1) as beside:  # both compile kernels, which leaves Python to others
+                sampler = beside.submit(self.sampler.warm_up, TORCH_DTYPES[dtype])
+                if config.cuda_graphs:
+                    self.runner.capture_graphs(graph_sizes(config.max_num_seqs))
+                sampler.result()
             warm_up(self)
             self.stats = EngineStats()
             self._late_compiles: LateCompiles | None = LateCompiles()

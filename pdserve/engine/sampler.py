@@ -163,18 +163,20 @@ class Sampler:
         return num_rows * (self.vocab_size * 4 + SCRATCH_BYTES) + 16 * TOP_ENTRIES + 320 * self.vocab_size
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile the kernels of every feature, alone and together, for logits of this dtype."""
-        logits = torch.zeros(2, self.vocab_size, dtype=dtype, device=self.device)
-        drawn = {"temperature": 1.0, "seed": 0}
-        for edits in ({}, {"presence_penalty": 0.5, "logit_bias": {0: 1.0}}):
-            for more in ({"temperature": 0.0}, drawn, drawn | {"top_p": 0.9}):
-                params = SamplingParams(logprobs=1, **edits, **more)  # type: ignore[arg-type]
-                rows = [SampleRow(params, i, 1, 0, [0], 1, frozenset()) for i in range(2)]
-                self.sample(logits, rows).fetch()
-        self.release(1)
-        logits = logits.new_zeros(64, self.vocab_size)
-        for num_rows, num_top in itertools.product((2, 64), (0, 1, 20)):  # torch.topk has several ways
-            self.score(logits[:num_rows], [0] * num_rows, min(num_top, self.vocab_size)).fetch()
+        """Compile the kernels of every feature, alone and together, for logits of this dtype (CUDA). On a stream of its
+        own, so that another thread may capture graphs meanwhile; nothing is sampled before it returns.
+        """
+        with torch.cuda.stream(torch.cuda.Stream(self.device)):
+            logits = torch.zeros(64, self.vocab_size, dtype=dtype, device=self.device)
+            drawn = {"temperature": 1.0, "seed": 0}
+            for edits in ({}, {"presence_penalty": 0.5, "logit_bias": {0: 1.0}}):
+                for more in ({"temperature": 0.0}, drawn, drawn | {"top_p": 0.9}):
+                    params = SamplingParams(logprobs=1, **edits, **more)  # type: ignore[arg-type]
+                    rows = [SampleRow(params, i, 1, 0, [0], 1, frozenset()) for i in range(2)]
+                    self.sample(logits[:2], rows).fetch()
+            self.release(1)
+            for num_rows, num_top in itertools.product((2, 64), (0, 1, 20)):  # torch.topk has several ways
+                self.score(logits[:num_rows], [0] * num_rows, min(num_top, self.vocab_size)).fetch()
 
     def release(self, slot: int) -> None:
         """The slot's sequence is gone: the next one there starts anew."""
