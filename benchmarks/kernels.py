@@ -94,13 +94,14 @@ def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
     for batch, contexts in batches.items():
         inputs = paged_inputs(contexts, block_size)
         q = random(len(contexts), QKV_HEADS, HEAD_DIM)[:, :HEADS]
+        out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
         args = (q, inputs.kv, inputs.block_tables, inputs.table_rows, inputs.context_lens, HEAD_DIM**-0.5)
         work = sum(contexts) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
         name = f"decode {batch}, blocks of {block_size}"
         yield Case(name, decode_graph(inputs, q), work, "TB/s", LAYERS)
         for tiles, programs in decode_sweep() if sweep else ():
             label = f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} programs {programs}"
-            yield Case(label, partial(launch_decode, *args, tiles, programs), work, "TB/s")
+            yield Case(label, partial(launch_decode, *args, tiles, programs, out), work, "TB/s")
 
 
 def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
@@ -131,6 +132,7 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
     for num_seqs, length, past in ((1, 2048, 0), (1, 8192, 0), (1, 16384, 0), (16, 1024, 0), (1, 8192, 8192)):
         inputs = paged_inputs([past + length] * num_seqs, block_size)
         q = random(num_seqs * length, QKV_HEADS, HEAD_DIM)[:, :HEADS]
+        out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
         tables, rows, lens = inputs.block_tables, inputs.table_rows, inputs.context_lens
         args = (q, inputs.kv, tables, rows, lens, starts, length, HEAD_DIM**-0.5)
@@ -139,7 +141,7 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
         yield Case(name, partial(triton_ops.paged_prefill, *args), work, "TFLOP/s")
         for tiles in prefill_sweep() if sweep else ():
             label = f"{name}: m{tiles.block_m} n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages}"
-            yield Case(label, partial(launch_prefill, *args, tiles), work, "TFLOP/s")
+            yield Case(label, partial(launch_prefill, *args, tiles, out), work, "TFLOP/s")
 
 
 def prefill_sweep() -> Iterator[AttentionTiles]:

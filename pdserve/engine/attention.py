@@ -5,6 +5,7 @@ decode kernel, the others (prefill chunks) by the varlen prefill kernel. Knows t
 built anew each step by the model runner.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -38,38 +39,44 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """`attend(layer, q, k, v, rope) -> out` over the pool `[blocks, kv_heads, layers, 2, block_size, head_dim]`."""
+    """`attend(layer, q, k, v, rope) -> out`. layers: each layer `[blocks, kv_heads, 2, block_size, head_dim]` of the
+    pool.
+    """
 
-    def __init__(self, pool: Tensor, ops: Ops, scale: float, batch: AttentionBatch) -> None:
-        self._pool = pool
+    def __init__(self, layers: Sequence[Tensor], ops: Ops, scale: float, batch: AttentionBatch) -> None:
+        self._layers = layers
         self._ops = ops
         self._scale = scale
         self._batch = batch
+        self._decodes = batch.table_rows[: batch.num_decodes], batch.context_lens[: batch.num_decodes]
+        self._prefills = batch.table_rows[batch.num_decodes :], batch.context_lens[batch.num_decodes :]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """q `[rows, heads, head_dim]`, k and v `[rows, kv_heads, head_dim]`, not rotated -> `[rows, heads, head_dim]`.
 
         rope: the model's cos and sin tables, float32 `[max_position, head_dim // 2]`.
         """
-        kv = self._pool[:, :, layer]
+        kv = self._layers[layer]
         q, k = self._ops.rope_write_kv(q, k, v, *rope, self._batch.positions, kv, self._batch.slots)
         num_decodes = self._batch.num_decodes
         if num_decodes == len(q):
             return self._decode(q, kv)
         if num_decodes == 0:
             return self._prefill(q, k, v, kv)
-        prefill = self._prefill(q[num_decodes:], k[num_decodes:], v[num_decodes:], kv)
-        return torch.cat([self._decode(q[:num_decodes], kv), prefill])
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self._decode(q[:num_decodes], kv, out[:num_decodes])
+        self._prefill(q[num_decodes:], k[num_decodes:], v[num_decodes:], kv, out[num_decodes:])
+        return out
 
-    def _decode(self, q: Tensor, kv: Tensor) -> Tensor:
+    def _decode(self, q: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
         b = self._batch
-        rows, lens = b.table_rows[: b.num_decodes], b.context_lens[: b.num_decodes]
-        return self._ops.paged_decode(q, kv, b.block_tables, rows, lens, self._scale, b.max_decode_context)
+        return self._ops.paged_decode(q, kv, b.block_tables, *self._decodes, self._scale, b.max_decode_context, out)
 
-    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
+    def _prefill(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
         """The prefill chunks, and zeros for padding rows behind them."""
         b = self._batch
         if b.fresh_lens and self._ops.fresh_prefill_pays(q, k, v, b.fresh_lens):
-            return self._ops.fresh_prefill(q, k, v, b.fresh_lens, self._scale)
-        rows, lens = b.table_rows[b.num_decodes :], b.context_lens[b.num_decodes :]
-        return self._ops.paged_prefill(q, kv, b.block_tables, rows, lens, b.query_starts, b.max_query_len, self._scale)
+            fresh = self._ops.fresh_prefill(q, k, v, b.fresh_lens, self._scale)
+            return fresh if out is None else out.copy_(fresh)
+        shape = b.query_starts, b.max_query_len
+        return self._ops.paged_prefill(q, kv, b.block_tables, *self._prefills, *shape, self._scale, out)

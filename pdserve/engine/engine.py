@@ -130,10 +130,10 @@ class Engine:
         )
         max_len = min(config.max_model_len or self.spec.max_position, self.spec.max_position)
         max_blocks, num_slots = self.layout.num_blocks_for(max_len), num_slots_for(config.max_num_seqs)
-        self.runner = ModelRunner(weights, torch.empty(0), config.block_size, num_slots, max_blocks, ops, self.device)
+        self.runner = ModelRunner(weights, config.block_size, num_slots, max_blocks, ops, self.device)
         self.sampler = Sampler(ops, self.spec.vocab_size, num_slots, self.device)
         num_blocks = num_blocks_for(config, self.layout, self.device, self._reserved_bytes())
-        self.runner.pool = allocate_pool(self.layout, num_blocks, self.device)
+        self.runner.use_pool(allocate_pool(self.layout, num_blocks, self.device))
         self.model_fingerprint = f"{self.spec.fingerprint()}/{dtype}"
         self.blocks = BlockManager(num_blocks, config.enable_prefix_caching)
         self.hasher = BlockHasher(self.model_fingerprint, config.block_size)

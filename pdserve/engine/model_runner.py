@@ -70,14 +70,13 @@ class StepOutput:
 
 
 class ModelRunner:
-    """One rank's model and pool. num_slots: rows of the tables beside row 0, the null one. max_blocks: of one
-    sequence.
+    """One rank's model and pool, which `use_pool` gives it. num_slots: rows of the tables beside row 0, the null one.
+    max_blocks: of one sequence.
     """
 
     def __init__(
         self,
         model: CausalLM,
-        pool: Tensor,
         block_size: int,
         num_slots: int,
         max_blocks: int,
@@ -85,7 +84,6 @@ class ModelRunner:
         device: torch.device,
     ) -> None:
         self.model = model
-        self.pool = pool
         self.block_size = block_size
         self.scale = model.spec.head_dim**-0.5
         self.ops = ops
@@ -93,6 +91,11 @@ class ModelRunner:
         self.tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._graphs: DecodeGraphs | None = None
+
+    def use_pool(self, pool: Tensor) -> None:
+        """`[blocks, kv_heads, layers, 2, block_size, head_dim]`; after peak_activation_bytes, which tells its size."""
+        self.pool = pool
+        self._pool_layers = pool.unbind(2)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: SequenceOf[int]) -> None:
@@ -195,7 +198,7 @@ class ModelRunner:
             max_query_len=max_query_len,
             fresh_lens=fresh_lens,
         )
-        return self.model.forward(ids, PagedAttention(self.pool, self.ops, self.scale, batch))
+        return self.model.forward(ids, PagedAttention(self._pool_layers, self.ops, self.scale, batch))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied from as well."""
@@ -214,7 +217,7 @@ class ModelRunner:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
             if layer == 0:
-                q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self.pool[:, :, 0], zeros.long())
+                q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self._pool_layers[0], zeros.long())
                 self.ops.warm_fresh_prefill(q, k, v, self.scale)
             return torch.zeros_like(q)
 

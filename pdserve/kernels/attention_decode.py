@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
 
 PROGRAMS_PER_SM = 2  # as many as shared memory holds
@@ -28,17 +29,17 @@ def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTile
     """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight (table entries are
     loaded ahead of them); Hopper's shared memory holds that twice.
     """
-    block_m = max(triton.next_power_of_2(group), 16)
+    block_m = max(next_power_of_2(group), 16)
     if dtype == torch.float32:
         return float32_tiles(block_m, head_dim)
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     return AttentionTiles(block_m, 64 if block_d <= 128 else 32, block_d, 4, 5)
 
 
 def num_decode_programs(num_items: int, max_context_len: int, block_n: int, num_sms: int) -> int:
     """All resident at once, and no more than `num_items` contexts of max_context_len could use."""
-    most = num_items * (max(triton.cdiv(max_context_len, block_n), 1) + ITEM_COST.value)
-    return min(PROGRAMS_PER_SM * num_sms, triton.cdiv(most, MIN_SHARE.value))
+    most = num_items * (max(cdiv(max_context_len, block_n), 1) + ITEM_COST.value)
+    return min(PROGRAMS_PER_SM * num_sms, cdiv(most, MIN_SHARE.value))
 
 
 def launch_decode(
@@ -50,37 +51,33 @@ def launch_decode(
     scale: float,
     tiles: AttentionTiles,
     num_programs: int,
-) -> Tensor:
-    """reference.paged_decode on tensors whose rows are contiguous; returns [S, Hq, D]."""
+    out: Tensor,
+) -> None:
+    """reference.paged_decode on tensors whose rows are contiguous; out [S, Hq, D], contiguous."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
-    block_s = 32 if num_seqs <= 32 else max(triton.next_power_of_2(num_seqs), 256)  # few kernels to compile
-    out = torch.empty((num_seqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    block_s = 32 if num_seqs <= 32 else max(next_power_of_2(num_seqs), 256)  # few kernels to compile
     partial = torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=q.device)
     maxima = torch.empty((2 * num_programs, group), dtype=torch.float32, device=q.device)
     sums = torch.empty_like(maxima)
-    decode_kernel[(num_programs,)](
-        q,
-        kv,
-        block_tables,
-        table_rows,
-        context_lens,
-        out,
-        partial,
-        maxima,
-        sums,
-        scale * LOG2_E,
-        num_seqs,
-        num_kv_heads,
-        group,
-        block_size.bit_length() - 1,
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        kv.stride(2),
-        block_tables.stride(0),
+    launch(
+        decode_kernel,
+        (num_programs,),
+        (q, kv, block_tables, table_rows, context_lens, out, partial, maxima, sums),
+        (
+            scale * LOG2_E,
+            num_seqs,
+            num_kv_heads,
+            group,
+            block_size.bit_length() - 1,
+            q.stride(0),
+            q.stride(1),
+            kv.stride(0),
+            kv.stride(1),
+            kv.stride(2),
+            block_tables.stride(0),
+        ),
         HEAD_DIM=head_dim,
         BLOCK_D=tiles.block_d,
         BLOCK_M=tiles.block_m,
@@ -91,15 +88,11 @@ def launch_decode(
         **launch_options(q.device),
     )
     if num_programs > 1:
-        merge_kernel[(num_programs - 1, group)](
-            partial,
-            maxima,
-            sums,
-            context_lens,
-            out,
-            scale * LOG2_E,
-            num_seqs,
-            num_kv_heads,
+        launch(
+            merge_kernel,
+            (num_programs - 1, group),
+            (partial, maxima, sums, context_lens, out),
+            (scale * LOG2_E, num_seqs, num_kv_heads),
             HEAD_DIM=head_dim,
             BLOCK_D=tiles.block_d,
             BLOCK_N=tiles.block_n,
@@ -107,7 +100,6 @@ def launch_decode(
             num_warps=4,
             **launch_options(q.device),
         )
-    return out
 
 
 @triton.jit

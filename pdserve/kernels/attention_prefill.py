@@ -9,9 +9,13 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, is_hopper, load_rows
+
+_kv_matrices = WeakTensorKeyDictionary()
 
 
 def prefill_tiles(
@@ -21,8 +25,8 @@ def prefill_tiles(
     rows; with TMA they suffice, and two programs fit a multiprocessor. Short work is cut finer, for a shorter tail.
     """
     if dtype == torch.float32:
-        return float32_tiles(max(triton.next_power_of_2(group), 32), head_dim)
-    block_d = triton.next_power_of_2(head_dim)
+        return float32_tiles(max(next_power_of_2(group), 32), head_dim)
+    block_d = next_power_of_2(head_dim)
     if block_d > 128:
         return AttentionTiles(128, 64, block_d, 8, 2)
     if block_size < 64:
@@ -33,6 +37,14 @@ def prefill_tiles(
 
 
 def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
+    """_make_kv_matrix, kept as long as this very tensor lives: the layers of a pool are the same in every step."""
+    kept = _kv_matrices.setdefault(kv, {})
+    if tiles not in kept:
+        kept[tiles] = _make_kv_matrix(kv, tiles)
+    return kept[tiles]
+
+
+def _make_kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
     """One layer `[num_blocks, Hk, 2, block_size, D]` of a pool as the matrix [rows, D] from its first row on, in tiles
     that TMA loads; None if it cannot: no tile may span two blocks, rows must be 16-byte aligned, their numbers int32.
     """
@@ -55,34 +67,31 @@ def launch_prefill(
     max_query_len: int,
     scale: float,
     tiles: AttentionTiles,
-) -> Tensor:
-    """reference.paged_prefill on tensors whose rows are contiguous; returns [T, Hq, D]."""
+    out: Tensor,
+) -> None:
+    """reference.paged_prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous."""
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
     tile_len = tiles.block_m // group
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    grid = (triton.cdiv(max_query_len, tile_len), num_kv_heads, len(context_lens) + 1)
-    prefill_kernel[grid](
-        q,
-        kv,
-        kv_matrix(kv, tiles),
-        block_tables,
-        table_rows,
-        context_lens,
-        query_starts,
-        out,
-        scale * LOG2_E,
-        num_tokens,
-        group,
-        tile_len,
-        block_size.bit_length() - 1,
-        q.stride(0),
-        q.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        kv.stride(2),
-        block_tables.stride(0),
+    grid = (cdiv(max_query_len, tile_len), num_kv_heads, len(context_lens) + 1)
+    launch(
+        prefill_kernel,
+        grid,
+        (q, kv, kv_matrix(kv, tiles), block_tables, table_rows, context_lens, query_starts, out),
+        (
+            scale * LOG2_E,
+            num_tokens,
+            group,
+            tile_len,
+            block_size.bit_length() - 1,
+            q.stride(0),
+            q.stride(1),
+            kv.stride(0),
+            kv.stride(1),
+            kv.stride(2),
+            block_tables.stride(0),
+        ),
         HEAD_DIM=head_dim,
         BLOCK_D=tiles.block_d,
         BLOCK_M=tiles.block_m,
@@ -90,7 +99,6 @@ def launch_prefill(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
-    return out
 
 
 @triton.jit(

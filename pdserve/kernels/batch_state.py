@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.launch import cdiv, launch
+
 BLOCK = 128
 
 
@@ -19,17 +21,11 @@ def launch_gather_inputs(
     """reference.gather_inputs."""
     known_ids = torch.empty_like(ids)
     kv_slots = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
-    gather_inputs_kernel[(triton.cdiv(len(ids), BLOCK),)](
-        ids,
-        positions,
-        slots,
-        last_token,
-        tables,
-        known_ids,
-        kv_slots,
-        len(ids),
-        tables.stride(0),
-        block_size.bit_length() - 1,
+    launch(
+        gather_inputs_kernel,
+        (cdiv(len(ids), BLOCK),),
+        (ids, positions, slots, last_token, tables, known_ids, kv_slots),
+        (len(ids), tables.stride(0), block_size.bit_length() - 1),
         BLOCK=BLOCK,
     )
     return known_ids, kv_slots
@@ -38,14 +34,14 @@ def launch_gather_inputs(
 def launch_update_tables(tables: Tensor, changes: Tensor) -> None:
     """reference.update_tables."""
     num_changes = changes.shape[1]
-    grid = (triton.cdiv(num_changes, BLOCK),)
-    update_tables_kernel[grid](tables, changes, num_changes, tables.stride(0), BLOCK=BLOCK)
+    grid = (cdiv(num_changes, BLOCK),)
+    launch(update_tables_kernel, grid, (tables, changes), (num_changes, tables.stride(0)), BLOCK=BLOCK)
 
 
 def launch_store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
     """reference.store_tokens."""
-    grid = (triton.cdiv(len(slots), BLOCK),)
-    store_tokens_kernel[grid](last_token, slots, token_ids, len(slots), BLOCK=BLOCK)
+    grid = (cdiv(len(slots), BLOCK),)
+    launch(store_tokens_kernel, grid, (last_token, slots, token_ids), (len(slots),), BLOCK=BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_rows", "stride_table", "block_shift"])

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 
 SILU_BLOCK = 1024
 
@@ -20,15 +21,11 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     width, per_row = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     block, rows, warps = _norm_tile(width)
     num_rows = x.numel() // width
-    rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        weight,
-        y,
-        eps,
-        num_rows,
-        per_row,
-        x.stride(0),
-        x.stride(1) if x.ndim == 3 else 0,
+    launch(
+        rms_norm_kernel,
+        (cdiv(num_rows, rows),),
+        (x, weight, y),
+        (eps, num_rows, per_row, x.stride(0), x.stride(1) if x.ndim == 3 else 0),
         WIDTH=width,
         BLOCK=block,
         ROWS=rows,
@@ -44,14 +41,11 @@ def launch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float)
     width = x.shape[-1]
     block, rows, warps = _norm_tile(width)
     num_rows = x.numel() // width
-    add_rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
-        x,
-        residual,
-        weight,
-        y,
-        new_residual,
-        eps,
-        num_rows,
+    launch(
+        add_rms_norm_kernel,
+        (cdiv(num_rows, rows),),
+        (x, residual, weight, y, new_residual),
+        (eps, num_rows),
         WIDTH=width,
         BLOCK=block,
         ROWS=rows,
@@ -65,16 +59,22 @@ def launch_silu_mul(gate_up: Tensor) -> Tensor:
     """reference.silu_mul; the last dim of gate_up is contiguous."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-    grid = (num_tokens, triton.cdiv(width, SILU_BLOCK))
-    silu_mul_kernel[grid](
-        gate_up, y, width, gate_up.stride(0), BLOCK=SILU_BLOCK, num_warps=4, **launch_options(y.device)
+    grid = (num_tokens, cdiv(width, SILU_BLOCK))
+    launch(
+        silu_mul_kernel,
+        grid,
+        (gate_up, y),
+        (width, gate_up.stride(0)),
+        BLOCK=SILU_BLOCK,
+        num_warps=4,
+        **launch_options(y.device),
     )
     return y
 
 
 def _norm_tile(width: int) -> tuple[int, int, int]:
     """(block, rows, warps) of one norm program: narrow rows share a program, wide ones get more warps."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     rows = max(1024 // block, 1)
     return block, rows, min(max(block * rows // 512, 1), 16)
 

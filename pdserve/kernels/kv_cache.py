@@ -9,6 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 
 ROPE_TILE = 1024  # elements of half a head, over all heads of one program
 COPY_BLOCK = 4096
@@ -22,33 +23,30 @@ def launch_rope_write_kv(
     The last dim of q, k and v is contiguous, cos and sin are contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_half = k.shape[1], triton.next_power_of_2(head_dim // 2)
+    num_kv_heads, block_half = k.shape[1], next_power_of_2(head_dim // 2)
     q_heads, kv_heads = (
-        min(triton.next_power_of_2(heads), max(ROPE_TILE // block_half, 1)) for heads in (num_heads, num_kv_heads)
+        min(next_power_of_2(heads), max(ROPE_TILE // block_half, 1)) for heads in (num_heads, num_kv_heads)
     )
-    q_tiles = triton.cdiv(num_heads, q_heads)
-    rope_write_kv_kernel[(num_tokens, q_tiles + triton.cdiv(num_kv_heads, kv_heads))](
-        q,
-        k,
-        v,
-        cos,
-        sin,
-        positions,
-        kv,
-        slots,
-        num_heads,
-        num_kv_heads,
-        q_tiles,
-        kv.shape[3].bit_length() - 1,
-        q.stride(0),
-        q.stride(1),
-        k.stride(0),
-        k.stride(1),
-        v.stride(0),
-        v.stride(1),
-        kv.stride(0),
-        kv.stride(1),
-        kv.stride(2),
+    q_tiles = cdiv(num_heads, q_heads)
+    launch(
+        rope_write_kv_kernel,
+        (num_tokens, q_tiles + cdiv(num_kv_heads, kv_heads)),
+        (q, k, v, cos, sin, positions, kv, slots),
+        (
+            num_heads,
+            num_kv_heads,
+            q_tiles,
+            kv.shape[3].bit_length() - 1,
+            q.stride(0),
+            q.stride(1),
+            k.stride(0),
+            k.stride(1),
+            v.stride(0),
+            v.stride(1),
+            kv.stride(0),
+            kv.stride(1),
+            kv.stride(2),
+        ),
         HALF=head_dim // 2,
         BLOCK_HALF=block_half,
         Q_HEADS=q_heads,
@@ -61,8 +59,8 @@ def launch_rope_write_kv(
 def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     """reference.copy_blocks on a contiguous pool."""
     block_elements = pool.stride(0)
-    grid = (len(src), triton.cdiv(block_elements, COPY_BLOCK))
-    copy_blocks_kernel[grid](pool, src, dst, block_elements, BLOCK=COPY_BLOCK, num_warps=8)
+    grid = (len(src), cdiv(block_elements, COPY_BLOCK))
+    launch(copy_blocks_kernel, grid, (pool, src, dst), (block_elements,), BLOCK=COPY_BLOCK, num_warps=8)
 
 
 @triton.jit

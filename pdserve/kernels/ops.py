@@ -42,6 +42,7 @@ class Ops(Protocol):
         context_lens: Tensor,
         scale: float,
         max_context_len: int,
+        out: Tensor | None = None,
     ) -> Tensor: ...
 
     def paged_prefill(
@@ -54,6 +55,7 @@ class Ops(Protocol):
         query_starts: Tensor,
         max_query_len: int,
         scale: float,
+        out: Tensor | None = None,
     ) -> Tensor: ...
 
     def gather_inputs(

@@ -162,15 +162,16 @@ def paged_decode(
     context_lens: Tensor,
     scale: float,
     max_context_len: int,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per sequence over its paged KV; returns [S, Hq, D] in q's dtype.
+    """Attention of one query per sequence over its paged KV; returns [S, Hq, D] in q's dtype: `out` if given.
 
     q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [num_slots, max_blocks] int32, of which sequence s
     has row table_rows[s] (int32 [S]); context_lens [S] int32: KV rows including the query's own. A context of 0 yields
     zeros. max_context_len is an upper bound of context_lens; table entries past a context may be anything.
     """
     query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return paged_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, 1, scale)
+    return paged_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, 1, scale, out)
 
 
 def paged_prefill(
@@ -182,8 +183,10 @@ def paged_prefill(
     query_starts: Tensor,
     max_query_len: int,
     scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of several queries per sequence over its paged KV; returns [T, Hq, D] in q's dtype.
+    """Causal attention of several queries per sequence over its paged KV; returns [T, Hq, D] in q's dtype: `out` if
+    given, which is contiguous.
 
     q [T, Hq, D] holds the sequences one after another, s at rows query_starts[s] : query_starts[s + 1] (int32, S + 1 of
     them). They are the last positions of its context_lens[s], so a cached prefix or earlier chunks come first in its
@@ -192,7 +195,7 @@ def paged_prefill(
     """
     lens, starts = _Ints.of(context_lens), _Ints.of(query_starts)
     tables = _rows_in_use(block_tables, table_rows, lens, kv.shape[3])
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
     for batch in _plan(tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device):
         out[batch.rows] = _attend(q[batch.rows], kv, batch, scale).to(q.dtype)
     return out

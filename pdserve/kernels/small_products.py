@@ -15,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.tiles import dot
 
 MAX_ROWS = 64
@@ -39,7 +40,7 @@ class ProductTiles:
 
 def row_tiles(num_inputs: int, silu: bool) -> ProductTiles:
     """32 weights a thread: so few registers that programs of the next kernel are resident too, with loads in flight."""
-    block_in = min(triton.next_power_of_2(num_inputs), 2048)
+    block_in = min(next_power_of_2(num_inputs), 2048)
     block_out = min(ROW_TILE // block_in, 16)
     return ProductTiles(block_out // 2 if silu else block_out, block_in, 4)
 
@@ -49,13 +50,13 @@ def small_tiles(num_rows: int, num_outputs: int, num_inputs: int, silu: bool, nu
     block_out, block_in = 64, 128
     stage_bytes = (block_out * (2 if silu else 1) + padded_rows(num_rows)) * 2 * block_in
     num_stages = max(min(STAGE_BYTES // stage_bytes, 4 if silu else 6), 2)
-    wanted = num_sms // triton.cdiv(num_outputs, block_out)
+    wanted = num_sms // cdiv(num_outputs, block_out)
     num_splits = 1 if silu else max(min(wanted, num_inputs // SPLIT_INPUTS, MAX_SPLITS), 1)
     return ProductTiles(block_out, block_in, 4, num_stages, num_splits)
 
 
 def padded_rows(num_rows: int) -> int:
-    return max(triton.next_power_of_2(num_rows), 16)
+    return max(next_power_of_2(num_rows), 16)
 
 
 def launch_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
@@ -63,14 +64,11 @@ def launch_row_product(x: Tensor, weight: Tensor, bias: Tensor | None, silu: boo
     num_outputs, num_inputs = weight.shape[0] // (2 if silu else 1), weight.shape[1]
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
     tiles = row_tiles(num_inputs, silu)
-    row_product_kernel[(triton.cdiv(num_outputs, tiles.block_out),)](
-        x,
-        weight,
-        bias,
-        out,
-        num_outputs,
-        num_inputs,
-        weight.stride(0),
+    launch(
+        row_product_kernel,
+        (cdiv(num_outputs, tiles.block_out),),
+        (x, weight, bias, out),
+        (num_outputs, num_inputs, weight.stride(0)),
         SILU=silu,
         BLOCK_OUT=tiles.block_out,
         BLOCK_IN=tiles.block_in,
@@ -85,24 +83,17 @@ def launch_small_product(x: Tensor, weight: Tensor, bias: Tensor | None, silu: b
     num_rows, num_outputs, num_inputs = x.shape[0], weight.shape[0] // (2 if silu else 1), weight.shape[1]
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
     tiles = small_tiles(num_rows, num_outputs, num_inputs, silu, num_sms)
-    num_tiles = triton.cdiv(num_outputs, tiles.block_out)
+    num_tiles = cdiv(num_outputs, tiles.block_out)
     block_rows = padded_rows(num_rows)
     partial, arrivals = None, None
     if tiles.num_splits > 1:
         partial = torch.empty((tiles.num_splits, num_outputs, block_rows), dtype=torch.float32, device=x.device)
         arrivals = _arrivals(x.device)
-    small_product_kernel[(num_tiles, tiles.num_splits)](
-        x,
-        weight,
-        bias,
-        out,
-        partial,
-        arrivals,
-        num_rows,
-        num_outputs,
-        num_inputs,
-        x.stride(0),
-        weight.stride(0),
+    launch(
+        small_product_kernel,
+        (num_tiles, tiles.num_splits),
+        (x, weight, bias, out, partial, arrivals),
+        (num_rows, num_outputs, num_inputs, x.stride(0), weight.stride(0)),
         SILU=silu,
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=tiles.block_out,

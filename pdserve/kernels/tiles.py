@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from pdserve.kernels.launch import next_power_of_2
+
 LOG2_E = 1.4426950408889634
 
 
@@ -30,7 +32,7 @@ class AttentionTiles:
 
 def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
     """Small steps and many warps: exact float32 has no tensor cores, so operands and sums all live in registers."""
-    block_d = triton.next_power_of_2(head_dim)
+    block_d = next_power_of_2(head_dim)
     num_warps = min(max(block_m * block_d // 512, 4), 16)
     return AttentionTiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, 2)
 

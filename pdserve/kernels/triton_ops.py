@@ -1,10 +1,6 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-<<<<<<< HEAD
-elementwise.py, kv_cache.py, small_products.py, attention_decode.py, attention_prefill.py and sampling.py; reference.py
-documents each function.
-=======
-elementwise.py, kv_cache.py, sampling.py and attention_{decode,prefill,fresh}.py; reference.py documents each function.
->>>>>>> 67759e5 (Attention: decode in equal shares, prefill by TMA, fresh prompts by cuDNN)
+elementwise.py, kv_cache.py, small_products.py, attention_{decode,prefill,fresh}.py, batch_state.py and sampling.py;
+reference.py documents each function.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -176,17 +172,20 @@ def paged_decode(
     context_lens: Tensor,
     scale: float,
     max_context_len: int,
+    out: Tensor | None = None,
 ) -> Tensor:
     """reference.paged_decode."""
     _check_attention(q, kv, block_tables, scale)
     _check_ids(table_rows=table_rows, context_lens=context_lens)
+    out = _output(q, out)
     if q.numel() == 0:
-        return torch.empty_like(q)
+        return out
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
     num_programs = num_decode_programs(num_seqs * num_kv_heads, max_context_len, tiles.block_n, _num_sms(q.device))
-    return launch_decode(q, kv, block_tables, table_rows, context_lens, scale, tiles, num_programs)
+    launch_decode(q, kv, block_tables, table_rows, context_lens, scale, tiles, num_programs, out)
+    return out
 
 
 def paged_prefill(
@@ -198,18 +197,29 @@ def paged_prefill(
     query_starts: Tensor,
     max_query_len: int,
     scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """reference.paged_prefill."""
     _check_attention(q, kv, block_tables, scale)
     _check_ids(table_rows=table_rows, context_lens=context_lens, query_starts=query_starts)
+    out = _output(q, out)
     if q.numel() == 0:
-        return torch.empty_like(q)
+        return out
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group, num_rows = num_heads // num_kv_heads, num_tokens * num_heads
     tiles = prefill_tiles(group, num_rows, head_dim, block_size, q.dtype, _num_sms(q.device))
     longest = max(max_query_len, 1)
-    return launch_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, longest, scale, tiles)
+    launch_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, longest, scale, tiles, out)
+    return out
+
+
+def _output(q: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(f"out must be contiguous {tuple(q.shape)} of {q.dtype}, not {tuple(out.shape)} of {out.dtype}")
+    return out
 
 
 def draw_tokens(

@@ -51,7 +51,7 @@ class Attention:
         prefix = f"model.layers.{layer}"
         name = f"{prefix}.self_attn"
         q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-        self._sizes = [q_size, kv_size, kv_size]
+        self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         outs = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         self._norm = weights.add({f"{prefix}.input_layernorm.weight": spec.hidden_size}, init="ones")
         self._qkv = Linear(ops, weights, outs, spec.hidden_size, spec.qkv_bias)
@@ -66,7 +66,7 @@ class Attention:
     def __call__(self, delta: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
         eps = self._spec.rms_eps
         qkv, residual = self._ops.add_norm_linear(delta, residual, self._norm.data, eps, *self._qkv.parameters)
-        q, k, v = (part.unflatten(1, (-1, self._spec.head_dim)) for part in qkv.split(self._sizes, dim=1))
+        q, k, v = qkv.view(len(qkv), sum(self._heads), self._spec.head_dim).split_with_sizes(self._heads, 1)
         if self._qk_norms:
             q, k = (self._ops.rms_norm(x, norm.data, eps) for x, norm in zip((q, k), self._qk_norms, strict=True))
         return self._o(attend(self._layer, q, k, v, self._rope).flatten(1)), residual

@@ -6,6 +6,7 @@ product.
 
 from itertools import product
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -348,6 +349,19 @@ def test_empty_batches_launch_nothing() -> None:
     assert triton_ops.silu_mul(torch.empty(0, 8, device=DEVICE)).shape == (0, 4)
 
 
+@pytest.mark.parametrize("ops", [triton_ops, reference], ids=["triton", "reference"])
+def test_attention_writes_where_it_is_told(ops: Any) -> None:
+    """Into rows of a larger tensor, and into no others; padding rows too."""
+    decode = paged_problem((6, 2), 40, 16, torch.float32, [1, 33, 70], device=DEVICE)
+    prefill = paged_problem((6, 2), 40, 16, torch.float32, [20, 37], [7, 37], padding=3, device=DEVICE)
+    out = torch.full((52, 6, 40), 7.0, device=DEVICE)
+    assert ops.paged_decode(*decode.decode_args, out[1:4]).data_ptr() == out[1].data_ptr()
+    assert ops.paged_prefill(*prefill.prefill_args, out[4:51]).data_ptr() == out[4].data_ptr()
+    assert torch.equal(out[1:4], ops.paged_decode(*decode.decode_args))
+    assert torch.equal(out[4:51], ops.paged_prefill(*prefill.prefill_args))
+    assert (out[[0, 51]] == 7.0).all()
+
+
 def test_wrong_layouts_are_refused() -> None:
     problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
     q, kv, *rest = problem.decode_args
@@ -359,6 +373,9 @@ def test_wrong_layouts_are_refused() -> None:
         triton_ops.paged_decode(q.transpose(1, 2).contiguous().transpose(1, 2), kv, *rest)
     with pytest.raises(ValueError, match="pool must be contiguous"):
         triton_ops.copy_blocks(kv, rest[1], rest[1])
+    for wrong in (q.half(), q[:0], torch.empty(1, 32, 4, device=DEVICE).transpose(1, 2)):
+        with pytest.raises(ValueError, match="out must be contiguous"):
+            triton_ops.paged_decode(q, kv, *rest, out=wrong)
 
 
 @pytest.mark.parametrize("max_context_len", [300, 131072])
