@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.reference import IN_PROMPT
 
 DRAW_BLOCK = 1024  # small: a draw makes all the noise of its first block, and of few others
@@ -45,17 +46,11 @@ def launch_draw(
     splits, span = _splits(num_rows, vocab, DRAW_BLOCK, target_programs)
     ids = torch.empty((num_rows, splits), dtype=torch.int32, device=logits.device)
     values = torch.empty((num_rows, splits), dtype=torch.float32, device=logits.device)
-    draw_kernel[(splits, num_rows)](
-        logits,
-        temperature,
-        keys,
-        cut[0] if cut else None,
-        cut[1] if cut else None,
-        values,
-        ids,
-        vocab,
-        span,
-        logits.stride(0),
+    launch(
+        draw_kernel,
+        (splits, num_rows),
+        (logits, temperature, keys, cut[0] if cut else None, cut[1] if cut else None, values, ids),
+        (vocab, span, logits.stride(0)),
         RANDOM=temperature is not None,
         CUT=cut is not None,
         BLOCK=DRAW_BLOCK,
@@ -64,7 +59,14 @@ def launch_draw(
     if splits == 1:
         return ids[:, 0]
     best = torch.empty(num_rows, dtype=torch.int32, device=logits.device)
-    best_of_splits_kernel[(num_rows,)](values, ids, best, splits, BLOCK=_most_splits(vocab, DRAW_BLOCK), num_warps=1)
+    launch(
+        best_of_splits_kernel,
+        (num_rows,),
+        (values, ids, best),
+        (splits,),
+        BLOCK=_most_splits(vocab, DRAW_BLOCK),
+        num_warps=1,
+    )
     return best
 
 
@@ -73,8 +75,8 @@ def launch_cut(
 ) -> tuple[Tensor, Tensor]:
     """reference.cut_tokens; the last dim of logits is contiguous."""
     num_rows, vocab = logits.shape
-    num_groups = triton.cdiv(vocab, GROUP.value)
-    num_parts = triton.cdiv(num_groups, TILE_GROUPS)
+    num_groups = cdiv(vocab, GROUP.value)
+    num_parts = cdiv(num_groups, TILE_GROUPS)
     device = logits.device
     group_max = torch.empty((num_rows, num_groups), dtype=torch.float32, device=device)
     parts = torch.empty((2, num_rows, num_parts), dtype=torch.float32, device=device)
@@ -84,34 +86,20 @@ def launch_cut(
     cut_value = torch.empty(num_rows, dtype=torch.float32, device=device)
     cut_last = torch.empty(num_rows, dtype=torch.int32, device=device)
     settings = (temperature, top_k, top_p, min_p)
-    group_stats_kernel[(num_parts, num_rows)](
-        logits,
-        *settings,
-        group_max,
-        parts,
-        vocab,
-        num_groups,
-        logits.stride(0),
-        num_rows,
+    launch(
+        group_stats_kernel,
+        (num_parts, num_rows),
+        (logits, *settings, group_max, parts),
+        (vocab, num_groups, logits.stride(0), num_rows),
         TILE_GROUPS=TILE_GROUPS,
         num_warps=4,
     )
-    cut_kernel[(num_rows,)](
-        logits,
-        *settings,
-        group_max,
-        parts,
-        groups,
-        values,
-        ids,
-        cut_value,
-        cut_last,
-        vocab,
-        num_groups,
-        logits.stride(0),
-        num_rows,
-        num_parts,
-        BLOCK_PARTS=triton.next_power_of_2(num_parts),
+    launch(
+        cut_kernel,
+        (num_rows,),
+        (logits, *settings, group_max, parts, groups, values, ids, cut_value, cut_last),
+        (vocab, num_groups, logits.stride(0), num_rows, num_parts),
+        BLOCK_PARTS=next_power_of_2(num_parts),
         SPARE=SPARE_BITS[logits.dtype],
         num_warps=8,
         # A product fused into the sum across lanes rounds otherwise in each of them: they would disagree about the ends
@@ -126,8 +114,13 @@ def launch_penalties(
 ) -> None:
     """reference.apply_penalties; all contiguous."""
     num_rows, vocab = logits.shape
-    penalties_kernel[(triton.cdiv(vocab, PENALTY_BLOCK), num_rows)](
-        logits, counts, slots, repetition, frequency, presence, vocab, BLOCK=PENALTY_BLOCK, num_warps=4
+    launch(
+        penalties_kernel,
+        (cdiv(vocab, PENALTY_BLOCK), num_rows),
+        (logits, counts, slots, repetition, frequency, presence),
+        (vocab,),
+        BLOCK=PENALTY_BLOCK,
+        num_warps=4,
     )
 
 
@@ -141,29 +134,19 @@ def launch_token_logprobs(logits: Tensor, tokens: Tensor, target_programs: int) 
     logprobs = torch.empty(num_rows, dtype=torch.float32, device=device)
     lse = torch.empty_like(logprobs)
     ranks = torch.empty(num_rows, dtype=torch.int32, device=device)
-    score_kernel[(splits, num_rows)](
-        logits,
-        tokens,
-        sums,
-        better,
-        vocab,
-        span,
-        logits.stride(0),
-        num_rows,
+    launch(
+        score_kernel,
+        (splits, num_rows),
+        (logits, tokens, sums, better),
+        (vocab, span, logits.stride(0), num_rows),
         BLOCK=SCORE_BLOCK,
         num_warps=8,
     )
-    score_of_splits_kernel[(num_rows,)](
-        logits,
-        tokens,
-        sums,
-        better,
-        logprobs,
-        ranks,
-        lse,
-        splits,
-        logits.stride(0),
-        num_rows,
+    launch(
+        score_of_splits_kernel,
+        (num_rows,),
+        (logits, tokens, sums, better, logprobs, ranks, lse),
+        (splits, logits.stride(0), num_rows),
         BLOCK=_most_splits(vocab, SCORE_BLOCK),
         num_warps=1,
     )
@@ -172,14 +155,14 @@ def launch_token_logprobs(logits: Tensor, tokens: Tensor, target_programs: int) 
 
 def _splits(num_rows: int, vocab: int, block: int, target_programs: int) -> tuple[int, int]:
     """(programs a row, tokens of each): enough to fill the device, each with at least a block and none empty."""
-    blocks = triton.cdiv(vocab, block)
-    per_program = triton.cdiv(blocks, min(blocks, max(target_programs // num_rows, 1)))
-    return triton.cdiv(blocks, per_program), per_program * block
+    blocks = cdiv(vocab, block)
+    per_program = cdiv(blocks, min(blocks, max(target_programs // num_rows, 1)))
+    return cdiv(blocks, per_program), per_program * block
 
 
 def _most_splits(vocab: int, block: int) -> int:
     """Power of two that no number of splits exceeds: one kernel for any number of rows."""
-    return triton.next_power_of_2(triton.cdiv(vocab, block))
+    return next_power_of_2(cdiv(vocab, block))
 
 
 @triton.jit
