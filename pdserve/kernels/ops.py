@@ -43,7 +43,8 @@ class Ops(Protocol):
         scale: float,
         max_context_len: int,
         out: Tensor | None = None,
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """Written to `out` if given, as by paged_prefill: so the parts of a mixed step need not be joined."""
 
     def paged_prefill(
         self,
