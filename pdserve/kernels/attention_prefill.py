@@ -9,13 +9,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, is_hopper, load_rows
-
-_kv_matrices = WeakTensorKeyDictionary()
 
 
 def prefill_tiles(
@@ -37,14 +34,6 @@ def prefill_tiles(
 
 
 def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
-    """_make_kv_matrix, kept as long as this very tensor lives: the layers of a pool are the same in every step."""
-    kept = _kv_matrices.setdefault(kv, {})
-    if tiles not in kept:
-        kept[tiles] = _make_kv_matrix(kv, tiles)
-    return kept[tiles]
-
-
-def _make_kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
     """One layer `[num_blocks, Hk, 2, block_size, D]` of a pool as the matrix [rows, D] from its first row on, in tiles
     that TMA loads; None if it cannot: no tile may span two blocks, rows must be 16-byte aligned, their numbers int32.
     """

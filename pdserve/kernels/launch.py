@@ -75,7 +75,7 @@ def launch(
 
 
 def cdiv(x: int, y: int) -> int:
-    """x / y, rounded up. (triton.cdiv, made for kernels too, costs the host 2 µs, as does triton.next_power_of_2.)"""
+    """x / y, rounded up. (triton.cdiv, made for kernels too, costs the host 1.4 µs; triton.next_power_of_2 too.)"""
     return -(-x // y)
 
 
