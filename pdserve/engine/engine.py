@@ -12,28 +12,22 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.engine.admission import Admission
 from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
-from pdserve.engine.cpu_memory import keep_freed_memory
-from pdserve.engine.cuda_graphs import graph_sizes
-from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
-from pdserve.engine.model_runner import Fence, ModelRunner, StepOutput
+from pdserve.engine.model_runner import Fence, StepOutput
+from pdserve.engine.parts import make_parts
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
-from pdserve.engine.sampler import Sampled, SampledTokens, Sampler, SampleRow, Scores
-from pdserve.engine.scheduler import Plan, Scheduler, num_slots_for
+from pdserve.engine.sampler import Sampled, SampledTokens, SampleRow, Scores
+from pdserve.engine.scheduler import Plan, Scheduler
 from pdserve.engine.sequence import Request, Sequence, Status
 from pdserve.engine.warm_up import warm_up
 from pdserve.kernels.late_compiles import LateCompiles
-from pdserve.kernels.ops import ops_for
-from pdserve.models.config import ModelSpec, read_spec
-from pdserve.models.loader import load_model
 
 LOGPROBS_PER_EVENT = 1024  # prompt positions in one PromptScored, so that no event outgrows a message
 SCORED_ROWS = 256  # prompt positions whose logits are held at once: a whole chunk's would fill gigabytes
@@ -105,59 +99,32 @@ class Engine:
     """One model on one device. Not thread-safe: one thread calls everything."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
-        self.device = _device(config.device)
-        self.config = config = config.for_device("cuda" if self.device.type == "cuda" else "cpu")
-        if self.device.type == "cpu":
-            keep_freed_memory()
-        if config.deterministic and self.device.type == "cuda":
-            raise ValueError("engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)")
-        path = model.resolved_path
-        with ThreadPoolExecutor(1) as beside:  # both take seconds, and hardly use Python
-            ready = beside.submit(_wake, self.device)
-            self.spec: ModelSpec = read_spec(path, model.load_format, model.seed)
-            ready.result()
-        dtype = _dtype(model.dtype, self.spec, self.device)
-        ops = ops_for(self.device)
-        weights = load_model(
-            path, self.spec, TORCH_DTYPES[dtype], self.device, ops, load_format=model.load_format, seed=model.seed
+        parts = make_parts(model, config)
+        self.config, self.device, self.spec, self.layout = parts.config, parts.device, parts.spec, parts.layout
+        self.runner, self.sampler = parts.runner, parts.sampler
+        self.model_fingerprint = parts.fingerprint
+        self.max_model_len = parts.max_model_len
+        self.blocks = BlockManager(parts.num_blocks, self.config.enable_prefix_caching)
+        self.hasher = BlockHasher(self.model_fingerprint, self.config.block_size)
+        self.scheduler = Scheduler(
+            self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )
-        self.layout = KVLayout.uniform(
-            num_layers=self.spec.num_layers,
-            heads=tuple(range(self.spec.num_kv_heads)),
-            head_dim=self.spec.head_dim,
-            block_size=config.block_size,
-            dtype=dtype,
+        self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * self.config.block_size)
+        self.admission = Admission(
+            self.spec.vocab_size, self.spec.eos_token_ids, self.max_request_tokens, self.config.max_num_seqs
         )
-        max_len = min(config.max_model_len or self.spec.max_position, self.spec.max_position)
-        max_blocks, num_slots = self.layout.num_blocks_for(max_len), num_slots_for(config.max_num_seqs)
-        self.runner = ModelRunner(weights, config.block_size, num_slots, max_blocks, ops, self.device)
-        self.sampler = Sampler(ops, self.spec.vocab_size, num_slots, self.device)
-        num_blocks = num_blocks_for(config, self.layout, self.device, self._reserved_bytes())
-        self.runner.use_pool(allocate_pool(self.layout, num_blocks, self.device))
-        self.model_fingerprint = f"{self.spec.fingerprint()}/{dtype}"
-        self.blocks = BlockManager(num_blocks, config.enable_prefix_caching)
-        self.hasher = BlockHasher(self.model_fingerprint, config.block_size)
-        self.scheduler = Scheduler(self.blocks, self.hasher, config.max_num_batched_tokens, config.max_num_seqs)
-        self.max_model_len = max_len
-        self.max_request_tokens = min(max_len, self.blocks.num_usable * config.block_size)
         self.stats = EngineStats()
         self._arrivals = itertools.count()
         self._requests: dict[RequestKey, Request] = {}
         self._held: dict[RequestKey, HeldPrompt] = {}
-        self._max_in_flight = 2 if config.async_scheduling else 1
+        self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._in_flight: deque[_StepInFlight] = deque()
         self._is_blocked = False
+        self._late_compiles: LateCompiles | None = None
         if self.device.type == "cuda":
-            with ThreadPoolExecutor(1) as beside:  # both compile kernels, which leaves Python to others
-                sampler = beside.submit(self.sampler.warm_up, TORCH_DTYPES[dtype])
-                if config.cuda_graphs:
-                    self.runner.capture_graphs(graph_sizes(config.max_num_seqs))
-                sampler.result()
             warm_up(self)
             self.stats = EngineStats()
-            self._late_compiles: LateCompiles | None = LateCompiles()
-        else:
-            self._late_compiles = None
+            self._late_compiles = LateCompiles()
 
     @property
     def num_late_compiles(self) -> int:
@@ -177,48 +144,7 @@ class Engine:
 
     def make_request(self, submit: Submit) -> Request:
         """Check a Submit against this engine; ValueError naming the parameter when it can never run here."""
-        prompt, sampling = submit.prompt_token_ids, submit.sampling
-        vocab = self.spec.vocab_size
-        if not prompt:
-            raise ValueError("prompt must hold at least one token")
-        if min(prompt) < 0 or max(prompt) >= vocab:
-            raise ValueError(f"prompt holds a token id outside 0..{vocab - 1}")
-        if len(prompt) >= self.max_request_tokens:
-            raise ValueError(
-                f"prompt has {len(prompt)} tokens, but a request may have {self.max_request_tokens} in all "
-                "(max_model_len, or what the KV pool holds): shorten it"
-            )
-        sampling.check_vocab(vocab)
-        self._check_starts(submit, vocab)
-        limit = self.max_request_tokens - len(prompt)
-        stops = frozenset(sampling.stop_token_ids)
-        request = Request(
-            key=submit.key,
-            prompt_token_ids=prompt,
-            sampling=sampling,
-            max_tokens=min(sampling.max_tokens or limit, limit),
-            stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self.spec.eos_token_ids),
-            prefill_only=submit.phase == "prefill",
-            priority=submit.priority,
-            cache_salt=submit.cache_salt,
-        )
-        for start in submit.starts:
-            if len(start.forced) >= request.max_tokens:
-                raise ValueError(f"choice {start.choice} has {len(start.forced)} forced tokens: nothing is left to do")
-        return request
-
-    def _check_starts(self, submit: Submit, vocab: int) -> None:
-        choices = [start.choice for start in submit.starts]
-        if not choices or len(set(choices)) != len(choices):
-            raise ValueError("starts must name at least one choice, each once")
-        if len(choices) > self.config.max_num_seqs:
-            raise ValueError(f"n is {len(choices)}, but a step runs at most {self.config.max_num_seqs} sequences")
-        if submit.phase == "prefill" and any(start.forced for start in submit.starts):
-            raise ValueError('phase "prefill" takes no forced tokens: use "full" or "decode"')
-        if submit.ticket is not None and not all(start.forced for start in submit.starts):
-            raise ValueError("starts need forced tokens beside a ticket: the prompt's last logits are not handed over")
-        if any(not 0 <= token < vocab for start in submit.starts for token in start.forced):
-            raise ValueError(f"starts hold a forced token id outside 0..{vocab - 1}")
+        return self.admission.request(submit)
 
     def add(self, request: Request, starts: Iterable[Start]) -> None:
         """Queue a request that computes its prompt here. Fresh choices share one computation and fork behind the
@@ -510,17 +436,6 @@ class Engine:
                 self.blocks.commit(seq.block_table[index], hashes[index])
             seq.num_committed = full
 
-    def _reserved_bytes(self) -> int:
-        """Device memory that the largest step needs beside weights and pool."""
-        if self.device.type != "cuda" or self.config.num_kv_blocks is not None:
-            return 0
-        rows = self.config.max_num_batched_tokens
-        samples = min(rows, self.config.max_num_seqs)
-        step = self.runner.peak_activation_bytes(rows, samples) + self.sampler.peak_bytes(samples)
-        step += self.sampler.state_bytes()
-        graphs = self.runner.peak_activation_bytes(samples, samples) if self.config.cuda_graphs else 0
-        return step + graphs
-
     def check_integrity(self, reservations: Iterable[Reservation] = ()) -> None:
         """AssertionError when blocks, owners and queues disagree; for tests and for idle moments."""
         self.scheduler.check_integrity()
@@ -540,26 +455,3 @@ def _sample_row(seq: Sequence) -> SampleRow:
         num_prompt_tokens=request.num_prompt_tokens,
         stop_token_ids=request.stop_token_ids,
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("engine.device is 'cuda', but torch sees no CUDA device: set it to cpu or auto")
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
-
-
-def _wake(device: torch.device) -> None:
-    """Make the device's context and load cuBLAS."""
-    ones = torch.ones(16, 16, device=device)
-    torch.mm(ones, ones)
-
-
-def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
-    """ "auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact enough to be
-    invariant.
-    """
-    if name != "auto":
-        return name
-    return spec.dtype if device.type == "cuda" else "float32"

@@ -13,8 +13,7 @@ import torch
 from engine.harness import logprob_of
 from tiny_models import FAMILIES, make_tiny
 
-from pdserve.engine import engine as engine_module
-from pdserve.engine import model_runner
+from pdserve.engine import model_runner, parts
 from pdserve.engine.attention import AttentionBatch
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
 from pdserve.engine.model_runner import ModelRunner
@@ -212,8 +211,8 @@ def test_a_wrong_rope_theta_shows(folder_of: Callable[[str], Path], monkeypatch:
         spec = engine_read_spec(*args)
         return spec.model_copy(update={"rope": spec.rope.model_copy(update={"theta": 10500.0})})
 
-    engine_read_spec = engine_module.read_spec
-    monkeypatch.setattr(engine_module, "read_spec", wrong)
+    engine_read_spec = parts.read_spec
+    monkeypatch.setattr(parts, "read_spec", wrong)
     assert tokens(generate(make_llm(folder))) != expected(folder)
 
 

@@ -1,0 +1,66 @@
+"""Turns a Submit into a Request, or says what is wrong with it: everything is checked before anything is computed.
+
+Knows the model's vocabulary and the engine's limits; no queue and no blocks. Called by the engine.
+"""
+
+from dataclasses import dataclass
+
+from pdserve.engine.protocol import Submit
+from pdserve.engine.sequence import Request
+
+
+@dataclass(frozen=True)
+class Admission:
+    """max_request_tokens: prompt and output that a request may have, by the model's length and the pool's size."""
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_request_tokens: int
+    max_num_seqs: int
+
+    def request(self, submit: Submit) -> Request:
+        """ValueError naming the parameter when the request can never run here."""
+        prompt, sampling = submit.prompt_token_ids, submit.sampling
+        self._check_prompt(prompt)
+        sampling.check_vocab(self.vocab_size)
+        self._check_starts(submit)
+        limit = self.max_request_tokens - len(prompt)
+        stops = frozenset(sampling.stop_token_ids)
+        request = Request(
+            key=submit.key,
+            prompt_token_ids=prompt,
+            sampling=sampling,
+            max_tokens=min(sampling.max_tokens or limit, limit),
+            stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self.eos_token_ids),
+            prefill_only=submit.phase == "prefill",
+            priority=submit.priority,
+            cache_salt=submit.cache_salt,
+        )
+        for start in submit.starts:
+            if len(start.forced) >= request.max_tokens:
+                raise ValueError(f"choice {start.choice} has {len(start.forced)} forced tokens: nothing is left to do")
+        return request
+
+    def _check_prompt(self, prompt: tuple[int, ...]) -> None:
+        if not prompt:
+            raise ValueError("prompt must hold at least one token")
+        if min(prompt) < 0 or max(prompt) >= self.vocab_size:
+            raise ValueError(f"prompt holds a token id outside 0..{self.vocab_size - 1}")
+        if len(prompt) >= self.max_request_tokens:
+            raise ValueError(
+                f"prompt has {len(prompt)} tokens, but a request may have {self.max_request_tokens} in all "
+                "(max_model_len, or what the KV pool holds): shorten it"
+            )
+
+    def _check_starts(self, submit: Submit) -> None:
+        choices = [start.choice for start in submit.starts]
+        if not choices or len(set(choices)) != len(choices):
+            raise ValueError("starts must name at least one choice, each once")
+        if len(choices) > self.max_num_seqs:
+            raise ValueError(f"n is {len(choices)}, but a step runs at most {self.max_num_seqs} sequences")
+        if submit.phase == "prefill" and any(start.forced for start in submit.starts):
+            raise ValueError('phase "prefill" takes no forced tokens: use "full" or "decode"')
+        if submit.ticket is not None and not all(start.forced for start in submit.starts):
+            raise ValueError("starts need forced tokens beside a ticket: the prompt's last logits are not handed over")
+        if any(not 0 <= token < self.vocab_size for start in submit.starts for token in start.forced):
+            raise ValueError(f"starts hold a forced token id outside 0..{self.vocab_size - 1}")

@@ -1,0 +1,115 @@
+"""What an engine is made of: device, model, pool, runner and sampler, put together in the order their memory asks for.
+
+Weights first, then a profiling step, then the pool from what is left. Knows no requests. Called once by each engine.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.schema import EngineConfig, ModelConfig, ResolvedEngineConfig
+from pdserve.engine.cpu_memory import keep_freed_memory
+from pdserve.engine.cuda_graphs import graph_sizes
+from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
+from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.sampler import Sampler
+from pdserve.engine.scheduler import num_slots_for
+from pdserve.kernels.ops import ops_for
+from pdserve.models.config import ModelSpec, read_spec
+from pdserve.models.loader import load_model
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in. max_model_len:
+    tokens a request may have as far as the model and the configuration go.
+    """
+
+    config: ResolvedEngineConfig
+    device: torch.device
+    spec: ModelSpec
+    layout: KVLayout
+    runner: ModelRunner
+    sampler: Sampler
+    num_blocks: int
+    fingerprint: str
+    max_model_len: int
+
+
+def make_parts(model: ModelConfig, config: EngineConfig) -> EngineParts:
+    """Load the model and allocate the pool; ValueError names the parameter that is wrong."""
+    device = _device(config.device)
+    resolved = config.for_device("cuda" if device.type == "cuda" else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()
+    if resolved.deterministic and device.type == "cuda":
+        raise ValueError("engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)")
+    path, load_format = model.resolved_path, model.load_format
+    with ThreadPoolExecutor(1) as beside:  # both wait rather than work
+        awake = beside.submit(_wake, device)
+        spec = read_spec(path, load_format, model.seed)
+        awake.result()
+    dtype = _dtype(model.dtype, spec, device)
+    ops = ops_for(device)
+    weights = load_model(path, spec, TORCH_DTYPES[dtype], device, ops, load_format=load_format, seed=model.seed)
+    layout = KVLayout.uniform(
+        num_layers=spec.num_layers,
+        heads=tuple(range(spec.num_kv_heads)),
+        head_dim=spec.head_dim,
+        block_size=resolved.block_size,
+        dtype=dtype,
+    )
+    max_len = min(resolved.max_model_len or spec.max_position, spec.max_position)
+    num_slots = num_slots_for(resolved.max_num_seqs)
+    runner = ModelRunner(weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device)
+    sampler = Sampler(ops, spec.vocab_size, num_slots, device)
+    num_blocks = num_blocks_for(resolved, layout, device, _reserved_bytes(resolved, runner, sampler))
+    runner.use_pool(allocate_pool(layout, num_blocks, device))
+    if device.type == "cuda":
+        _compile(resolved, runner, sampler, TORCH_DTYPES[dtype])
+    fingerprint = f"{spec.fingerprint()}/{dtype}"
+    return EngineParts(resolved, device, spec, layout, runner, sampler, num_blocks, fingerprint, max_len)
+
+
+def _compile(config: ResolvedEngineConfig, runner: ModelRunner, sampler: Sampler, dtype: torch.dtype) -> None:
+    """Capture the decode graphs; meanwhile the sampler's kernels are compiled, which leaves Python to others."""
+    with ThreadPoolExecutor(1) as beside:
+        sampling = beside.submit(sampler.warm_up, dtype)
+        if config.cuda_graphs:
+            runner.capture_graphs(graph_sizes(config.max_num_seqs))
+        sampling.result()
+
+
+def _reserved_bytes(config: ResolvedEngineConfig, runner: ModelRunner, sampler: Sampler) -> int:
+    """Device memory that the largest step, and the graphs, need beside weights and pool."""
+    if runner.device.type != "cuda" or config.num_kv_blocks is not None:
+        return 0
+    rows = config.max_num_batched_tokens
+    samples = min(rows, config.max_num_seqs)
+    step = runner.peak_activation_bytes(rows, samples) + sampler.peak_bytes(samples) + sampler.state_bytes()
+    return step + (runner.peak_activation_bytes(samples, samples) if config.cuda_graphs else 0)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("engine.device is 'cuda', but torch sees no CUDA device: set it to cpu or auto")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def _wake(device: torch.device) -> None:
+    """Make the device's context and load cuBLAS."""
+    ones = torch.ones(16, 16, device=device)
+    torch.mm(ones, ones)
+
+
+def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
+    """ "auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact enough to be
+    invariant.
+    """
+    if name != "auto":
+        return name
+    return spec.dtype if device.type == "cuda" else "float32"
