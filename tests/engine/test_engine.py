@@ -276,3 +276,39 @@ def test_positions_and_reasons_of_deltas(tiny_llama: Path) -> None:
         deltas += [event for _, event in driver.step().events if isinstance(event, Delta)]
     assert [(d.position, len(d.token_ids), d.finish_reason) for d in deltas] == [(1, 1, None), (2, 1, "length")]
     assert all((d.request_id, d.attempt, d.choice) == (key.request_id, key.attempt, 0) for d in deltas)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize("where", ["execute", "fence", "feed_back"])
+def test_an_error_in_a_step_ends_every_request_and_leaks_nothing(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_async: bool
+) -> None:
+    """Ctrl-C in a notebook, or a device out of memory: `LLM` goes on with an empty engine."""
+    engine = paper_engine(tiny_llama, async_scheduling=is_async, max_num_batched_tokens=64)
+    driver = Driver(engine)
+    keys = [driver.add(prompt_of(40, i), SAMPLED) for i in range(3)]
+    for _ in range(3):
+        driver.step()
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, where, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            driver.step()
+    assert not any(engine.knows(key) for key in keys)
+    driver.assert_empty()
+    again = driver.add(prompt_of(20, 7), GREEDY)
+    driver.run()
+    assert driver.tokens[again, 0] == alone(engine, prompt_of(20, 7), GREEDY)
+    driver.assert_empty()
+
+
+def test_close_forgets_what_is_in_flight(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, async_scheduling=True)
+    driver = Driver(engine)
+    driver.add(prompt_of(40), SAMPLED)
+    driver.step()
+    engine.close()
+    driver.assert_empty()
