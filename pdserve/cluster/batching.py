@@ -18,31 +18,45 @@ class Batcher:
         self._call = call
         self._max_bytes = max_bytes
         self._waiting: deque[tuple[bytes, asyncio.Future[None]]] = deque()
-        self._calls: set[asyncio.Task[None]] = set()
+        self._num_calls = 0
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def send(self, message: bytes) -> None:
         """Returns when it is delivered; raises what its call raised. Being cancelled does not take the message back."""
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((message, sent))
-        if len(self._calls) < MAX_CALLS:
+        if self._num_calls < MAX_CALLS:
+            self._num_calls += 1  # here and below without an await between: no message is left to nobody
             task = asyncio.create_task(self._deliver_waiting())
-            self._calls.add(task)
-            task.add_done_callback(self._calls.discard)
+            self._tasks.add(task)  # the loop keeps weak references only
+            task.add_done_callback(self._tasks.discard)
         await sent
 
     async def _deliver_waiting(self) -> None:
-        while self._waiting:
-            batch = self._take()
-            try:
-                await self._call([message for message, _ in batch])
-            except Exception as error:
-                for _, sent in batch:
-                    if not sent.done():
-                        sent.set_exception(error)
-            else:
-                for _, sent in batch:
-                    if not sent.done():
-                        sent.set_result(None)
+        try:
+            while self._waiting:
+                await self._deliver(self._take())
+        finally:
+            self._num_calls -= 1
+
+    async def _deliver(self, batch: list[tuple[bytes, asyncio.Future[None]]]) -> None:
+        """An error of the call is every sender's in it; only what is no Exception (a cancelled task) ends this task
+        too.
+        """
+        try:
+            await self._call([message for message, _ in batch])
+        except BaseException as error:
+            for _, sent in batch:
+                if not sent.done():
+                    sent.set_exception(
+                        error if isinstance(error, Exception) else ConnectionError("the call was cancelled")
+                    )
+            if not isinstance(error, Exception):
+                raise
+        else:
+            for _, sent in batch:
+                if not sent.done():
+                    sent.set_result(None)
 
     def _take(self) -> list[tuple[bytes, asyncio.Future[None]]]:
         batch = [self._waiting.popleft()]

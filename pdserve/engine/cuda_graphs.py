@@ -1,7 +1,8 @@
 """CUDA graphs of the decode step, one for each of a few batch sizes: a replay costs one launch instead of hundreds.
 
 A graph reads its inputs from one packed int32 tensor at a fixed address and leaves hidden and logits where it always
-does; both are valid until the next replay, whatever its size, because all graphs share one memory pool. Knows neither
+does; both are valid until the next replay of any graph. All graphs share one memory for what lies between, but each
+keeps its outputs (engine/parts.py reserves them). Knows neither
 model nor attention: it captures the function it is given. Used by the model runner.
 """
 
@@ -47,7 +48,9 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def capture(self, sizes: Sequence[int]) -> None:
-        """Capture graphs of these sizes, largest first, so that the smaller ones fit into its memory."""
+        """Capture graphs of these sizes, largest first, so that what the smaller ones compute with fits into its
+        memory.
+        """
         gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)

@@ -89,7 +89,11 @@ def _reserved_bytes(config: ResolvedEngineConfig, runner: ModelRunner, sampler: 
     rows = config.max_num_batched_tokens
     samples = min(rows, config.max_num_seqs)
     step = runner.peak_activation_bytes(rows, samples) + sampler.peak_bytes(samples) + sampler.state_bytes()
-    return step + (runner.peak_activation_bytes(samples, samples) if config.cuda_graphs else 0)
+    if not config.cuda_graphs:
+        return step
+    # Each graph keeps its outputs; what else it needs is one memory for all.
+    outputs = sum(graph_sizes(samples)) * runner.output_bytes_per_row
+    return step + outputs + runner.peak_activation_bytes(samples, samples)
 
 
 def _device(name: str) -> torch.device:

@@ -26,7 +26,7 @@ SCRATCH_BYTES = 64 << 10  # of the kernels' scratch, a row
 class SampleRow:
     """What sampling needs to know of one choice. Stop tokens are masked before min_tokens.
 
-    slot: 1..max_num_seqs, the sequence's own from its first sample to `Sampler.release`; no two rows of a step share
+    slot: 1..num_slots, the sequence's own from its first sample to `Sampler.release`; no two rows of a step share
     one. position: of the token to sample among the generated ones, those in flight included. token_ids: prompt and
     output so far, without tokens in flight; not copied, since a step must not cost more the longer its sequences are.
     """
@@ -144,17 +144,19 @@ class _Staged:
 class Sampler:
     """One engine's sampler. Not thread-safe; all its work is on the current stream."""
 
-    def __init__(self, ops: Ops, vocab_size: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(self, ops: Ops, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self.ops = ops
         self.vocab_size = vocab_size
-        self.max_num_seqs = max_num_seqs
+        self.num_slots = num_slots
         self.device = device
         self._slots: dict[int, _SlotState] = {}
-        self._counts: Tensor | None = None  # int32 [max_num_seqs + 1, vocab], made when a request first needs it
+        self._counts: Tensor | None = (
+            None  # int32 [num_slots + 1, vocab], made by warm_up, or when a request first needs it
+        )
 
     def state_bytes(self) -> int:
-        """Device memory of the token counts, once a request with penalties has come."""
-        return (self.max_num_seqs + 1) * self.vocab_size * 4
+        """Device memory of the token counts."""
+        return (self.num_slots + 1) * self.vocab_size * 4
 
     def peak_bytes(self, num_rows: int) -> int:
         """Device memory, beside logits and `state_bytes`, that a sample or score of so many rows may take: a float32
@@ -286,7 +288,7 @@ class Sampler:
             staged.arrays["counted"] = np.concatenate([amounts for _, amounts in counted])
 
     def _state(self, row: SampleRow) -> _SlotState:
-        assert 0 < row.slot <= self.max_num_seqs, f"slot {row.slot} lies outside 1..{self.max_num_seqs}"
+        assert 0 < row.slot <= self.num_slots, f"slot {row.slot} lies outside 1..{self.num_slots}"
         return self._slots.setdefault(row.slot, _SlotState())
 
     def _bias(self, row: SampleRow) -> tuple[np.ndarray, np.ndarray]:
@@ -332,7 +334,7 @@ class Sampler:
 
     def _token_counts(self) -> Tensor:
         if self._counts is None:
-            self._counts = torch.empty((self.max_num_seqs + 1, self.vocab_size), dtype=torch.int32, device=self.device)
+            self._counts = torch.empty((self.num_slots + 1, self.vocab_size), dtype=torch.int32, device=self.device)
         return self._counts
 
 

@@ -20,6 +20,7 @@ from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, la
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.sampling import launch_cut, launch_draw, launch_penalties, launch_token_logprobs
 from pdserve.kernels.small_products import MAX_ROWS, launch_row_product, launch_small_product
+from pdserve.kernels.tiles import is_hopper
 
 INTERPRETER_SMS = 8
 SAMPLING_PROGRAMS = 8  # an SM: enough reads in flight of kernels that do little else
@@ -105,6 +106,7 @@ def _is_small(x: Tensor, weight: Tensor) -> bool:
     """Whether x is of so few rows, and weight of such a kind, that the kernels of small_products.py are the faster."""
     return (
         0 < len(x) <= MAX_ROWS
+        and (not x.is_cuda or is_hopper(x.device))  # their stages fill Hopper's shared memory
         and x.dtype != torch.float32
         and weight.shape[1] % 16 == 0
         and x.stride(1) == 1

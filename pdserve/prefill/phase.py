@@ -46,7 +46,7 @@ class PrefillPhase:
                 self._engine.release_held(unpinned.key)
 
     def cancel(self, key: RequestKey) -> None:
-        """Drop the ticket or the hand-off in the making; idempotent. (The engine aborts what is still computing.)"""
+        """Drop the ticket; idempotent. (The engine aborts what is still computing.)"""
         if self._published.pop(key, None) is not None:
             self._sender.revoke(key)
         self._engine.release_held(key)

@@ -100,7 +100,7 @@ class RouterMetrics:
         parts["transport"] = max(0.0, rest)
         self.e2e.observe(total_s)
         for part, seconds in parts.items():
-            self.time.labels(part).inc(seconds)
+            self.time.labels(part).inc(max(0.0, seconds))  # a counter refuses less, and the answer is done
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)

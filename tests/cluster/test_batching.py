@@ -92,3 +92,46 @@ async def test_a_cancelled_sender_disturbs_nobody() -> None:
     calls.release()
     await asyncio.wait_for(two, 5)
     assert one.cancelled() and calls.made == [[b"a", b"b"]]
+
+
+async def test_a_message_sent_as_the_last_calls_end_is_not_forgotten() -> None:
+    """Two calls end in one turn of the loop, and a third sender wakes in the same."""
+    gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    made: list[list[bytes]] = []
+
+    async def call(messages: list[bytes]) -> None:
+        made.append(messages)
+        if len(made) <= MAX_CALLS:
+            await gate
+
+    batcher = Batcher(call, 100)
+
+    async def late() -> None:
+        await gate
+        await batcher.send(b"late")
+
+    tasks = []
+    for message in (b"a", b"b"):
+        tasks += sends(batcher, message)
+        await settle()
+    tasks.append(asyncio.create_task(late()))
+    await settle()
+    gate.set_result(None)
+    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    assert made == [[b"a"], [b"b"], [b"late"]]
+
+
+async def test_senders_of_a_call_that_is_cancelled_hear_of_it() -> None:
+    calls = Calls()
+    batcher = Batcher(calls, 100)
+    tasks = sends(batcher, b"a")
+    await settle()
+    for task in list(batcher._tasks):
+        task.cancel()
+    with pytest.raises(ConnectionError, match="cancelled"):
+        await asyncio.wait_for(tasks[0], 5)
+    again = sends(batcher, b"b")
+    await settle()
+    calls._gates.pop(0)  # cancelled with its call
+    calls.release()
+    await asyncio.wait_for(asyncio.gather(*again), 5)
