@@ -150,9 +150,8 @@ class Sampler:
         self.num_slots = num_slots
         self.device = device
         self._slots: dict[int, _SlotState] = {}
-        self._counts: Tensor | None = (
-            None  # int32 [num_slots + 1, vocab], made by warm_up, or when a request first needs it
-        )
+        # int32 [num_slots + 1, vocab], made by warm_up, or when a request first needs it.
+        self._counts: Tensor | None = None
 
     def state_bytes(self) -> int:
         """Device memory of the token counts."""
