@@ -30,6 +30,7 @@ CHECK_STEPS = 50  # steps between looks into the engine's books
 WARM_WINDOWS = 2  # caches fill and allocators grow in the first
 SLACK_BYTES = 256 << 20  # of host and of device memory, between the windows that count
 STEADY = 0.8  # the slowest window against the median
+STEADY_SECONDS = 10.0  # shorter windows see single prompts, and are not compared
 
 
 @dataclass
@@ -83,9 +84,12 @@ class Soak:
                 return self.totals
 
     def finish(self) -> None:
-        """Let everything end; AssertionError when blocks are left."""
-        while self._live or self.engine.has_work:
-            self._step()
+        """End what is there; AssertionError when blocks are left."""
+        for key in self._live:
+            self.engine.abort(key)
+        self._live.clear()
+        while self.engine.has_work:
+            self.engine.step()
         self.engine.check_integrity()
         blocks = self.engine.blocks
         assert blocks.num_free == blocks.num_usable, f"{blocks.num_usable - blocks.num_free} blocks are lost"
@@ -185,8 +189,8 @@ def verdict(windows: list[Json]) -> list[str]:
         growth = counted[-1][name] - counted[0][name]
         if growth << 20 > SLACK_BYTES:
             faults.append(f"{name} grew by {growth}")
-    rates = [w["tokens_per_s"] for w in counted]
-    if min(rates) < STEADY * statistics.median(rates):
+    rates = [w["tokens_per_s"] for w in counted if w["seconds"] >= STEADY_SECONDS]
+    if rates and min(rates) < STEADY * statistics.median(rates):
         faults.append(f"throughput fell to {min(rates)} tok/s from a median of {statistics.median(rates):.0f}")
     return faults
 
@@ -201,6 +205,8 @@ def main() -> None:
     add_model_arguments(parser)
     add_output_arguments(parser)
     options = parser.parse_args()
+    if options.minutes <= 0 or options.windows < 1 or options.concurrency < 1 or options.longest < 1:
+        parser.error("--minutes, --windows, --concurrency and --longest must be above 0")
     try:
         check_writable(options.out)
         config = EngineConfig(**{**engine_fields(options), "enable_prefix_caching": True})

@@ -1,6 +1,6 @@
 """Builds the Serve application from a `ClusterConfig`: deployments `Router`, `Prefill` and `Decode`.
 
-`serve run cluster.yaml` and `pdserve up` call `build` by its import path, with `args:` of the YAML; Serve may do so in
+`serve run cluster.yaml` calls `build` by its import path, with `args:` of the YAML; Serve may do so in
 another process and folder than the user's. Decides placement, counts and deadlines; the work is in `router_replica`
 and `worker_replica`.
 """
@@ -41,9 +41,15 @@ ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
 WORKER_SHUTDOWN_S = 90.0  # routers close their streams once their last request there has ended
 
 
-def build(args: ClusterConfig, address: Address | None = None) -> Application:
-    """The application of one cluster. Logs what the cluster has no room for now; Serve waits for it. address: where
-    routers serve HTTP by themselves; None leaves that to Serve."""
+def build(args: ClusterConfig) -> Application:
+    """The application of one cluster, for `serve run`, which asks for exactly one parameter; Serve carries HTTP."""
+    return build_at(args, None)
+
+
+def build_at(args: ClusterConfig, address: Address | None) -> Application:
+    """Logs what the cluster has no room for now; Serve waits for it. address: where routers serve HTTP by themselves;
+    None leaves that to Serve.
+    """
     for complaint in unplaceable(args, node_resources()):
         logger.warning("not enough resources yet, replicas will wait: %s", complaint)
     return assemble(args, ENGINE_HOST, address)

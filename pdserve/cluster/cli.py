@@ -70,6 +70,8 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, OSError) as error:
         print(f"pdserve: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 def load(path: Path) -> tuple[dict[str, Any], ClusterConfig]:
@@ -118,7 +120,7 @@ def _serve(
     import ray
     from ray import serve
 
-    from pdserve.cluster.app import build, node_resources
+    from pdserve.cluster.app import build_at, node_resources
     from pdserve.cluster.placement import unplaceable
 
     began = time.monotonic()
@@ -133,13 +135,14 @@ def _serve(
     prefix = application.get("route_prefix", "/")
     address = own_address(http, prefix) if own_ray and not haproxy else None
     ray.init(address="local" if own_ray else None, namespace="serve", log_to_driver=False)
+    signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's own handler aborts the process after three seconds
     try:
         complaints = unplaceable(config, node_resources()) if own_ray else []
         if complaints:
             raise ValueError("this machine has not what the file asks for: " + "; ".join(complaints))
         proxies = document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
         serve.start(proxy_location=proxies, http_options=http)
-        serve._run(build(config, address), name=name, route_prefix=prefix, _blocking=False)
+        serve._run(build_at(config, address), name=name, route_prefix=prefix, _blocking=False)
         url = f"http://{http['host']}:{http.get('port', 8000)}"
         for line in _until_ready(name, url, timeout_s):
             print(line, flush=True)
@@ -148,7 +151,8 @@ def _serve(
             time.sleep(3600)
     finally:
         print("pdserve: stopping", flush=True)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for stop in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(stop, signal.SIG_IGN)
         if own_ray:
             serve.shutdown()
         else:
