@@ -1,5 +1,5 @@
-"""Runs the model over one step's plan and gives the logits of the rows that sample. The only part of the engine that
-launches work on the device; it never waits for it.
+"""Runs the model over one step's plan and gives the logits of the rows that sample. Queues its work on the device and
+never waits for it; sampling is the sampler's.
 
 Keeps on the device what steps have in common: block tables and newest tokens by slot. A step sends small integers and
 what changed. Steps of decodes alone replay CUDA graphs (engine/cuda_graphs.py), others run eagerly. On CPU rows are
@@ -126,7 +126,7 @@ class ModelRunner:
             assert self._graphs is not None
             inputs = step_inputs(plan, size, size, self.block_size)
             hidden, logits, slots = self._graphs.replay(size, pack(inputs.arrays))
-            return self._pick(inputs, families, hidden, logits, slots)
+            return self._pick(inputs, _sample_rows(plan, inputs, families), families, hidden, logits, slots)
         return self._eager(plan, families)
 
     def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
@@ -155,25 +155,27 @@ class ModelRunner:
             arrays, inputs.num_decodes, inputs.max_decode_context, inputs.max_query_len, inputs.fresh_lens
         )
         rows = _sample_rows(plan, inputs, families)
-        slots = np.array([member.slot for family in families for member in family], dtype=np.int32)
         logits = self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
-        return StepOutput(hidden, inputs.first_row, logits, to_device(slots, self.device))
+        return StepOutput(hidden, inputs.first_row, logits, self._sample_slots(families))
 
     def _pick(
         self,
         inputs: StepInputs,
+        rows: list[int],
         families: SequenceOf[SequenceOf[Sequence]],
         hidden: Tensor,
         logits: Tensor,
         slots: Tensor,
     ) -> StepOutput:
         """The logits of a graph's rows that sample: nearly always all of them."""
-        rows = [inputs.first_row[family[0]] for family in families for _ in family]
         if rows == list(range(len(inputs.first_row))):
             return StepOutput(hidden, inputs.first_row, logits[: len(rows)], slots[: len(rows)])
         picked = logits.index_select(0, to_device(np.array(rows, dtype=np.int32), self.device))
-        members = np.array([member.slot for family in families for member in family], dtype=np.int32)
-        return StepOutput(hidden, inputs.first_row, picked, to_device(members, self.device))
+        return StepOutput(hidden, inputs.first_row, picked, self._sample_slots(families))
+
+    def _sample_slots(self, families: SequenceOf[SequenceOf[Sequence]]) -> Tensor:
+        slots = np.array([member.slot for family in families for member in family], dtype=np.int32)
+        return to_device(slots, self.device)
 
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
         """What a graph captures: hidden and logits of one row a sequence, whatever the contexts."""

@@ -132,7 +132,7 @@ class _Staged:
 
     def send(self, device: torch.device) -> None:
         if self.arrays:
-            self.tensors = to_device(self.arrays, device)
+            self.tensors = to_device_packed(self.arrays, device)
 
     def __contains__(self, name: str) -> bool:
         return name in self.arrays
@@ -211,7 +211,7 @@ class Sampler:
     @torch.inference_mode()
     def score(self, logits: Tensor, targets: list[int], num_top: int) -> Scores:
         """Log-probabilities of one given token a row of logits [len(targets), vocab]. Never waits for the device."""
-        tokens = to_device({"targets": np.array(targets, dtype=np.int32)}, self.device)["targets"]
+        tokens = to_device_packed({"targets": np.array(targets, dtype=np.int32)}, self.device)["targets"]
         return self._scores(logits, tokens, [num_top] * len(targets))
 
     def _scores(self, logits: Tensor, tokens: Tensor, counts: list[int]) -> Scores:
@@ -352,7 +352,7 @@ def _floats(values: Iterable[float]) -> np.ndarray:
     return np.fromiter(values, dtype=np.float32)
 
 
-def to_device(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+def to_device_packed(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
     """The arrays (of 4- or 8-byte numbers) as tensors on the device; to CUDA by one copy from pinned memory, which
     torch gives to nobody else before the copy is done.
     """

@@ -15,12 +15,13 @@ import torch
 import triton
 import triton.language as tl
 
+from pdserve.kernels.tiles import is_hopper
+
 
 @lru_cache
 def launch_options(device: torch.device) -> dict[str, Any]:
     """Keyword arguments of a launch on `device`: the kernel's constant PDL, and Triton's option where it is true."""
-    supported = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"PDL": True, "launch_pdl": True} if supported else {"PDL": False}
+    return {"PDL": True, "launch_pdl": True} if is_hopper(device) else {"PDL": False}
 
 
 @triton.jit

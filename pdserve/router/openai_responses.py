@@ -5,6 +5,7 @@ extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no HTTP
 """
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -40,7 +41,7 @@ class Responder(Protocol):
     def whole(self, results: Sequence[ChoiceResult]) -> Json: ...
 
 
-class _Base:
+class _Base(ABC):
     def __init__(
         self, generation: Generation, tokenizer: Tokenizer, model: str, kind: str, include_usage: bool
     ) -> None:
@@ -50,18 +51,18 @@ class _Base:
         self._frames: dict[int, tuple[bytes, bytes | None, bytes]] = {}
         self._head = {"id": generation.request_id, "object": kind, "created": int(time.time()), "model": model}
 
+    @abstractmethod
     def chunks(self, chunk: Chunk) -> Iterable[Json]:
         """The stream events that one chunk makes; none when it shows nothing yet."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _varies_little(self) -> bool:
         """Whether the events of a choice, but for its first and last, differ in text and token ids alone."""
-        raise NotImplementedError
 
     @property
-    def _returns_token_ids(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def _returns_token_ids(self) -> bool: ...
 
     def stream(self, chunk: Chunk) -> bytes:
         """As Responder says. A choice's events between its first and last are a frame, made once, around the text (and

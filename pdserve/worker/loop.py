@@ -242,7 +242,7 @@ class WorkerLoop:
         busy = self.engine.has_work
         stepped = self._step() if busy else False
         if stepped:
-            self._poll_phases()
+            self._poll_phases()  # what came in meanwhile leaves with this step's events, not a step later
         self._check_at_rest(busy)
         self._turn_began = began if stepped else None
         self._forget_finished()

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from pdserve.engine.protocol import MAX_SEED, SamplingParams, TokenLogprob
-from pdserve.engine.sampler import Sampled, Sampler, SampleRow, _Staged, to_device
+from pdserve.engine.sampler import Sampled, Sampler, SampleRow, _Staged, to_device_packed
 from pdserve.kernels import reference
 from pdserve.kernels.ops import Ops, ops_for
 
@@ -413,7 +413,7 @@ def test_all_greedy_rows_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = [row_of(temperature=0, slot=i + 1, top_k=3, min_tokens=4, logprobs=1) for i in range(3)]
     want = tokens(logits_of(3), rows)
-    monkeypatch.setattr("pdserve.engine.sampler.to_device", send)
+    monkeypatch.setattr("pdserve.engine.sampler.to_device_packed", send)
     assert [s.token_id for s in sampler_of().sample(logits_of(3), rows).fetch()] == want
     with pytest.raises(AssertionError, match="something was sent"):
         sampler_of().sample(logits_of(), [row_of()])
@@ -498,6 +498,6 @@ def test_packed_arrays_arrive_whole() -> None:
         "wide": np.arange(5, dtype=np.int64) << 40,
         "floats": np.linspace(0, 1, 7, dtype=np.float32),
     }
-    for name, tensor in to_device(arrays, device).items():
+    for name, tensor in to_device_packed(arrays, device).items():
         assert tensor.device.type == device.type
         assert np.array_equal(tensor.cpu().numpy(), arrays[name]) and tensor.cpu().numpy().dtype == arrays[name].dtype
