@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pdserve.engine.attention import AttentionBatch, PagedAttention
+from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.models.config import ModelSpec, RopeSpec
 from pdserve.models.llama import Llama
@@ -90,16 +90,13 @@ class Step:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         starts = [sum(prompts[:i]) for i in range(len(prompts) + 1)]
         batch = AttentionBatch(
-            num_decodes=num_decodes,
+            StepShape(num_decodes, 1000 if num_decodes else 0, max(prompts), prompts),
             positions=zeros,
             slots=torch.arange(num_rows, device=self._device) % BLOCK_SIZE,
             block_tables=torch.zeros((num_seqs, MAX_BLOCKS), dtype=torch.int32, device=self._device),
             table_rows=torch.arange(num_seqs, dtype=torch.int32, device=self._device),
             context_lens=ints(*[1000] * num_decodes, *prompts),
             query_starts=ints(*starts),
-            max_decode_context=1000 if num_decodes else 0,
-            max_query_len=max(prompts),
-            fresh_lens=prompts,
         )
 
         def run() -> None:
@@ -107,12 +104,12 @@ class Step:
 
         return run
 
-    def warm_fresh_prefill(self, num_rows: int) -> None:
+    def warm_dense_prefill(self, num_rows: int) -> None:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _rope: object) -> torch.Tensor:
             if layer == 0:
-                self._ops.warm_fresh_prefill(q, k, v, self._scale)
+                self._ops.warm_dense_prefill(q, k, v, self._scale)
             return q
 
         self._model.forward(zeros, attend)
@@ -152,7 +149,7 @@ def main() -> None:
     commit = args.commit or subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
     device = torch.device("cuda", torch.cuda.current_device())
     step = Step(LLAMA_8B, ops_for(device), device)
-    step.warm_fresh_prefill(2048)
+    step.warm_dense_prefill(2048)
     print(f"{'eager forward':28} host ms  until done  launches a layer")
     for name, (num_decodes, prompts) in CASES.items():
         result = measure(name, step.forward(num_decodes, prompts), LLAMA_8B.num_layers, commit)

@@ -154,12 +154,22 @@ def prefill_work(num_seqs: int, length: int, past: int) -> float:
     return 4 * HEADS * HEAD_DIM * num_seqs * (length * (length + 1) / 2 + length * past)
 
 
-def fresh_cases() -> Iterator[Case]:
+def dense_cases() -> Iterator[Case]:
     """The same work as prefill's, by cuDNN."""
     for num_seqs, length in ((1, 2048), (1, 8192), (1, 16384), (16, 1024)):
         q, k, v = random(num_seqs * length, QKV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
         call = partial(triton_ops.fresh_prefill, q, k, v, (length,) * num_seqs, HEAD_DIM**-0.5)
-        yield Case(f"fresh prefill {num_seqs} x {length}", call, prefill_work(num_seqs, length, 0), "TFLOP/s")
+        yield Case(f"dense prefill {num_seqs} x {length}", call, prefill_work(num_seqs, length, 0), "TFLOP/s")
+    q, k, v = random(8192, QKV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+    triton_ops.warm_dense_prefill(q, k, v, HEAD_DIM**-0.5)
+    for past, length in ((8192, 8192), (8192, 7808), (24576, 8192)):
+        inputs = paged_inputs([past + length], 64)
+        starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+        paged = inputs.kv, inputs.block_tables, inputs.table_rows, inputs.context_lens, starts
+        call = partial(triton_ops.chunk_prefill, q[:length], k[:length], v[:length], *paged, past, HEAD_DIM**-0.5)
+        yield Case(f"dense prefill {length} behind {past}", call, prefill_work(1, length, past), "TFLOP/s")
+        again = partial(triton_ops.paged_prefill, q[:length], *paged, length, HEAD_DIM**-0.5)
+        yield Case(f"dense prefill {length} behind {past}, paged", again, prefill_work(1, length, past), "TFLOP/s")
 
 
 def elementwise_cases(num_tokens: int) -> Iterator[Case]:
@@ -246,7 +256,7 @@ def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
     for block_size in block_sizes:
         yield from decode_cases(block_size, sweep)
         yield from prefill_cases(block_size, sweep)
-    yield from fresh_cases()
+    yield from dense_cases()
     for num_tokens in (64, 8192):
         yield from elementwise_cases(num_tokens)
     yield from product_cases()

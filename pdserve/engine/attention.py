@@ -15,6 +15,22 @@ from pdserve.kernels.ops import Ops
 
 
 @dataclass(frozen=True)
+class StepShape:
+    """What the host must know of a step to choose and launch its kernels.
+
+    max_decode_context: at least the longest context of the decodes; max_query_len: of the prefill chunks. fresh_lens:
+    lengths of the prefill chunks if each is the beginning of its sequence, so that all keys are rows of this step, else
+    (). prefix_len: rows before the chunk if there is a single one, else 0.
+    """
+
+    num_decodes: int
+    max_decode_context: int
+    max_query_len: int = 0
+    fresh_lens: tuple[int, ...] = ()
+    prefix_len: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionBatch:
     """Where a step's rows lie. Rows are ordered: decodes (one query each), prefill chunks, then padding to the null
     block.
@@ -22,20 +38,16 @@ class AttentionBatch:
     positions: int32 `[rows]`, each row's position in its own sequence. slots: int64 `[rows]`, block * block_size +
     offset of each row. block_tables: int32 `[num_slots, max_blocks]`, of all slots; table_rows, context_lens: int32
     `[sequences]`, the row of block_tables, and KV length including this step's rows; query_starts: int32 `[prefills +
-    1]`, offsets into the prefill rows. max_decode_context: at least the longest of the decodes. fresh_lens: query
-    lengths of the prefills if all their keys are rows of this step, else ().
+    1]`, offsets into the prefill rows.
     """
 
-    num_decodes: int
+    shape: StepShape
     positions: Tensor
     slots: Tensor
     block_tables: Tensor
     table_rows: Tensor
     context_lens: Tensor
     query_starts: Tensor
-    max_decode_context: int
-    max_query_len: int
-    fresh_lens: tuple[int, ...] = ()
 
 
 class PagedAttention:
@@ -48,8 +60,9 @@ class PagedAttention:
         self._ops = ops
         self._scale = scale
         self._batch = batch
-        self._decodes = batch.table_rows[: batch.num_decodes], batch.context_lens[: batch.num_decodes]
-        self._prefills = batch.table_rows[batch.num_decodes :], batch.context_lens[batch.num_decodes :]
+        num_decodes = batch.shape.num_decodes
+        self._decodes = batch.table_rows[:num_decodes], batch.context_lens[:num_decodes]
+        self._prefills = batch.table_rows[num_decodes:], batch.context_lens[num_decodes:], batch.query_starts
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         """q `[rows, heads, head_dim]`, k and v `[rows, kv_heads, head_dim]`, not rotated -> `[rows, heads, head_dim]`.
@@ -58,7 +71,7 @@ class PagedAttention:
         """
         kv = self._layers[layer]
         q, k = self._ops.rope_write_kv(q, k, v, *rope, self._batch.positions, kv, self._batch.slots)
-        num_decodes = self._batch.num_decodes
+        num_decodes = self._batch.shape.num_decodes
         if num_decodes == len(q):
             return self._decode(q, kv)
         if num_decodes == 0:
@@ -69,14 +82,15 @@ class PagedAttention:
         return out
 
     def _decode(self, q: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
-        b = self._batch
-        return self._ops.paged_decode(q, kv, b.block_tables, *self._decodes, self._scale, b.max_decode_context, out)
+        longest = self._batch.shape.max_decode_context
+        return self._ops.paged_decode(q, kv, self._batch.block_tables, *self._decodes, self._scale, longest, out)
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
         """The prefill chunks, and zeros for padding rows behind them."""
-        b = self._batch
-        if b.fresh_lens and self._ops.fresh_prefill_pays(q, k, v, b.fresh_lens):
-            fresh = self._ops.fresh_prefill(q, k, v, b.fresh_lens, self._scale)
+        shape, tables = self._batch.shape, self._batch.block_tables
+        if shape.fresh_lens and self._ops.fresh_prefill_pays(q, k, v, shape.fresh_lens):
+            fresh = self._ops.fresh_prefill(q, k, v, shape.fresh_lens, self._scale)
             return fresh if out is None else out.copy_(fresh)
-        shape = b.query_starts, b.max_query_len
-        return self._ops.paged_prefill(q, kv, b.block_tables, *self._prefills, *shape, self._scale, out)
+        if shape.prefix_len and self._ops.chunk_prefill_pays(q, k, v, shape.prefix_len, kv.shape[3]):
+            return self._ops.chunk_prefill(q, k, v, kv, tables, *self._prefills, shape.prefix_len, self._scale, out)
+        return self._ops.paged_prefill(q, kv, tables, *self._prefills, shape.max_query_len, self._scale, out)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import AttentionBatch, PagedAttention
+from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
 from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
@@ -151,9 +151,7 @@ class ModelRunner:
         padded = total + -total % ROW_MULTIPLE if self.device.type == "cpu" else total
         inputs = step_inputs(plan, padded, len(plan.num_tokens), self.block_size)
         arrays = unpack(to_device(pack(inputs.arrays), self.device), lengths_of(inputs.arrays))
-        hidden = self._forward(
-            arrays, inputs.num_decodes, inputs.max_decode_context, inputs.max_query_len, inputs.fresh_lens
-        )
+        hidden = self._forward(arrays, inputs.shape)
         rows = _sample_rows(plan, inputs, families)
         logits = self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
         return StepOutput(hidden, inputs.first_row, logits, self._sample_slots(families))
@@ -180,31 +178,21 @@ class ModelRunner:
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
         """What a graph captures: hidden and logits of one row a sequence, whatever the contexts."""
         longest = self.tables.shape[1] * self.block_size
-        hidden = self._forward(arrays, len(arrays.ids), longest, 0)
+        hidden = self._forward(arrays, StepShape(len(arrays.ids), longest))
         return hidden, self.model.logits(hidden)
 
-    def _forward(
-        self,
-        arrays: Arrays[Tensor],
-        num_decodes: int,
-        max_decode_context: int,
-        max_query_len: int,
-        fresh_lens: tuple[int, ...] = (),
-    ) -> Tensor:
+    def _forward(self, arrays: Arrays[Tensor], shape: StepShape) -> Tensor:
         ids, kv_slots = self.ops.gather_inputs(
             arrays.ids, arrays.positions, arrays.slots, self.last_token, self.tables, self.block_size
         )
         batch = AttentionBatch(
-            num_decodes=num_decodes,
+            shape=shape,
             positions=arrays.positions,
             slots=kv_slots,
             block_tables=self.tables,
             table_rows=arrays.table_rows,
             context_lens=arrays.context_lens,
             query_starts=arrays.query_starts,
-            max_decode_context=max_decode_context,
-            max_query_len=max_query_len,
-            fresh_lens=fresh_lens,
         )
         return self.model.forward(ids, PagedAttention(self._pool_layers, self.ops, self.scale, batch))
 
@@ -219,14 +207,14 @@ class ModelRunner:
             self.ops.copy_blocks(self.pool, src, dst)
 
     @torch.inference_mode()
-    def warm_fresh_prefill(self, num_rows: int) -> None:
-        """Prepares attention of fresh prompts for steps of up to so many rows, by one over the null block."""
+    def warm_dense_prefill(self, num_rows: int) -> None:
+        """Prepares attention of prompts for steps of up to so many rows, by one over the null block."""
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
             if layer == 0:
                 q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self._pool_layers[0], zeros.long())
-                self.ops.warm_fresh_prefill(q, k, v, self.scale)
+                self.ops.warm_dense_prefill(q, k, v, self.scale)
             return torch.zeros_like(q)
 
         self.model.forward(zeros, attend)
@@ -239,7 +227,8 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        hidden = self.model.forward(zeros, lambda _layer, q, *_: torch.zeros_like(q))
+        # attention_dense.py needs room for as much as q two times, and for keys and values.
+        hidden = self.model.forward(zeros, lambda _layer, q, *_: q.new_zeros(4, *q.shape)[0])
         self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pdserve.engine.attention import StepShape
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
 
@@ -43,16 +44,11 @@ class Arrays(Generic[A]):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """arrays, and what the host must know of them. first_row: where each sequence's rows begin. fresh_lens: lengths
-    of the prefill chunks if each is the beginning of its sequence, else ().
-    """
+    """arrays, and what the host must know of them. first_row: where each sequence's rows begin."""
 
     arrays: Arrays[np.ndarray]
     first_row: dict[Sequence, int]
-    num_decodes: int
-    max_decode_context: int
-    max_query_len: int
-    fresh_lens: tuple[int, ...]
+    shape: StepShape
 
 
 def step_inputs(plan: Plan, padded_rows: int, padded_seqs: int, block_size: int) -> StepInputs:
@@ -92,10 +88,13 @@ def step_inputs(plan: Plan, padded_rows: int, padded_seqs: int, block_size: int)
     return StepInputs(
         arrays=Arrays(ids, positions, slots, table_rows, context_lens, starts),
         first_row=first_row,
-        num_decodes=num_decodes,
-        max_decode_context=int(context_lens[:num_decodes].max(initial=0)),
-        max_query_len=max(counts, default=0),
-        fresh_lens=tuple(counts) if all(seq.num_computed == count for seq, count in prefills) else (),
+        shape=StepShape(
+            num_decodes=num_decodes,
+            max_decode_context=int(context_lens[:num_decodes].max(initial=0)),
+            max_query_len=max(counts, default=0),
+            fresh_lens=tuple(counts) if all(seq.num_computed == count for seq, count in prefills) else (),
+            prefix_len=prefills[0][0].num_computed - counts[0] if len(prefills) == 1 else 0,
+        ),
     )
 
 

@@ -22,7 +22,7 @@ def warm_up(engine: "Engine") -> None:
     caching, engine.blocks.enable_caching = engine.blocks.enable_caching, False
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
-    engine.runner.warm_fresh_prefill(max(longest, 1))
+    engine.runner.warm_dense_prefill(max(longest, 1))
     # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are copied.
     for length, sampling in ((longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED)):
         if length > 0:

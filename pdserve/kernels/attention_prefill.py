@@ -57,13 +57,16 @@ def launch_prefill(
     scale: float,
     tiles: AttentionTiles,
     out: Tensor,
+    skip: int = 0,
 ) -> None:
-    """reference.paged_prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous."""
+    """reference.paged_prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous. skip: the first rows
+    of each sequence, which somebody else has written.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
     group = num_heads // num_kv_heads
     tile_len = tiles.block_m // group
-    grid = (cdiv(max_query_len, tile_len), num_kv_heads, len(context_lens) + 1)
+    grid = (cdiv(max_query_len - skip, tile_len), num_kv_heads, len(context_lens) + 1)
     launch(
         prefill_kernel,
         grid,
@@ -71,6 +74,7 @@ def launch_prefill(
         (
             scale * LOG2_E,
             num_tokens,
+            skip,
             group,
             tile_len,
             block_size.bit_length() - 1,
@@ -88,7 +92,7 @@ def launch_prefill(
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "group", "tile_len", "block_shift", "stride_table"],
+    do_not_specialize=["num_tokens", "skip", "group", "tile_len", "block_shift", "stride_table"],
     # Those of the prefills lie behind those of the decodes, so their alignment changes from step to step.
     do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
 )
@@ -103,6 +107,7 @@ def prefill_kernel(
     out_ptr,  # [T, Hq, D], contiguous
     scale_log2,
     num_tokens,
+    skip,
     group,
     tile_len,
     block_shift,
@@ -135,15 +140,15 @@ def prefill_kernel(
     in_head = (dims < HEAD_DIM)[None, :]
 
     seq_start = tl.load(starts_ptr + seq)
-    first = tile * tile_len
     if seq == num_seqs:
         zeros = tl.zeros([BLOCK_M, BLOCK_D], out_ptr.dtype.element_ty)
-        for start in range(seq_start + first, num_tokens, tl.num_programs(0) * tile_len):
+        for start in range(seq_start + tile * tile_len, num_tokens, tl.num_programs(0) * tile_len):
             tokens = start + row_offset
             rows = (tokens.to(tl.int64) * num_heads + heads) * HEAD_DIM
             mask = (in_tile & (tokens < num_tokens))[:, None] & in_head
             tl.store(out_ptr + rows[:, None] + dims[None, :], zeros, mask=mask)
     else:
+        first = skip + tile * tile_len
         query_len = tl.load(starts_ptr + seq + 1) - seq_start
         if first < query_len:
             num_keys = tl.load(context_ptr + seq)

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that write rows of the KV pool, rotated on the way, and copy its blocks: rope_write_kv, copy_blocks.
+"""Triton kernels that write rows of the KV pool, rotated on the way, copy its blocks and gather a sequence's rows from
+them: rope_write_kv, copy_blocks, gather_kv.
 
 All offsets are int64: pools exceed 2 ** 31 elements. Knows nothing of who owns a block. Called through triton_ops.py.
 """
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -13,6 +15,7 @@ from pdserve.kernels.launch import cdiv, launch, next_power_of_2
 
 ROPE_TILE = 1024  # elements of half a head, over all heads of one program
 COPY_BLOCK = 4096
+GATHER_ROWS = 32
 
 
 def launch_rope_write_kv(
@@ -56,6 +59,24 @@ def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     block_elements = pool.stride(0)
     grid = (len(src), cdiv(block_elements, COPY_BLOCK))
     launch(copy_blocks_kernel, grid, (pool, src, dst), (block_elements,), BLOCK=COPY_BLOCK, num_warps=8)
+
+
+def launch_gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:
+    """reference.gather_kv; start and num_rows are multiples of the block size."""
+    _, num_kv_heads, _, block_size, head_dim = kv.shape
+    rows = min(block_size, GATHER_ROWS)
+    gathered = torch.empty((2, num_rows, num_kv_heads, head_dim), dtype=kv.dtype, device=kv.device)
+    launch(
+        gather_kv_kernel,
+        (num_rows // rows, num_kv_heads),
+        (kv, block_tables, table_row, gathered),
+        (start, num_rows, block_size.bit_length() - 1, block_tables.stride(0), *kv.stride()[:3]),
+        HEAD_DIM=head_dim,
+        BLOCK_D=next_power_of_2(head_dim),
+        ROWS=rows,
+        num_warps=4,
+    )
+    return gathered
 
 
 @triton.jit
@@ -146,3 +167,37 @@ def copy_blocks_kernel(
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < block_elements
     tl.store(pool_ptr + dst + elements, tl.load(pool_ptr + src + elements, mask=mask), mask=mask)
+
+
+@triton.jit(do_not_specialize=["start", "num_rows", "block_shift", "stride_table"])
+def gather_kv_kernel(
+    kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
+    table_ptr,  # int32 [num_slots, max_blocks]
+    table_row_ptr,  # int32 [1]
+    gathered_ptr,  # [2, num_rows, Hk, D]
+    start,
+    num_rows,
+    block_shift,
+    stride_table,
+    stride_block,
+    stride_kv_head,
+    stride_plane,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Program (ROWS rows of a block, KV head)."""
+    first = tl.program_id(0) * ROWS
+    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    position = start + first
+    table = table_ptr + tl.load(table_row_ptr).to(tl.int64) * stride_table
+    block = tl.load(table + (position >> block_shift)).to(tl.int64)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    mask = (rows < num_rows - first)[:, None] & (dims < HEAD_DIM)[None, :]
+    in_block = (position & ((1 << block_shift) - 1)) + rows
+    source = kv_ptr + block * stride_block + kv_head.to(tl.int64) * stride_kv_head
+    source += in_block[:, None] * HEAD_DIM + dims[None, :]
+    target = ((first + rows).to(tl.int64) * num_kv_heads + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+    plane = num_rows.to(tl.int64) * num_kv_heads * HEAD_DIM
+    tl.store(gathered_ptr + target, tl.load(source, mask=mask), mask=mask)
+    tl.store(gathered_ptr + plane + target, tl.load(source + stride_plane, mask=mask), mask=mask)

@@ -67,15 +67,33 @@ class Ops(Protocol):
 
     def store_tokens(self, last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None: ...
 
-    def warm_fresh_prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-        """Prepares fresh_prefill for steps of up to len(q) rows whose q, k and v lie in memory like these. Slow; call
-        it at start, on the thread that runs the model.
+    def warm_dense_prefill(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+        """Prepares fresh_prefill and chunk_prefill for steps of up to len(q) rows whose q, k and v lie in memory like
+        these. Slow; call it at start, on the thread that runs the model.
         """
 
     def fresh_prefill_pays(self, q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
         """Whether fresh_prefill is prepared for these prompts and faster than paged_prefill."""
 
     def fresh_prefill(self, q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor: ...
+
+    def chunk_prefill_pays(self, q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
+        """Whether chunk_prefill is prepared for this chunk and faster than paged_prefill."""
+
+    def chunk_prefill(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        kv: Tensor,
+        block_tables: Tensor,
+        table_rows: Tensor,
+        context_lens: Tensor,
+        query_starts: Tensor,
+        prefix_len: int,
+        scale: float,
+        out: Tensor | None = None,
+    ) -> Tensor: ...
 
     def copy_blocks(self, pool: Tensor, src: Tensor, dst: Tensor) -> None: ...
 

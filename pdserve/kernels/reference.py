@@ -216,7 +216,7 @@ class _Ints(NamedTuple):
         return np.frombuffer(self.data, np.int32).reshape(self.shape)
 
 
-def warm_fresh_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     """Nothing to prepare."""
 
 
@@ -231,14 +231,65 @@ def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], 
     q [T, Hq, D]; k and v [T, Hk, D]. Rows of q after the prompts are padding and yield zeros.
     """
     num_rows = sum(query_lens)
-    outs = []
-    for queries, keys, values in zip(*(x[:num_rows].split(query_lens) for x in (q, k, v)), strict=True):
-        q_heads, k_heads, v_heads = (x.transpose(0, 1).float() for x in (queries, keys, values))
-        out = functional.scaled_dot_product_attention(
-            q_heads, k_heads, v_heads, is_causal=True, scale=scale, enable_gqa=True
-        )
-        outs.append(out.transpose(0, 1).to(q.dtype))
+    prompts = zip(*(x[:num_rows].split(query_lens) for x in (q, k, v)), strict=True)
+    outs = [dense_attention(1, queries, keys, values, True, scale)[0] for queries, keys, values in prompts]
     return torch.cat([*outs, torch.zeros_like(q[num_rows:])])
+
+
+def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
+    """Never, as with fresh prompts."""
+    return False
+
+
+def chunk_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    prefix_len: int,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """paged_prefill of one sequence, prefix_len of whose rows stand before this step's: rows of q, k [T, Hk, D] and v,
+    the latter two in kv already.
+    """
+    return paged_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, len(q), scale, out)
+
+
+def dense_attention(batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of `batch` sequences of one length over keys of one length (the same, if causal): q [batch * queries,
+    Hq, D], k and v [batch * keys, Hk, D] -> [batch * queries, Hq, D] in q's dtype, and the log-sum-exps of the scaled
+    scores, float32 [batch, Hq, queries].
+    """
+    group = q.shape[1] // k.shape[1]
+    wide_q, wide_k, wide_v = (x.unflatten(0, (batch, -1)).transpose(1, 2).float() for x in (q, k, v))
+    wide_k, wide_v = (x.repeat_interleave(group, dim=1) for x in (wide_k, wide_v))
+    scores = wide_q @ wide_k.mT * scale
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
+    out = scores.softmax(-1) @ wide_v
+    return out.transpose(1, 2).flatten(0, 1).to(q.dtype).contiguous(), scores.logsumexp(-1)
+
+
+def gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:
+    """Rows start : start + num_rows of the sequence whose blocks row table_row (int32 [1]) of block_tables names: keys
+    and values [2, num_rows, Hk, D].
+    """
+    positions = torch.arange(start, start + num_rows, device=kv.device)
+    block_size = kv.shape[3]
+    blocks = block_tables[table_row.long(), positions // block_size].long()
+    return kv[blocks, :, :, positions % block_size].permute(2, 0, 1, 3)
+
+
+def join_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention over the keys of two: outputs [T, Hq, D] and log-sum-exps [1, Hq, T] of both -> of all keys."""
+    joined_lse = torch.logaddexp(lse, other_lse)
+    weight, other_weight = ((x - joined_lse).exp()[0].T[..., None] for x in (lse, other_lse))
+    return (out.float() * weight + other.float() * other_weight).to(out.dtype), joined_lse
 
 
 def _rows_in_use(block_tables: Tensor, table_rows: Tensor, lens: _Ints, block_size: int) -> _Ints:

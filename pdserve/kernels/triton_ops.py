@@ -1,5 +1,5 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-elementwise.py, kv_cache.py, small_products.py, attention_{decode,prefill,fresh}.py, batch_state.py and sampling.py;
+elementwise.py, kv_cache.py, small_products.py, attention_{decode,prefill,dense}.py, batch_state.py and sampling.py;
 reference.py documents each function.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels import attention_fresh
+from pdserve.kernels import attention_dense
 from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
@@ -142,19 +142,46 @@ def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
         launch_store_tokens(last_token, slots, token_ids)
 
 
-def warm_fresh_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    """attention_fresh.warm_fresh_prefill."""
-    attention_fresh.warm_fresh_prefill(q, k, v, scale)
+def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """attention_dense.warm_dense_prefill."""
+    attention_dense.warm_dense_prefill(q, k, v, scale)
 
 
 def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
-    """attention_fresh.fresh_prefill_pays."""
-    return attention_fresh.fresh_prefill_pays(q, k, v, query_lens)
+    """attention_dense.fresh_prefill_pays."""
+    return attention_dense.fresh_prefill_pays(q, k, v, query_lens)
 
 
 def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
     """reference.fresh_prefill, by cuDNN, for prompts that fresh_prefill_pays() takes."""
-    return attention_fresh.fresh_prefill(q, k, v, query_lens, scale)
+    return attention_dense.fresh_prefill(q, k, v, query_lens, scale)
+
+
+def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
+    """attention_dense.chunk_prefill_pays."""
+    return attention_dense.chunk_prefill_pays(q, k, v, prefix_len, block_size)
+
+
+def chunk_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    prefix_len: int,
+    scale: float,
+    out: Tensor | None = None,
+) -> Tensor:
+    """reference.chunk_prefill, by cuDNN but for the chunk's last rows, if chunk_prefill_pays()."""
+    _check_ids(table_rows=table_rows)
+    out = _output(q, out)
+    done = attention_dense.chunk_prefill(q, k, v, kv, block_tables, table_rows, prefix_len, scale, out)
+    if done < len(q):
+        _prefill(q, kv, block_tables, table_rows, context_lens, query_starts, len(q), scale, out, done)
+    return out
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
@@ -202,18 +229,33 @@ def paged_prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     """reference.paged_prefill."""
+    out = _output(q, out)
+    if q.numel():
+        _prefill(q, kv, block_tables, table_rows, context_lens, query_starts, max(max_query_len, 1), scale, out, 0)
+    return out
+
+
+def _prefill(
+    q: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    table_rows: Tensor,
+    context_lens: Tensor,
+    query_starts: Tensor,
+    max_query_len: int,
+    scale: float,
+    out: Tensor,
+    skip: int,
+) -> None:
+    """paged_prefill without the first `skip` rows of each sequence."""
     _check_attention(q, kv, block_tables, scale)
     _check_ids(table_rows=table_rows, context_lens=context_lens, query_starts=query_starts)
-    out = _output(q, out)
-    if q.numel() == 0:
-        return out
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv.shape[1], kv.shape[3]
-    group, num_rows = num_heads // num_kv_heads, num_tokens * num_heads
+    group, num_rows = num_heads // num_kv_heads, (num_tokens - skip) * num_heads
     tiles = prefill_tiles(group, num_rows, head_dim, block_size, q.dtype, _num_sms(q.device))
-    longest = max(max_query_len, 1)
-    launch_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, longest, scale, tiles, out)
-    return out
+    paged = kv, block_tables, table_rows, context_lens, query_starts, max_query_len
+    launch_prefill(q, *paged, scale, tiles, out, skip)
 
 
 def _output(q: Tensor, out: Tensor | None) -> Tensor:

@@ -59,18 +59,23 @@ def test_greedy_float32_equals_transformers(folder: Path, engine: dict) -> None:
 
 
 def test_bfloat16_is_no_worse_than_transformers(folder: Path) -> None:
-    """Both against float32: the mean error of prompt log-probabilities."""
-    llm = make_llm(folder, "bfloat16")
+    """Both against float32: the mean error of the log-probabilities of 4,000 prompt tokens."""
+    llm = make_llm(folder, "bfloat16", num_kv_blocks=200)
     exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    lengths = [5, 33, 64, 150, 200, 250] * 6
+    prompts = [
+        torch.randint(256, (length,), generator=torch.Generator().manual_seed(i)).tolist()
+        for i, length in enumerate(lengths)
+    ]
     ours, theirs = [], []
-    for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
+    for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         targets = torch.tensor(prompt[1:])[:, None]
         want = log_softmax(exact, prompt)[:-1].gather(1, targets)[:, 0]
         got = torch.tensor([logprob_of(entry) for entry in (output.prompt_logprobs or [])[1:]])
         ours.append((got - want).abs())
         theirs.append((log_softmax(rounded, prompt)[:-1].gather(1, targets)[:, 0] - want).abs())
-    assert torch.cat(ours).mean() < 1.5 * torch.cat(theirs).mean()
+    assert torch.cat(ours).mean() <= torch.cat(theirs).mean()
 
 
 def test_sampled_choices_do_not_depend_on_the_device(folder: Path) -> None:

@@ -4,6 +4,7 @@ Every way a token's KV can come about is driven: batched, in chunks, from the pr
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -181,7 +182,10 @@ def with_batch(**changes: Callable[[Any], Any]) -> Callable[..., AttentionBatch]
 
 
 MUTANTS: dict[str, Callable[..., AttentionBatch]] = {
-    "context one too long": with_batch(context_lens=lambda lens: lens + 1, max_decode_context=lambda most: most + 1),
+    "context one too long": with_batch(
+        context_lens=lambda lens: lens + 1,
+        shape=lambda shape: replace(shape, max_decode_context=shape.max_decode_context + 1),
+    ),
     "context one too short": with_batch(context_lens=lambda lens: (lens - 1).clamp(min=1)),
     "KV row one too far": with_batch(slots=lambda slots: slots + 1),
     "positions spread": with_batch(positions=lambda positions: positions + positions // 8),

@@ -13,7 +13,7 @@ import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
 from torch import Tensor
 
-from pdserve.kernels import attention_decode, attention_fresh, reference, triton_ops
+from pdserve.kernels import attention_decode, reference, triton_ops
 from pdserve.kernels.ops import ops_for
 
 ON_GPU = torch.cuda.is_available()
@@ -108,52 +108,6 @@ def test_prefill_full_product(head_dim: int, dtype: torch.dtype) -> None:
     for heads, block_size in product(HEADS + MORE_HEADS, BLOCK_SIZES):
         cached = Random().randrange(1, 600)
         check_prefill(heads, head_dim, block_size, dtype, [(cached + 50, 50), (300, 300), (513, 1), (16, 16), (1, 1)])
-
-
-def fresh_problem(
-    lens: tuple[int, ...], heads: tuple[int, int] = (4, 2), dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v [T, heads, 64], padding included, as slices of a fused projection."""
-    num_heads, num_kv_heads = heads
-    fused = torch.randn(sum(lens) + 3, num_heads + 2 * num_kv_heads, 64, device=DEVICE).to(dtype)
-    return fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-
-
-@pytest.mark.parametrize("lens", [(4,), (8, 8, 8), (4, 12, 12), (16, 8), (32, 4, 4, 20)])
-def test_fresh_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone and in batches; a prompt of NaN spoils no other."""
-    for name in ("LENGTH_MULTIPLE", "MIN_LENGTH"):
-        monkeypatch.setattr(attention_fresh, name, 4)
-    attention_fresh.deal.cache_clear()
-    q, k, v = fresh_problem(lens, dtype=torch.float16 if ON_GPU else torch.float32)
-    for x in (q, k, v):
-        x[sum(lens) - lens[-1] :] = float("nan")
-    out = attention_fresh.fresh_prefill(q, k, v, lens, 0.125)
-    twin = reference.fresh_prefill(q, k, v, lens, 0.125)
-    torch.testing.assert_close(out, twin, atol=2e-3 if ON_GPU else 1e-6, rtol=0, equal_nan=True)
-    attention_fresh.deal.cache_clear()
-
-
-def test_fresh_prompts_that_do_not_pay() -> None:
-    """Short prompts, odd lengths, and shapes nobody has warmed."""
-    deal, multiple = attention_fresh.deal, attention_fresh.LENGTH_MULTIPLE
-    assert deal((multiple,)) == deal((4096, 16)) == deal((4097,)) == ()
-    assert [part[1:] for part in deal((2048,) * 7)] == [(4, 2048), (2, 2048), (1, 2048)]
-    assert deal((2048, 8192)) == ((0, 1, 2048), (2048, 1, 8192))
-    assert not triton_ops.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
-    assert not reference.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
-
-
-@pytest.mark.gpu
-def test_warmed_fresh_prompts() -> None:
-    q, k, v = fresh_problem((7168,), (8, 2), torch.bfloat16)
-    triton_ops.warm_fresh_prefill(q, k, v, 0.125)
-    for lens in ((7168,), (1024, 1024, 1024, 2048), (2048, 2048)):
-        q, k, v = fresh_problem(lens, (8, 2), torch.bfloat16)
-        assert triton_ops.fresh_prefill_pays(q, k, v, lens)
-        out, twin = (ops.fresh_prefill(q, k, v, lens, 0.125) for ops in (triton_ops, reference))
-        torch.testing.assert_close(out, twin, atol=2e-2, rtol=0)
-    assert not triton_ops.fresh_prefill_pays(*fresh_problem((8192,), (8, 2), torch.bfloat16), (8192,))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -18,7 +18,7 @@ def values(metrics: WorkerMetrics) -> dict[str, float]:
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_pools_use_and_fragmentation(tiny_llama: Path, device: str) -> None:
-    engine = make_engine(tiny_llama, num_kv_blocks=33, device=device)
+    engine = make_engine(tiny_llama, num_kv_blocks=33, block_size=16, device=device)
     metrics = WorkerMetrics(engine)
     idle = values(metrics)
     assert idle["pdserve_kv_blocks:free"] == idle["pdserve_kv_longest_blank_run_blocks"] == 32

@@ -1,0 +1,180 @@
+"""Causal attention of prompts by cuDNN, through torch, on K and V rows that lie one behind the other: a quarter faster
+than a paged kernel, on the shapes it is prepared for.
+
+Fresh prompts have all their keys among the step's own rows. A chunk that continues a prompt attends to its own rows and
+to those before it, which are gathered from their blocks piece by piece; the parts are joined by their log-sum-exps.
+
+cuDNN makes a plan (tens of milliseconds) for each new shape, and torch keeps plans by thread. So only shapes that
+warm_dense_prefill() has run on this thread are taken: multiples of 512 rows, such as the chunks of a long prompt that
+has the device for itself, in batches of a power of two; behind as many rows as such a chunk has, or a multiple of it.
+Other lengths are left to the paged kernel: padding them costs in copies what cuDNN wins. Knows nothing of engines.
+Called through triton_ops.py.
+"""
+
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
+
+from pdserve.kernels import reference
+from pdserve.kernels.join_attention import launch_join_attention
+from pdserve.kernels.kv_cache import launch_gather_kv
+
+LENGTH_MULTIPLE = 512
+MIN_LENGTH = 1024
+CHUNK_MULTIPLE = 1024  # rows of a chunk past a multiple of it are left to the paged kernel
+MIN_PIECE = 4096  # rows before a chunk; with shorter pieces, gathering and joining them takes what cuDNN wins
+
+
+class Part(NamedTuple):
+    """`batch` prompts of `length` rows each, from row `start` on."""
+
+    start: int
+    batch: int
+    length: int
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.start, self.start + self.batch * self.length)
+
+
+class _Warm(threading.local):
+    """What _shape() gives for the plans that torch has in this thread; piece: rows before a chunk that are attended to
+    at a time, 0 when none are.
+    """
+
+    def __init__(self) -> None:
+        self.shapes: set[tuple[object, ...]] = set()
+        self.piece = 0
+
+
+_warm = _Warm()
+
+
+def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+    """Makes the plans for steps of up to len(q) rows that lie in memory like these; 30 ms each (33 plans for
+    8,192 rows) and 0.6 s the first time. Call it on the thread that runs the model.
+    """
+    if not _is_supported(q, k, v):
+        return
+    for part in _parts_to_warm(len(q)):
+        _causal(part, q, k, v, scale)
+        _warm.shapes.add(_shape(part, q, k, v))
+    _warm.piece = len(q) if len(q) >= MIN_PIECE else 0
+    if _warm.piece:
+        keys, values = k.new_zeros(2, *k.shape)
+        for num_rows in range(2 * CHUNK_MULTIPLE, len(q) + 1, CHUNK_MULTIPLE):
+            _attend(1, q[:num_rows], keys, values, False, scale)
+    torch.cuda.synchronize(q.device)
+
+
+def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
+    """Whether fresh_prefill() is faster for such prompts than paged_prefill(), and needs no new plan."""
+    parts = deal(query_lens)
+    return bool(parts) and all(_shape(part, q, k, v) in _warm.shapes for part in parts)
+
+
+def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
+    """reference.fresh_prefill, for lengths that deal() takes."""
+    parts = deal(query_lens)
+    outs = [_causal(part, q, k, v, scale)[0] for part in parts]
+    if parts[-1].rows.stop < len(q):
+        outs.append(q.new_zeros(q[parts[-1].rows.stop :].shape))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+@lru_cache(maxsize=64)
+def deal(query_lens: tuple[int, ...]) -> tuple[Part, ...]:
+    """The prompts in order, neighbours of equal length together; () if one has a length that does not pay."""
+    parts: list[Part] = []
+    start = 0
+    for length, run in groupby(query_lens):
+        left = len(list(run))
+        if length < MIN_LENGTH or length % LENGTH_MULTIPLE:
+            return ()
+        while left:
+            batch = 1 << (left.bit_length() - 1)
+            parts.append(Part(start, batch, length))
+            start += batch * length
+            left -= batch
+    return tuple(parts)
+
+
+def chunk_rows(num_rows: int) -> int:
+    """How many of a chunk's first rows chunk_prefill() takes."""
+    return num_rows - num_rows % CHUNK_MULTIPLE if num_rows >= 2 * CHUNK_MULTIPLE else 0
+
+
+def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
+    """Whether chunk_prefill() is faster for such a chunk than paged_prefill(), and needs no new plan."""
+    piece, length = _warm.piece, chunk_rows(len(q))
+    if not length or not piece or not prefix_len or prefix_len % piece or piece % block_size:
+        return False
+    return _shape(Part(0, 1, length), q, k, v) in _warm.shapes
+
+
+def chunk_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    block_tables: Tensor,
+    table_row: Tensor,
+    prefix_len: int,
+    scale: float,
+    out: Tensor,
+) -> int:
+    """Writes to `out` (as q, contiguous) the attention of a chunk's first rows, and returns how many they are.
+
+    q, k and v as in fresh_prefill. The chunk stands behind prefix_len rows, which lie in kv in the blocks that row
+    table_row (int32 [1]) of block_tables names.
+    """
+    length, piece = chunk_rows(len(q)), _warm.piece
+    q, out = q[:length], out[:length]
+    own, lse = _attend(1, q, k[:length], v[:length], True, scale)
+    for start in range(0, prefix_len, piece):
+        keys, values = launch_gather_kv(kv, block_tables, table_row, start, piece)
+        launch_join_attention(own, lse, *_attend(1, q, keys, values, False, scale), out)
+        own = out
+    return length
+
+
+def _is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether cuDNN attends to such rows: not in float32, for one."""
+    heads = (x[None].transpose(1, 2) for x in (q, k, v))
+    params = SDPAParams(*heads, None, 0.0, True, q.shape[1] != k.shape[1])  # type: ignore[call-arg,arg-type]
+    return q.is_cuda and can_use_cudnn_attention(params)
+
+
+def _parts_to_warm(num_rows: int) -> Iterator[Part]:
+    for length in range(MIN_LENGTH, num_rows + 1, LENGTH_MULTIPLE):
+        batch = 1
+        while batch * length <= num_rows:
+            yield Part(0, batch, length)
+            batch *= 2
+
+
+def _shape(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
+    """What torch tells plans apart by, as far as it varies here."""
+    strides = q.stride(), k.stride(), v.stride()
+    return part.batch, part.length, strides, q.shape[1:], k.shape[1], q.dtype, q.device
+
+
+def _causal(part: Part, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    return _attend(part.batch, q[part.rows], k[part.rows], v[part.rows], True, scale)
+
+
+def _attend(batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """reference.dense_attention by cuDNN. torch's public function keeps the log-sum-exps to itself."""
+    if not q.is_cuda:
+        return reference.dense_attention(batch, q, k, v, causal, scale)
+    q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, causal, False, scale=scale
+    )
+    return out.transpose(1, 2).flatten(0, 1).contiguous(), lse.flatten(2)
