@@ -174,12 +174,9 @@ def dense_cases() -> Iterator[Case]:
 
 def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     """Each reads its inputs and writes its outputs once; the work counts those bytes."""
-    x, residual, weight = random(num_tokens, HIDDEN), random(num_tokens, HIDDEN), random(HIDDEN)
+    x, weight = random(num_tokens, HIDDEN), random(HIDDEN)
     rows = num_tokens * DTYPE.itemsize
     yield Case(f"rms_norm {num_tokens}", partial(triton_ops.rms_norm, x, weight, 1e-5), 2 * rows * HIDDEN, "TB/s")
-    add = partial(triton_ops.add_rms_norm, x, residual, weight, 1e-5)
-    yield Case(f"add_rms_norm {num_tokens}", add, 4 * rows * HIDDEN, "TB/s")
-
     qkv = random(num_tokens, QKV_HEADS, HEAD_DIM)
     q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     positions = torch.arange(num_tokens, device="cuda")

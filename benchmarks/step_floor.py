@@ -61,7 +61,7 @@ def step_floor(spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Seque
         return ceilings.seconds(numbers * itemsize)
 
     layer = {
-        "norm": 2 * moved(4 * rows * hidden),  # x and residual in, both out
+        "norm": 2 * moved(2 * rows * hidden),
         "qkv": product(rows, hidden, q_width + 2 * kv_width),
         "rope + KV write": moved(2 * rows * (q_width + 2 * kv_width)),
         "attention": sum(_attention(spec, itemsize, ceilings, chunk) for chunk in chunks),
@@ -72,7 +72,7 @@ def step_floor(spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Seque
     }
     once = {
         "inputs": moved(2 * rows * hidden),  # the embedding's rows
-        "norm": moved(4 * rows * hidden),
+        "norm": moved(2 * rows * hidden),
         "head": product(samples, hidden, spec.vocab_size) if samples else 0.0,
         "sampling": moved(samples * spec.vocab_size),
     }

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of one pass over the activations: RMS norm (with the residual add), SiLU gate.
+"""Triton kernels of one pass over the activations: RMS norm, SiLU gate.
 
 Each reads and writes every element once and computes in float32. Knows nothing of models. Called through triton_ops.py.
 """
@@ -35,26 +35,6 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def launch_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """reference.add_rms_norm; x and residual [rows, width], contiguous."""
-    y, new_residual = torch.empty_like(x), torch.empty_like(x)
-    width = x.shape[-1]
-    block, rows, warps = _norm_tile(width)
-    num_rows = x.numel() // width
-    launch(
-        add_rms_norm_kernel,
-        (cdiv(num_rows, rows),),
-        (x, residual, weight, y, new_residual),
-        (eps, num_rows),
-        WIDTH=width,
-        BLOCK=block,
-        ROWS=rows,
-        num_warps=warps,
-        **launch_options(x.device),
-    )
-    return y, new_residual
-
-
 def launch_silu_mul(gate_up: Tensor) -> Tensor:
     """reference.silu_mul; the last dim of gate_up is contiguous."""
     num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -79,16 +59,6 @@ def _norm_tile(width: int) -> tuple[int, int, int]:
     return block, rows, min(max(block * rows // 512, 1), 16)
 
 
-@triton.jit
-def normalise(x, weight_ptr, eps, out_dtype: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """x [ROWS, BLOCK] float32 over its root mean square, rounded to out_dtype, times weight [WIDTH], rounded again."""
-    columns = tl.arange(0, BLOCK)
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
-    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
-    normed = (x * scale[:, None]).to(out_dtype).to(tl.float32)
-    return (normed * weight[None, :]).to(out_dtype)
-
-
 @triton.jit(do_not_specialize=["num_rows", "per_row"])
 def rms_norm_kernel(
     x_ptr,  # [num_rows / per_row, per_row, WIDTH]
@@ -111,37 +81,12 @@ def rms_norm_kernel(
     mask = (row < num_rows)[:, None] & (columns < WIDTH)[None, :]
     offsets = row // per_row * stride_outer + row % per_row * stride_inner
     x = tl.load(x_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    y = normalise(x, weight_ptr, eps, y_ptr.dtype.element_ty, WIDTH, BLOCK)
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
+    dtype: tl.constexpr = y_ptr.dtype.element_ty
+    normed = (x * scale[:, None]).to(dtype).to(tl.float32)  # rounded here too, as models are trained
+    y = (normed * weight[None, :]).to(dtype)
     tl.store(y_ptr + (row * WIDTH)[:, None] + columns[None, :], y, mask=mask)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def add_rms_norm_kernel(
-    x_ptr,  # this and all others [num_rows, WIDTH], contiguous
-    residual_ptr,
-    weight_ptr,
-    y_ptr,
-    new_residual_ptr,
-    eps,
-    num_rows,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    ROWS: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    begin(PDL)
-    wait(PDL)
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    mask = (row < num_rows)[:, None] & (columns < WIDTH)[None, :]
-    offsets = (row * WIDTH)[:, None] + columns[None, :]
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    residual = tl.load(residual_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
-    # Rounded before the norm, so that y is the norm of what is stored.
-    new_residual = (x + residual).to(y_ptr.dtype.element_ty)
-    tl.store(new_residual_ptr + offsets, new_residual, mask=mask)
-    y = normalise(new_residual.to(tl.float32), weight_ptr, eps, y_ptr.dtype.element_ty, WIDTH, BLOCK)
-    tl.store(y_ptr + offsets, y, mask=mask)
 
 
 @triton.jit

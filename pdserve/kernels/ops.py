@@ -18,8 +18,6 @@ class Ops(Protocol):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
-
     def rope_write_kv(
         self,
         q: Tensor,
@@ -99,27 +97,16 @@ class Ops(Protocol):
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
-    def add_norm_linear(
-        self,
-        delta: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """May return delta itself as the new residual."""
+    def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+        """May write to residual: use what is returned, and residual no more."""
 
-    def add_norm_linear_silu_mul(
-        self,
-        delta: Tensor,
-        residual: Tensor | None,
-        norm_weight: Tensor,
-        eps: float,
-        weight: Tensor,
-        bias: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """May return delta itself as the new residual."""
+    def norm_linear(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor: ...
+
+    def norm_linear_silu_mul(
+        self, x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+    ) -> Tensor: ...
 
     def draw_tokens(
         self,

@@ -38,12 +38,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * normed.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`(rms_norm(x + residual), x + residual)`; shapes [..., width]."""
-    new_residual = x + residual
-    return rms_norm(new_residual, weight, eps), new_residual
-
-
 def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their positions [T].
 
@@ -70,32 +64,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return functional.linear(x, weight, bias)
 
 
-def add_norm_linear(
-    delta: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """`(linear(rms_norm(delta + residual)), delta + residual)`; delta and residual [T, in], None counts as zeros."""
-    if residual is None:
-        return linear(rms_norm(delta, norm_weight, eps), weight, bias), delta
-    normed, residual = add_rms_norm(delta, residual, norm_weight, eps)
-    return linear(normed, weight, bias), residual
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """`residual + linear(x)`; residual [T, out], contiguous. It may be overwritten: use what is returned."""
+    return residual + linear(x, weight, bias)
 
 
-def add_norm_linear_silu_mul(
-    delta: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """add_norm_linear with a fused gate and up matrix [2 * I, in], then silu_mul; returns [T, I] and the residual."""
-    gate_up, residual = add_norm_linear(delta, residual, norm_weight, eps, weight, bias)
-    return silu_mul(gate_up), residual
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`linear(rms_norm(x))`; x [T, in]."""
+    return linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def norm_linear_silu_mul(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """norm_linear with a fused gate and up matrix [2 * I, in], then silu_mul; returns [T, I]."""
+    return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
 
 
 @lru_cache

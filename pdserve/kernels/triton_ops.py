@@ -16,7 +16,7 @@ from pdserve.kernels import attention_dense
 from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
-from pdserve.kernels.elementwise import launch_add_rms_norm, launch_rms_norm, launch_silu_mul
+from pdserve.kernels.elementwise import launch_rms_norm, launch_silu_mul
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.sampling import launch_cut, launch_draw, launch_penalties, launch_token_logprobs
 from pdserve.kernels.small_products import MAX_ROWS, launch_row_product, launch_small_product
@@ -32,13 +32,6 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return torch.empty_like(x)
     rows = x if x.ndim in (2, 3) and x.stride(-1) == 1 else x.reshape(-1, x.shape[-1])
     return launch_rms_norm(rows, weight, eps).view(x.shape)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """reference.add_rms_norm."""
-    if x.numel() == 0:
-        return torch.empty_like(x), torch.empty_like(x)
-    return launch_add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
 
 
 def rope_write_kv(
@@ -65,41 +58,36 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """reference.linear: Triton for few rows, else cuBLAS."""
     if not _is_small(x, weight):
         return functional.linear(x, weight, bias)
-    return _small_product(x, weight, bias, silu=False)
+    return _small_product(x, weight, bias)
 
 
-def add_norm_linear(
-    delta: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """reference.add_norm_linear."""
-    normed, residual = _add_norm(delta, residual, norm_weight, eps)
-    return linear(normed, weight, bias), residual
+def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
+    """reference.linear_add, written to residual."""
+    if residual.shape != (len(x), len(weight)) or not residual.is_contiguous():
+        raise ValueError(f"residual must be contiguous {(len(x), len(weight))}, not {tuple(residual.shape)}")
+    if _is_small(x, weight):
+        return _small_product(x, weight, bias, residual=residual)
+    residual.addmm_(x, weight.mT)
+    return residual if bias is None else residual.add_(bias)
 
 
-def add_norm_linear_silu_mul(
-    delta: Tensor,
-    residual: Tensor | None,
-    norm_weight: Tensor,
-    eps: float,
-    weight: Tensor,
-    bias: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """reference.add_norm_linear_silu_mul."""
-    normed, residual = _add_norm(delta, residual, norm_weight, eps)
+def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """reference.norm_linear; the norm of a single row is within the product."""
+    if len(x) == 1 and _is_small(x, weight):
+        return launch_row_product(x, weight, bias, norm=(norm_weight, eps))
+    return linear(rms_norm(x, norm_weight, eps), weight, bias)
+
+
+def norm_linear_silu_mul(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """reference.norm_linear_silu_mul."""
+    if len(x) == 1 and _is_small(x, weight):
+        return launch_row_product(x, weight, bias, silu=True, norm=(norm_weight, eps))
+    normed = rms_norm(x, norm_weight, eps)
     if _is_small(normed, weight):
-        return _small_product(normed, weight, bias, silu=True), residual
-    return silu_mul(functional.linear(normed, weight, bias)), residual
-
-
-def _add_norm(delta: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    if residual is None:
-        return rms_norm(delta, weight, eps), delta
-    return add_rms_norm(delta, residual, weight, eps)
+        return _small_product(normed, weight, bias, silu=True)
+    return silu_mul(functional.linear(normed, weight, bias))
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
@@ -114,10 +102,12 @@ def _is_small(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def _small_product(x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool) -> Tensor:
+def _small_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool = False, residual: Tensor | None = None
+) -> Tensor:
     if len(x) == 1:
-        return launch_row_product(x, weight, bias, silu)
-    return launch_small_product(x, weight, bias, silu, _num_sms(x.device))
+        return launch_row_product(x, weight, bias, silu, residual=residual)
+    return launch_small_product(x, weight, bias, _num_sms(x.device), silu, residual)
 
 
 def gather_inputs(

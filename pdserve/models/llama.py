@@ -1,7 +1,7 @@
 """The Llama family: Llama 2 and 3, Mistral (without window), Qwen2 and Qwen3; ModelSpec carries every difference.
 
     ids -> embedding
-        -> layers x [ add, norm, qkv (-> qk norm) -> attend -> o -> add, norm, gate_up, silu_mul -> down ]
+        -> layers x [ norm, qkv (-> qk norm) -> attend -> o, add -> norm, gate_up, silu_mul -> down, add ]
         -> norm -> hidden -> lm_head -> logits
 
 Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences, positions nor the KV pool:
@@ -28,15 +28,16 @@ k, and may do so in place."""
 
 
 class Linear:
-    """`x [T, in] -> [T, out]`; several projections (`outs`: checkpoint module -> rows) in one matrix."""
+    """A projection `[T, in] -> [T, out]`; several (`outs`: checkpoint module -> rows) in one matrix."""
 
     def __init__(self, ops: Ops, weights: WeightSet, outs: dict[str, int], num_inputs: int, bias: bool) -> None:
         self._ops = ops
         self._weight = weights.add({f"{name}.weight": rows for name, rows in outs.items()}, num_inputs)
         self._bias = weights.add({f"{name}.bias": rows for name, rows in outs.items()}, init="bias") if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._ops.linear(x, *self.parameters)
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """`residual [T, out]` with the projection of `x [T, in]` added; use residual no more."""
+        return self._ops.linear_add(x, *self.parameters, residual)
 
     @property
     def parameters(self) -> tuple[Tensor, Tensor | None]:
@@ -63,13 +64,13 @@ class Attention:
                 weights.add({f"{name}.k_norm.weight": spec.head_dim}, init="ones"),
             )
 
-    def __call__(self, delta: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
+    def __call__(self, residual: Tensor, attend: Attend) -> Tensor:
         eps = self._spec.rms_eps
-        qkv, residual = self._ops.add_norm_linear(delta, residual, self._norm.data, eps, *self._qkv.parameters)
+        qkv = self._ops.norm_linear(residual, self._norm.data, eps, *self._qkv.parameters)
         q, k, v = qkv.view(len(qkv), sum(self._heads), self._spec.head_dim).split_with_sizes(self._heads, 1)
         if self._qk_norms:
             q, k = (self._ops.rms_norm(x, norm.data, eps) for x, norm in zip((q, k), self._qk_norms, strict=True))
-        return self._o(attend(self._layer, q, k, v, self._rope).flatten(1)), residual
+        return self._o.add_to(residual, attend(self._layer, q, k, v, self._rope).flatten(1))
 
 
 class Mlp:
@@ -84,24 +85,21 @@ class Mlp:
         self._gate_up = Linear(ops, weights, outs, spec.hidden_size, spec.mlp_bias)
         self._down = Linear(ops, weights, {f"{name}.down_proj": spec.hidden_size}, size, spec.mlp_bias)
 
-    def __call__(self, delta: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        hidden, residual = self._ops.add_norm_linear_silu_mul(
-            delta, residual, self._norm.data, self._eps, *self._gate_up.parameters
-        )
-        return self._down(hidden), residual
+    def __call__(self, residual: Tensor) -> Tensor:
+        hidden = self._ops.norm_linear_silu_mul(residual, self._norm.data, self._eps, *self._gate_up.parameters)
+        return self._down.add_to(residual, hidden)
 
 
 class Layer:
-    """One decoder layer. `delta` is what the part before computed and has not yet added to `residual`."""
+    """One decoder layer."""
 
     def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: RopeTables) -> None:
         self._attention = Attention(spec, layer, ops, weights, rope)
         self._mlp = Mlp(spec, layer, ops, weights)
 
-    def __call__(self, delta: Tensor, residual: Tensor | None, attend: Attend) -> tuple[Tensor, Tensor]:
-        """`delta [T, hidden]`, `residual [T, hidden]` (None before the first layer) -> the same after this layer."""
-        delta, residual = self._attention(delta, residual, attend)
-        return self._mlp(delta, residual)
+    def __call__(self, residual: Tensor, attend: Attend) -> Tensor:
+        """`residual [T, hidden]` -> the same after this layer; it may be overwritten."""
+        return self._mlp(self._attention(residual, attend))
 
 
 class Llama:
@@ -122,12 +120,10 @@ class Llama:
 
     def forward(self, input_ids: Tensor, attend: Attend) -> Tensor:
         """`input_ids [T]` -> hidden `[T, hidden]`, normed."""
-        delta: Tensor = torch.nn.functional.embedding(input_ids, self._embedding.data)
-        residual: Tensor | None = None
+        residual = torch.nn.functional.embedding(input_ids, self._embedding.data)
         for layer in self._layers:
-            delta, residual = layer(delta, residual, attend)
-        assert residual is not None
-        return self._ops.add_rms_norm(delta, residual, self._norm.data, self.spec.rms_eps)[0]
+            residual = layer(residual, attend)
+        return self._ops.rms_norm(residual, self._norm.data, self.spec.rms_eps)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype.

@@ -21,18 +21,18 @@ SPLIT = ["sm90_xmma_gemm_bf16bf16_bf16f32_splitK", "void cublasLt::splitKreduce_
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4>"
 
 LAYER = [
-    ("add_rms_norm_kernel", "norm"),
+    ("rms_norm_kernel", "norm"),
     (GEMM, "qkv"),
     ("rope_write_kv_kernel", "rope + KV write"),
     ("decode_kernel", "attention"),
     ("merge_kernel", "attention"),
     (GEMM, "o"),
-    ("add_rms_norm_kernel", "norm"),
+    ("rms_norm_kernel", "norm"),
     (GEMM, "gate-up"),
     ("silu_mul_kernel", "activation"),
     (GEMM, "down"),
 ]
-HEAD = [("add_rms_norm_kernel", "norm"), (GEMM, "head")]
+HEAD = [("rms_norm_kernel", "norm"), (GEMM, "head")]
 SAMPLING = [
     (ELEMENTWISE, "sampling"),
     ("void at::native::reduce_kernel<ArgMaxOps>", "sampling"),
@@ -55,7 +55,7 @@ SPLIT_LAYER = [
     ("rope_write_kv_kernel", "rope + KV write"),
     ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma", "attention"),
     *((name, "o") for name in SPLIT),
-    ("add_rms_norm_kernel", "norm"),
+    ("rms_norm_kernel", "norm"),
     (GEMM, "gate-up"),
     ("silu_mul_kernel", "activation"),
     *((name, "down") for name in SPLIT),
@@ -66,7 +66,7 @@ SPLIT_LAYER = [
     "sequence",
     [
         [*INPUTS, *LAYER, *LAYER, *HEAD, *SAMPLING] * 3,
-        [*INPUTS, *LAYER, *LAYER, ("add_rms_norm_kernel", "norm")] * 2,  # chunks that sample nothing
+        [*INPUTS, *LAYER, *LAYER, ("rms_norm_kernel", "norm")] * 2,  # chunks that sample nothing
         [*INPUTS, *FUSED, *FUSED, *HEAD, *SAMPLING] * 2,
         [*INPUTS, *SPLIT_LAYER, *SPLIT_LAYER, *HEAD] * 2,
         [*INPUTS, *LAYER[:4], ("prefill_kernel", "attention"), *LAYER[5:], *HEAD] * 2,  # decodes and a prompt

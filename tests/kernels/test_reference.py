@@ -106,18 +106,12 @@ def test_inputs_changed_in_place_are_noticed() -> None:
 
 @pytest.mark.parametrize("width", [32, 100, 256, 1000])
 def test_elementwise_ops_are_batch_invariant(width: int) -> None:
-    x, residual, weight = torch.randn(50, width), torch.randn(50, width), torch.randn(width)
+    x, weight = torch.randn(50, width), torch.randn(width)
     gate_up, positions = torch.randn(50, 2 * width), torch.randint(0, 99, (50,))
     q, k = torch.randn(50, 6, 40), torch.randn(50, 2, 40)
     cos, sin = torch.randn(99, 20), torch.randn(99, 20)
     for rows in (slice(0, 1), slice(3, 5), slice(17, 34)):
         assert torch.equal(reference.rms_norm(x[rows], weight, 1e-5), reference.rms_norm(x, weight, 1e-5)[rows])
-        both = zip(
-            reference.add_rms_norm(x[rows], residual[rows], weight, 1e-5),
-            reference.add_rms_norm(x, residual, weight, 1e-5),
-            strict=True,
-        )
-        assert all(torch.equal(part, full[rows]) for part, full in both)
         assert torch.equal(reference.silu_mul(gate_up[rows]), reference.silu_mul(gate_up)[rows])
         rotated = reference.apply_rope(q[rows], k[rows], cos, sin, positions[rows])
         for part, full in zip(rotated, reference.apply_rope(q, k, cos, sin, positions), strict=True):
