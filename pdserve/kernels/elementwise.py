@@ -75,13 +75,14 @@ def rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     begin(PDL)
+    columns = tl.arange(0, BLOCK)
+    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+
     wait(PDL)
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
     mask = (row < num_rows)[:, None] & (columns < WIDTH)[None, :]
     offsets = row // per_row * stride_outer + row % per_row * stride_inner
     x = tl.load(x_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-    weight = tl.load(weight_ptr + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
     normed = (x * scale[:, None]).to(dtype).to(tl.float32)  # rounded here too, as models are trained

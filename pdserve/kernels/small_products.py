@@ -64,21 +64,19 @@ def launch_row_product(
     weight: Tensor,
     bias: Tensor | None,
     silu: bool = False,
-    norm: tuple[Tensor, float] | None = None,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`x [1, in] -> [1, out]`, or `[1, out / 2]` with silu; the last dims of x and weight are contiguous. norm: weight
-    [in] and epsilon of the RMS norm that x goes through first. With residual [1, out] the result is added to it.
+    """`x [1, in] -> [1, out]`, or `[1, out / 2]` with silu; the last dims of x and weight are contiguous. With
+    residual [1, out] the result is added to it.
     """
     num_outputs, num_inputs = weight.shape[0] // (2 if silu else 1), weight.shape[1]
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device) if residual is None else residual
     tiles = row_tiles(num_inputs, silu)
-    norm_weight, eps = norm or (None, 0.0)
     launch(
         row_product_kernel,
         (cdiv(num_outputs, tiles.block_out),),
-        (x, weight, bias, norm_weight, out),
-        (eps, num_outputs, num_inputs, weight.stride(0)),
+        (x, weight, bias, out),
+        (num_outputs, num_inputs, weight.stride(0)),
         SILU=silu,
         ADD=residual is not None,
         BLOCK_OUT=tiles.block_out,
@@ -167,9 +165,7 @@ def row_product_kernel(
     x_ptr,  # [num_inputs]
     weight_ptr,  # [num_outputs or 2 * num_outputs, num_inputs]
     bias_ptr,  # one a row of weight, or None
-    norm_ptr,  # [num_inputs], or None
     out_ptr,  # [num_outputs]
-    eps,
     num_outputs,
     num_inputs,
     stride_weight,
@@ -179,9 +175,7 @@ def row_product_kernel(
     BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT outputs). The next step's weights are loaded before those of this one are used. The
-    norm's scale is the same for all inputs, so it waits until the sums are there.
-    """
+    """Program (tile of BLOCK_OUT outputs). The next step's weights are loaded before those of this one are used."""
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
@@ -191,40 +185,28 @@ def row_product_kernel(
     gate_weights = load_weights(gate_rows, 0, columns, num_inputs)
     if SILU:
         up_weights = load_weights(up_rows, 0, columns, num_inputs)
-    if norm_ptr is not None:
-        norm = load_inputs(norm_ptr, 0, columns, num_inputs)
 
     wait(PDL)
     x = load_inputs(x_ptr, 0, columns, num_inputs)
     gate_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     up_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-    squares = tl.zeros([BLOCK_IN], tl.float32)
     for start in range(BLOCK_IN, num_inputs + BLOCK_IN, BLOCK_IN):
         next_gate = load_weights(gate_rows, start, columns, num_inputs)
         if SILU:
             next_up = load_weights(up_rows, start, columns, num_inputs)
         next_x = load_inputs(x_ptr, start, columns, num_inputs)
-        wide = x.to(tl.float32)
-        if norm_ptr is not None:
-            next_norm = load_inputs(norm_ptr, start, columns, num_inputs)
-            squares += wide * wide
-            wide *= norm.to(tl.float32)
-            norm = next_norm
-        gate_sums += gate_weights.to(tl.float32) * wide[None, :]
+        gate_sums += gate_weights.to(tl.float32) * x.to(tl.float32)[None, :]
         gate_weights = next_gate
         if SILU:
-            up_sums += up_weights.to(tl.float32) * wide[None, :]
+            up_sums += up_weights.to(tl.float32) * x.to(tl.float32)[None, :]
             up_weights = next_up
         x = next_x
 
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     in_range = outputs < num_outputs
-    scale = 1.0
-    if norm_ptr is not None:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / num_inputs + eps)
-    y = with_bias(tl.sum(gate_sums, 1) * scale, bias_ptr, outputs, in_range, dtype)
+    y = with_bias(tl.sum(gate_sums, 1), bias_ptr, outputs, in_range, dtype)
     if SILU:
-        y = silu_mul(y, with_bias(tl.sum(up_sums, 1) * scale, bias_ptr, num_outputs + outputs, in_range, dtype))
+        y = silu_mul(y, with_bias(tl.sum(up_sums, 1), bias_ptr, num_outputs + outputs, in_range, dtype))
     if ADD:
         y += tl.load(out_ptr + outputs, mask=in_range, other=0.0).to(tl.float32)
     tl.store(out_ptr + outputs, y.to(dtype), mask=in_range)

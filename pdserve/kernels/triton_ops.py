@@ -72,9 +72,7 @@ def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor)
 
 
 def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """reference.norm_linear; the norm of a single row is within the product."""
-    if len(x) == 1 and _is_small(x, weight):
-        return launch_row_product(x, weight, bias, norm=(norm_weight, eps))
+    """reference.norm_linear."""
     return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
 
@@ -82,8 +80,6 @@ def norm_linear_silu_mul(
     x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
 ) -> Tensor:
     """reference.norm_linear_silu_mul."""
-    if len(x) == 1 and _is_small(x, weight):
-        return launch_row_product(x, weight, bias, silu=True, norm=(norm_weight, eps))
     normed = rms_norm(x, norm_weight, eps)
     if _is_small(normed, weight):
         return _small_product(normed, weight, bias, silu=True)
