@@ -18,12 +18,14 @@ counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a s
 
 import argparse
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from pdserve.bench.load import LoadConfig, run_load
+from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 from pdserve.bench.workload import Lengths, Shape
 
@@ -47,29 +49,38 @@ def router_times(url: str) -> dict[str, float]:
 
 
 def measure(url: str, clients: int, input_len: Lengths, output_len: Lengths, rounds: int, vocab_size: int) -> Json:
-    """One load; mean milliseconds of a request by part. ValueError when the router counted other requests."""
-    num_requests = max(clients * rounds, 8)
-    warm_up = Shape(clients, input_len, output_len)
-    run_load(LoadConfig(url, warm_up, clients=clients, vocab_size=vocab_size, num_warmups=1, seed=1), progress=False)
+    """share_of() a closed loop, behind one like it that warms up."""
+    load = LoadConfig(url, Shape(clients, input_len, output_len), clients, vocab_size=vocab_size, seed=1)
+    run_load(load, progress=False)
+    shape = Shape(max(clients * rounds, 8), input_len, output_len)
+    result, share = share_of(replace(load, shape=shape, num_warmups=0, seed=clients))
+    if share is None:
+        raise ValueError(
+            f"of {shape.num_prompts} requests {len(result.finished)} finished ({dict(result.errors)}), and this router "
+            "may have counted others: end other load on the server, and give it one router replica"
+        )
+    return share
+
+
+def share_of(load: LoadConfig) -> tuple[LoadResult, Json | None]:
+    """Puts a load without warm-ups on the server; mean milliseconds of a request by part, and their shares of what
+    clients saw: None when some failed or the router counted other requests.
+    """
     time.sleep(SETTLE_S)
-    before = router_times(url)
-    shape = Shape(num_requests, input_len, output_len)
-    load = LoadConfig(url, shape, clients=clients, vocab_size=vocab_size, num_warmups=0, seed=clients)
+    before = router_times(load.url)
     result = run_load(load)
     time.sleep(SETTLE_S)
-    spent = {name: value - before[name] for name, value in router_times(url).items()}
+    spent = {name: value - before[name] for name, value in router_times(load.url).items()}
+    num_requests = load.shape.num_prompts
     if not spent["requests"] == len(result.finished) == num_requests:
-        raise ValueError(
-            f"{num_requests} requests were sent, {len(result.finished)} finished ({dict(result.errors)}), and this "
-            f"router counted {spent['requests']:g}: end other load on the server, and give it one router replica"
-        )
+        return result, None
     seen = sum(outcome.ended_at - outcome.sent_at for outcome in result.finished)
     parts = {"outside": seen - spent["total"], **{part: spent[part] for part in PARTS}}
-    return {
-        "clients": clients,
+    return result, {
+        "load": load.label,
         "requests": num_requests,
-        "input_len": str(input_len),
-        "output_len": str(output_len),
+        "input_len": str(load.shape.input_len),
+        "output_len": str(load.shape.output_len),
         "request_ms": round(1e3 * seen / num_requests, 2),
         "ms": {part: round(1e3 * seconds / num_requests, 3) for part, seconds in parts.items()},
         "share": {part: round(seconds / seen, 4) for part, seconds in parts.items()},
@@ -77,17 +88,17 @@ def measure(url: str, clients: int, input_len: Lengths, output_len: Lengths, rou
     }
 
 
-def table(rows: list[Json]) -> str:
+def table(rows: Sequence[Json]) -> str:
     """Markdown: a line a load, milliseconds and share by part."""
     names = list(rows[0]["share"])
     lines = [
-        "| clients | in/out | request, ms | " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "| load | in/out | request, ms | " + " | ".join(name.replace("_", " ") for name in names) + " |",
         "|" + "---|" * (3 + len(names)),
     ]
     for row in rows:
         cells = [f"{row['ms'][name]:.1f} ({row['share'][name]:.1%})" for name in names]
         lengths = f"{row['input_len']}/{row['output_len']}"
-        lines.append(f"| {row['clients']} | {lengths} | {row['request_ms']:.1f} | " + " | ".join(cells) + " |")
+        lines.append(f"| {row['load']} | {lengths} | {row['request_ms']:.1f} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -101,12 +112,15 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=1000, help="prompts hold token ids below it")
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     args = parser.parse_args()
-    check_writable(args.out)
     rows = []
-    for clients in args.clients:
-        row = measure(args.url, clients, args.input_len, args.output_len, args.rounds, args.vocab_size)
-        append(args.out, {"benchmark": "http_share", "device": gpu_name(), **row, **circumstances()})
-        rows.append(row)
+    try:
+        check_writable(args.out)
+        for clients in args.clients:
+            row = measure(args.url, clients, args.input_len, args.output_len, args.rounds, args.vocab_size)
+            append(args.out, {"benchmark": "http_share", "device": gpu_name(), **row, **circumstances()})
+            rows.append(row)
+    except (ValueError, OSError, httpx.HTTPError) as error:
+        parser.error(str(error))
     print(table(rows))
 
 

@@ -130,7 +130,10 @@ def _offline_line(row: OfflineRow, result: Mapping[str, Any] | None) -> list[str
         return [*line, "-", "", ""]
     ours = result["figures"][row.metric]["median"]
     factor = ours / row.vllm if higher else row.vllm / ours
-    return [*line, _number(ours), f"{factor:.2f}", mark(ours, row.vllm, row.target, higher)]
+    cell = _number(ours)
+    if "num_cached_kernels" in result["figures"]:
+        cell += f", {result['figures']['num_cached_kernels']} kernels cached"
+    return [*line, cell, f"{factor:.2f}", mark(ours, row.vllm, row.target, higher)]
 
 
 def _http_lines(row: HttpRow, result: Mapping[str, Any] | None) -> list[list[str]]:

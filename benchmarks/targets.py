@@ -4,15 +4,17 @@
     python -m benchmarks.targets --only offline --only http-32                         # parts and single rows
     python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl          # the table again, nothing is run
 
-Rows and figures are in targets.toml. The start row runs first and in a process of its own, then HTTP against `pdserve
-up` with one aggregated worker (or --url), then the offline rows with one engine in this process. Offline figures are
-medians of --repeats runs; HTTP figures come from one run of as many requests as the table says. Options of the engine
-are those of `pdserve bench`. Each result is printed and appended to --out as soon as it is there.
+Rows and figures are in targets.toml. The start row runs first, then the other offline rows with one engine, each in
+processes of their own, which leave the device when they are done; then HTTP against `pdserve up` with one aggregated
+worker (or --url). Offline figures are medians of --repeats runs; HTTP figures come from one run of as many requests as
+the table says; with a server of its own, a third table tells where the time of these requests went. Options of the
+engine are those of `pdserve bench`. Each result is printed and appended to --out as soon as it is there.
 """
 
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -25,16 +27,21 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from benchmarks.http_share import share_of
+from benchmarks.http_share import table as share_table
 from benchmarks.stand_in_tokenizer import servable_folder
 from benchmarks.target_table import HttpRow, OfflineRow, Row, choose, read_results, read_rows, render
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields, offline_line, serve_report
-from pdserve.bench.load import LoadConfig, run_load
+from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, repeated
+from pdserve.bench.workload import Shape
 
 HERE = Path(__file__).parent
 CLI = [sys.executable, "-m", "pdserve.cluster.cli"]
@@ -56,6 +63,8 @@ def main() -> int:
     add_output_arguments(parser)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _exit)
+    if options.repeats < 1:
+        parser.error(f"--repeats must be at least 1, not {options.repeats}")
     try:
         rows = choose(read_rows(options.table), options.only)
         results, failures = (read_results(options.saved), []) if options.saved else measure(rows, options)
@@ -63,6 +72,8 @@ def main() -> int:
         print(f"targets: {error}", file=sys.stderr)
         return 2
     print("\n" + render(rows, results))
+    if shares := [share for result in results.values() if (share := result["figures"].get("share"))]:
+        print("\nWhere the time of these requests went (benchmarks/http_share.py)\n\n" + share_table(shares))
     for failure in failures:
         print(f"targets: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -80,7 +91,7 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> tuple[dict[str,
     device = "cpu" if options.engine_device == "cpu" else gpu_name()
     results: dict[str, Json] = {}
     failures: list[str] = []
-    for part in (_start(rows, options), _http(rows, options), _offline(rows, options)):
+    for part in (_start(rows, options), _offline(rows, options), _http(rows, options)):
         try:
             for row, figures in part:
                 result = {
@@ -152,16 +163,40 @@ def _offline(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple
     offline = [row for row in rows if isinstance(row, OfflineRow) and row.kind != "start"]
     if not offline:
         return
-    from pdserve.bench.offline import Bench, OfflineConfig  # holds the device from here on
-
-    config = OfflineConfig(options.model, options.load_format, options.dtype, engine_fields(options), options.repeats)
-    bench = Bench(config)
-    for row in offline:
-        assert row.shape is not None
-        run = {"latency": bench.latency, "throughput": bench.throughput}[row.kind]
-        for _, figures in run([row.shape]):
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_measure_offline, args=(offline, options, sender))
+    process.start()
+    sender.close()
+    try:
+        for row in offline:
+            try:
+                figures = receiver.recv()
+            except EOFError as error:
+                raise ValueError(f"the offline rows ended before {row.id}, with no word") from error
+            if isinstance(figures, str):
+                raise ValueError(figures)
             print(f"{row.id}: {offline_line(figures)}", flush=True)
             yield row, figures
+    finally:
+        process.join(STOP_S)
+        process.kill()
+
+
+def _measure_offline(rows: Sequence[OfflineRow], options: argparse.Namespace, out: Connection) -> None:
+    """Sends the figures of each row; a text in place of them says what went wrong."""
+    from pdserve.bench.offline import Bench, OfflineConfig
+
+    try:
+        engine = engine_fields(options)
+        bench = Bench(OfflineConfig(options.model, options.load_format, options.dtype, engine, options.repeats))
+        for row in rows:
+            assert row.shape is not None
+            run = {"latency": bench.latency, "throughput": bench.throughput}[row.kind]
+            for _, figures in run([row.shape]):
+                out.send(figures)
+    except (ValueError, OSError, RuntimeError) as error:
+        out.send(str(error))
 
 
 def _http(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Json]]:
@@ -172,9 +207,16 @@ def _http(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Ro
     with _server(options) as url:
         for row in http:
             load = LoadConfig(url, row.shape, row.clients, row.rate, vocab_size=vocab_size)
-            result = run_load(load)
+            result, share = (run_load(load), None) if options.url else _load_with_share(load)
             print(f"{row.id}: {serve_report(load, result)}", flush=True)
-            yield row, result.figures()
+            yield row, result.figures() | ({"share": share} if share else {})
+
+
+def _load_with_share(load: LoadConfig) -> tuple[LoadResult, Json | None]:
+    """The load and, by the router's counters, where its time went; warm-ups are not counted in."""
+    warm_up = Shape(load.num_warmups, load.shape.input_len, load.shape.output_len)
+    run_load(replace(load, shape=warm_up, clients=1, rate=None, num_warmups=0, seed=load.seed + 1), progress=False)
+    return share_of(replace(load, num_warmups=0))
 
 
 @contextmanager
