@@ -187,6 +187,9 @@ def row_product_kernel(
         up_weights = load_weights(up_rows, 0, columns, num_inputs)
 
     wait(PDL)
+    in_range = outputs < num_outputs
+    if ADD:  # loaded behind the sums, it would keep every program waiting for memory once more
+        residual = tl.load(out_ptr + outputs, mask=in_range, other=0.0)
     x = load_inputs(x_ptr, 0, columns, num_inputs)
     gate_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
     up_sums = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
@@ -203,12 +206,11 @@ def row_product_kernel(
         x = next_x
 
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    in_range = outputs < num_outputs
     y = with_bias(tl.sum(gate_sums, 1), bias_ptr, outputs, in_range, dtype)
     if SILU:
         y = silu_mul(y, with_bias(tl.sum(up_sums, 1), bias_ptr, num_outputs + outputs, in_range, dtype))
     if ADD:
-        y += tl.load(out_ptr + outputs, mask=in_range, other=0.0).to(tl.float32)
+        y += residual.to(tl.float32)
     tl.store(out_ptr + outputs, y.to(dtype), mask=in_range)
 
 
