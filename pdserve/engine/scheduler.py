@@ -20,6 +20,7 @@ from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
 from pdserve.engine.protocol import RequestKey
 from pdserve.engine.sequence import Sequence, Status
 
+LONG_PROMPT = 2048  # tokens that fill a GPU: beside another prompt both would only wait for each other
 ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
 
 
@@ -153,16 +154,17 @@ class Scheduler:
 
     def _admit(self, budget: int, plan: Plan) -> None:
         """Start waiting sequences while they fit. A prompt is cut only where it is the step's only one: a whole prompt
-        is faster than two parts, and a step that is not quite full loses nothing.
+        is faster than two parts, and a step that is not quite full loses nothing. A long one has a step for itself.
         """
         slots = self.max_num_seqs - sum(1 + len(s.pending_forks) for s in self.running if not s.is_complete)
-        has_prompt = any(planned > 1 for planned in plan.num_tokens.values())
+        longest = max(plan.num_tokens.values(), default=0)
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             width = 1 + len(seq.pending_forks)
             cached = [] if seq.block_table else self._cached_prefix(seq)
             wanted = seq.num_uncomputed - len(cached) * self.hasher.block_size
-            if width > slots or (has_prompt and wanted > budget) or not self._fits(seq, cached):
+            is_crowded = longest > 1 and (wanted > budget or max(wanted, longest) >= LONG_PROMPT)
+            if width > slots or is_crowded or not self._fits(seq, cached):
                 return
             if not seq.block_table:
                 self._take_prefix(seq, cached)
@@ -172,7 +174,7 @@ class Scheduler:
             self.admitted.append(seq.request.key)
             self._run(seq)
             plan.num_tokens[seq] = count
-            has_prompt |= count > 1
+            longest = max(longest, count)
             budget -= count
             slots -= width
 

@@ -9,6 +9,7 @@ from engine.harness import Driver, alone, paper_engine, submit_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pdserve.engine import scheduler
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import RequestKey, SamplingParams, Start
 
@@ -47,6 +48,18 @@ def test_a_prompt_is_cut_only_where_it_is_alone(tiny_llama: Path) -> None:
     driver.run()
     assert plans(engine)[:4] == [[20], [1, 20, 11], [1, 1, 1, 29], [1, 1, 30]]
     assert plans(engine)[4] == [11, 5]
+
+
+def test_a_long_prompt_has_a_step_for_itself(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last chunk, when short, has room for others again; so have decodes at any time."""
+    monkeypatch.setattr(scheduler, "LONG_PROMPT", 30)
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=64)
+    driver = Driver(engine)
+    for length in (10, 12, 30, 40, 5, 70, 8):
+        driver.add(prompt_of(length, length), greedy(9), cache_salt=str(length))
+    driver.run()
+    assert plans(engine)[:5] == [[10, 12], [1, 1, 30], [1, 1, 1, 40], [1, 1, 1, 1, 5], [1, 1, 1, 1, 1, 59]]
+    assert plans(engine)[5] == [1, 1, 1, 1, 1, 11, 8]
 
 
 def test_the_token_budget_is_never_exceeded_and_used_when_there_is_work(tiny_llama: Path) -> None:
