@@ -1,6 +1,6 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-elementwise.py, kv_cache.py, small_products.py, attention_{decode,prefill,dense}.py, batch_state.py and sampling.py;
-reference.py documents each function.
+elementwise.py, kv_cache.py, small_products.py, attention_{decode,prefill,dense}.py, batch_state.py and
+sampling_{draw,cut,penalties,logprobs}.py; reference.py documents each function.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -18,7 +18,10 @@ from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
 from pdserve.kernels.elementwise import launch_rms_norm, launch_silu_mul
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
-from pdserve.kernels.sampling import launch_cut, launch_draw, launch_penalties, launch_token_logprobs
+from pdserve.kernels.sampling_cut import launch_cut
+from pdserve.kernels.sampling_draw import launch_draw
+from pdserve.kernels.sampling_logprobs import launch_token_logprobs
+from pdserve.kernels.sampling_penalties import launch_penalties
 from pdserve.kernels.small_products import MAX_ROWS, launch_row_product, launch_small_product
 from pdserve.kernels.tiles import is_hopper
 

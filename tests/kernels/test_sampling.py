@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels import reference, sampling, triton_ops
+from pdserve.kernels import reference, triton_ops
+from pdserve.kernels.sampling_draw import gumbel, random_bits
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -46,7 +47,7 @@ def noise_kernel(keys_ptr, out_ptr, BLOCK: tl.constexpr):
     row = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
-    tl.store(out_ptr + row * tl.num_programs(0) * BLOCK + tokens, sampling.gumbel(sampling.random_bits(key, tokens)))
+    tl.store(out_ptr + row * tl.num_programs(0) * BLOCK + tokens, gumbel(random_bits(key, tokens)))
 
 
 def test_noise_is_the_twins_up_to_rounding() -> None:
