@@ -6,6 +6,7 @@ this process. Made by `cluster.app`; called by its own HTTP server or Serve's pr
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -26,6 +27,12 @@ from pdserve.router.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 
 
+# So long a starting router waits for a worker. Behind it, it answers 503, which says more than a refused connection.
+FIRST_WORKER_S = 10.0
+
+logger = logging.getLogger("ray.serve")
+
+
 class RouterReplica:
     """config: of the whole cluster. address: where this process itself serves HTTP; None: Serve's proxies do.
     workers: a handle of each worker deployment."""
@@ -40,6 +47,10 @@ class RouterReplica:
         self._watcher.start()
         self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service)
         self._http = HttpServer(self._app, address) if address is not None else None
+        # Of several routers on one port, the kernel gives a new one connections as soon as it listens; Serve's proxies
+        # do so when this constructor ends.
+        if not await self._fleet.until_decode_worker(FIRST_WORKER_S):
+            logger.warning("no decode worker after %g s: requests are refused until one comes", FIRST_WORKER_S)
         if self._http is not None:
             self._http.start()
 

@@ -71,6 +71,16 @@ class Fleet:
     def decode_workers(self) -> list[WorkerState]:
         return [worker for worker in self._workers.values() if worker.can_decode and not worker.draining]
 
+    async def until_decode_worker(self, timeout_s: float) -> bool:
+        """Wait until requests can be placed, at most so long. Whether they can."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not self.decode_workers:
+                    await self.changed.wait()
+        except TimeoutError:
+            return False
+        return True
+
     def join(self, link: WorkerLink) -> None:
         """Open the worker's event stream. Does nothing for a worker that is here, but that a drain is called off."""
         if self._ticker is None:

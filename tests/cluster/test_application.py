@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from ray import serve
 
 from pdserve.cluster import app as cluster_app
@@ -126,6 +128,29 @@ def test_http_answers_and_refuses_in_openais_form(client: Client, port: int) -> 
     status, answer = post(port, "/v1/completions", {"model": "fake", "prompt": [50], "temperature": -1})
     assert status == 400
     assert answer["error"]["param"] == "temperature"
+
+
+def health(port: int) -> int | None:
+    """None: nobody listens."""
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as response:
+            return int(response.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+    except OSError:
+        return None
+
+
+def test_a_replaced_router_listens_when_it_can_answer(client: Client) -> None:
+    [router] = [a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]]
+    ray.kill(ray.get_actor(router["name"], namespace=router["namespace"]))
+    deadline, seen = time.monotonic() + 60, list[int | None]()
+    while None not in seen or seen[-1] != 200:
+        assert time.monotonic() < deadline, "no router came back"
+        seen.append(health(OWN_PORT))
+        time.sleep(0.002)
+    assert 503 not in seen
+    wait_until_answered(client)
 
 
 def test_a_worker_killed_in_mid_answer_costs_a_pause_only(client: Client, journal: Path) -> None:
