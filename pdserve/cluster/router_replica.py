@@ -26,7 +26,6 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 
-
 # So long a starting router waits for a worker. Behind it, it answers 503, which says more than a refused connection.
 FIRST_WORKER_S = 10.0
 
