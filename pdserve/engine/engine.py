@@ -23,7 +23,8 @@ from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
 from pdserve.engine.model_runner import Fence, StepOutput
 from pdserve.engine.parts import make_parts
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
-from pdserve.engine.sampler import Sampled, SampledTokens, SampleRow, Scores
+from pdserve.engine.sample_rows import SampleRow
+from pdserve.engine.sampled_tokens import Sampled, SampledTokens, Scores
 from pdserve.engine.scheduler import Plan, Scheduler
 from pdserve.engine.sequence import Request, Sequence, Status
 from pdserve.engine.warm_up import warm_up

@@ -22,7 +22,8 @@ from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.model_runner import StepOutput
 from pdserve.engine.protocol import Delta, PromptScored, RequestKey, SamplingParams, Start, Submit, TokenLogprob
-from pdserve.engine.sampler import Sampler, SampleRow
+from pdserve.engine.sample_rows import SampleRow
+from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_inputs import table_changes

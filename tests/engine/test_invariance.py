@@ -15,7 +15,9 @@ from tiny_models import make_tiny
 from pdserve.engine import model_runner
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import SamplingParams, Start
-from pdserve.engine.sampler import SampledTokens, Sampler, SampleRow
+from pdserve.engine.sample_rows import SampleRow
+from pdserve.engine.sampled_tokens import SampledTokens
+from pdserve.engine.sampler import Sampler
 
 Logits = dict[tuple[int, ...], torch.Tensor]  # prefix (prompt and output) -> the logits behind it
 

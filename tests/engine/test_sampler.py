@@ -16,8 +16,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from pdserve.engine.device_copies import to_device_packed
 from pdserve.engine.protocol import MAX_SEED, SamplingParams, TokenLogprob
-from pdserve.engine.sampler import Sampled, Sampler, SampleRow, _Staged, to_device_packed
+from pdserve.engine.sample_rows import RowStaging, SampleRow
+from pdserve.engine.sampled_tokens import Sampled
+from pdserve.engine.sampler import Sampler
 from pdserve.kernels import reference
 from pdserve.kernels.ops import Ops, ops_for
 
@@ -56,16 +59,13 @@ def tokens(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
 
 
 def adjusted(row: SampleRow, logits: torch.Tensor | None = None) -> torch.Tensor:
-    sampler, staged = sampler_of(), _Staged()
-    sampler._stage_edits(staged, [row])
-    staged.send(CPU)
-    return sampler._edited(logits_of() if logits is None else logits, staged)[0]
+    staged = to_device_packed(RowStaging(VOCAB, 16).stage([row]), CPU)
+    return sampler_of()._edited(logits_of() if logits is None else logits, staged)[0]
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    sampler, staged = sampler_of(logits.shape[-1]), _Staged()
-    sampler._stage_draws(staged, [SampleRow(params, 0, 1, 0, [], 0, frozenset())] * len(logits))
-    staged.send(CPU)
+    rows = [SampleRow(params, 0, 1, 0, [], 0, frozenset())] * len(logits)
+    staged = to_device_packed(RowStaging(logits.shape[-1], 1).stage(rows), CPU)
     scaled = logits / params.temperature
     if "top_k" in staged:
         names = ("temperature", "top_k", "top_p", "min_p")

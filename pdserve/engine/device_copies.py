@@ -1,0 +1,46 @@
+"""Copies between host and device that nothing waits for: one copy for many small arrays, and results on their way back.
+
+On CPU nothing is copied. Knows nothing of what is in them. Called by the sampler and by what it returns.
+"""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class HostCopy:
+    """Device tensors on their way to the host: `tensors()` waits for these copies and for nothing behind them."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._tensors = tensors
+        if tensors[0].device.type == "cuda":
+            # Torch gives pinned memory to nobody else before the copies into it are done.
+            self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+            for target, source in zip(self._tensors, tensors, strict=True):
+                target.copy_(source, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tensors(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors
+
+
+def to_device_packed(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+    """The arrays (of 4- or 8-byte numbers) as tensors on the device; to CUDA by one copy from pinned memory, which
+    torch gives to nobody else before the copy is done.
+    """
+    if device.type != "cuda":
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
+    starts = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for array in arrays.values())]).tolist()
+    packed = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=True)
+    memory = packed.numpy()
+    for start, array in zip(starts, arrays.values(), strict=False):
+        memory[start : start + array.nbytes] = array.view(np.uint8)
+    sent = packed.to(device, non_blocking=True)
+    tensors = {}
+    for start, (name, array) in zip(starts, arrays.items(), strict=False):
+        tensors[name] = sent[start : start + array.nbytes].view(torch.from_numpy(array[:0]).dtype)
+    return tensors

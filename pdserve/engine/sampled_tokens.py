@@ -1,0 +1,55 @@
+"""What the sampler returns: tokens on the device that the next step reads, and on their way to the host, with their
+log-probabilities.
+
+Knows no logits and no requests. Made by the sampler, fetched by the engine when the step is complete.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from pdserve.engine.device_copies import HostCopy
+from pdserve.engine.protocol import TokenLogprob
+
+
+@dataclass(frozen=True)
+class Sampled:
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+class Scores:
+    """Log-probabilities of some tokens, of which `counts` says how many alternatives each has."""
+
+    def __init__(self, tokens: Tensor, parts: list[tuple[Tensor, ...]], counts: list[int]) -> None:
+        self._counts = counts
+        self._num_parts = len(parts)
+        self._copy = HostCopy([tokens, *(tensor for part in parts for tensor in part)])
+
+    def fetch(self) -> list[TokenLogprob]:
+        """Waits for the scores; one entry a row."""
+        tokens, *rest = self._copy.tensors()
+        entries: list[TokenLogprob] = []
+        columns: list[list] = [[], [], [], []]
+        for i in range(self._num_parts):
+            for column, tensor in zip(columns, rest[4 * i : 4 * i + 4], strict=True):
+                column += tensor.tolist()
+        for token, count, logprob, rank, values, ids in zip(tokens.tolist(), self._counts, *columns, strict=True):
+            entries.append(TokenLogprob(token, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True))))
+        return entries
+
+
+@dataclass(frozen=True)
+class SampledTokens:
+    """What a step sampled. token_ids: int32 [rows] on the device."""
+
+    token_ids: Tensor
+    host_ids: HostCopy
+    scored_rows: list[int]
+    scores: Scores | None
+
+    def fetch(self) -> list[Sampled]:
+        """Waits for this sample to arrive on the host, and for nothing behind it."""
+        [host_ids] = self.host_ids.tensors()
+        scores = dict(zip(self.scored_rows, self.scores.fetch(), strict=True)) if self.scores else {}
+        return [Sampled(token, scores.get(i)) for i, token in enumerate(host_ids.tolist())]
