@@ -158,8 +158,22 @@ def test_the_command_line_sets_what_ray_reads_before_importing_it() -> None:
 
 
 def test_routers_serve_http_themselves_unless_the_file_asks_for_what_only_serve_does() -> None:
-    http = {"host": "127.0.0.1", "port": 8009}
-    assert cli.own_address(http, "/") == cli.Address("127.0.0.1", 8009)
-    assert cli.own_address(http | {"keep_alive_timeout_s": 7}, "/") == cli.Address("127.0.0.1", 8009, 7)
-    assert cli.own_address(http | {"ssl_keyfile": "x"}, "/") is None
-    assert cli.own_address(http, "/llm") is None
+    http = {"host": "127.0.0.1", "port": 8009, "keep_alive_timeout_s": 7}
+    assert cli.serve_options(http, "/") == []
+    assert cli.own_address(http) == cli.Address("127.0.0.1", 8009, 7)
+    more = http | {"request_timeout_s": 5, "root_path": "/x"}
+    assert cli.serve_options(more, "/llm") == [
+        "http_options.request_timeout_s",
+        "http_options.root_path",
+        "route_prefix /llm",
+    ]
+
+
+def test_the_greeting_names_what_brought_serves_slower_server() -> None:
+    assert "proxy" not in cli.greeting("http://x:1", "m", 1.0, [])
+    shown = cli.greeting("http://x:1", "m", 1.0, ["http_options.root_path", "route_prefix /llm"])
+    assert "Serve's Python proxy" in shown and "does not know http_options.root_path, route_prefix /llm." in shown
+
+
+def test_with_haproxy_a_stopping_router_does_not_wait_for_half_a_minute() -> None:
+    assert float(cli.settings(haproxy=True)["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]) <= 5
