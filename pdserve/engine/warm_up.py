@@ -28,6 +28,8 @@ def warm_up(engine: "Engine") -> None:
         if length > 0:
             _run(engine, length, sampling)
     engine.blocks.enable_caching = caching
+    engine.scheduler.num_preemptions = 0  # a fork may have found a tiny pool full
+    engine.scheduler.admitted.clear()
 
 
 def _run(engine: "Engine", length: int, sampling: SamplingParams) -> None:

@@ -1,0 +1,57 @@
+"""Late compiles are counted and named: real compilations, for a Hopper that is not here."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from pdserve.kernels.late_compiles import LateCompiles
+
+
+def copies_one(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    at = tl.arange(0, BLOCK)
+    tl.store(target_ptr + at, tl.load(source_ptr + at))
+
+
+@pytest.fixture(autouse=True)
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver that compiles and never launches; the process's hook as it was, afterwards."""
+    absent = SimpleNamespace(
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    )
+    monkeypatch.setattr(driver, "_active", absent)
+    monkeypatch.setattr(triton.knobs.runtime, "jit_post_compile_hook", None)
+
+
+def compile_for(kernel: "triton.JITFunction", block: int) -> None:
+    kernel.warmup(torch.float32, torch.float32, BLOCK=block, grid=(1,))
+
+
+def test_a_compile_is_counted_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    kernel = triton.JITFunction(copies_one)
+    compile_for(kernel, 16)
+    with caplog.at_level(logging.WARNING, "pdserve.kernels.late_compiles"):
+        late = LateCompiles()
+        compile_for(kernel, 16)
+        assert late.count == 0 and not caplog.messages, "what was compiled before it was ready is not late"
+        compile_for(kernel, 32)
+        compile_for(kernel, 32)
+        assert late.count == 1
+        compile_for(kernel, 64)
+    assert late.count == len(caplog.messages) == 2
+    assert all("compiled while serving: copies_one[" in message for message in caplog.messages)
+
+
+def test_what_triton_keeps_on_disk_is_late_too() -> None:
+    """A new JITFunction knows nothing of the last one's kernels: it loads them from Triton's cache."""
+    compile_for(triton.JITFunction(copies_one), 16)
+    late = LateCompiles()
+    compile_for(triton.JITFunction(copies_one), 16)
+    assert late.count == 1
