@@ -1,0 +1,173 @@
+"""What a step sends to the device, against rows built one by one."""
+
+from dataclasses import fields
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.engine.attention import StepShape
+from pdserve.engine.protocol import RequestKey, SamplingParams
+from pdserve.engine.scheduler import Plan
+from pdserve.engine.sequence import Request, Sequence
+from pdserve.engine.step_inputs import (
+    ALIGNMENT,
+    Arrays,
+    StepInputs,
+    lengths_of,
+    pack,
+    step_inputs,
+    table_changes,
+    unpack,
+)
+from pdserve.kernels import reference
+
+BLOCK_SIZE = 4
+NUM_SLOTS, MAX_BLOCKS = 12, 16
+
+
+def advanced(slot: int, before: int, count: int, num_left: int = 0, num_pending: int = 0) -> Sequence:
+    """A sequence with `before` computed rows that has advanced by `count`. num_left: tokens behind those; num_pending:
+    of all its tokens, the last ones whose values are in flight.
+    """
+    num_known = before + count + num_left - num_pending
+    tokens = [100 * slot + i for i in range(num_known)]
+    request = Request(RequestKey("test", 0, str(slot)), tuple(tokens), SamplingParams(seed=0), 9, frozenset())
+    seq = Sequence(request, 0, tokens, num_pending=num_pending, num_computed=before + count, slot=slot)
+    seq.block_table = [20 * slot + i for i in range(-(-(before + count) // BLOCK_SIZE))]
+    return seq
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Decodes and chunks in any order, fresh and continued, with and without a token in flight."""
+    slots = draw(st.lists(st.integers(1, NUM_SLOTS), min_size=1, max_size=6, unique=True))
+    plan = Plan()
+    for slot in slots:
+        before, count = draw(st.integers(0, 30)), draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
+        num_left = draw(st.sampled_from([0, 0, 5]))
+        num_pending = draw(st.integers(0, 1)) if before + count + num_left > 1 else 0
+        plan.num_tokens[advanced(slot, before, count, num_left, num_pending)] = count
+    return plan
+
+
+def ordered(plan: Plan) -> list[tuple[Sequence, int]]:
+    """Decodes before chunks, each in the plan's order."""
+    return sorted(plan.num_tokens.items(), key=lambda item: item[1] > 1)
+
+
+def padded(plan: Plan, more_rows: int) -> StepInputs:
+    """Steps with chunks have no padding sequences."""
+    more_seqs = more_rows if plan.is_decode else 0
+    num_rows, num_seqs = sum(plan.num_tokens.values()), len(plan.num_tokens)
+    return step_inputs(plan, num_rows + more_rows, num_seqs + more_seqs, BLOCK_SIZE)
+
+
+@given(plans(), st.integers(0, 9))
+def test_arrays_are_the_rows_one_by_one(plan: Plan, more_rows: int) -> None:
+    inputs = padded(plan, more_rows)
+    ids, positions, slots, first_row = [], [], [], {}
+    for seq, count in ordered(plan):
+        first_row[seq] = len(ids)
+        for position in range(seq.num_computed - count, seq.num_computed):
+            ids.append(seq.token_ids[position] if position < len(seq.token_ids) else -1)
+            positions.append(position)
+            slots.append(seq.slot)
+    num_rows, arrays = len(ids), inputs.arrays
+    assert arrays.ids.tolist() == ids + [0] * more_rows
+    assert arrays.positions[:num_rows].tolist() == positions
+    assert arrays.slots.tolist() == slots + [0] * more_rows
+    more_seqs = [0] * (len(arrays.table_rows) - len(plan.num_tokens))
+    assert arrays.table_rows.tolist() == [seq.slot for seq, _ in ordered(plan)] + more_seqs
+    assert arrays.context_lens.tolist() == [seq.num_computed for seq, _ in ordered(plan)] + more_seqs
+    chunks = [count for count in plan.num_tokens.values() if count > 1]
+    assert arrays.query_starts.tolist() == [sum(chunks[:i]) for i in range(len(chunks) + 1)]
+    assert inputs.first_row == first_row
+    assert all(getattr(arrays, f.name).dtype == np.int32 for f in fields(Arrays))
+
+
+@given(plans(), st.integers(0, 2 * BLOCK_SIZE))
+def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: Plan, more_rows: int) -> None:
+    """Through the device's tables, as the model runner keeps them."""
+    tables, last_token = torch.zeros(NUM_SLOTS + 1, MAX_BLOCKS, dtype=torch.int32), torch.arange(NUM_SLOTS + 1).int()
+    changes = table_changes(plan.num_tokens)
+    assert changes is not None
+    reference.update_tables(tables, torch.from_numpy(changes))
+    arrays = padded(plan, more_rows).arrays
+    given_rows = (torch.from_numpy(array) for array in (arrays.ids, arrays.positions, arrays.slots))
+    ids, kv_slots = reference.gather_inputs(*given_rows, last_token, tables, BLOCK_SIZE)
+    row = 0
+    for seq, count in ordered(plan):
+        for position in range(seq.num_computed - count, seq.num_computed):
+            block = seq.block_table[position // BLOCK_SIZE]
+            assert kv_slots[row] == block * BLOCK_SIZE + position % BLOCK_SIZE
+            assert ids[row] == (seq.token_ids[position] if position < len(seq.token_ids) else seq.slot)
+            row += 1
+    assert kv_slots[row:].tolist() == [i % BLOCK_SIZE for i in range(more_rows)]
+
+
+Chunk = tuple[int, int]  # rows before it, rows of it
+SHAPES: dict[str, tuple[list[Chunk], StepShape]] = {
+    "fresh": ([(0, 9)], StepShape(0, 0, 9, (9,))),
+    "continued": ([(8, 5)], StepShape(0, 0, 5, prefix_len=8)),
+    "several fresh": ([(0, 9), (0, 12)], StepShape(0, 0, 12, (9, 12))),
+    "several, one continued": ([(0, 9), (4, 3)], StepShape(0, 0, 9)),
+    "several continued": ([(8, 2), (4, 3)], StepShape(0, 0, 3)),
+    "decodes alone": ([(30, 1), (6, 1)], StepShape(2, 31)),
+    "decodes and fresh": ([(30, 1), (0, 9), (6, 1), (0, 2)], StepShape(2, 31, 9, (9, 2))),
+    "a decode and continued": ([(3, 1), (50, 9)], StepShape(1, 4, 9, prefix_len=50)),
+    "a prompt of one token is a decode": ([(0, 1), (0, 3)], StepShape(1, 1, 3, (3,))),
+}
+
+
+@pytest.mark.parametrize("case", SHAPES)
+def test_shapes(case: str) -> None:
+    chunks, shape = SHAPES[case]
+    plan = Plan({advanced(slot, *chunk): chunk[1] for slot, chunk in enumerate(chunks, 1)})
+    assert padded(plan, 0).shape == shape
+    assert padded(plan, 3).shape == shape, "padding is nobody's prefill or decode"
+
+
+@given(plans())
+def test_shapes_follow_from_the_plan(plan: Plan) -> None:
+    shape = padded(plan, 0).shape
+    decodes = [seq for seq, count in plan.num_tokens.items() if count == 1]
+    chunks = [(seq.num_computed - count, count) for seq, count in plan.num_tokens.items() if count > 1]
+    assert shape.num_decodes == len(decodes)
+    assert shape.max_decode_context == max((seq.num_computed for seq in decodes), default=0)
+    assert shape.max_query_len == max((count for _, count in chunks), default=0)
+    is_fresh = all(before == 0 for before, _ in chunks)
+    assert shape.fresh_lens == (tuple(count for _, count in chunks) if is_fresh else ())
+    assert shape.prefix_len == (chunks[0][0] if len(chunks) == 1 else 0)
+
+
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), min_size=6, max_size=6))
+def test_what_is_packed_comes_out(columns: list[list[int]]) -> None:
+    arrays = Arrays(*(np.array(column, dtype=np.int32) for column in columns))
+    assert lengths_of(arrays) == [len(column) for column in columns]
+    packed = torch.from_numpy(pack(arrays))
+    unpacked = unpack(packed, lengths_of(arrays))
+    for f, column in zip(fields(Arrays), columns, strict=True):
+        tensor = getattr(unpacked, f.name)
+        assert tensor.tolist() == column and tensor.dtype == torch.int32
+        assert tensor.storage_offset() % ALIGNMENT == 0
+        assert not column or tensor.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr(), "a copy"
+
+
+@given(plans())
+def test_inputs_of_a_plan_survive_packing(plan: Plan) -> None:
+    arrays = padded(plan, 2).arrays
+    unpacked = unpack(torch.from_numpy(pack(arrays)), lengths_of(arrays))
+    for f in fields(Arrays):
+        assert getattr(unpacked, f.name).tolist() == getattr(arrays, f.name).tolist()
+
+
+def test_the_device_learns_each_block_once() -> None:
+    known, grown, new = advanced(1, 0, 8), advanced(2, 0, 11), advanced(3, 0, 5)
+    known.num_synced, grown.num_synced = len(known.block_table), 1
+    changes = table_changes([known, grown, new])
+    assert changes is not None and changes.dtype == np.int32
+    assert changes.T.tolist() == [[2, 1, 41], [2, 2, 42], [3, 0, 60], [3, 1, 61]]
+    assert table_changes([known, grown, new]) is None
