@@ -40,6 +40,7 @@ from benchmarks.stand_in_tokenizer import servable_folder
 from benchmarks.target_table import HttpRow, OfflineRow, Row, choose, read_results, read_rows, render
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields, offline_line, serve_report
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
+from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, repeated
 from pdserve.bench.workload import Shape
 
@@ -56,15 +57,13 @@ def main() -> int:
     parser.add_argument("--from", type=Path, dest="saved", help="show the results of this file; measure nothing")
     parser.add_argument("--url", help="HTTP rows against this running server instead of one started here")
     parser.add_argument("--haproxy", action="store_true", help="start the server with HAProxy in front")
-    parser.add_argument("--repeats", type=int, default=3, help="timed runs of each offline row (default 3)")
+    parser.add_argument("--repeats", type=integer(1), default=3, help="timed runs of each offline row (default 3)")
     add_model_arguments(parser)
     parser.set_defaults(model=str(HERE / "shapes" / "llama-3.1-8b"), load_format="dummy")
     parser.set_defaults(engine_max_num_batched_tokens="8192", engine_max_num_seqs="512")
     add_output_arguments(parser)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, _exit)
-    if options.repeats < 1:
-        parser.error(f"--repeats must be at least 1, not {options.repeats}")
     try:
         rows = choose(read_rows(options.table), options.only)
         results, failures = (read_results(options.saved), []) if options.saved else measure(rows, options)

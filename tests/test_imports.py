@@ -34,7 +34,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("cluster", "engine"): {"pdserve.engine.protocol"},
     ("cluster", "models"): {"pdserve.models.checkpoint"},
     ("bench", "engine"): {"pdserve.engine.llm"},
-    ("cluster", "bench"): {"pdserve.bench.cli"},
+    ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},
 }
 OUTSIDE: dict[str, set[str]] = {"ray": {"cluster"}, "nixl": {"kvtransfer"}, "lmcache": {"kvtransfer"}}
 

@@ -12,55 +12,49 @@ import argparse
 import itertools
 import json
 import typing
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml
 from pydantic import ValidationError
 from tqdm import tqdm
 
 from pdserve.bench.load import BUSY_CLIENT, LoadConfig, LoadResult, run_load
+from pdserve.bench.option_values import POSITIVE, SEED, integer, shown
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.bench.workload import Lengths, Shape
 from pdserve.configs.schema import EngineConfig, ModelConfig
 
-T = TypeVar("T")
-
 DEFAULT_MODEL = "demo/pdserve-demo"
 
 
-def shown(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` for argparse, which shows the message of an ArgumentTypeError only."""
-
-    def checked(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return checked
+def fixed_length(text: str) -> Lengths:
+    """ValueError for a range: the times of one batch belong to one length."""
+    lengths = Lengths.parse(text)
+    if lengths.low != lengths.high:
+        raise ValueError(f"latency needs fixed lengths, not {text!r}: name several, or use bench throughput")
+    return lengths
 
 
-SHAPE, LENGTHS = shown(Shape.parse), shown(Lengths.parse)
+SHAPE, LENGTHS, FIXED_LENGTH = shown(Shape.parse), shown(Lengths.parse), shown(fixed_length)
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True)
     latency = commands.add_parser("latency", help="one engine, one batch: prefill ms and decode ms a token")
-    latency.add_argument("--batch-size", type=int, nargs="+", default=[1], help="sequences at once (default 1)")
-    latency.add_argument("--input-len", type=LENGTHS, nargs="+", default=[Lengths(128, 128)], help="default 128")
-    latency.add_argument("--output-len", type=LENGTHS, nargs="+", default=[Lengths(128, 128)], help="default 128")
+    latency.add_argument("--batch-size", type=integer(1), nargs="+", default=[1], help="sequences at once (default 1)")
+    latency.add_argument("--input-len", type=FIXED_LENGTH, nargs="+", default=[Lengths(128, 128)], help="default 128")
+    latency.add_argument("--output-len", type=FIXED_LENGTH, nargs="+", default=[Lengths(128, 128)], help="default 128")
     throughput = commands.add_parser("throughput", help="one engine, many prompts: tokens a second")
     throughput.add_argument(
         "--shape", type=SHAPE, action="append", required=True, help="PROMPTSxINxOUT; lengths may be ranges"
     )
     for command in (latency, throughput):
         add_model_arguments(command)
-        command.add_argument("--repeats", "--num-iters", type=int, default=3, help="timed runs of each shape")
+        command.add_argument("--repeats", "--num-iters", type=integer(1), default=3, help="timed runs of each shape")
     _add_serve_arguments(commands.add_parser("serve", help="HTTP load on a running server"))
     for command in commands.choices.values():
-        command.add_argument("--seed", type=int, default=0)
+        command.add_argument("--seed", type=SEED, default=0)
         add_output_arguments(command)
 
 
@@ -88,7 +82,10 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
     for name in EngineConfig.model_fields:
         text = getattr(options, f"engine_{name}")
         if text is not None:
-            fields[name] = yaml.safe_load(text)
+            try:
+                fields[name] = yaml.safe_load(text)
+            except yaml.YAMLError:
+                raise ValueError(f"--{name.replace('_', '-')}: not a value in YAML: {text!r}") from None
     try:
         EngineConfig(**fields)
     except ValidationError as error:
@@ -101,14 +98,18 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--url", "--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000")
     parser.add_argument("--model", help="the name the server knows it by (default: its only one)")
     loop = parser.add_mutually_exclusive_group(required=True)
-    loop.add_argument("--clients", "--max-concurrency", type=int, help="closed loop: requests in flight")
-    loop.add_argument("--rate", "--request-rate", type=float, help="open loop: Poisson arrivals a second")
-    parser.add_argument("--num-requests", "--num-prompts", type=int, default=100, help="default 100")
+    loop.add_argument("--clients", "--max-concurrency", type=integer(1), help="closed loop: requests in flight")
+    loop.add_argument("--rate", "--request-rate", type=POSITIVE, help="open loop: Poisson arrivals a second")
+    parser.add_argument("--num-requests", "--num-prompts", type=integer(1), default=100, help="default 100")
     parser.add_argument("--input-len", "--random-input-len", type=LENGTHS, default=Lengths(1024, 1024))
     parser.add_argument("--output-len", "--random-output-len", type=LENGTHS, default=Lengths(128, 128))
-    parser.add_argument("--vocab-size", type=int, default=1000, help="prompts hold token ids below it (default 1000)")
-    parser.add_argument("--warmups", "--num-warmups", type=int, default=2, help="untimed requests first (default 2)")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds a request may take (default 600)")
+    parser.add_argument(
+        "--vocab-size", type=integer(2), default=1000, help="prompts hold token ids below it (default 1000)"
+    )
+    parser.add_argument(
+        "--warmups", "--num-warmups", type=integer(0), default=2, help="untimed requests first (default 2)"
+    )
+    parser.add_argument("--timeout", type=POSITIVE, default=600.0, help="seconds a request may take (default 600)")
     parser.add_argument("--no-ignore-eos", action="store_true", help="let the model end its answers")
     parser.add_argument("--extra-body", default="{}", help="JSON added to each request; a null field is left out")
 
@@ -149,8 +150,6 @@ def _offline(options: argparse.Namespace) -> int:
 
 
 def _latency_shapes(options: argparse.Namespace) -> list[Shape]:
-    if min(options.batch_size) < 1:
-        raise ValueError(f"--batch-size must be at least 1, not {min(options.batch_size)}")
     return [Shape(*parts) for parts in itertools.product(options.batch_size, options.input_len, options.output_len)]
 
 
@@ -168,8 +167,6 @@ def offline_line(figures: Json) -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    if options.num_requests < 1:
-        raise ValueError(f"--num-requests must be at least 1, not {options.num_requests}")
     config = LoadConfig(
         url=options.url,
         shape=Shape(options.num_requests, options.input_len, options.output_len),

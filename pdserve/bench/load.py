@@ -52,11 +52,6 @@ class LoadConfig:
             raise ValueError(f"--clients must be at least 1, not {self.clients}")
         if self.rate is not None and not 0 < self.rate < float("inf"):
             raise ValueError(f"--rate must be a number of requests a second above 0, not {self.rate}")
-        if self.vocab_size < 2 or self.num_warmups < 0 or self.timeout_s <= 0:
-            raise ValueError(
-                f"--vocab-size ({self.vocab_size}) must be at least 2, --warmups ({self.num_warmups}) at least 0, "
-                f"--timeout ({self.timeout_s:g}) above 0"
-            )
 
     @property
     def label(self) -> str:

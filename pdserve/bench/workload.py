@@ -46,7 +46,7 @@ class Shape:
     def parse(cls, text: str) -> "Shape":
         """`PROMPTSxINPUTxOUTPUT`, where input and output may be ranges. ValueError says what is wrong."""
         parts = text.lower().split("x")
-        if len(parts) != 3 or not parts[0].strip().isdigit() or int(parts[0]) < 1:
+        if len(parts) != 3 or not parts[0].strip().isdecimal() or int(parts[0]) < 1:
             raise ValueError(
                 f"a shape must look like 64x1024x256 or 64x512-1024x256 (prompts x in x out), not {text!r}"
             )

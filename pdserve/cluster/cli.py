@@ -28,12 +28,14 @@ import yaml
 from pydantic import ValidationError
 
 from pdserve.bench.cli import add_bench_arguments, run_bench
+from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.cluster.http_server import KEEP_ALIVE_S, Address
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 
 BUILDER = "pdserve.cluster.app:build"
 READY_POLL_S = 0.25
+MAX_PORT = 65535
 
 # What Ray reads when it starts -> (value, why it matters). Whatever the user has set stays.
 SETTINGS: dict[str, tuple[str, str]] = {
@@ -56,9 +58,11 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     up_parser = commands.add_parser("up", help="serve a cluster on this machine until Ctrl-C")
     up_parser.add_argument("cluster", type=Path, help="cluster.yaml")
-    up_parser.add_argument("--port", type=int, help="HTTP port, instead of the one in the file")
+    up_parser.add_argument("--port", type=integer(1, MAX_PORT), help="HTTP port, instead of the one in the file")
     up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front of the routers")
-    up_parser.add_argument("--timeout", type=float, default=600.0, help="seconds until it must be ready (default 600)")
+    up_parser.add_argument(
+        "--timeout", type=POSITIVE, default=600.0, help="seconds until it must be ready (default 600)"
+    )
     doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
     doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
     add_bench_arguments(commands.add_parser("bench", help="measure an engine or a running server"))
@@ -177,7 +181,9 @@ def own_address(http: Mapping[str, Any]) -> Address:
 
 
 def check_port(host: str, port: int) -> None:
-    """ValueError when somebody else listens there: Serve's own complaint comes late and in a log."""
+    """ValueError when it is none, or somebody else listens there: Serve's own complaint comes late and in a log."""
+    if not isinstance(port, int) or not 1 <= port <= MAX_PORT:
+        raise ValueError(f"http_options.port must be from 1 to {MAX_PORT}, not {port!r}")
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

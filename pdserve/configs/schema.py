@@ -19,7 +19,7 @@ Role = Literal["prefill", "decode", "both"]
 class Config(BaseModel):
     """Base of all configuration: frozen, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
     @model_validator(mode="before")
     @classmethod

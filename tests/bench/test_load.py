@@ -104,7 +104,6 @@ def test_no_server() -> None:
         ({"clients": 0}, "--clients must be at least 1, not 0"),
         ({"rate": 0.0}, "--rate must be"),
         ({"rate": float("nan")}, "--rate must be"),
-        ({"clients": 1, "vocab_size": 1}, "--vocab-size"),
     ],
 )
 def test_bad_loads_are_refused(options: dict, message: str) -> None:

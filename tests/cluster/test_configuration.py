@@ -89,6 +89,31 @@ def test_a_port_in_use_is_named() -> None:
     cli.check_port("127.0.0.1", port)
 
 
+@pytest.mark.parametrize("port", [0, 65536, "80", None])
+def test_a_port_in_the_file_must_be_one(port: object) -> None:
+    with pytest.raises(ValueError, match=r"http_options\.port must be from 1 to 65535, not"):
+        cli.check_port("127.0.0.1", port)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--timeout", "nan", "--timeout: must be a finite number above 0, not 'nan'"),
+        ("--timeout", "inf", "above 0, not 'inf'"),
+        ("--timeout", "-5", "above 0, not '-5'"),
+        ("--port", "0", "--port: must be from 1 to 65535, not 0"),
+        ("--port", "70000", "from 1 to 65535, not 70000"),
+    ],
+)
+def test_impossible_numbers_are_refused(
+    option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["up", "none.yaml", option, value])
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
 def test_without_haproxy_the_proxy_is_kept() -> None:
     assert cli.settings(haproxy=False)["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
     assert "RAY_SERVE_ENABLE_DIRECT_INGRESS" not in cli.settings(haproxy=True)
