@@ -52,6 +52,7 @@ def build_app(
         Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
         Route("/v1/chat/completions", api.endpoint(api.chat), methods=["POST"]),
         Route("/v1/models", api.endpoint(api.models), methods=["GET"]),
+        Route("/v1/models/{name:path}", api.endpoint(api.model), methods=["GET"]),
         Route("/health", api.endpoint(api.health), methods=["GET"]),
         Route("/metrics", api.endpoint(api.metrics), methods=["GET"]),
     ]
@@ -85,6 +86,7 @@ class _Api:
         received = time.perf_counter()
         call = parse(await _read_body(request, self.service.config.max_body_bytes), CompletionRequest)
         self._check_model(call.model)
+        self.service.check_num_choices(call.n or 1)
         generation = await self.service.admit(
             call.prompts(),
             call.sampling(),
@@ -100,6 +102,7 @@ class _Api:
         received = time.perf_counter()
         call = parse(await _read_body(request, self.service.config.max_body_bytes), ChatRequest)
         self._check_model(call.model)
+        self.service.check_num_choices(call.n or 1)
         sampling = call.sampling()
         prompt = await self.service.chat_prompt(
             call.messages, call.add_generation_prompt is not False, call.tools, call.chat_template_kwargs
@@ -115,10 +118,12 @@ class _Api:
         return await _answer(request, generation, responder, bool(call.stream), call.include_usage, received)
 
     async def models(self, request: Request) -> Response:
-        workers = self.service.fleet.decode_workers
-        model = {"id": self.service.model_name, "object": "model", "created": 0, "owned_by": "pdserve"}
-        length = max((worker.token_limit for worker in workers), default=None)
-        return _json({"object": "list", "data": [model | {"max_model_len": length}]})
+        return _json({"object": "list", "data": [self._model_card()]})
+
+    async def model(self, request: Request) -> Response:
+        """A name may hold slashes, as on the Hub."""
+        self._check_model(request.path_params["name"])
+        return _json(self._model_card())
 
     async def health(self, request: Request) -> Response:
         return Response(status_code=200 if self.service.fleet.decode_workers else 503)
@@ -126,6 +131,12 @@ class _Api:
     async def metrics(self, request: Request) -> Response:
         page = exposition(self.service.metrics, self.service.fleet)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
+
+    def _model_card(self) -> dict[str, Any]:
+        workers = self.service.fleet.decode_workers
+        length = max((worker.token_limit for worker in workers), default=None)
+        name = self.service.model_name
+        return {"id": name, "object": "model", "created": 0, "owned_by": "pdserve", "max_model_len": length}
 
     def _check_model(self, name: str) -> None:
         if name != self.service.model_name:

@@ -183,6 +183,7 @@ class Service:
         the workers' logs name it by; need not be unique, a new one by default. Raises ApiError (400 naming the
         parameter; 503 when no worker is there)."""
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
+        self.check_num_choices(sampling.n, len(prompts))
         self._check_sampling(sampling)
         limits = self.limits()
         try:
@@ -191,8 +192,6 @@ class Service:
             raise value_error(error, SamplingParams.__struct_fields__) from error
         if not prompts:
             raise ApiError("prompt is empty: send a text, a list of token ids, or a list of these", param="prompt")
-        if len(prompts) * sampling.n > MAX_CHOICES:
-            raise ApiError(f"prompt: {len(prompts)} prompts times n are more than {MAX_CHOICES}", param="prompt")
         ids = [await self._tokenise(prompt, add_special_tokens, limits) for prompt in prompts]
         jobs = [
             Job(
@@ -238,9 +237,16 @@ class Service:
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
 
+    def check_num_choices(self, n: int, num_prompts: int = 1) -> None:
+        """Raises ApiError (400) when n choices of each prompt are more than this router takes."""
+        if n > self.config.max_n:
+            message = f"n must be at most {self.config.max_n}, not {n}: ask for fewer choices, or raise router.max_n"
+            raise ApiError(message, param="n")
+        if n * num_prompts > MAX_CHOICES:
+            message = f"n ({n}) times the number of prompts ({num_prompts}) must be at most {MAX_CHOICES}"
+            raise ApiError(message, param="n" if num_prompts == 1 else "prompt")
+
     def _check_sampling(self, sampling: SamplingParams) -> None:
-        if sampling.n > self.config.max_n:
-            raise ApiError(f"n ({sampling.n}) must not exceed {self.config.max_n}", param="n")
         if len(sampling.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
             message = f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
             raise ApiError(message, param="stop")

@@ -257,6 +257,27 @@ async def test_bad_values_are_named_and_cost_nothing(make: Make, change: dict[st
     assert not harness.prefills[0].submits() and not harness.decodes[0].submits()
 
 
+@pytest.mark.parametrize("n", [4, 70_000, 10**30])  # the second is more than any worker takes, too
+@pytest.mark.parametrize("chat", [False, True])
+async def test_too_many_choices_are_refused_with_the_bound(make: Make, n: int, chat: bool) -> None:
+    harness = await make(0, 1, max_n=3).start()
+    path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", GOOD)
+    answer = await harness.http().post(path, content=json.dumps(body | {"n": n}))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "n")
+    assert error["message"].startswith(f"n must be at most 3, not {n}: ") and "router.max_n" in error["message"]
+    assert (await harness.http().post(path, json=body | {"n": 3})).status_code == 200
+
+
+async def test_the_product_of_choices_and_prompts_has_a_bound_of_its_own(make: Make) -> None:
+    harness = await make(0, 1, max_n=10_000).start()
+    for prompt, n, param in ([5], 9000, "n"), ([[5], [6]], 5000, "prompt"):
+        answer = await harness.http().post("/v1/completions", json=GOOD | {"prompt": prompt, "n": n})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, param)
+        assert error["message"].startswith(f"n ({n}) ") and error["message"].endswith("must be at most 8192")
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -348,6 +369,22 @@ async def test_models_health_and_metrics(make: Make) -> None:
     assert 'pdserve_router_workers{role="decode"} 1.0' in page
     harness.fleet.leave("d0")
     assert (await http.get("/health")).status_code == 503
+
+
+@pytest.mark.parametrize("name", [MODEL, "org/name 1.0"])
+async def test_one_model_by_its_name(make: Make, name: str) -> None:
+    harness = await make(0, 1).start()
+    harness.service.model_name = name
+    client = harness.openai()
+    model = await client.models.retrieve(name)
+    assert (model.id, model.object) == (name, "model")
+    assert model == (await client.models.list()).data[0]
+    with pytest.raises(openai.NotFoundError) as caught:
+        await client.models.retrieve("gpt/x")
+    assert caught.value.code == "model_not_found" and caught.value.param == "model"
+    assert "'gpt/x' does not exist" in caught.value.message and name in caught.value.message
+    wrong = await harness.http().post(f"/v1/models/{MODEL}")
+    assert wrong.status_code == 405 and wrong.json()["error"]["type"] == "invalid_request_error"
 
 
 def with_times(events: list[Event]) -> list[Event]:
