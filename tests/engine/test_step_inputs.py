@@ -106,6 +106,7 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: Plan, mo
             assert ids[row] == (seq.token_ids[position] if position < len(seq.token_ids) else seq.slot)
             row += 1
     assert kv_slots[row:].tolist() == [i % BLOCK_SIZE for i in range(more_rows)]
+    assert (arrays.positions[row:] < BLOCK_SIZE).all(), "read behind the table when there are many"
 
 
 Chunk = tuple[int, int]  # rows before it, rows of it
