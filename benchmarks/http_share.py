@@ -14,6 +14,7 @@ counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a s
               (known to half a step: what comes during one is read behind it)
     host      the engine's Python between the device's steps
     device    the device was busy, with this request or others (on CPU: the steps themselves)
+    unreported transport and worker of requests whose worker was lost, or stopped by the router (a stop string)
 """
 
 import argparse
@@ -29,7 +30,7 @@ from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 from pdserve.bench.workload import Lengths, Shape
 
-PARTS = ("admission", "transport", "queue", "engine_host", "device")
+PARTS = ("admission", "transport", "queue", "engine_host", "device", "unreported")
 SETTLE_S = 0.2  # the router counts a request behind its last byte
 
 

@@ -114,6 +114,7 @@ class RequestRun:
         self._inbox = Inbox()
         self._legs: list[Leg] = []
         self._leg_times: dict[int, LegTimes] = {}  # by attempt, the newest
+        self._untimed: set[int] = set()  # attempts of which these are missing, or older than the last token
         self._plan: Plan | None = None
         self._excluded: set[str] = set()
         self._fingerprint: str | None = None
@@ -152,7 +153,8 @@ class RequestRun:
         """The answer's last byte is out. received: perf_counter() when the HTTP request came."""
         if self.record.finished:
             now = time.perf_counter()
-            self._shared.metrics.served(now - received, self._clock.started - received, self._leg_times.values())
+            times, complete = self._leg_times.values(), not self._untimed
+            self._shared.metrics.served(now - received, self._clock.started - received, times, complete)
 
     def close(self) -> None:
         """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
@@ -187,6 +189,7 @@ class RequestRun:
         if phase != "prefill":
             weight += sum(DECODE_WEIGHT + len(start.forced) for start in starts)
         attempt = self.record.open_leg()
+        self._untimed.add(attempt)
         make = partial(self._command, phase, ticket, starts)
         leg = self._shared.fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make)
         self._legs.append(leg)
@@ -225,6 +228,7 @@ class RequestRun:
             accepted = self.record.accept(event)
             if event.times is not None:
                 self._leg_times[leg.key.attempt] = event.times
+                self._untimed.discard(leg.key.attempt)
             if accepted is not None:
                 self._accept(leg, accepted, chunks)
         elif isinstance(event, Handoff):
@@ -261,6 +265,7 @@ class RequestRun:
         """A stop string ended a choice that the worker still generates. (P's leg ends by itself or as a whole.)"""
         if choice in leg.pending and not self._is_prefill(leg):
             leg.pending.discard(choice)
+            self._untimed.add(leg.key.attempt)
             self._shared.fleet.post(leg.worker, Cancel(key=leg.key, choices=(choice,)))
 
     def _is_prefill(self, leg: Leg) -> bool:

@@ -83,11 +83,13 @@ class RouterMetrics:
             "request_time_seconds", "Time of answered HTTP requests by what it went into.", "part"
         )
 
-    def served(self, total_s: float, admission_s: float, legs: Collection[LegTimes]) -> None:
+    def served(self, total_s: float, admission_s: float, legs: Collection[LegTimes], complete: bool = True) -> None:
         """An HTTP request of one prompt was answered. total_s: to the last byte; admission_s: until its prompt was sent
         to a worker. The parts add up to total_s: what neither admission nor a worker took is transport (messages both
         ways, this event loop, text and JSON, the client's own pace). A worker knows a request's arrival to half a step
-        only, so that rest may be negative: then the next request's is smaller."""
+        only, so that rest may be negative: then the next request's is smaller. complete: every worker has said where
+        its time went; else (a stop string was found here while the worker went on, or a worker was lost) that rest is
+        theirs too, and counts as "unreported"."""
         device = sum(leg.device_s for leg in legs)
         parts = {
             "admission": admission_s,
@@ -97,7 +99,7 @@ class RouterMetrics:
         }
         rest = total_s - sum(parts.values()) - self._overdrawn
         self._overdrawn = max(0.0, -rest)
-        parts["transport"] = max(0.0, rest)
+        parts["transport" if complete else "unreported"] = max(0.0, rest)
         self.e2e.observe(total_s)
         for part, seconds in parts.items():
             self.time.labels(part).inc(max(0.0, seconds))  # a counter refuses less, and the answer is done

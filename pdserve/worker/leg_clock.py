@@ -1,48 +1,71 @@
 """Where the time of one leg (one Submit) went at this worker: waiting, prompt, tokens, and the device's part of it.
 
-    arrived --queue--> first planned --prefill--> prompt computed --decode--> last token collected
+    arrived --queue--> first planned --prefill--> prompt computed --decode--> last token collected, or cancelled
 
 Differences of this process's monotonic clock; nothing is compared between processes. The device's part is what steps
 took it between first plan and last token, whoever's rows they computed; the rest of that time is the engine's host.
 Knows no engine. Used by worker.loop, a few calls a request and none a token.
 """
 
-from pdserve.engine.protocol import Delta, LegTimes, PromptScored
+from collections.abc import Iterable
+
+from pdserve.engine.protocol import Delta, LegTimes, Phase, PromptScored
 
 
 class LegClock:
-    """arrived: monotonic seconds. num_choices: the leg is done when so many have ended. one_token: each choice ends
-    with its first (phase "prefill")."""
+    """arrived: monotonic seconds. choices: the leg is done when all of them have ended; with phase "prefill" each ends
+    with its first token."""
 
-    __slots__ = ("_arrived", "_device_before", "_left", "_one_token", "_planned", "_prompt_done")
+    __slots__ = ("_arrived", "_device_before", "_open", "_phase", "_planned", "_prompt_done")
 
-    def __init__(self, arrived: float, num_choices: int, one_token: bool) -> None:
+    def __init__(self, arrived: float, choices: Iterable[int], phase: Phase) -> None:
         self._arrived = arrived
-        self._left = num_choices
-        self._one_token = one_token
+        self._open = set(choices)
+        self._phase = phase
         self._planned: float | None = None
         self._device_before = 0.0
         self._prompt_done: float | None = None
 
     @property
     def done(self) -> bool:
-        return self._left <= 0
+        return not self._open
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Which of LegTimes' parts the leg has come to."""
+        if self._planned is None:
+            return ("queue",)
+        begun = ("queue", "prefill", "device")
+        return begun if self._prompt_done is None else (*begun, "decode")
 
     def planned(self, now: float, device_seconds: float) -> None:
         """Its first rows are in a step. device_seconds: the worker's running total. Later calls (after a preemption)
         change nothing."""
         if self._planned is None:
             self._planned, self._device_before = now, device_seconds
+            if self._phase == "decode":
+                self._prompt_done = now
 
     def see(self, event: Delta | PromptScored, now: float, device_seconds: float) -> LegTimes | None:
         """Take note of one of the leg's events; the times so far when it ends a choice here."""
         if isinstance(event, PromptScored):
             self._prompt_done = now
             return None
-        if event.finish_reason is None and not self._one_token:
+        if event.choice not in self._open or (event.finish_reason is None and self._phase != "prefill"):
             return None
-        self._left -= 1
-        planned = self._arrived if self._planned is None else self._planned
-        prompt_done = planned if self._prompt_done is None else self._prompt_done
-        device = min(device_seconds - self._device_before, now - planned)
-        return LegTimes(planned - self._arrived, prompt_done - planned, now - prompt_done, device)
+        self._open.remove(event.choice)
+        return self._times(now, device_seconds)
+
+    def cancel(self, choices: Iterable[int] | None, now: float, device_seconds: float) -> LegTimes | None:
+        """These choices (None: all) go on no longer; the times so far when that ends the leg."""
+        if self.done:
+            return None
+        self._open.difference_update(set(self._open) if choices is None else choices)
+        return self._times(now, device_seconds) if self.done else None
+
+    def _times(self, now: float, device_seconds: float) -> LegTimes:
+        if self._planned is None:
+            return LegTimes(now - self._arrived, 0.0, 0.0, 0.0)
+        prompt_done = now if self._prompt_done is None else self._prompt_done
+        device = min(device_seconds - self._device_before, now - self._planned)
+        return LegTimes(self._planned - self._arrived, prompt_done - self._planned, now - prompt_done, device)

@@ -136,7 +136,7 @@ class WorkerLoop:
             if not starts:
                 return
             submit = msgspec.structs.replace(submit, starts=starts)
-        self._keys[session][key] = LegClock(self._arrival(), len(submit.starts), submit.phase == "prefill")
+        self._keys[session][key] = LegClock(self._arrival(), [s.choice for s in submit.starts], submit.phase)
         try:
             self._start(submit)
         except ValueError as error:
@@ -163,10 +163,16 @@ class WorkerLoop:
         if key not in self._keys.get((key.router_id, key.session), ()):
             self._bury(key, choices)
             return
+        self._count_cancelled(self._keys[key.router_id, key.session][key], choices)
         if self.decode is not None:
             self.decode.cancel(key, choices)
         if self.engine.abort(key, choices) and choices is None and self.prefill is not None:
             self.prefill.cancel(key)
+
+    def _count_cancelled(self, clock: LegClock, choices: tuple[int, ...] | None) -> None:
+        times = clock.cancel(choices, time.monotonic(), self._device_seconds)
+        if times is not None:
+            self._metrics.leg_done(times, clock.parts)
 
     def _bury(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
         now = time.monotonic()
@@ -225,7 +231,8 @@ class WorkerLoop:
 
     def _router_lost(self, session: Session) -> None:
         self._sessions.discard(session)
-        for key in self._keys.pop(session, ()):
+        for key, clock in self._keys.pop(session, {}).items():
+            self._count_cancelled(clock, None)
             if self.decode is not None:
                 self.decode.cancel(key, None)
             self.engine.abort(key)
@@ -342,7 +349,7 @@ class WorkerLoop:
         if clock is None or times is None:
             return event
         if clock.done:
-            self._metrics.leg_done(times)
+            self._metrics.leg_done(times, clock.parts)
         return msgspec.structs.replace(event, times=times)
 
     def _flush(self) -> None:

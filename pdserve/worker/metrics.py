@@ -20,9 +20,9 @@ LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0,
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 LEG_TIMES = {
-    "queue": "From a request's arrival at this worker to its first step",
-    "prefill": "From its first step to its prompt's end",
-    "decode": "From its prompt's end to its last token",
+    "queue": "From a request's arrival at this worker to its first step, or its cancel",
+    "prefill": "From its first step to its prompt's end, or its cancel",
+    "decode": "From its prompt's end to its last token, or its cancel",
     "device": "For how much of prefill and decode the device was busy",
 }
 
@@ -114,11 +114,11 @@ class WorkerMetrics:
             for name, text in LEG_TIMES.items()
         }
 
-    def leg_done(self, times: LegTimes) -> None:
-        """A Submit ran to its end here."""
-        spent = (times.queue_s, times.prefill_s, times.decode_s, times.device_s)
-        for histogram, seconds in zip(self._leg_times.values(), spent, strict=True):
-            histogram.observe(seconds)
+    def leg_done(self, times: LegTimes, parts: Iterable[str]) -> None:
+        """A Submit ran to its end here, or was cancelled (its client left, or the router found a stop string). parts:
+        those it came to; the others are not counted."""
+        for name in parts:
+            self._leg_times[name].observe(getattr(times, f"{name}_s"))
 
     def families(self) -> tuple[MetricFamily, ...]:
         """Everything in the registry, for a Snapshot."""

@@ -35,4 +35,4 @@ async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) ->
         assert min(row["ms"].values()) > -1 and row["ms"]["device"] > 0
     assert six["share"]["queue"] > 0.4 > one["share"]["queue"], "two of six clients are served at a time"
     lines = http_share.table([one, six]).splitlines()
-    assert len(lines) == 4 and all(line.count("|") == 10 for line in lines)
+    assert len(lines) == 4 and all(line.count("|") == 11 for line in lines)

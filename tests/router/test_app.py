@@ -416,6 +416,30 @@ async def test_the_parts_of_a_requests_time_add_up(make: Make, stream: bool) -> 
     assert 0 < spent("admission") < spent("transport")
 
 
+async def test_time_that_no_worker_told_is_not_called_transport(make: Make) -> None:
+    """A stop string is found here while the worker goes on: it is cancelled, and its times never come."""
+    harness = await make(0, 1).start()
+    harness.decodes[0].step_s, harness.decodes[0].mangle = 0.02, with_times
+    http, registry = harness.http(), harness.service.metrics.registry
+
+    def told() -> dict[str, float]:
+        name = "pdserve_router_request_time_seconds_total"
+        return {p: registry.get_sample_value(name, {"part": p}) or 0.0 for p in ("transport", "unreported", "device")}
+
+    async def spent(**body: Any) -> dict[str, float]:
+        before = told()
+        answer = await http.post("/v1/completions", json=GOOD | {"max_tokens": 12, "ignore_eos": True} | body)
+        texts.append(answer.json()["choices"][0]["text"])
+        return {part: seconds - before[part] for part, seconds in told().items()}
+
+    texts: list[str] = []
+    whole = await spent()
+    assert whole["unreported"] == 0 and whole["transport"] > 0.1 and whole["device"] == pytest.approx(0.005)
+    stopped = await spent(stop=texts[0][8:10])
+    assert len(texts[1]) < len(texts[0])
+    assert stopped["transport"] == stopped["device"] == 0 and stopped["unreported"] > 0.02
+
+
 class Client:
     """One ASGI call whose client can leave at any moment; httpx's transport cannot do that."""
 

@@ -1,11 +1,12 @@
 """Where a leg's time went: the clock by hand, and through both workers of a hand-off."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
-from pair import Pair, Worker, deltas, submit
+from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, submit
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import (
@@ -14,6 +15,7 @@ from pdserve.engine.protocol import (
     LegTimes,
     PromptScored,
     RequestKey,
+    RouterLost,
     SamplingParams,
     decode_batch,
 )
@@ -22,15 +24,15 @@ from pdserve.worker.leg_clock import LegClock
 GREEDY = SamplingParams(temperature=0, max_tokens=9, seed=1)
 
 
-def delta(reason: str | None = None, position: int = 0) -> Delta:
-    return Delta("r", 1, 0, position, (5,), reason)  # type: ignore[arg-type]
+def delta(reason: str | None = None, position: int = 0, choice: int = 0) -> Delta:
+    return Delta("r", 1, choice, position, (5,), reason)  # type: ignore[arg-type]
 
 
 SCORED = PromptScored(request_id="r", attempt=1, cached_tokens=0)
 
 
 def test_a_leg_from_arrival_to_its_last_token() -> None:
-    clock = LegClock(arrived=10.0, num_choices=1, one_token=False)
+    clock = LegClock(arrived=10.0, choices=[0], phase="full")
     clock.planned(12.0, device_seconds=100.0)
     clock.planned(14.0, device_seconds=101.0)  # after a preemption
     assert clock.see(SCORED, 15.0, 102.0) is None and clock.see(delta(), 15.0, 102.0) is None
@@ -39,11 +41,35 @@ def test_a_leg_from_arrival_to_its_last_token() -> None:
 
 
 def test_choices_end_one_by_one_and_the_device_never_takes_more_than_there_was() -> None:
-    clock = LegClock(arrived=0.0, num_choices=2, one_token=True)
+    clock = LegClock(arrived=0.0, choices=[0, 1], phase="prefill")
     clock.planned(1.0, device_seconds=0.0)
     clock.see(SCORED, 2.0, 3.0)
     assert clock.see(delta(), 2.0, 3.0) == LegTimes(1.0, 1.0, 0.0, 1.0) and not clock.done
-    assert clock.see(delta("stop"), 2.5, 3.0) == LegTimes(1.0, 1.0, 0.5, 1.5) and clock.done
+    assert clock.see(delta("stop", choice=1), 2.5, 3.0) == LegTimes(1.0, 1.0, 0.5, 1.5) and clock.done
+
+
+def test_a_cancelled_leg_has_the_times_it_came_to() -> None:
+    clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
+    assert clock.cancel(None, 14.0, 9.0) == LegTimes(4.0, 0.0, 0.0, 0.0) and clock.parts == ("queue",)
+    assert clock.cancel(None, 15.0, 9.0) is None, "only once"
+
+    clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
+    clock.planned(12.0, device_seconds=100.0)
+    assert clock.cancel((1,), 13.0, 100.5) is None and not clock.done
+    assert clock.see(delta("stop", choice=1), 13.5, 100.6) is None, "it was on its way when the cancel came"
+    assert clock.cancel((0,), 15.0, 102.0) == LegTimes(2.0, 3.0, 0.0, 2.0)
+    assert clock.parts == ("queue", "prefill", "device")
+
+    clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
+    clock.planned(12.0, device_seconds=100.0)
+    clock.see(SCORED, 13.0, 101.0)
+    assert clock.cancel((0,), 14.0, 101.0) is None
+    assert clock.see(delta("length", 8, choice=1), 15.0, 102.0) == LegTimes(2.0, 1.0, 2.0, 2.0) and clock.done
+    assert clock.parts == ("queue", "prefill", "device", "decode")
+
+    clock = LegClock(arrived=10.0, choices=[2], phase="decode")  # its prompt was computed elsewhere
+    clock.planned(12.0, device_seconds=100.0)
+    assert clock.cancel((2,), 15.0, 102.0) == LegTimes(2.0, 0.0, 3.0, 2.0)
 
 
 def test_an_older_worker_sends_no_times() -> None:
@@ -104,3 +130,79 @@ def test_a_command_that_came_during_a_step_has_waited(tiny_llama: Path) -> None:
     time.sleep(0.1)
     assert 0.04 < time.monotonic() - worker.loop._arrival() < 0.09
     worker.close()
+
+
+PARTS = ("queue", "prefill", "decode", "device")
+
+
+def counts(worker: Worker) -> list[float]:
+    return [counted(worker, f"pdserve_request_{part}_time_seconds")[0] for part in PARTS]
+
+
+def long(num_choices: int) -> SamplingParams:
+    return SamplingParams(temperature=0.7, max_tokens=60, seed=1, n=num_choices, ignore_eos=True)
+
+
+def alone(tiny_llama: Path, **engine: object) -> Worker:
+    options = {"device": "cpu", "num_kv_blocks": 128} | engine
+    return Worker(tiny_llama, "W", "both", TransferConfig(connector="local"), **options)
+
+
+def turn_until(worker: Worker, done: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 10
+    while not done():
+        assert time.monotonic() < limit, "nothing came of it"
+        worker.loop.turn()
+
+
+def test_a_leg_counts_when_some_of_its_choices_are_cancelled(tiny_llama: Path) -> None:
+    worker, key = alone(tiny_llama), RequestKey(ROUTER, SESSION, "a", 1)
+    worker.command(submit(key, "full", list(range(40)), long(3)))
+    turn_until(worker, lambda: len(deltas(worker, key)) > 6)
+    cancel(worker, key, (0, 2))
+    assert counts(worker) == [0, 0, 0, 0]
+    turn_until(worker, lambda: not worker.engine.knows(key) and any(d.finish_reason for d in deltas(worker, key)))
+    assert counts(worker) == [1, 1, 1, 1]
+    worker.close()
+
+
+@pytest.mark.parametrize("how", ["choices one by one", "the leg", "its router"])
+def test_a_cancelled_leg_counts_once(tiny_llama: Path, how: str) -> None:
+    worker, key = alone(tiny_llama), RequestKey(ROUTER, SESSION, "a", 1)
+    worker.command(submit(key, "full", list(range(40)), long(2)))
+    turn_until(worker, lambda: len(deltas(worker, key)) > 4)
+    if how == "its router":
+        worker.command(RouterLost(router_id=ROUTER, session=SESSION))
+    else:
+        for choices in [(0,), (1,)] if how == "choices one by one" else [None]:
+            cancel(worker, key, choices)
+        cancel(worker, key)
+    for _ in range(5):
+        worker.loop.turn()
+    assert counts(worker) == [1, 1, 1, 1]
+    assert counted(worker, "pdserve_request_decode_time_seconds")[1] > 0
+    worker.close()
+
+
+def test_a_leg_that_is_cancelled_while_it_waits_counts_as_waiting(tiny_llama: Path) -> None:
+    worker = alone(tiny_llama, max_num_seqs=1)
+    first, second = (RequestKey(ROUTER, SESSION, name, 1) for name in "ab")
+    for key in (first, second):
+        worker.command(submit(key, "full", list(range(40)), long(1)))
+    turn_until(worker, lambda: len(deltas(worker, first)) > 4)
+    cancel(worker, second)
+    assert counts(worker) == [1, 0, 0, 0]
+    turn_until(worker, lambda: not worker.engine.knows(first))
+    worker.loop.turn()
+    assert counts(worker) == [2, 1, 1, 1]
+    worker.close()
+
+
+def test_a_cancel_behind_a_prefill_leg_does_not_count_it_again(tiny_llama: Path) -> None:
+    pair = Pair(tiny_llama)
+    handoff, _ = pair.prefill(list(range(40)), long(1))
+    assert handoff is not None and counts(pair.p) == [1, 1, 1, 1]
+    cancel(pair.p, handoff.ticket.key)
+    pair.turn()
+    assert counts(pair.p) == [1, 1, 1, 1]
+    pair.close()
