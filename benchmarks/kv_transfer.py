@@ -1,276 +1,364 @@
-"""Latency and bandwidth of KV pulls between two processes of this host, through the connector as the engine uses it.
+"""Bandwidth and latency of KV hand-overs between two engines' pools, beside a plain copy of as many bytes.
 
-    python benchmarks/kv_transfer.py --block-kib 64 2048 --total-mib 1 64 [--ucx-tls tcp] [--ray] [--output FILE]
-    python benchmarks/kv_transfer.py --source-device cuda:0 --device cuda:1
+    python -m benchmarks.kv_transfer --out benchmarks/results/kv-transfer-h200.jsonl          # two GPUs
+    python -m benchmarks.kv_transfer --device cpu --tokens 512 2048 --tls default tcp --ray    # two processes here
 
-A pull is timed from the call to its PullDone, so it holds the data read, the generation check and the hand-over between
-threads. `contiguous` blocks merge into one descriptor, `scattered` ones do not. Beside it stands a plain torch copy of
-the same blocks inside one process (the ceiling without a process boundary) and, with --ray, the same blocks gathered,
-put into Ray's object store by one actor, fetched and scattered by another. Medians; every result is checked bit for
-bit.
+A source and a sink process, each with a pool and a connector, as engines have them. A hand-over is timed from `pull` to
+the event that says its bytes are there and its generations were verified. "aged" pools have served 2,000 random
+requests before, so that a prompt's blocks are scattered. The bytes of the first hand-over of every case are checked.
+With --ray the same bytes also go through Ray's object store: gathered, returned by one actor, scattered by another.
 """
 
 import argparse
-import json
+import itertools
 import multiprocessing
 import os
-import platform
+import random
 import statistics
-import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
+from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus, RequestKey, Ticket
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.protocol import PeerStatus, RequestKey
 from pdserve.kvtransfer.build import build_connector
-from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory, PullDone, ReceiverEvent
+from pdserve.kvtransfer.connector import PoolMemory, PullDone, PullFailed
+from pdserve.models.config import read_spec
 
-TIMEOUT_S = 120.0
+HERE = Path(__file__).parent
+AGES = ("fresh", "aged")
+AGING_REQUESTS = 2000
+DEADLINE_S = 60.0
+WORD = torch.int64
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of the table. gb_per_s: 1e9 bytes a second, of the median."""
+class Case:
+    """What one pair of processes measures. tls: UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda"."""
 
-    path: str
-    pattern: str
-    block_kib: int
+    layout: KVLayout
     num_blocks: int
-    descriptors: int
-    median_ms: float
-    worst_ms: float
-    gb_per_s: float
+    tokens: tuple[int, ...]
+    ages: tuple[str, ...]
+    repeats: int
+    device: str
+    tls: str | None
+    progress_delay_us: int
 
 
-def layout_of(block_kib: int) -> KVLayout:
-    """A layout with blocks of this size: 2 planes x 16 tokens x 64 float16 is 4 KiB a layer of one head."""
-    return KVLayout.uniform(num_layers=block_kib // 4, heads=(0,), head_dim=64, block_size=16, dtype="float16")
+class Side:
+    """One engine's memory and connector. rank: 0 for the source, 1 for the sink; on CUDA also the device."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        device = torch.device(case.device, rank) if case.device == "cuda" else torch.device("cpu")
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.case = case
+        words = case.layout.block_bytes // WORD.itemsize
+        self.words = torch.zeros(case.num_blocks, words, dtype=WORD, device=device)
+        self.blocks = BlockManager(case.num_blocks)
+        self._woken = threading.Event()
+        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[
+            case.layout.group.dtype
+        ]
+        pool = self.words.view(dtype).view(case.num_blocks, *case.layout.block_shape)
+        memory = PoolMemory(pool, self.blocks.generations, case.layout, "benchmark")
+        config = TransferConfig(
+            ucx_tls=case.tls, progress_delay_us=case.progress_delay_us, lease_s=DEADLINE_S, pull_deadline_s=DEADLINE_S
+        )
+        self.sender, self.receiver = build_connector(config, memory, f"side-{rank}", time.time_ns(), self._woken.set)
+
+    def wait(self, *kinds: type) -> Any:
+        """The next event of these kinds. ValueError when none comes."""
+        ends = time.monotonic() + DEADLINE_S
+        while time.monotonic() < ends:
+            for event in self.receiver.poll():
+                if isinstance(event, kinds):
+                    return event
+            self._woken.wait(0.01)
+            self._woken.clear()
+        raise ValueError(f"no answer from the connector in {DEADLINE_S:g} s")
+
+    def age(self, seed: int) -> None:
+        """Random requests come and go, some of their blocks stay known."""
+        rng, blocks, live = random.Random(seed), self.blocks, []
+        longest = max(blocks.num_usable // 8, 1)
+        for _ in range(AGING_REQUESTS):
+            count = rng.randint(1, longest)
+            while blocks.num_free < count:
+                blocks.release(live.pop(rng.randrange(len(live))))
+            live.append(blocks.allocate(count))
+            for block in live[-1][: rng.randint(0, count)]:
+                blocks.commit(block, rng.randbytes(16))
+        for owned in live:
+            blocks.release(owned)
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
 
 
-def make_pool(num_blocks: int, block_kib: int, device: str, seed: int | None) -> torch.Tensor:
-    pool = torch.zeros(num_blocks, *layout_of(block_kib).block_shape, dtype=torch.float16, device=device)
-    if seed is not None:
-        generator = torch.Generator(device).manual_seed(seed)
-        pool.view(-1).view(torch.int16).random_(0, 1 << 14, generator=generator)
-    return pool
+def contents(ids: torch.Tensor, words: int) -> torch.Tensor:
+    """Every word of every block differs: [blocks, words]."""
+    return ids[:, None] * (1 << 32) + torch.arange(words, device=ids.device)
 
 
-def connector(
-    pool: torch.Tensor, block_kib: int, engine_id: str, config: TransferConfig
-) -> tuple[KVSender, KVReceiver]:
-    generations = np.zeros(pool.shape[0], np.int64)
-    memory = PoolMemory(pool, generations, layout_of(block_kib), "benchmark")
-    return build_connector(config, memory, engine_id, time.time_ns(), lambda: None)
+def source(case: Case, commands: Connection) -> None:
+    """Publishes as many tokens as it is told, ages, ends."""
+    side = Side(case, 0)
+    for start in range(0, case.num_blocks, 64):
+        ids = torch.arange(start, min(start + 64, case.num_blocks), device=side.words.device)
+        side.words[start : start + 64] = contents(ids, side.words.shape[1])
+    if case.device == "cuda":
+        torch.cuda.synchronize()
+    commands.send(side.sender.meta())
+    keys = (RequestKey("benchmark", 0, str(i)) for i in itertools.count())
+    owned: list[int] = []
+    while (command := commands.recv()) != "end":
+        if command == "age":
+            side.age(0)
+            commands.send(None)
+            continue
+        side.blocks.release(owned)
+        owned = side.blocks.allocate(case.layout.num_blocks_for(command))
+        commands.send(side.sender.publish(next(keys), owned, command, b""))
+    side.close()
 
 
-def serve(pipe: Connection, num_blocks: int, block_kib: int, device: str, config: TransferConfig) -> None:
-    """The source process: answers lists of block ids with tickets until it is told None."""
-    sender, receiver = connector(make_pool(num_blocks, block_kib, device, seed=0), block_kib, "source", config)
-    pipe.send(sender.meta())
-    count = 0
-    while (block_ids := pipe.recv()) is not None:
-        count += 1
-        key = RequestKey(router_id="benchmark", session=1, request_id=str(count))
-        pipe.send(sender.publish(key, block_ids, 16 * len(block_ids), b""))
-        sender.poll()
-    receiver.close()
-    sender.close()
-
-
-def patterns(num_blocks: int, count: int) -> Iterator[tuple[str, list[int]]]:
-    """Blocks to read, out of a pool at least twice as large."""
-    yield "contiguous", list(range(count))
-    if count > 1:
-        yield "scattered", [2 * i for i in range(count)]
-
-
-def timed(repeats: int, once: Callable[[], None]) -> list[float]:
-    once()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        once()
-        times.append(time.perf_counter() - start)
-    return times
-
-
-def row(path: str, pattern: str, block_kib: int, count: int, descriptors: int, times: list[float]) -> Row:
-    median = statistics.median(times)
-    rate = count * block_kib * 1024 / median / 1e9
-    return Row(path, pattern, block_kib, count, descriptors, median * 1e3, max(times) * 1e3, rate)
-
-
-def wait_for(receiver: KVReceiver, kind: type) -> ReceiverEvent:
-    end = time.monotonic() + TIMEOUT_S
-    while time.monotonic() < end:
-        for event in receiver.poll():
-            if isinstance(event, kind):
-                return event
-            if not isinstance(event, PeerStatus):
-                raise RuntimeError(f"expected {kind.__name__}, got {event}")
-        time.sleep(50e-6)
-    raise TimeoutError(f"no {kind.__name__} within {TIMEOUT_S:g} s")
-
-
-def measure_pulls(arguments: argparse.Namespace, block_kib: int, counts: list[int]) -> Iterator[Row]:
-    config = TransferConfig(connector="nixl", ucx_tls=arguments.ucx_tls, progress_delay_us=arguments.progress_delay_us)
-    num_blocks = 2 * max(counts)
-    context = multiprocessing.get_context("spawn")
-    pipe, theirs = context.Pipe()
-    child_arguments = (theirs, num_blocks, block_kib, arguments.source_device, config)
-    child = context.Process(target=serve, args=child_arguments, daemon=True)
-    child.start()
-    pool = make_pool(num_blocks, block_kib, arguments.device, seed=None)
-    expected = make_pool(num_blocks, block_kib, arguments.source_device, seed=0).to(arguments.device)
-    sender, receiver = connector(pool, block_kib, "sink", config)
+def sink(case: Case, commands: Connection, results: Connection) -> None:
+    """Drives the source and sends one result a line; a text says what went wrong."""
     try:
-        receiver.connect(pipe.recv())
-        status = wait_for(receiver, PeerStatus)
-        assert isinstance(status, PeerStatus) and status.connected, status
-        pull_id = 0
-        for count in counts:
-            for pattern, blocks in patterns(num_blocks, count):
-                times, done = [], None
-                for _ in range(arguments.repeats + 1):
-                    pipe.send(blocks)
-                    ticket: Ticket = pipe.recv()
-                    pull_id += 1
-                    start = time.perf_counter()
-                    receiver.pull(pull_id, ticket, blocks, 0, TIMEOUT_S)
-                    done = wait_for(receiver, PullDone)
-                    times.append(time.perf_counter() - start)
-                assert isinstance(done, PullDone) and torch.equal(pool[blocks], expected[blocks])
-                pool.zero_()
-                yield row(f"nixl/{done.transport}", pattern, block_kib, count, done.num_descriptors, times[1:])
+        for result in measure(case, commands):
+            results.send(result)
+        results.send(None)
+    except (ValueError, OSError, RuntimeError) as error:
+        results.send(str(error))
+
+
+def measure(case: Case, commands: Connection) -> Iterator[Json]:
+    side = Side(case, 1)
+    side.receiver.connect(commands.recv())
+    status: PeerStatus = side.wait(PeerStatus)
+    if not status.connected:
+        raise ValueError(f"the sink could not connect: {status.detail}")
+    pull_ids = itertools.count()
+    for age in case.ages:
+        if age == "aged":
+            commands.send("age")
+            commands.recv()
+            side.age(1)
+        for num_tokens in case.tokens:
+            yield {"pool": age, **hand_over(side, commands, num_tokens, pull_ids)}
+    commands.send("end")
+    side.close()
+
+
+def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Iterator[int]) -> Json:
+    """Repeated pulls of prompts of num_tokens, each into and out of other blocks."""
+    seconds, descriptors = [], []
+    for repeat in range(side.case.repeats + 1):  # the first warms up
+        commands.send(num_tokens)
+        ticket = commands.recv()
+        local = side.blocks.allocate(len(ticket.block_ids))
+        began = time.perf_counter()
+        side.receiver.pull(next(pull_ids), ticket, local, 0, DEADLINE_S)
+        done: PullDone | PullFailed = side.wait(PullDone, PullFailed)
+        ended = time.perf_counter()
+        if isinstance(done, PullFailed):
+            raise ValueError(f"a pull failed: {done.reason}: {done.detail}")
+        if repeat == 0:
+            _check(side, local, ticket.block_ids)
+        else:
+            seconds.append(ended - began)
+            descriptors.append(done.num_descriptors)
+        side.blocks.release(local)
+    num_bytes = done.num_bytes
+    return {
+        "tokens": num_tokens,
+        "block_size": side.case.layout.block_size,
+        "bytes": num_bytes,
+        "transport": done.transport,
+        "tls": side.case.tls or "default",
+        "descriptors": statistics.median(descriptors),
+        "ms": 1e3 * statistics.median(seconds),
+        "ms_worst": 1e3 * max(seconds),
+        "gb_per_s": num_bytes / statistics.median(seconds) / 1e9,
+    }
+
+
+def _check(side: Side, local: list[int], remote: tuple[int, ...]) -> None:
+    ids = torch.tensor(remote, device=side.words.device)
+    for ours, theirs in zip(torch.tensor(local).split(64), ids.split(64), strict=True):
+        if not torch.equal(side.words[ours.to(ids.device)], contents(theirs, side.words.shape[1])):
+            raise ValueError("the bytes that arrived are not those of the source")
+
+
+def run_case(case: Case) -> Iterator[Json]:
+    """Results of one pair of processes. ValueError when one of them fails."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")
+    context = multiprocessing.get_context("spawn")
+    to_source, at_source = context.Pipe()
+    at_sink, results = context.Pipe()
+    processes = [
+        context.Process(target=source, args=(case, at_source), daemon=True),
+        context.Process(target=sink, args=(case, to_source, results), daemon=True),
+    ]
+    for process in processes:
+        process.start()
+    for end in (to_source, at_source, results):
+        end.close()
+    try:
+        while True:
+            try:
+                result = at_sink.recv()
+            except EOFError as error:
+                raise ValueError("the sink process ended with no word") from error
+            if isinstance(result, str):
+                raise ValueError(result)
+            if result is None:
+                return
+            yield result
     finally:
-        pipe.send(None)
-        receiver.close()
-        sender.close()
-        child.join(10)
+        for process in processes:
+            process.join(10)
+            process.kill()
 
 
-def measure_copies(arguments: argparse.Namespace, block_kib: int, counts: list[int]) -> Iterator[Row]:
-    source = make_pool(2 * max(counts), block_kib, arguments.source_device, seed=0)
-    target = make_pool(2 * max(counts), block_kib, arguments.device, seed=None)
-    for count in counts:
-        for pattern, blocks in patterns(len(source), count):
-
-            def copy(blocks: list[int] = blocks, pattern: str = pattern) -> None:
-                if pattern == "contiguous":
-                    target[: len(blocks)].copy_(source[: len(blocks)])
-                else:
-                    for block in blocks:
-                        target[block].copy_(source[block])
-                if target.is_cuda:
-                    torch.cuda.synchronize(target.device)
-
-            times = timed(arguments.repeats, copy)
-            assert torch.equal(target[blocks].cpu(), source[blocks].cpu())
-            num_copies = 1 if pattern == "contiguous" else count
-            yield row("torch copy", pattern, block_kib, count, num_copies, times)
+def plain_copy_ms(num_bytes: int, device: str, repeats: int) -> float:
+    """Between the two devices, or within host memory."""
+    pair = [torch.device(device, index) if device == "cuda" else torch.device("cpu") for index in (0, 1)]
+    here, there = (torch.ones(num_bytes, dtype=torch.uint8, device=place) for place in pair)
+    times = []
+    for _ in range(repeats + 1):
+        _synchronize(device)
+        began = time.perf_counter()
+        there.copy_(here)
+        _synchronize(device)
+        times.append(time.perf_counter() - began)
+    return 1e3 * statistics.median(times[1:])
 
 
-def measure_ray(arguments: argparse.Namespace, block_kib: int, counts: list[int]) -> Iterator[Row]:
-    """Host memory only. The reply of the sink actor is in the time, as PullDone is in a pull's."""
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        for index in (0, 1):
+            torch.cuda.synchronize(index)
+
+
+def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
+    """One actor gathers blocks and returns them, another gets and scatters them. Starts a Ray of its own."""
     import ray
 
-    class Source:
-        def __init__(self, num_blocks: int) -> None:
-            self.pool = make_pool(num_blocks, block_kib, "cpu", seed=0)
+    class Holder:
+        def __init__(self) -> None:
+            self._pool = np.ones((2 * num_blocks, block_bytes), dtype=np.uint8)
 
-        def gather(self, blocks: list[int]) -> np.ndarray:
-            return self.pool[blocks].numpy()
+        def gather(self) -> np.ndarray:
+            return self._pool[::2].copy()
 
-    class Sink:
-        def __init__(self, num_blocks: int) -> None:
-            self.pool = make_pool(num_blocks, block_kib, "cpu", seed=None)
-            self.expected = make_pool(num_blocks, block_kib, "cpu", seed=0)
+        def scatter(self, blocks: np.ndarray) -> None:
+            self._pool[::2] = blocks
 
-        def scatter(self, data: np.ndarray, blocks: list[int]) -> None:
-            self.pool[blocks] = torch.from_numpy(data.copy())
-
-        def check(self, blocks: list[int]) -> bool:
-            return torch.equal(self.pool[blocks], self.expected[blocks])
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    store = max(8 * num_blocks * block_bytes, 100 << 20)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store)
     try:
-        num_blocks = 2 * max(counts)
-        remote: Any = ray.remote
-        source, sink = remote(Source).remote(num_blocks), remote(Sink).remote(num_blocks)
-        for count in counts:
-            for pattern, blocks in patterns(num_blocks, count):
-
-                def move(blocks: list[int] = blocks) -> None:
-                    ray.get(sink.scatter.remote(source.gather.remote(blocks), blocks), timeout=TIMEOUT_S)
-
-                times = timed(arguments.repeats, move)
-                assert ray.get(sink.check.remote(blocks))
-                yield row("ray object", pattern, block_kib, count, 1, times)
+        actor = ray.remote(num_cpus=1)(Holder)
+        holders = [actor.remote(), actor.remote()]
+        times = []
+        for _ in range(repeats + 1):
+            began = time.perf_counter()
+            ray.get(holders[1].scatter.remote(holders[0].gather.remote()))
+            times.append(time.perf_counter() - began)
+        return 1e3 * statistics.median(times[1:])
     finally:
         ray.shutdown()
 
 
-def counts_for(block_kib: int, total_mib: list[float]) -> list[int]:
-    return sorted({max(1, round(total * 1024 / block_kib)) for total in total_mib})
+def table(rows: list[Json]) -> str:
+    """Markdown."""
+    head = ["tokens", "MiB", "block size", "pool", "UCX_TLS", "transport", "descriptors", "ms", "worst", "GB/s"]
+    more = [name for name in ("plain copy", "object store") if any(name in row for row in rows)]
+    lines = [
+        "| " + " | ".join([*head, *(f"{name}, GB/s" for name in more)]) + " |",
+        "|" + "---|" * (len(head) + len(more)),
+    ]
+    for row in rows:
+        cells = [f"{row['tokens']:,}", f"{row['bytes'] / 2**20:,.1f}", str(row["block_size"]), row["pool"], row["tls"]]
+        cells += [row["transport"], f"{row['descriptors']:,.0f}", f"{row['ms']:.2f}", f"{row['ms_worst']:.2f}"]
+        cells += [f"{row['gb_per_s']:.1f}", *(f"{row['bytes'] / row[name] / 1e6:.1f}" for name in more)]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
 
 
-def describe_machine(arguments: argparse.Namespace) -> dict[str, object]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "benchmark": "kv_transfer",
-        "commit": commit.stdout.strip(),
-        "machine": platform.machine(),
-        "cpus": os.cpu_count(),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-        "torch": torch.__version__,
-        "load": os.getloadavg()[0],
-        "arguments": vars(arguments),
-    }
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--block-kib", type=int, nargs="+", default=[64, 512, 2048], help="multiples of 4")
-    parser.add_argument("--total-mib", type=float, nargs="+", default=[0.0625, 1, 16, 64])
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--ucx-tls", help="UCX_TLS; left to UCX without")
-    parser.add_argument("--progress-delay-us", type=int, default=1000)
-    parser.add_argument("--source-device", default="cpu")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--ray", action="store_true", help="also measure Ray's object store (starts a local Ray)")
-    parser.add_argument("--output", help="append JSON lines to this file")
-    arguments = parser.parse_args()
-    if any(size < 4 or size % 4 for size in arguments.block_kib):
-        parser.error("--block-kib takes multiples of 4")
-    return arguments
-
-
-def main() -> None:
-    arguments = parse()
-    machine = describe_machine(arguments)
-    print(
-        f"{'path':12} {'pattern':11} {'block':>9} {'blocks':>7} {'descr.':>7} {'median':>10} {'worst':>10} {'GB/s':>7}"
-    )
-    measures = [measure_pulls, measure_copies] + ([measure_ray] if arguments.ray else [])
-    for block_kib in arguments.block_kib:
-        for measure in measures:
-            for r in measure(arguments, block_kib, counts_for(block_kib, arguments.total_mib)):
-                print(
-                    f"{r.path:12} {r.pattern:11} {r.block_kib:5} KiB {r.num_blocks:7} {r.descriptors:7} "
-                    f"{r.median_ms:7.2f} ms {r.worst_ms:7.2f} ms {r.gb_per_s:7.2f}",
-                    flush=True,
-                )
-                if arguments.output:
-                    with open(arguments.output, "a") as file:
-                        file.write(json.dumps({**machine, **asdict(r)}) + "\n")
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default=str(HERE / "shapes" / "llama-3.1-8b"), help="folder whose KV shape is taken")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128], choices=[16, 32, 64, 128])
+    parser.add_argument("--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order")
+    parser.add_argument("--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX")
+    parser.add_argument("--pool-tokens", type=int, help="default: four times the longest of --tokens")
+    parser.add_argument("--progress-delay-us", type=int, help="of the transport's thread; default 0 on CUDA, else 1000")
+    parser.add_argument("--repeats", type=int, default=7, help="timed hand-overs a row (median; default 7)")
+    parser.add_argument("--ray", action="store_true", help="also through Ray's object store")
+    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
+    parser.add_argument("--commit", help="revision noted in --out (default: git's)")
+    options = parser.parse_args()
+    if min(*options.tokens, options.repeats) < 1:
+        parser.error("--tokens and --repeats must be at least 1")
+    device = ("cuda" if torch.cuda.device_count() > 1 else "cpu") if options.device == "auto" else options.device
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        parser.error(f"--device cuda needs two GPUs, torch sees {torch.cuda.device_count()}: use cpu")
+    pool_tokens = options.pool_tokens or 4 * max(options.tokens)
+    if pool_tokens < max(options.tokens):
+        parser.error(f"--pool-tokens ({pool_tokens}) must hold the longest of --tokens")
+    try:
+        check_writable(options.out)
+        spec = read_spec(options.model, "dummy")
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    cases = []
+    for tls, block_size in itertools.product(options.tls, options.block_sizes):
+        heads = tuple(range(spec.num_kv_heads))
+        layout = KVLayout.uniform(
+            num_layers=spec.num_layers, heads=heads, head_dim=spec.head_dim, block_size=block_size, dtype=options.dtype
+        )
+        delay = options.progress_delay_us if options.progress_delay_us is not None else 0 if device == "cuda" else 1000
+        num_blocks = layout.num_blocks_for(pool_tokens) + 1
+        wanted = tuple(options.tokens), tuple(options.ages), options.repeats
+        cases.append(Case(layout, num_blocks, *wanted, device, None if tls == "default" else tls, delay))
+    rows: list[Json] = []
+    with tqdm(total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False) as bar:
+        for case in cases:
+            try:
+                for row in run_case(case):
+                    row["plain copy"] = plain_copy_ms(row["bytes"], device, options.repeats)
+                    if options.ray:
+                        blocks = case.layout.num_blocks_for(row["tokens"])
+                        row["object store"] = object_store_ms(blocks, case.layout.block_bytes, options.repeats)
+                    append(options.out, {"benchmark": "kv_transfer", **row, **circumstances(options.commit)})
+                    rows.append(row)
+                    bar.update()
+            except ValueError as error:
+                print(f"kv_transfer: UCX_TLS {case.tls or 'default'}: {error}", file=sys.stderr)
+                return 1
+    print(table(rows))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""benchmarks/kv_transfer.py between two real processes on CPU, and what it refuses."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import kv_transfer
+from pdserve.configs.kv_layout import KVLayout
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["kv_transfer.py", "--device", "cpu", *map(str, arguments)])
+    return kv_transfer.main()
+
+
+def test_rows_of_fresh_and_aged_pools(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--model", tiny_llama, "--tokens", 33, 512, "--block-sizes", 16, "--repeats", 2, "--out", out]
+    assert run(monkeypatch, *arguments, "--pool-tokens", 1024) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(row["pool"], row["tokens"]) for row in rows] == [
+        ("fresh", 33),
+        ("fresh", 512),
+        ("aged", 33),
+        ("aged", 512),
+    ]
+    long_fresh, long_aged = rows[1], rows[3]
+    assert long_fresh["descriptors"] == 1 < long_aged["descriptors"]
+    assert rows[0]["bytes"] * 32 == long_fresh["bytes"] * 3, "33 rows lie in three blocks of 16"
+    assert all(row["gb_per_s"] > 0 and row["transport"] and row["plain copy"] > 0 for row in rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + 4 and "plain copy, GB/s" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "--tokens and --repeats must be at least 1"),
+        (["--tokens", "64", "--pool-tokens", "32"], "--pool-tokens (32) must hold the longest"),
+        (["--model", "no/such/folder"], "no/such/folder"),
+    ],
+)
+def test_mistakes_are_told(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        run(monkeypatch, *arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_wrong_bytes_are_noticed() -> None:
+    """By the check that every case begins with."""
+    layout = KVLayout.uniform(num_layers=1, heads=(0,), head_dim=8, block_size=16, dtype="float32")
+    case = kv_transfer.Case(layout, 8, (16,), ("fresh",), 1, "cpu", None, 1000)
+    side = kv_transfer.Side(case, 1)
+    try:
+        side.words[2] = kv_transfer.contents(torch.tensor([5]), side.words.shape[1])[0]
+        kv_transfer._check(side, [2], (5,))
+        side.words[2, -1] += 1
+        with pytest.raises(ValueError, match="not those of the source"):
+            kv_transfer._check(side, [2], (5,))
+    finally:
+        side.close()
