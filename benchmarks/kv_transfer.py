@@ -207,7 +207,7 @@ def _check(side: Side, local: list[int], remote: tuple[int, ...]) -> None:
 
 def run_case(case: Case) -> Iterator[Json]:
     """Results of one pair of processes. ValueError when one of them fails."""
-    os.environ.setdefault("NIXL_LOG_LEVEL", "WARNING")
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     context = multiprocessing.get_context("spawn")
     to_source, at_source = context.Pipe()
     at_sink, results = context.Pipe()
