@@ -13,7 +13,7 @@ from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PoolMeta, RankPool
 from pdserve.kvtransfer.agent import TransferAgent, flat_bytes, memory_of
 from pdserve.kvtransfer.connection import OwnPool
-from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory, Wake
+from pdserve.kvtransfer.connector import PoolMemory, Wake
 from pdserve.kvtransfer.local import LocalAgent
 from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.receiver import Receiver
@@ -40,20 +40,47 @@ def build_connector(
     incarnation: int,
     wake: Wake,
     *,
-    rank: int = 0,
+    in_group: bool = False,
     registry: CollectorRegistry | None = None,
-) -> tuple[KVSender, KVReceiver]:
+) -> tuple[Sender, Receiver]:
     """config.connector chooses the transport. incarnation: see PoolMeta. wake: called from any thread when a `poll` has
-    something. registry: where the counters go. ValueError when the memory is not what PoolMemory says."""
+    something. in_group: the receiver takes part in a `group.GroupReceiver`, as rank 0. registry: where the counters go.
+    ValueError when the memory is not what PoolMemory says."""
+    agent, meta = _registered(config, memory, engine_id, incarnation, 0)
+    metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
+    own = OwnPool(memory.pool, memory.layout, meta.compat)
+    sender = Sender(agent, meta, memory.generations, config.lease_s, wake, metrics)
+    return sender, Receiver(agent, own, wake, metrics, tells=not in_group)
+
+
+def build_rank(
+    config: TransferConfig,
+    memory: PoolMemory,
+    engine_id: str,
+    incarnation: int,
+    rank: int,
+    wake: Wake,
+    *,
+    registry: CollectorRegistry | None = None,
+) -> tuple[RankPool, Receiver]:
+    """What a tensor parallel engine's other ranks have: a pool that peers may read, which rank 0 adds to its sender's
+    description (`Sender.add_ranks`), and a receiver that takes part in a `group.GroupReceiver`.
+    """
+    agent, meta = _registered(config, memory, engine_id, incarnation, rank)
+    metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
+    own = OwnPool(memory.pool, memory.layout, meta.compat)
+    return meta.ranks[0], Receiver(agent, own, wake, metrics, tells=False)
+
+
+def _registered(
+    config: TransferConfig, memory: PoolMemory, engine_id: str, incarnation: int, rank: int
+) -> tuple[TransferAgent, PoolMeta]:
     _check_memory(memory)
     agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config)
     agent.register(memory.pool)
     agent.register(torch.from_numpy(memory.generations))
-    metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
-    own = OwnPool(memory.pool, memory.layout, memory.layout.compat_digest(memory.model_fingerprint))
-    meta = _describe(agent, memory, own.compat, engine_id, incarnation)
-    sender = Sender(agent, meta, memory.generations, config.lease_s, wake, metrics)
-    return sender, Receiver(agent, own, wake, metrics)
+    compat = memory.layout.compat_digest(memory.model_fingerprint)
+    return agent, _describe(agent, memory, compat, engine_id, incarnation)
 
 
 def _check_memory(memory: PoolMemory) -> None:

@@ -22,6 +22,16 @@ PROBE_BYTES = 4 << 20
 GENERATION_BYTES = 8
 
 
+@dataclass(frozen=True)
+class Source:
+    """Where a part of each of our blocks comes from: the descriptors of that part of all our blocks, and of all blocks
+    of one peer rank."""
+
+    span: HeadRange
+    local: Any
+    remote: Any
+
+
 @dataclass
 class OwnPool:
     """Our side of every link: the registered pool."""
@@ -38,20 +48,21 @@ class Connection:
     """
 
     def __init__(self, agent: TransferAgent, own: OwnPool, meta: PoolMeta) -> None:
-        self.span = single_source(own.layout, meta)
         self.meta, self._agent = meta, agent
-        rank = meta.ranks[self.span.rank]
         self.memory, device_id = memory_of(own.pool)
         self.block_bytes = own.layout.block_bytes
-        self.peer = agent.add_peer(rank.agent_metadata)
+        self._peers: dict[int, str] = {}
         self._prepared: list[Any] = []
         self._registrations: list[Any] = []
+        address, num_blocks = own.pool.data_ptr(), own.pool.shape[0]
         try:
-            mine = local_pieces(
-                own.pool.data_ptr(), self.block_bytes, own.pool.shape[0], self.span, self.memory, device_id
-            )
-            self.local = self._prepare(None, mine)
-            self.remote = self._prepare(self.peer, remote_pieces(rank, meta.block_bytes, meta.num_blocks, self.span))
+            self.peer = self._add_rank(0)  # holds the generations and hears our notices
+            self.sources = []
+            for span in plan_for(own.layout, meta.ranks):
+                peer, rank = self._add_rank(span.rank), meta.ranks[span.rank]
+                mine = local_pieces(address, self.block_bytes, num_blocks, span, self.memory, device_id)
+                theirs = remote_pieces(rank, meta.block_bytes, meta.num_blocks, span)
+                self.sources.append(Source(span, self._prepare(None, mine), self._prepare(peer, theirs)))
             self.generations = torch.full((meta.num_blocks,), -1, dtype=torch.int64)
             self._register(self.generations)
             self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * meta.block_bytes)
@@ -60,11 +71,24 @@ class Connection:
             self._probe = probe  # keeps the memory
             whole = Pieces(probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id)
             self.probe_local = self._prepare(None, whole)
-            theirs = Pieces(rank.pool_address, self.probe_bytes, self.probe_bytes, 1, rank.memory, rank.device_id)
-            self.probe_remote = self._prepare(self.peer, theirs)
+            self.probes = [self._prepare(peer, self._probe_pieces(rank)) for rank, peer in self._peers.items()]
         except (TransferError, torch.OutOfMemoryError) as error:
             self.close()
             raise TransferError("error", f"connect: {error}") from error
+
+    @property
+    def reads_whole_blocks(self) -> bool:
+        """Whether neighbouring blocks are neighbouring bytes on both sides."""
+        return len(self.sources) == 1 and self.sources[0].span.num_bytes == self.block_bytes == self.meta.block_bytes
+
+    def _add_rank(self, rank: int) -> str:
+        if rank not in self._peers:
+            self._peers[rank] = self._agent.add_peer(self.meta.ranks[rank].agent_metadata)
+        return self._peers[rank]
+
+    def _probe_pieces(self, rank: int) -> Pieces:
+        pool = self.meta.ranks[rank]
+        return Pieces(pool.pool_address, self.probe_bytes, self.probe_bytes, 1, pool.memory, pool.device_id)
 
     def _prepare(self, peer: str | None, pieces: Pieces) -> Any:
         prepared = self._agent.prepare(peer, pieces)
@@ -87,7 +111,7 @@ class Connection:
         steps: list[Callable[[], None]] = [
             partial(self._agent.release_prepared, prepared) for prepared in self._prepared
         ]
-        steps.append(partial(self._agent.remove_peer, self.peer))
+        steps += [partial(self._agent.remove_peer, peer) for peer in self._peers.values()]
         steps += [partial(self._agent.deregister, registration) for registration in self._registrations]
         release_all(steps)
 
@@ -101,17 +125,6 @@ def release_all(steps: list[Callable[[], None]]) -> None:
             logger.warning("KV transfer clean-up: %s", error)
 
 
-def single_source(layout: KVLayout, meta: PoolMeta) -> HeadRange:
-    """The one range that fills our blocks. ValueError when our heads lie on several ranks of the peer, or not on rank
-    0, whose host holds the generation table: pulls over unequal tensor parallelism are not built yet."""
-    plan = plan_for(layout, meta.ranks)
-    if len(plan) != 1 or plan[0].rank != 0:
-        raise ValueError(
-            f"heads {layout.group.heads} must all lie on the peer's rank 0, not on {[p.rank for p in plan]}"
-        )
-    return plan[0]
-
-
 def check_compatible(own: OwnPool, kind: str, meta: PoolMeta) -> str:
     """Empty, or why no pull from this pool can ever work, naming both sides."""
     if meta.connector != kind:
@@ -122,7 +135,7 @@ def check_compatible(own: OwnPool, kind: str, meta: PoolMeta) -> str:
     if meta.head_bytes != own.layout.head_bytes:
         return f"KV head bytes differ: ours {own.layout.head_bytes}, the peer's {meta.head_bytes}"
     try:
-        single_source(own.layout, meta)
+        plan_for(own.layout, meta.ranks)
     except ValueError as error:
         return str(error)
     return ""

@@ -6,11 +6,13 @@ import msgspec
 
 from pdserve.engine.protocol import RequestKey
 
+Outcome = Literal["done", "rejected"]
+
 
 class Notice(msgspec.Struct, frozen=True, array_like=True):
     """outcome "done": every byte is verified at the receiver; "rejected": nobody will read the ticket's blocks."""
 
-    outcome: Literal["done", "rejected"]
+    outcome: Outcome
     key: RequestKey
 
 

@@ -23,7 +23,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -35,7 +35,7 @@ from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Ticket
 from pdserve.kvtransfer.agent import Handle, TransferAgent, TransferError
 from pdserve.kvtransfer.connection import Connection, OwnPool, release_all
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.notice import Notice, encode_notice
+from pdserve.kvtransfer.notice import Notice, Outcome, encode_notice
 from pdserve.kvtransfer.ranges import count_descriptors, order_pairs
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class LinkState(enum.Enum):
 
 @dataclass(eq=False)
 class Pull:
-    """One pull on its way. times: monotonic. reading: its data read has not ended. reported: its end was told
+    """One pull on its way. times: monotonic. reads: data reads that have not ended. reported: its end was told
     already."""
 
     pull_id: int
@@ -68,7 +68,7 @@ class Pull:
     deadline: float
     started: float
     num_descriptors: int = 0
-    reading: bool = False
+    reads: int = 0
     reported: bool = False
 
     @property
@@ -97,11 +97,11 @@ class Owner(Protocol):
 
 
 class PeerLink:
-    """The connection to one incarnation of one engine. `connect`, `disconnect`, `pull`, `cancel`, `reject` only
-    enqueue."""
+    """The connection to one incarnation of one engine. `connect`, `disconnect`, `pull`, `cancel`, `tell` only
+    enqueue. tells: how pulls end is told to the sender; False where others must end with them (group.py)."""
 
-    def __init__(self, agent: TransferAgent, own: OwnPool, owner: Owner, meta: PoolMeta) -> None:
-        self.meta = meta
+    def __init__(self, agent: TransferAgent, own: OwnPool, owner: Owner, meta: PoolMeta, tells: bool = True) -> None:
+        self.meta, self._tells = meta, tells
         self._agent, self._own, self._owner = agent, own, owner
         self._state = LinkState.IDLE
         self._connection: Connection | None = None
@@ -132,8 +132,8 @@ class PeerLink:
     def cancel(self, pull_id: int) -> None:
         self._enqueue(lambda: self._cancel(pull_id))
 
-    def reject(self, key: RequestKey) -> None:
-        self._enqueue(lambda: self._tell(Notice("rejected", key)))
+    def tell(self, outcome: Outcome, key: RequestKey) -> None:
+        self._enqueue(lambda: self._notify(Notice(outcome, key)))
 
     def _enqueue(self, command: Callable[[], None]) -> None:
         with self._changed:
@@ -238,17 +238,22 @@ class PeerLink:
         self._state = LinkState.PROBING
         self._probe_deadline = time.monotonic() + PROBE_DEADLINE_S
         mark = self._agent.transport_mark()
-        self._probe(connection, lambda: self._probe(connection, lambda: self._connected(connection, mark)))
+        self._probe(connection, [*connection.probes, connection.probes[0]], mark)
 
-    def _probe(self, connection: Connection, done: Callable[[], None]) -> None:
-        """One self-test read. The first of a connection also sets up endpoints; the second is the timed one."""
+    def _probe(self, connection: Connection, probes: Sequence[Any], mark: int) -> None:
+        """Self-test reads, one after another. The first of each of the peer's ranks sets up endpoints; the last of all,
+        from a rank that was read before, is the timed one.
+        """
+        if not probes:
+            self._connected(connection, mark)
+            return
         try:
-            handle = self._agent.make_read(connection.probe_local, [0], connection.probe_remote, [0])
+            handle = self._agent.make_read(connection.probe_local, [0], probes[0], [0])
         except TransferError as error:
             self._lose(error)
             return
         self._probe_started = time.monotonic()
-        self._post(handle, done)
+        self._post(handle, lambda: self._probe(connection, probes[1:], mark))
 
     def _connected(self, connection: Connection, mark: int) -> None:
         seconds = max(time.monotonic() - self._probe_started, 1e-9)
@@ -289,7 +294,7 @@ class PeerLink:
         assert self._connection is not None
         self._connection.close()
         self._connection = None
-        unsettled = [pull for pull in self._pulls.values() if pull.reading]
+        unsettled = [pull for pull in self._pulls.values() if pull.reads]
         if unsettled:
             time.sleep(QUIET_AFTER_REMOVAL_S)
         for pull in unsettled:
@@ -315,19 +320,28 @@ class PeerLink:
         if not pull.local_blocks:
             self._finish(pull)
             return
-        whole = connection.span.num_bytes == connection.block_bytes == connection.meta.block_bytes
         local_ids, remote_ids = order_pairs(pull.local_blocks, pull.remote_blocks)
-        pull.num_descriptors = count_descriptors(local_ids, remote_ids, whole)
+        descriptors = count_descriptors(local_ids, remote_ids, connection.reads_whole_blocks)
+        pull.num_descriptors = len(connection.sources) * descriptors
+        handles: list[Handle] = []
         try:
-            handle = self._agent.make_read(connection.local, local_ids, connection.remote, remote_ids)
+            for source in connection.sources:
+                handles.append(self._agent.make_read(source.local, local_ids, source.remote, remote_ids))
         except TransferError as error:
+            release_all([partial(self._agent.release, handle) for handle in handles])
             self._fail(pull, "error", str(error), settled=True)
             return
-        pull.reading = True
-        self._post(handle, lambda: self._data_done(pull))
+        pull.reads = len(handles)
+        for index, handle in enumerate(handles):
+            if self._state is not LinkState.CONNECTED:  # lost in the post of one before
+                release_all([partial(self._agent.release, unposted) for unposted in handles[index:]])
+                return
+            self._post(handle, lambda: self._data_done(pull))
 
     def _data_done(self, pull: Pull) -> None:
-        pull.reading = False
+        pull.reads -= 1
+        if pull.reads:
+            return
         if pull.reported:
             self._settle(pull)
             return
@@ -372,10 +386,10 @@ class PeerLink:
     def _finish(self, pull: Pull) -> None:
         del self._pulls[pull.pull_id]
         assert self._connection is not None and self._status is not None
-        num_bytes = len(pull.local_blocks) * self._connection.span.num_bytes
+        num_bytes = len(pull.local_blocks) * sum(source.span.num_bytes for source in self._connection.sources)
         seconds = time.monotonic() - pull.started
         self._emit(PullDone(pull.pull_id, num_bytes, pull.num_descriptors, self._status.transport, seconds))
-        self._tell(Notice("done", pull.ticket.key))
+        self._tell("done", pull)
 
     def _fail(self, pull: Pull, reason: str, detail: str, settled: bool) -> None:
         """Also tells the sender, which may unpin at once: it is only read, and nobody will use what still arrives."""
@@ -383,12 +397,12 @@ class PeerLink:
         if settled:
             del self._pulls[pull.pull_id]
         self._emit(PullFailed(pull.pull_id, reason, detail, settled))
-        self._tell(Notice("rejected", pull.ticket.key))
+        self._tell("rejected", pull)
 
     def _fail_all(self, reason: str, detail: str) -> None:
         for pull in list(self._pulls.values()):
             if not pull.reported:
-                self._fail(pull, reason, detail, settled=not pull.reading)
+                self._fail(pull, reason, detail, settled=not pull.reads)
 
     def _settle(self, pull: Pull) -> None:
         del self._pulls[pull.pull_id]
@@ -397,17 +411,21 @@ class PeerLink:
     def _cancel(self, pull_id: int) -> None:
         pull = self._pulls.get(pull_id)
         if pull is not None and not pull.reported:
-            self._fail(pull, "cancelled", "cancelled by the caller", settled=not pull.reading)
+            self._fail(pull, "cancelled", "cancelled by the caller", settled=not pull.reads)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for pull in list(self._pulls.values()):
             if not pull.reported and now > pull.deadline:
-                self._fail(pull, "deadline", f"no end after {now - pull.started:.3f} s", settled=not pull.reading)
+                self._fail(pull, "deadline", f"no end after {now - pull.started:.3f} s", settled=not pull.reads)
         if self._state is LinkState.PROBING and now > self._probe_deadline:
             self._lose(TransferError("error", f"the self-test read did not end within {PROBE_DEADLINE_S:g} s"))
 
-    def _tell(self, notice: Notice) -> None:
+    def _tell(self, outcome: Outcome, pull: Pull) -> None:
+        if self._tells:
+            self._notify(Notice(outcome, pull.ticket.key))
+
+    def _notify(self, notice: Notice) -> None:
         if self._state is not LinkState.CONNECTED or self._connection is None:
             return
         try:

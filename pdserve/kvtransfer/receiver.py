@@ -15,6 +15,7 @@ from pdserve.kvtransfer.agent import TransferAgent
 from pdserve.kvtransfer.connection import OwnPool, check_compatible
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
+from pdserve.kvtransfer.notice import Outcome
 from pdserve.kvtransfer.peer_link import LinkEvent, PeerLink, Pull
 
 logger = logging.getLogger(__name__)
@@ -26,10 +27,12 @@ _abandoned: list["Receiver"] = []
 
 
 class Receiver:
-    """See `connector.KVReceiver`."""
+    """See `connector.KVReceiver`. tells: see `peer_link.PeerLink`."""
 
-    def __init__(self, agent: TransferAgent, own: OwnPool, wake: Wake, metrics: TransferMetrics) -> None:
-        self._agent, self._own, self._wake, self._metrics = agent, own, wake, metrics
+    def __init__(
+        self, agent: TransferAgent, own: OwnPool, wake: Wake, metrics: TransferMetrics, tells: bool = True
+    ) -> None:
+        self._agent, self._own, self._wake, self._metrics, self._tells = agent, own, wake, metrics, tells
         self._lock = threading.RLock()
         self._links: dict[tuple[str, int], PeerLink] = {}
         self._living: dict[str, int] = {}
@@ -53,7 +56,7 @@ class Receiver:
             self._living[meta.engine_id] = meta.incarnation
             key = (meta.engine_id, meta.incarnation)
             if key not in self._links:
-                self._links[key] = PeerLink(self._agent, self._own, self, meta)
+                self._links[key] = PeerLink(self._agent, self._own, self, meta, self._tells)
             self._links[key].connect()
 
     def disconnect(self, engine_id: str, incarnation: int) -> None:
@@ -102,10 +105,14 @@ class Receiver:
         return None
 
     def reject(self, ticket: Ticket) -> None:
+        self.tell("rejected", ticket)
+
+    def tell(self, outcome: Outcome, ticket: Ticket) -> None:
+        """Tell the sender what became of a ticket (best effort)."""
         with self._lock:
             link = self._links.get((ticket.engine_id, ticket.incarnation))
             if link is not None:
-                link.reject(ticket.key)
+                link.tell(outcome, ticket.key)
 
     def cancel(self, pull_id: int) -> None:
         with self._lock:

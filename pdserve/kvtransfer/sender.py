@@ -16,7 +16,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from pdserve.engine.protocol import PoolMeta, RequestKey, Ticket
+from pdserve.engine.protocol import PoolMeta, RankPool, RequestKey, Ticket
 from pdserve.kvtransfer.agent import TransferAgent, TransferError
 from pdserve.kvtransfer.connector import Unpinned, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
@@ -53,6 +53,11 @@ class Sender:
 
     def meta(self) -> PoolMeta:
         return self._meta
+
+    def add_ranks(self, ranks: Sequence[RankPool]) -> None:
+        """The pools of an engine's other ranks, in order, whose blocks are published with ours; before anybody
+        connects."""
+        self._meta = msgspec.structs.replace(self._meta, ranks=(*self._meta.ranks, *ranks))
 
     def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
         """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not exist."""

@@ -1,0 +1,117 @@
+"""Tensor parallel engines for the kvtransfer tests: a small pool and a connector a rank, here or in a child process."""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import time
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from kvtransfer.kv_peers import key
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.schema import TransferConfig
+from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
+from pdserve.kvtransfer.build import build_connector, build_rank
+from pdserve.kvtransfer.connector import PoolMemory, Unpinned
+from pdserve.kvtransfer.group import GroupReceiver
+
+HEADS, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 24
+CONFIG = {name: TransferConfig(connector=name, lease_s=20.0) for name in ("local", "nixl")}
+
+
+def content() -> torch.Tensor:
+    """All heads of P's pool: [blocks, heads, layers, 2, block size, head dim]."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(NUM_BLOCKS, HEADS, 2, 2, BLOCK_SIZE, 8, generator=generator)
+
+
+def heads_of(rank: int, degree: int) -> tuple[int, ...]:
+    share = HEADS // degree
+    return tuple(range(rank * share, (rank + 1) * share))
+
+
+class Ranks:
+    """A tensor parallel engine whose ranks all live in this process. filled: its pools hold `content`."""
+
+    def __init__(self, engine_id: str, config: TransferConfig, degree: int, filled: bool) -> None:
+        self.pools, self.receivers = [], []
+        self.generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
+        for rank in range(degree):
+            heads = heads_of(rank, degree)
+            layout = KVLayout.uniform(num_layers=2, heads=heads, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
+            pool = content()[:, list(heads)].contiguous() if filled else torch.zeros(NUM_BLOCKS, *layout.block_shape)
+            self.pools.append(pool)
+            if rank == 0:
+                memory = PoolMemory(pool, self.generations, layout, "model")
+                self.sender, receiver = build_connector(config, memory, engine_id, 1, lambda: None, in_group=True)
+                others = []
+            else:
+                memory = PoolMemory(pool, np.zeros(NUM_BLOCKS, np.int64), layout, "model")
+                rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)
+                others.append(rank_pool)
+            self.receivers.append(receiver)
+        self.sender.add_ranks(others)
+        self.receiver = GroupReceiver(self.receivers)
+        self._events: list[Any] = []
+
+    def meta(self) -> PoolMeta:
+        return self.sender.meta()
+
+    def publish(self, name: str, block_ids: list[int]) -> Ticket:
+        return self.sender.publish(key(name), block_ids, len(block_ids) * BLOCK_SIZE, b"content")
+
+    def bump(self, block: int) -> None:
+        self.generations[block] += 1
+
+    def unpinned(self) -> list[Unpinned]:
+        return self.sender.poll()
+
+    def wait(self, *kinds: type, timeout_s: float = 20.0) -> Any:
+        ends = time.monotonic() + timeout_s
+        while time.monotonic() < ends:
+            self._events += self.receiver.poll()
+            while self._events:
+                event = self._events.pop(0)
+                if isinstance(event, kinds):
+                    return event
+                assert isinstance(event, PeerStatus), f"{event} was not expected"
+            time.sleep(0.001)
+        raise AssertionError(f"none of {kinds} within {timeout_s} s")
+
+    def close(self) -> None:
+        self.receiver.close()
+        self.sender.close()
+
+
+def _child(pipe: Connection, parent: int, degree: int) -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
+    if os.getppid() != parent:
+        return
+    ranks = Ranks("p", CONFIG["nixl"], degree, filled=True)
+    while True:
+        name, values = pipe.recv()
+        pipe.send(getattr(ranks, name)(*values))
+        if name == "close":
+            return
+
+
+class Elsewhere:
+    """The same in a process of its own."""
+
+    def __init__(self, degree: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_child, args=(theirs, os.getpid(), degree), daemon=True)
+        self._process.start()
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*values: Any) -> Any:
+            self._pipe.send((name, values))
+            assert self._pipe.poll(60), "the source process does not answer"
+            return self._pipe.recv()
+
+        return call

@@ -1,0 +1,111 @@
+"""Pulls between engines of different tensor parallel degree, over both transports: every rank of D finds the bytes of
+its own KV heads, whichever ranks of P store them; and a rank that fails fails the pull, not the memory.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kvtransfer.kv_ranks import CONFIG, Elsewhere, Ranks, content, heads_of
+
+from pdserve.engine.protocol import PeerStatus, PoolMeta
+from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
+
+DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module", params=["local", "nixl"])
+def transport(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Ranks]]:
+    from_degree, to_degree = request.param
+    source = Ranks("p", CONFIG["local"], from_degree, filled=True) if transport == "local" else Elsewhere(from_degree)
+    sink = Ranks(f"d{next(_names)}", CONFIG[transport], to_degree, filled=False)
+    try:
+        sink.receiver.connect(source.meta())
+        status = sink.wait(PeerStatus)
+        assert status.connected and status.bytes_per_s > 0, status
+        yield source, sink
+    finally:
+        sink.close()
+        source.close()
+
+
+@pytest.mark.parametrize("pair", DEGREES, indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
+def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
+    source, sink = pair
+    theirs, ours = [5, 6, 7, 20, 2], [9, 1, 2, 3, 11]
+    ticket = source.publish("a", theirs)
+    sink.receiver.pull(1, ticket, ours[1:], 1, 10.0)
+    done = sink.wait(PullDone, PullFailed)
+    assert isinstance(done, PullDone), done
+    whole = content()
+    assert done.num_bytes == whole[0].nbytes * 4
+    degree = len(sink.pools)
+    for rank, pool in enumerate(sink.pools):
+        want = torch.zeros_like(pool)
+        want[ours[1:]] = whole[theirs[1:]][:, list(heads_of(rank, degree))]
+        assert torch.equal(pool, want)
+    ends = time.monotonic() + 5
+    while not (unpinned := source.unpinned()) and time.monotonic() < ends:
+        time.sleep(0.005)
+    assert unpinned == [Unpinned(ticket.key, "done")], "once, by all ranks together"
+
+    reused = source.publish("b", theirs)
+    source.bump(20)
+    sink.receiver.pull(2, reused, ours, 0, 10.0)
+    failed = sink.wait(PullDone, PullFailed)
+    assert isinstance(failed, PullFailed) and failed.reason == "stale-generation" and "rank" in failed.detail
+    if not failed.settled:
+        sink.wait(PullSettled)
+
+
+@pytest.mark.parametrize("transport", ["local"], indirect=True)
+@pytest.mark.parametrize("pair", [(2, 2), (4, 1)], indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
+def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[Ranks, Ranks]) -> None:
+    source, sink = pair
+    faults = source.receivers[1]._agent.faults  # type: ignore[attr-defined]
+    faults.frozen = True
+    ticket = source.publish("a", [4, 5])
+    sink.receiver.pull(1, ticket, [4, 5], 0, 0.2)
+    failed = sink.wait(PullDone, PullFailed)
+    assert isinstance(failed, PullFailed) and failed.reason == "deadline" and not failed.settled
+    time.sleep(0.1)
+    assert not sink.receiver.poll(), "bytes of the frozen rank may still land"
+    faults.frozen = False
+    assert sink.wait(PullSettled).pull_id == 1
+    sink.receiver.pull(2, source.publish("b", [4, 5]), [6, 7], 0, 10.0)
+    assert isinstance(sink.wait(PullDone, PullFailed), PullDone)
+
+
+@pytest.mark.parametrize("transport", ["local"], indirect=True)
+@pytest.mark.parametrize("pair", [(2, 1)], indirect=True)
+def test_a_dead_rank_loses_the_peer(pair: tuple[Ranks, Ranks]) -> None:
+    source, sink = pair
+    source.receivers[1]._agent.faults.dead = True  # type: ignore[attr-defined]
+    sink.receiver.pull(1, source.publish("a", [4]), [4], 0, 10.0)
+    failed = sink.wait(PullDone, PullFailed)
+    assert isinstance(failed, PullFailed) and failed.reason == "peer-lost"
+    if not failed.settled:
+        sink.wait(PullSettled)
+
+
+def test_heads_that_nobody_stores_are_refused() -> None:
+    source = Ranks("p", CONFIG["local"], 2, filled=True)
+    sink = Ranks("d", CONFIG["local"], 1, filled=False)
+    try:
+        half = source.meta()
+        alone = PoolMeta(**{name: getattr(half, name) for name in half.__struct_fields__} | {"ranks": half.ranks[:1]})
+        sink.receiver.connect(alone)
+        status = sink.wait(PeerStatus)
+        assert not status.connected and "KV head 2 is stored on no rank" in status.detail
+    finally:
+        sink.close()
+        source.close()
