@@ -27,6 +27,7 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
+from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 from pdserve.bench.workload import Lengths, Shape
 
@@ -106,11 +107,11 @@ def table(rows: Sequence[Json]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
-    parser.add_argument("--clients", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--clients", type=integer(1), nargs="+", default=[1, 32, 128])
     parser.add_argument("--input-len", type=Lengths.parse, default=Lengths(1024, 1024), help="default 1024")
     parser.add_argument("--output-len", type=Lengths.parse, default=Lengths(128, 128), help="default 128")
-    parser.add_argument("--rounds", type=int, default=3, help="requests of each client")
-    parser.add_argument("--vocab-size", type=int, default=1000, help="prompts hold token ids below it")
+    parser.add_argument("--rounds", type=integer(1), default=3, help="requests of each client")
+    parser.add_argument("--vocab-size", type=integer(2), default=1000, help="prompts hold token ids below it")
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     args = parser.parse_args()
     rows = []

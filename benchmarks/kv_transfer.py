@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
@@ -127,11 +128,12 @@ def source(case: Case, commands: Connection) -> None:
     keys = (RequestKey("benchmark", 0, str(i)) for i in itertools.count())
     owned: list[int] = []
     while (command := commands.recv()) != "end":
+        side.blocks.release(owned)
+        owned = []
         if command == "age":
             side.age(0)
             commands.send(None)
             continue
-        side.blocks.release(owned)
         owned = side.blocks.allocate(case.layout.num_blocks_for(command))
         commands.send(side.sender.publish(next(keys), owned, command, b""))
     side.close()
@@ -143,6 +145,8 @@ def sink(case: Case, commands: Connection, results: Connection) -> None:
         for result in measure(case, commands):
             results.send(result)
         results.send(None)
+    except EOFError:
+        results.send("the source process ended with no word")
     except (ValueError, OSError, RuntimeError) as error:
         results.send(str(error))
 
@@ -307,19 +311,19 @@ def main() -> int:
     parser.add_argument("--model", default=str(HERE / "shapes" / "llama-3.1-8b"), help="folder whose KV shape is taken")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 8192])
+    parser.add_argument("--tokens", type=integer(1), nargs="+", default=[1024, 8192])
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128], choices=[16, 32, 64, 128])
     parser.add_argument("--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order")
     parser.add_argument("--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX")
-    parser.add_argument("--pool-tokens", type=int, help="default: four times the longest of --tokens")
-    parser.add_argument("--progress-delay-us", type=int, help="of the transport's thread; default 0 on CUDA, else 1000")
-    parser.add_argument("--repeats", type=int, default=7, help="timed hand-overs a row (median; default 7)")
+    parser.add_argument("--pool-tokens", type=integer(1), help="default: four times the longest of --tokens")
+    parser.add_argument(
+        "--progress-delay-us", type=integer(0), help="of the transport's thread; default 0 on CUDA, else 1000"
+    )
+    parser.add_argument("--repeats", type=integer(1), default=7, help="timed hand-overs a row (median; default 7)")
     parser.add_argument("--ray", action="store_true", help="also through Ray's object store")
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     parser.add_argument("--commit", help="revision noted in --out (default: git's)")
     options = parser.parse_args()
-    if min(*options.tokens, options.repeats) < 1:
-        parser.error("--tokens and --repeats must be at least 1")
     device = ("cuda" if torch.cuda.device_count() > 1 else "cpu") if options.device == "auto" else options.device
     if device == "cuda" and torch.cuda.device_count() < 2:
         parser.error(f"--device cuda needs two GPUs, torch sees {torch.cuda.device_count()}: use cpu")
@@ -345,14 +349,17 @@ def main() -> int:
     with tqdm(total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False) as bar:
         for case in cases:
             try:
+                measured = []
                 for row in run_case(case):
+                    measured.append(row)
+                    bar.update()
+                for row in measured:  # now that both processes are gone
                     row["plain copy"] = plain_copy_ms(row["bytes"], device, options.repeats)
                     if options.ray:
                         blocks = case.layout.num_blocks_for(row["tokens"])
                         row["object store"] = object_store_ms(blocks, case.layout.block_bytes, options.repeats)
                     append(options.out, {"benchmark": "kv_transfer", **row, **circumstances(options.commit)})
                     rows.append(row)
-                    bar.update()
             except ValueError as error:
                 print(f"kv_transfer: UCX_TLS {case.tls or 'default'}: {error}", file=sys.stderr)
                 return 1

@@ -64,7 +64,8 @@ class EngineConfig(Config):
     """One engine: batch limits, KV pool, device. What is None is chosen by device: `for_device`.
 
     block_size: tokens in a KV block (16 on CPU, 64 on CUDA, where larger blocks are read faster; prefixes are shared by
-    whole blocks). max_num_batched_tokens: token budget of one step (2,048; CUDA 8,192). max_num_seqs: sequences in one
+    whole blocks). max_num_batched_tokens: token budget of one step (2,048; CUDA 8,192); prompts of
+    2,048 tokens or more do not share a step. max_num_seqs: sequences in one
     step (256; CUDA 512). num_kv_blocks: size of the pool in blocks; None sizes it from kv_memory_bytes (CPU) or from a
     profiling step and kv_memory_fraction (CUDA). deterministic: batch-invariant arithmetic (always so on CPU; refused
     on CUDA for now). async_scheduling: plan and queue a step while the device computes the one before (on CUDA).

@@ -215,9 +215,21 @@ class ModelRunner:
             if layer == 0:
                 q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self._pool_layers[0], zeros.long())
                 self.ops.warm_dense_prefill(q, k, v, self.scale)
+                self._chunk_behind_a_piece(q, k, v)
             return torch.zeros_like(q)
 
         self.model.forward(zeros, attend)
+
+    def _chunk_behind_a_piece(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Launches what such a chunk needs beside attention, over the null block."""
+        num_rows = len(q)
+        fits = 2 * num_rows <= self.tables.shape[1] * self.block_size
+        if fits and self.ops.chunk_prefill_pays(q, k, v, num_rows, self.block_size):
+            rows, lens, starts = (
+                torch.tensor(ids, dtype=torch.int32, device=self.device) for ids in ([0], [2 * num_rows], [0, num_rows])
+            )
+            paged = self._pool_layers[0], self.tables, rows, lens, starts
+            self.ops.chunk_prefill(q, k, v, *paged, num_rows, self.scale)
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
@@ -227,8 +239,13 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
-        # attention_dense.py needs room for as much as q two times, and for keys and values.
-        hidden = self.model.forward(zeros, lambda _layer, q, *_: q.new_zeros(4, *q.shape)[0])
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+            """With as much memory as attention_dense.py holds: three outputs, and keys and values for all rows."""
+            held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
+            return held[0][0]
+
+        hidden = self.model.forward(zeros, attend)
         self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before

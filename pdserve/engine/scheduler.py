@@ -101,7 +101,7 @@ class Scheduler:
         plan = Plan()
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
-        for seq in list(self.running):
+        for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):  # decodes first, however late they came
             if budget == 0:
                 break
             # It may have been preempted for one before it.
@@ -163,7 +163,7 @@ class Scheduler:
             width = 1 + len(seq.pending_forks)
             cached = [] if seq.block_table else self._cached_prefix(seq)
             wanted = seq.num_uncomputed - len(cached) * self.hasher.block_size
-            is_crowded = longest > 1 and (wanted > budget or max(wanted, longest) >= LONG_PROMPT)
+            is_crowded = min(longest, wanted) > 1 and (wanted > budget or max(wanted, longest) >= LONG_PROMPT)
             if width > slots or is_crowded or not self._fits(seq, cached):
                 return
             if not seq.block_table:

@@ -44,13 +44,13 @@ class Part(NamedTuple):
 
 
 class _Warm(threading.local):
-    """What _shape() gives for the plans that torch has in this thread; piece: rows before a chunk that are attended to
-    at a time, 0 when none are.
+    """What _shape() gives for the plans that torch has in this thread. pieces: for chunks of such shapes, how many rows
+    before them are attended to at a time.
     """
 
     def __init__(self) -> None:
         self.shapes: set[tuple[object, ...]] = set()
-        self.piece = 0
+        self.pieces: dict[tuple[object, ...], int] = {}
 
 
 _warm = _Warm()
@@ -65,11 +65,11 @@ def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     for part in _parts_to_warm(len(q)):
         _causal(part, q, k, v, scale)
         _warm.shapes.add(_shape(part, q, k, v))
-    _warm.piece = len(q) if len(q) >= MIN_PIECE else 0
-    if _warm.piece:
+    if len(q) >= MIN_PIECE:
         keys, values = k.new_zeros(2, *k.shape)
         for num_rows in range(2 * CHUNK_MULTIPLE, len(q) + 1, CHUNK_MULTIPLE):
             _attend(1, q[:num_rows], keys, values, False, scale)
+            _warm.pieces[_shape(Part(0, 1, num_rows), q, k, v)] = len(q)
     torch.cuda.synchronize(q.device)
 
 
@@ -112,10 +112,8 @@ def chunk_rows(num_rows: int) -> int:
 
 def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
     """Whether chunk_prefill() is faster for such a chunk than paged_prefill(), and needs no new plan."""
-    piece, length = _warm.piece, chunk_rows(len(q))
-    if not length or not piece or not prefix_len or prefix_len % piece or piece % block_size:
-        return False
-    return _shape(Part(0, 1, length), q, k, v) in _warm.shapes
+    piece = _piece(q, k, v)
+    return piece > 0 and prefix_len > 0 and prefix_len % piece == 0 and piece % block_size == 0
 
 
 def chunk_prefill(
@@ -134,7 +132,7 @@ def chunk_prefill(
     q, k and v as in fresh_prefill. The chunk stands behind prefix_len rows, which lie in kv in the blocks that row
     table_row (int32 [1]) of block_tables names.
     """
-    length, piece = chunk_rows(len(q)), _warm.piece
+    length, piece = chunk_rows(len(q)), _piece(q, k, v)
     q, out = q[:length], out[:length]
     own, lse = _attend(1, q, k[:length], v[:length], True, scale)
     for start in range(0, prefix_len, piece):
@@ -142,6 +140,11 @@ def chunk_prefill(
         launch_join_attention(own, lse, *_attend(1, q, keys, values, False, scale), out)
         own = out
     return length
+
+
+def _piece(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Rows before such a chunk that are attended to at a time; 0 when nothing is prepared for it."""
+    return _warm.pieces.get(_shape(Part(0, 1, chunk_rows(len(q))), q, k, v), 0)
 
 
 def _is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:

@@ -169,7 +169,10 @@ def copy_blocks_kernel(
     tl.store(pool_ptr + dst + elements, tl.load(pool_ptr + src + elements, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["start", "num_rows", "block_shift", "stride_table"])
+@triton.jit(
+    do_not_specialize=["start", "num_rows", "block_shift", "stride_table"],
+    do_not_specialize_on_alignment=["table_row_ptr"],  # behind those of the decodes
+)
 def gather_kv_kernel(
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
     table_ptr,  # int32 [num_slots, max_blocks]
@@ -193,7 +196,7 @@ def gather_kv_kernel(
     table = table_ptr + tl.load(table_row_ptr).to(tl.int64) * stride_table
     block = tl.load(table + (position >> block_shift)).to(tl.int64)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
-    mask = (rows < num_rows - first)[:, None] & (dims < HEAD_DIM)[None, :]
+    mask = (dims < HEAD_DIM)[None, :]
     in_block = (position & ((1 << block_shift) - 1)) + rows
     source = kv_ptr + block * stride_block + kv_head.to(tl.int64) * stride_kv_head
     source += in_block[:, None] * HEAD_DIM + dims[None, :]

@@ -303,7 +303,7 @@ class RequestRun:
     def _broken(self, leg: Leg, event: Failed | Lost | Silent) -> None:
         if isinstance(event, Silent):
             raise _LegFailed(leg.worker, "internal", "silent", f"no sign of progress for {event.seconds:g} s")
-        self._end(leg, cancel=False)
+        self._end_early(leg, cancel=False)
         if leg.handed_off:
             return  # the decode worker notices by itself, and recomputes
         if isinstance(event, Lost):
@@ -316,7 +316,7 @@ class RequestRun:
         """The next attempt, on other workers where there are some. Raises RequestFailed when it is not worth one
         more."""
         for leg in list(self._legs):
-            self._end(leg, cancel=True)
+            self._end_early(leg, cancel=True)
         if failures >= self._shared.config.max_attempts:
             raise RequestFailed(failure.kind, f"gave up after {failures} attempts: {failure}")
         self._shared.metrics.failovers.labels(failure.reason).inc()
@@ -342,6 +342,12 @@ class RequestRun:
                     await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
                 except TimeoutError:
                     raise RequestFailed("unavailable", f"{failure}, and {error}") from None
+
+    def _end_early(self, leg: Leg, cancel: bool) -> None:
+        """Of what it did since its last times its worker will not tell."""
+        if leg.pending and not leg.handed_off:
+            self._untimed.add(leg.key.attempt)
+        self._end(leg, cancel)
 
     def _end(self, leg: Leg, cancel: bool) -> None:
         """cancel False: the worker has nothing left. A decode leg whose choices all ended there has nothing either."""

@@ -37,10 +37,15 @@ def test_rows_of_fresh_and_aged_pools(
     assert len(lines) == 2 + 4 and "plain copy, GB/s" in lines[0]
 
 
+def test_a_pool_that_holds_one_prompt(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ["--model", tiny_llama, "--tokens", 512, "--pool-tokens", 512, "--block-sizes", 64, "--repeats", 1]
+    assert run(monkeypatch, *arguments) == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tokens", "0"], "--tokens and --repeats must be at least 1"),
+        (["--tokens", "0"], "--tokens: must be at least 1, not 0"),
         (["--tokens", "64", "--pool-tokens", "32"], "--pool-tokens (32) must hold the longest"),
         (["--model", "no/such/folder"], "no/such/folder"),
     ],

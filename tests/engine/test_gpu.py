@@ -12,6 +12,7 @@ from engine.harness import Driver, logprob_of, make_engine
 from tiny_models import make_tiny
 
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.kernels import attention_dense
 
 pytestmark = pytest.mark.gpu
 
@@ -217,6 +218,25 @@ def test_no_request_waits_for_a_compiler(folder: Path) -> None:
         ]
         llm.generate(prompts, params, use_tqdm=False)
     assert llm.engine.num_late_compiles == 0
+
+
+def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
+    """Its later chunks stand behind pieces that cuDNN attends to, and are the same as by the paged kernel, up to the
+    rounding of bfloat16.
+    """
+    folder = make_tiny("llama3", tmp_path, max_position_embeddings=16384, head_dim=64)
+    engine = {"max_num_batched_tokens": 4096, "num_kv_blocks": 900, "block_size": 16, "cuda_graphs": False}
+    prompts = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9000, 8200)]
+    params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
+    llm = make_llm(folder, "bfloat16", **engine)
+    before = len(attention_dense._warm.pieces)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert before and llm.engine.num_late_compiles == 0
+    attention_dense._warm.pieces.clear()
+    again = make_llm(folder, "bfloat16", **{**engine, "max_num_batched_tokens": 2048})
+    for one, two in zip(outputs, again.generate(prompts, params, use_tqdm=False), strict=True):
+        a, b = ([logprob_of(entry) for entry in (x.prompt_logprobs or [])[1:]] for x in (one, two))
+        assert (torch.tensor(a) - torch.tensor(b)).abs().mean() < 0.1
 
 
 def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:

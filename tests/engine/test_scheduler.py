@@ -62,6 +62,30 @@ def test_a_long_prompt_has_a_step_for_itself(tiny_llama: Path, monkeypatch: pyte
     assert plans(engine)[5] == [1, 1, 1, 1, 1, 11, 8]
 
 
+def test_decodes_go_on_beside_a_prompt_that_stands_before_them(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=64)
+    driver = Driver(engine)
+    for i in range(3):
+        driver.add(prompt_of(5, i), greedy(12), cache_salt=str(i))
+    driver.step()
+    driver.add(prompt_of(150), greedy(2), priority=-1)
+    driver.run()
+    assert [sorted(plan) for plan in plans(engine)[1:5]] == [[1, 1, 1, 61], [1, 1, 1, 61], [1, 1, 1, 28], [1] * 4]
+
+
+def test_one_row_is_admitted_beside_a_long_prompt(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as that of a prompt handed over, or cached up to its last token."""
+    monkeypatch.setattr(scheduler, "LONG_PROMPT", 30)
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=64)
+    driver = Driver(engine)
+    driver.add(prompt_of(2 * BLOCK + 1), greedy(1))
+    driver.run()
+    driver.add(prompt_of(40, "other"), greedy(2))
+    driver.add(prompt_of(2 * BLOCK + 1), greedy(2))
+    driver.run()
+    assert plans(engine)[1:3] == [[40, 1], [1, 1]]
+
+
 def test_the_token_budget_is_never_exceeded_and_used_when_there_is_work(tiny_llama: Path) -> None:
     engine = paper_engine(tiny_llama, max_num_batched_tokens=32)
     driver = Driver(engine)

@@ -104,13 +104,19 @@ def run_chunk(problem: PagedProblem, rows: tuple[Tensor, Tensor, Tensor], prefix
     return out, problem.answer()
 
 
+def prepare(monkeypatch: pytest.MonkeyPatch, rows: tuple[Tensor, Tensor, Tensor], piece: int) -> None:
+    """As if plans for chunks like these rows had been made."""
+    part = attention_dense.Part(0, 1, attention_dense.chunk_rows(len(rows[0])))
+    monkeypatch.setattr(attention_dense._warm, "pieces", {attention_dense._shape(part, *rows): piece})
+
+
 @pytest.mark.parametrize("length", [32, 45, 33, 64])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_chunk_behind_pieces(pieces: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole chunks, and some whose last rows are left to the paged kernel."""
     monkeypatch.setattr(attention_dense, "CHUNK_MULTIPLE", 16)
-    monkeypatch.setattr(attention_dense._warm, "piece", 64)
     problem, rows = chunk_problem(64 * pieces, length, DTYPE)
+    prepare(monkeypatch, rows, 64)
     out, answer = run_chunk(problem, rows, 64 * pieces)
     torch.testing.assert_close(out.double(), answer, atol=TOLERANCE, rtol=0)
 
@@ -119,15 +125,11 @@ def test_chunks_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing before them, another number of rows, too few of their own, blocks across pieces, plans nobody made."""
     _, rows = chunk_problem(0, 2048, DTYPE)
     pays = attention_dense.chunk_prefill_pays
-    monkeypatch.setattr(attention_dense._warm, "piece", 4096)
     assert not pays(*rows, 4096, 16)
-    shape = attention_dense._shape(attention_dense.Part(0, 1, 2048), *rows)
-    monkeypatch.setattr(attention_dense._warm, "shapes", {shape})
+    prepare(monkeypatch, rows, 4096)
     assert pays(*rows, 4096, 16) and pays(*rows, 12288, 16)
     assert not pays(*rows, 0, 16) and not pays(*rows, 4097, 16) and not pays(*rows, 4096, 8192)
     assert not pays(*(x[:2000] for x in rows), 4096, 16)
-    monkeypatch.setattr(attention_dense._warm, "piece", 0)
-    assert not pays(*rows, 4096, 16)
     assert not reference.chunk_prefill_pays(*rows, 4096, 16)
 
 
