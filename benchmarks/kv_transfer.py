@@ -316,9 +316,7 @@ def main() -> int:
     parser.add_argument("--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order")
     parser.add_argument("--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX")
     parser.add_argument("--pool-tokens", type=integer(1), help="default: four times the longest of --tokens")
-    parser.add_argument(
-        "--progress-delay-us", type=integer(0), help="of the transport's thread; default 0 on CUDA, else 1000"
-    )
+    parser.add_argument("--progress-delay-us", type=integer(0), help="of the transport's thread (CUDA: 0, else 1000)")
     parser.add_argument("--repeats", type=integer(1), default=7, help="timed hand-overs a row (median; default 7)")
     parser.add_argument("--ray", action="store_true", help="also through Ray's object store")
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")

@@ -170,14 +170,20 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
-    """Connected, nothing outstanding: our threads wait without a timeout, NIXL's progress thread polls each ms."""
+    """Connected, nothing outstanding: our threads wait without a timeout, NIXL's progress thread polls each ms.
+    (Tickets of tests before may be out until their lease ends: a sender listens each ms as long as one is.)
+    """
     source = make_source(config, 5)
     try:
         sink.receiver.connect(source.meta)
         sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 5 and e.connected)
         pid = source.process.pid if isinstance(source, ProcessSource) else None
-        before = cpu_seconds(pid)
-        time.sleep(4.0)
-        assert (cpu_seconds(pid) - before) / 4.0 < 0.03
+        for _ in range(9):
+            before = cpu_seconds(pid)
+            time.sleep(4.0)
+            share = (cpu_seconds(pid) - before) / 4.0
+            if share < 0.03:
+                break
+        assert share < 0.03
     finally:
         source.close()
