@@ -15,7 +15,6 @@ import json
 import platform
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from pdserve.bench.record import append, git_commit
 from pdserve.engine.llm import LLM, SamplingParams
 
 NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 128, 64
@@ -128,17 +128,13 @@ def report(rates: dict[str, list[float]], args: argparse.Namespace) -> None:
         "rounds": args.rounds,
         "machine": platform.machine(),
         "threads": f"{torch.get_num_threads()} for transformers and LLM, 1 an engine behind HTTP",
-        "commit": subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True
-        ).stdout.strip(),
+        "commit": git_commit(),
     }
     for name, values in rates.items():
         ratios = [value / base for value, base in zip(values, rates["transformers"], strict=True)]
         row[name] = {"tokens_per_s": round(statistics.median(values), 1), "ratio": round(statistics.median(ratios), 2)}
         print(f"{name:14} {statistics.median(values):8.0f} tok/s   {statistics.median(ratios):5.2f} x transformers")
-    if args.out:
-        with args.out.open("a") as out:
-            out.write(json.dumps(row) + "\n")
+    append(args.out, row)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ Weights are left as they were allocated: results are not looked at. Knows model 
 """
 
 import argparse
-import json
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -21,34 +19,15 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from pdserve.bench.record import append, git_commit
 from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
 from pdserve.kernels.ops import Ops, ops_for
-from pdserve.models.config import ModelSpec, RopeSpec
+from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.llama import Llama
 from pdserve.parallel.dims import ParallelDims
 
-LLAMA_8B = ModelSpec(
-    architecture="LlamaForCausalLM",
-    family="llama",
-    num_layers=32,
-    hidden_size=4096,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    intermediate_size=14336,
-    vocab_size=128256,
-    max_position=8192,
-    rms_eps=1e-5,
-    rope=RopeSpec(theta=500000.0),
-    tie_embeddings=False,
-    qkv_bias=False,
-    o_bias=False,
-    mlp_bias=False,
-    qk_norm=False,
-    dtype="bfloat16",
-    eos_token_ids=(),
-    weights="none",
-)
+SHAPE = Path(__file__).parent / "shapes" / "llama-3.1-8b"
+LLAMA_8B = read_spec(str(SHAPE), "dummy").model_copy(update={"max_position": 8192})
 BLOCK_SIZE, MAX_BLOCKS = 128, 32
 CONTEXT = 1000  # of a decode
 ROUNDS = 41  # of a staircase
@@ -219,7 +198,7 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 @torch.inference_mode()
 def main() -> None:
     args, mixed = parse()
-    commit = args.commit or subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], text=True).strip()
+    commit = args.commit or git_commit()
     device = torch.device("cuda", torch.cuda.current_device())
     step = Step(LLAMA_8B, ops_for(device), device)
     step.warm_dense_prefill(max(sum(prompts) for _, prompts in mixed or CASES.values()))
@@ -235,20 +214,14 @@ def print_cases(step: Step, commit: str, out: Path | None) -> None:
     for name, case in CASES.items():
         result = measure(name, step.forward(*case), LLAMA_8B.num_layers, commit)
         print(f"{name:28} {result.host_ms:7.2f} {result.device_ms:11.2f} {result.launches_per_layer:17.2f}")
-        _append(result, out)
+        append(out, asdict(result))
 
 
 def print_stairs(stairs: Iterable[Stair], out: Path | None) -> None:
     print("  rows  decodes  until done ms  us a row  host ms")
     for s in stairs:
         print(f"{s.num_rows:6,} {s.num_decodes:8,} {s.device_ms:14.3f} {s.us_per_row:9.3f} {s.host_ms:8.3f}")
-        _append(s, out)
-
-
-def _append(result: Result | Stair, out: Path | None) -> None:
-    if out:
-        with out.open("a") as lines:
-            lines.write(json.dumps(asdict(result)) + "\n")
+        append(out, asdict(s))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ well. Knows only the kernels: no engine, no model.
 """
 
 import argparse
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +19,7 @@ import torch
 import triton
 from tqdm import tqdm
 
+from pdserve.bench.record import append, git_commit
 from pdserve.kernels import triton_ops
 from pdserve.kernels.attention_decode import decode_tiles, launch_decode
 from pdserve.kernels.attention_prefill import launch_prefill
@@ -269,14 +268,6 @@ def measure(case: Case, ceilings: dict[str, float], commit: str) -> Result:
     return Result(case.name, milliseconds * 1e3, rate, case.unit, ceilings[case.unit], device, commit)
 
 
-def current_commit() -> str:
-    try:
-        git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    except FileNotFoundError:
-        return ""
-    return git.stdout.strip()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
@@ -285,7 +276,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="time other tiles and split counts too")
     parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
     parser.add_argument("--flop-ceiling", type=float, default=696.0, help="bf16 TFLOP/s")
-    parser.add_argument("--commit", default=current_commit(), help="revision noted in --out (default: git's)")
+    parser.add_argument("--commit", default=git_commit(), help="revision noted in --out (default: git's)")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels.py needs a CUDA device, and torch sees none")
@@ -300,9 +291,7 @@ def main() -> None:
         result = measure(case, ceilings, args.commit)
         share = result.rate / result.ceiling
         tqdm.write(f"{result.name:<64}{result.microseconds:>10.1f}{result.rate:>9.3f} {result.unit:<8}{share:>11.0%}")
-        if args.out:
-            with args.out.open("a") as lines:
-                lines.write(json.dumps(asdict(result)) + "\n")
+        append(args.out, asdict(result))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import cProfile
 import json
 import multiprocessing
 import platform
-import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -28,6 +27,7 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tqdm import tqdm
 
+from pdserve.bench.record import append, git_commit
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
@@ -252,13 +252,11 @@ def main() -> None:
         rows = asyncio.run(run_all(args))
         router.join(10)
         engine.terminate()
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    commit = git_commit()
     for row in rows:
-        line = json.dumps(row | {"step_ms": args.step_ms, "commit": commit, "machine": platform.machine()})
-        print(line)
-        if args.out:
-            with args.out.open("a") as out:
-                out.write(line + "\n")
+        row = row | {"step_ms": args.step_ms, "commit": commit, "machine": platform.machine()}
+        print(json.dumps(row))
+        append(args.out, row)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 A graph reads its inputs from one packed int32 tensor at a fixed address and leaves hidden and logits where it always
 does; both are valid until the next replay of any graph. All graphs share one memory for what lies between, but each
-keeps its outputs (engine/parts.py reserves them). Knows neither
-model nor attention: it captures the function it is given. Used by the model runner.
+keeps its outputs (engine/parts.py reserves them). Knows neither model nor attention: it captures the function it is
+given. Used by the model runner.
 """
 
 import gc

@@ -46,9 +46,8 @@ def build_connector(
     """config.connector chooses the transport. incarnation: see PoolMeta. wake: called from any thread when a `poll` has
     something. in_group: the receiver takes part in a `group.GroupReceiver`, as rank 0. registry: where the counters go.
     ValueError when the memory is not what PoolMemory says."""
-    agent, meta = _registered(config, memory, engine_id, incarnation, 0)
+    agent, meta, own = _registered(config, memory, engine_id, incarnation, 0)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
-    own = OwnPool(memory.pool, memory.layout, meta.compat)
     sender = Sender(agent, meta, memory.generations, config.lease_s, wake, metrics)
     return sender, Receiver(agent, own, wake, metrics, tells=not in_group)
 
@@ -66,21 +65,21 @@ def build_rank(
     """What a tensor parallel engine's other ranks have: a pool that peers may read, which rank 0 adds to its sender's
     description (`Sender.add_ranks`), and a receiver that takes part in a `group.GroupReceiver`.
     """
-    agent, meta = _registered(config, memory, engine_id, incarnation, rank)
+    agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
-    own = OwnPool(memory.pool, memory.layout, meta.compat)
     return meta.ranks[0], Receiver(agent, own, wake, metrics, tells=False)
 
 
 def _registered(
     config: TransferConfig, memory: PoolMemory, engine_id: str, incarnation: int, rank: int
-) -> tuple[TransferAgent, PoolMeta]:
+) -> tuple[TransferAgent, PoolMeta, OwnPool]:
+    """An agent that knows the memory, how peers are told of it, and what receivers make of it."""
     _check_memory(memory)
     agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config)
     agent.register(memory.pool)
     agent.register(torch.from_numpy(memory.generations))
-    compat = memory.layout.compat_digest(memory.model_fingerprint)
-    return agent, _describe(agent, memory, compat, engine_id, incarnation)
+    own = OwnPool(memory.pool, memory.layout, memory.layout.compat_digest(memory.model_fingerprint))
+    return agent, _describe(agent, memory, own.compat, engine_id, incarnation), own
 
 
 def _check_memory(memory: PoolMemory) -> None:

@@ -42,9 +42,9 @@ class GroupReceiver:
             rank.disconnect(engine_id, incarnation)
 
     def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
-        self._pulls[pull_id] = _Pull(ticket, set(range(len(self._ranks))))
-        for rank in self._ranks:
+        for rank in self._ranks:  # arguments that one refuses, the first refuses
             rank.pull(pull_id, ticket, local_blocks, skip, deadline_s)
+        self._pulls[pull_id] = _Pull(ticket, set(range(len(self._ranks))))
 
     def reject(self, ticket: Ticket) -> None:
         self._ranks[0].reject(ticket)
@@ -71,23 +71,21 @@ class GroupReceiver:
         pull = self._pulls[event.pull_id]
         if not isinstance(event, PullFailed) or event.settled:
             pull.unquiet.discard(rank)
-        if isinstance(event, PullDone):
-            pull.done.append(event)
-        events: list[ReceiverEvent] = []
+        if not pull.unquiet:
+            del self._pulls[event.pull_id]
         if isinstance(event, PullFailed) and not pull.failed:
             pull.failed = True
             self.cancel(event.pull_id)
             self._ranks[0].tell("rejected", pull.ticket)
-            events.append(replace(event, settled=not pull.unquiet, detail=f"rank {rank}: {event.detail}"))
-            if pull.unquiet:
-                return events
+            return [replace(event, settled=not pull.unquiet, detail=f"rank {rank}: {event.detail}")]
+        if isinstance(event, PullDone):
+            pull.done.append(event)
         if pull.unquiet:
-            return events
-        del self._pulls[event.pull_id]
-        if not pull.failed:
-            self._ranks[0].tell("done", pull.ticket)
-            return [_sum_of(pull.done)]
-        return events or [PullSettled(event.pull_id)]
+            return []
+        if pull.failed:
+            return [PullSettled(event.pull_id)]
+        self._ranks[0].tell("done", pull.ticket)
+        return [_sum_of(pull.done)]
 
     def _peer(self, rank: int, status: PeerStatus) -> list[ReceiverEvent]:
         """Connected when every rank is; a rank that is not speaks for all."""

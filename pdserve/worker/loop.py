@@ -52,9 +52,7 @@ Send = Callable[[str, EventBatch], None]
 ALL_ROUTERS = "*"
 SNAPSHOT_PERIOD_S = 1.0
 FRESH_SNAPSHOT_S = 0.1  # how soon after the last one a worker that has come to rest says so
-REST_S = (
-    1.0  # without work for so long, there is time to check blocks: milliseconds that the next request must not wait
-)
+REST_S = 1.0  # without work for so long, blocks are checked: that takes milliseconds no request should wait for
 TOMBSTONE_S = 60.0
 
 
