@@ -1,9 +1,8 @@
 """CUDA graphs of the decode step, one for each of a few batch sizes: a replay costs one launch instead of hundreds.
 
 A graph reads its inputs from one packed int32 tensor at a fixed address and leaves hidden and logits where it always
-does; both are valid until the next replay of any graph. All graphs share one memory for what lies between, but each
-keeps its outputs (engine/parts.py reserves them). Knows neither model nor attention: it captures the function it is
-given. Used by the model runner.
+does; both are valid until the next replay of any graph, because all graphs share one memory. Knows neither model nor
+attention: it captures the function it is given. Used by the model runner.
 """
 
 import gc
@@ -27,6 +26,19 @@ def graph_sizes(max_num_seqs: int) -> list[int]:
     """Batch sizes to capture: padding costs little where a step reads mostly weights, and less than 7 % above 128."""
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, max_num_seqs + 16, 16)]
     return sorted({min(size, max_num_seqs) for size in sizes})
+
+
+class _Address:
+    """Tells torch where a tensor lies (CUDA array interface), not whose memory that is."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        integers = tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+        self.__cuda_array_interface__ = integers.__cuda_array_interface__
+
+
+def not_owning(tensor: Tensor) -> Tensor:
+    """The same numbers at the same place, of a 2 or 4 byte dtype; they do not keep the memory."""
+    return torch.as_tensor(_Address(tensor), device=tensor.device).view(tensor.dtype)
 
 
 @dataclass(frozen=True)
@@ -86,4 +98,5 @@ class DecodeGraphs:
         graph.capture_begin(pool=memory, capture_error_mode="thread_local")
         hidden, logits = self._step(arrays)
         graph.capture_end()
-        return _Graph(graph, packed, arrays, hidden, logits)
+        # The graphs captured next may write to the same memory; their pool keeps it.
+        return _Graph(graph, packed, arrays, not_owning(hidden), not_owning(logits))

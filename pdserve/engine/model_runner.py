@@ -97,12 +97,6 @@ class ModelRunner:
         self.pool = pool
         self._pool_layers = pool.unbind(2)
 
-    @property
-    def output_bytes_per_row(self) -> int:
-        """Of hidden and logits."""
-        spec, dtype = self.model.spec, self.model.weights.dtype
-        return (spec.hidden_size + spec.vocab_size) * dtype.itemsize
-
     @torch.inference_mode()
     def capture_graphs(self, sizes: SequenceOf[int]) -> None:
         """Capture the decode step at these batch sizes; every later step of decodes alone, up to the largest, uses

@@ -91,9 +91,7 @@ def _reserved_bytes(config: ResolvedEngineConfig, runner: ModelRunner, sampler: 
     step = runner.peak_activation_bytes(rows, samples) + sampler.peak_bytes(samples) + sampler.state_bytes()
     if not config.cuda_graphs:
         return step
-    # Each graph keeps its outputs; what else it needs is one memory for all.
-    outputs = sum(graph_sizes(samples)) * runner.output_bytes_per_row
-    return step + outputs + runner.peak_activation_bytes(samples, samples)
+    return step + runner.peak_activation_bytes(samples, samples)  # the graphs share one memory
 
 
 def _device(name: str) -> torch.device:

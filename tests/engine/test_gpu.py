@@ -6,12 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine.harness import Driver, logprob_of, make_engine
 from tiny_models import make_tiny
 
+from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.engine.step_inputs import Arrays, pack
 from pdserve.kernels import attention_dense
 
 pytestmark = pytest.mark.gpu
@@ -190,6 +193,30 @@ def test_graphs_and_asynchrony_change_no_token(folder: Path, engine: dict) -> No
     ]
     tokens = [[choice.token_ids for output in out for choice in output.outputs] for out in outputs]
     assert sum(a == b for a, b in zip(*tokens, strict=True)) >= len(tokens[0]) - 1  # a near-tie may fall the other way
+
+
+def test_graphs_share_one_memory_and_keep_their_outputs_apart_from_other_use() -> None:
+    """Outputs of 1 GiB in all stay in the memory of the largest graph, which nobody else is given."""
+    width = 1 << 20
+
+    def step(arrays: Arrays[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = arrays.ids[:, None].to(torch.bfloat16)
+        return rows * torch.ones(1, 16, device="cuda", dtype=torch.bfloat16), rows.expand(-1, width) + 1.0
+
+    before = torch.cuda.memory_allocated()
+    graphs = DecodeGraphs(step, torch.device("cuda", 0))
+    graphs.capture([8, 16, 32, 64, 128])
+    assert torch.cuda.memory_allocated() - before < 1 << 20
+    others = [torch.full((1 << 27,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
+    for size in (8, 128, 32, 128):
+        zeros = np.zeros(size, dtype=np.int32)
+        ids = np.arange(size, dtype=np.int32)
+        hidden, logits, slots = graphs.replay(size, pack(Arrays(ids, zeros, ids, zeros, zeros, zeros[:1])))
+        want = torch.arange(size, device="cuda").bfloat16()
+        assert torch.equal(hidden, want[:, None].expand(-1, 16)) and torch.equal(logits[:, -1], want + 1)
+        assert slots.tolist() == ids.tolist() and logits.shape == (size, width)
+        del hidden, logits
+    assert all(bool((other == 7).all()) for other in others)
 
 
 def test_no_request_waits_for_a_compiler(folder: Path) -> None:
