@@ -95,6 +95,10 @@ class Ops(Protocol):
 
     def copy_blocks(self, pool: Tensor, src: Tensor, dst: Tensor) -> None: ...
 
+    def repack(
+        self, source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int
+    ) -> None: ...
+
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor: ...
 
     def linear_add(self, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:

@@ -137,6 +137,21 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     pool[dst] = pool[src]
 
 
+def repack(source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
+    """Copies KV rows of one sequence from blocks of one size to blocks of another.
+
+    source [num_slots, Hk, L, 2, source_size, D], in whose slots source_ids (int32) the rows stand one after another;
+    they are written from row `skip` on to `pool` [num_blocks, Hk, L, 2, block_size, D], from the beginning of its
+    blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts as rounded up
+    to one: rows behind the last are copied with it.
+    """
+    rows = min(source.shape[4], pool.shape[4])
+    there = torch.arange(skip, skip + -(-num_rows // rows) * rows, device=pool.device)
+    here = there - skip
+    slots, blocks = source_ids.long()[there // source.shape[4]], block_ids.long()[here // pool.shape[4]]
+    pool[blocks, :, :, :, here % pool.shape[4]] = source[slots, :, :, :, there % source.shape[4]]
+
+
 def paged_decode(
     q: Tensor,
     kv: Tensor,

@@ -18,6 +18,7 @@ from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
 from pdserve.kernels.elementwise import launch_rms_norm, launch_silu_mul
 from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
+from pdserve.kernels.repack import launch_repack
 from pdserve.kernels.sampling_cut import launch_cut
 from pdserve.kernels.sampling_draw import launch_draw
 from pdserve.kernels.sampling_logprobs import launch_token_logprobs
@@ -180,6 +181,15 @@ def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
     _check_ids(src=src, dst=dst)
     if len(src):
         launch_copy_blocks(pool, src, dst)
+
+
+def repack(source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
+    """reference.repack."""
+    if not (source.is_contiguous() and pool.is_contiguous()):
+        raise ValueError("source and pool must be contiguous: pass the whole ring and the whole pool")
+    _check_ids(source_ids=source_ids, block_ids=block_ids)
+    if num_rows:
+        launch_repack(source, source_ids, pool, block_ids, skip, num_rows)
 
 
 def paged_decode(

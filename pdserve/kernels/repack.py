@@ -1,0 +1,56 @@
+# mypy: allow-untyped-defs
+"""Triton kernel that moves KV rows between blocks of different sizes: from the staging ring, whose slots are a peer's
+blocks, into our own. Knows layouts, and nothing of transfers. Called through triton_ops.py.
+"""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.launch import launch, next_power_of_2
+
+
+def launch_repack(
+    source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int
+) -> None:
+    """reference.repack on contiguous tensors."""
+    _, num_heads, num_layers, planes, source_size, head_dim = source.shape
+    block_size = pool.shape[4]
+    rows = min(source_size, block_size)
+    launch(
+        repack_kernel,
+        (-(-num_rows // rows), num_heads * num_layers * planes),
+        (source, source_ids, pool, block_ids),
+        (skip // rows, source_size // rows, block_size // rows, source.stride(0), pool.stride(0)),
+        RUN=rows * head_dim,
+        BLOCK=next_power_of_2(rows * head_dim),
+        num_warps=4 if rows * head_dim <= 4096 else 8,
+    )
+
+
+@triton.jit(do_not_specialize=["skip", "source_runs", "block_runs"])
+def repack_kernel(
+    source_ptr,  # [num_slots, planes, source_runs * RUN]
+    source_ids_ptr,  # int32
+    pool_ptr,  # [num_blocks, planes, block_runs * RUN]
+    block_ids_ptr,  # int32
+    skip,
+    source_runs,
+    block_runs,
+    stride_slot,
+    stride_block,
+    RUN: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (run of neighbouring rows, plane): a plane is K or V of one head in one layer; a run is as many rows as
+    the smaller of the two blocks has.
+    """
+    run, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    there = skip + run
+    slot = tl.load(source_ids_ptr + there // source_runs).to(tl.int64)
+    block = tl.load(block_ids_ptr + run // block_runs).to(tl.int64)
+    source = source_ptr + slot * stride_slot + (plane * source_runs + there % source_runs) * RUN
+    target = pool_ptr + block * stride_block + (plane * block_runs + run % block_runs) * RUN
+    elements = tl.arange(0, BLOCK)
+    mask = elements < RUN
+    tl.store(target + elements, tl.load(source + elements, mask=mask), mask=mask)
