@@ -142,8 +142,8 @@ def repack(source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, 
 
     source [num_slots, Hk, L, 2, source_size, D], in whose slots source_ids (int32) the rows stand one after another;
     they are written from row `skip` on to `pool` [num_blocks, Hk, L, 2, block_size, D], from the beginning of its
-    blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts as rounded up
-    to one: rows behind the last are copied with it.
+    blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts as
+    rounded up to one: rows behind the last are copied with it.
     """
     rows = min(source.shape[4], pool.shape[4])
     there = torch.arange(skip, skip + -(-num_rows // rows) * rows, device=pool.device)
