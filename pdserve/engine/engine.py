@@ -59,9 +59,20 @@ class Reservation:
         return self.block_table[self.num_cached :]
 
 
+@dataclass(frozen=True)
+class WrittenPrompt:
+    """How far a prompt that will be handed over is written on the device: all rows of these blocks, from its first
+    on.
+    """
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+
+
 @dataclass
 class StepResult:
-    """What a step did that is now complete. The held prompts may be published at once.
+    """What a step did that is now complete. The held prompts may be published at once, and the blocks of those written
+    in part.
 
     device_seconds: it took the device (0 on CPU, where all time is the host's). host_seconds: this thread worked for
     it.
@@ -69,6 +80,7 @@ class StepResult:
 
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)
     held: list[HeldPrompt] = field(default_factory=list)
+    written: list[WrittenPrompt] = field(default_factory=list)
     num_rows: int = 0
     device_seconds: float = 0.0
     host_seconds: float = 0.0
@@ -76,7 +88,9 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """A step that is queued on the device. families: the sequences of each sampled row, in the order of `sampled`."""
+    """A step that is queued on the device. families: the sequences of each sampled row, in the order of `sampled`.
+    parts: prompts to be handed over, and how many of their rows are written behind it.
+    """
 
     began: Fence
     ended: Fence
@@ -84,6 +98,7 @@ class _StepInFlight:
     families: list[list[Sequence]]
     sampled: SampledTokens | None
     scored: list[tuple[Request, Scores]]
+    parts: list[tuple[Sequence, int]]
     host_seconds: float
 
 
@@ -276,6 +291,7 @@ class Engine:
             families=families,
             sampled=sampled,
             scored=scored,
+            parts=[(seq, seq.num_computed) for seq in plan.num_tokens if seq.request.prefill_only],
             host_seconds=time.perf_counter() - started,
         )
 
@@ -335,6 +351,7 @@ class Engine:
         began = time.perf_counter()
         self.blocks.end_step()
         result = StepResult(num_rows=step.num_rows, device_seconds=step.ended.seconds_since(step.began))
+        result.written = [self._written(seq, rows) for seq, rows in step.parts if seq.status is Status.RUNNING]
         for request, scored in step.scored:
             request.prompt_logprobs += scored.fetch()
         tokens = iter(step.sampled.fetch() if step.sampled is not None else ())
@@ -342,6 +359,10 @@ class Engine:
             self._accept(family, [next(tokens) for _ in family], result)
         result.host_seconds = step.host_seconds + time.perf_counter() - began
         return result
+
+    def _written(self, seq: Sequence, num_rows: int) -> WrittenPrompt:
+        """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight too."""
+        return WrittenPrompt(seq.request.key, tuple(seq.block_table[: num_rows // self.config.block_size]))
 
     def _accept(self, family: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
         """Append the tokens of a sequence and of the choices that forked off it in this step; emit their events. What

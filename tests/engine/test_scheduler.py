@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import Driver, alone, paper_engine, submit_of
+from engine.harness import Driver, alone, paper_engine, prefix_digests, submit_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -220,6 +220,41 @@ def test_many_choices_in_a_pool_that_holds_hardly_one(tiny_llama: Path, length: 
     driver.run()
     for choice in range(6):
         assert driver.tokens[key, choice] == alone(engine, prompt, sampling, choice)
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_blocks_are_called_written_when_the_device_has_written_them(tiny_llama: Path, is_async: bool) -> None:
+    """Prompts to be handed over, chunk by chunk, a cached prefix and an aborted one among them. The paper model's rows
+    move when a step is collected, so a block that was announced a step early would not hold them yet.
+    """
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=40, async_scheduling=is_async)
+    driver = Driver(engine)
+    prompts = {driver.add(prompt_of(n, n), greedy(1), phase="prefill"): prompt_of(n, n) for n in (100, 7, 130)}
+    driver.add(prompt_of(20), greedy(30))
+    again = prompt_of(100, 100)[:70] + prompt_of(30)
+    seen: dict[RequestKey, list[int]] = {key: [] for key in prompts}
+    gone: RequestKey | None = None
+    for step in range(60):
+        if step == 2:
+            gone = driver.add(prompt_of(90, "gone"), greedy(1), phase="prefill")
+            key = driver.add(again, greedy(1), phase="prefill")
+            prompts[key], seen[key] = again, []
+        if gone is not None and step == 5:
+            engine.abort(gone)
+        result = driver.step()
+        for written in result.written:
+            if written.key == gone:
+                assert step < 5
+                continue
+            digests = prefix_digests(prompts[written.key])[: len(written.block_ids) * BLOCK]
+            assert engine.runner.rows[list(written.block_ids)].reshape(-1).tolist() == digests  # type: ignore[attr-defined]
+            seen[written.key].append(len(written.block_ids))
+        for held in result.held:
+            engine.release_held(held.key)
+    assert all(counts == sorted(counts) for counts in seen.values())
+    assert {key: counts[-1] for key, counts in seen.items()} == {key: len(p) // BLOCK for key, p in prompts.items()}
+    assert len(seen[next(iter(seen))]) >= 3, "in parts"
     driver.assert_empty()
 
 
