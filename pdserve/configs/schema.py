@@ -113,7 +113,8 @@ class TransferConfig(Config):
     lease_s: how long P keeps published blocks without a sign from D. pull_deadline_s: how long D waits for one pull
     before it recomputes. progress_delay_us: sleep of NIXL's progress thread (0 spins a core). ucx_tls: UCX transports,
     None lets UCX choose. max_pinned_fraction: share of P's pool that published blocks may pin; max_reserved_fraction:
-    share of D's pool that pulls may hold.
+    share of D's pool that pulls may hold; max_quarantined_fraction: share that reads which do not end may hold before
+    their peers are left alone.
     """
 
     connector: Literal["nixl", "local"] = "nixl"
@@ -123,6 +124,7 @@ class TransferConfig(Config):
     ucx_tls: str | None = None
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)
     max_reserved_fraction: float = Field(0.5, gt=0, le=1)
+    max_quarantined_fraction: float = Field(0.25, gt=0, le=1)
 
 
 class DeploymentConfig(Config):

@@ -4,12 +4,17 @@ recompute.
 Knows the engine and a KVReceiver; nothing of the prefill phase, of sockets or of routers. Driven by worker.loop on its
 one thread.
 
-    QUEUED --blocks reserved--> PULLING --all bytes and generations good--> joined (source "p2p")
-       |  \\--everything cached here--> joined (source "cache")
-       |                          \\--any failure--> the engine computes the prompt (source "recompute")
-       \\--no blocks before the deadline, or a ticket for other content--> the same
-    After an unsettled failure the destination blocks wait in quarantine for PullSettled; the request does not wait for
-    them.
+    Prepare --> WAITING --blocks reserved--> FOLLOWING P's parts --lost, or blocks wanted by others--> IDLE (holds none)
+                   \\____________________________|________________________________________________________|
+                                               Submit, with the ticket
+    Submit  --> WAITING --blocks reserved--> PULLING --all bytes and generations good--> joined (source "p2p")
+                   |  \\--everything cached here--> joined (source "cache")
+                   |                            \\--any failure--> the engine computes the prompt (source "recompute")
+                   \\--no blocks before the deadline, or a ticket for other content--> the same
+
+A Prepare is a hint, and what it holds is the first to go: running sequences and submitted imports come before it. What
+of a failed pull was verified stays as cached blocks. After an unsettled failure the other destination blocks wait in
+quarantine for PullSettled; the request does not wait for them.
 """
 
 import itertools
@@ -18,156 +23,282 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from pdserve.engine.engine import Engine, Reservation
-from pdserve.engine.protocol import Arrived, Event, PeerStatus, RequestKey, Start, Submit, Ticket
+from pdserve.engine.protocol import Arrived, Event, PeerStatus, Prepare, RequestKey, Source, Start, Submit, Ticket
 from pdserve.engine.sequence import Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
+
+Events = list[tuple[RequestKey, Event]]
 
 
 @dataclass(eq=False)
 class _Import:
-    """A request whose rows are to be pulled. started: monotonic seconds when it was submitted."""
+    """A request whose rows are to be pulled. ticket: None until its Submit, which `started` (monotonic seconds) is the
+    time of. pull_id, reservation: while a pull is under way. revoked: that pull was ended for its blocks.
+    """
 
     request: Request
     starts: tuple[Start, ...]
-    ticket: Ticket
+    source: Source
     started: float
-    cancelled: bool = False
+    ticket: Ticket | None = None
+    pull_id: int | None = None
+    reservation: Reservation | None = None
+    revoked: bool = False
 
     @property
     def key(self) -> RequestKey:
         return self.request.key
 
 
-class DecodePhase:
-    """max_reserved_blocks: budget of blocks that pulls may hold; a single pull may exceed it. deadline_s: of each pull,
-    and of waiting for blocks."""
+@dataclass(frozen=True)
+class _Pull:
+    """What a pull fills, and for whom; None: nobody waits for it any more."""
 
-    def __init__(self, engine: Engine, receiver: KVReceiver, max_reserved_blocks: int, deadline_s: float) -> None:
+    reservation: Reservation
+    item: _Import | None
+    engine_id: str
+
+
+class DecodePhase:
+    """max_reserved_blocks: budget of blocks that pulls may hold; a single pull may exceed it. max_quarantined_blocks:
+    with more than that, nothing is pulled from peers whose reads do not end. deadline_s: of each pull, and of waiting
+    for blocks.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        receiver: KVReceiver,
+        max_reserved_blocks: int,
+        max_quarantined_blocks: int,
+        deadline_s: float,
+    ) -> None:
         self._engine = engine
         self._receiver = receiver
         self._max_reserved = max_reserved_blocks
+        self._max_quarantined = max_quarantined_blocks
         self._deadline_s = deadline_s
-        self._queue: OrderedDict[RequestKey, _Import] = OrderedDict()
-        self._pulling: dict[int, tuple[_Import, Reservation]] = {}
-        self._quarantined: dict[int, list[int]] = {}
+        self._imports: OrderedDict[RequestKey, _Import] = OrderedDict()
+        self._waiting: OrderedDict[RequestKey, _Import] = OrderedDict()
+        self._pulls: dict[int, _Pull] = {}
+        self._quarantined: dict[int, tuple[str, list[int]]] = {}
         self._pull_ids = itertools.count()
+        self._renewed = 0.0
 
     @property
     def waits_for_blocks(self) -> bool:
-        return bool(self._queue)
+        return any(item.ticket is not None for item in self._waiting.values())
 
     @property
     def num_reserved_blocks(self) -> int:
-        return sum(len(reservation.destination) for _, reservation in self._pulling.values())
+        return sum(len(pull.reservation.destination) for pull in self._pulls.values())
 
     @property
     def reservations(self) -> list[Reservation]:
-        return [reservation for _, reservation in self._pulling.values()]
+        return [pull.reservation for pull in self._pulls.values()]
 
-    def submit(self, submit: Submit) -> list[tuple[RequestKey, Event]]:
-        """Begin an import; ValueError when the request can never run here. Returns events to send."""
-        request = self._engine.make_request(submit)
+    def prepare(self, prepare: Prepare) -> None:
+        """Begin an import before its prompt is computed. One that can never run here is left to its Submit to say."""
+        try:
+            request = self._engine.make_request(prepare.submit)
+        except ValueError:
+            return
+        if request.key not in self._imports:
+            item = _Import(request, prepare.submit.starts, prepare.source, time.monotonic())
+            self._imports[item.key] = self._waiting[item.key] = item
+
+    def submit(self, submit: Submit) -> Events:
+        """Begin an import, or go on with the prepared one; ValueError when the request can never run here. Returns
+        events to send."""
+        prepared = self._imports.pop(submit.key, None)
+        try:
+            request = self._engine.make_request(submit)
+        except ValueError:
+            if prepared is not None:
+                self._let_go(prepared)
+            raise
         request.prompt_reported = True
         ticket = submit.ticket
-        if ticket is None:
-            return self._recompute(request, submit.starts, "no-ticket")
-        if not self._belongs(ticket, request):
+        if ticket is None or not self._belongs(ticket, request):
+            if prepared is not None:
+                self._let_go(prepared)
+            if ticket is None:
+                return self._recompute(request, submit.starts, "no-ticket")
             self._receiver.reject(ticket)
             return self._recompute(request, submit.starts, "ticket-for-other-content")
-        self._queue[request.key] = _Import(request, submit.starts, ticket, time.monotonic())
+        item = prepared or _Import(request, submit.starts, _source_of(ticket), 0.0)
+        item.request, item.starts, item.ticket, item.started = request, submit.starts, ticket, time.monotonic()
+        self._imports[item.key] = item
+        if item.pull_id is not None and item.source == _source_of(ticket):
+            if not item.revoked:
+                self._receiver.complete(item.pull_id, ticket, self._deadline_s)
+            return []
+        if item.pull_id is not None:  # prepared for another source
+            self._detach(item)
+        item.source = _source_of(ticket)
+        self._waiting.pop(item.key, None)  # from where it was prepared to the end of those with a ticket
+        self._waiting[item.key] = item
         return []
 
-    def poll(self) -> tuple[list[tuple[RequestKey, Event]], list[PeerStatus]]:
+    def poll(self) -> tuple[Events, list[PeerStatus]]:
         """Advance all imports: (events of requests, news of peers)."""
-        events: list[tuple[RequestKey, Event]] = []
+        events: Events = []
         peers: list[PeerStatus] = []
         for event in self._receiver.poll():
             if isinstance(event, PeerStatus):
                 peers.append(event)
             elif isinstance(event, PullSettled):
-                self._engine.blocks.settle(self._quarantined.pop(event.pull_id, []))
+                _, blocks = self._quarantined.pop(event.pull_id, ("", []))
+                self._engine.blocks.settle(blocks)
             elif isinstance(event, PullDone):
                 events += self._done(event)
             else:
                 events += self._failed(event)
-        events += self._start_pulls()
+        events += self._start_submitted()
+        self._start_prepared()
+        self._yield_to_others()
+        self._renew_leases()
         return events, peers
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
         """Stop an import, or leave out some of its choices; idempotent. (The engine aborts what has joined.)"""
-        for item in [*self._queue.values(), *(item for item, _ in self._pulling.values())]:
-            if item.key == key and not item.cancelled:
-                item.starts = () if choices is None else tuple(s for s in item.starts if s.choice not in choices)
-                if not item.starts:
-                    self._cancel(item)
+        item = self._imports.get(key)
+        if item is None:
+            return
+        item.starts = () if choices is None else tuple(s for s in item.starts if s.choice not in choices)
+        if not item.starts:
+            del self._imports[key]
+            self._let_go(item)
+
+    def cancel_prepared(self, router_id: str, session: int) -> None:
+        """Stop the imports of a lost router that were not submitted."""
+        for key, item in list(self._imports.items()):
+            if item.ticket is None and (key.router_id, key.session) == (router_id, session):
+                self.cancel(key, None)
 
     def keys(self) -> set[RequestKey]:
         """Requests that wait for their rows."""
-        return {*self._queue, *(item.key for item, _ in self._pulling.values() if not item.cancelled)}
+        return {key for key, item in self._imports.items() if item.ticket is not None}
 
-    def _cancel(self, item: _Import) -> None:
-        item.cancelled = True
-        if self._queue.pop(item.key, None) is not None:
-            self._receiver.reject(item.ticket)
-            return
-        pull_id = next(pull_id for pull_id, (pulling, _) in self._pulling.items() if pulling is item)
-        self._receiver.cancel(pull_id)
+    # --- blocks ---
 
-    def _belongs(self, ticket: Ticket, request: Request) -> bool:
-        """Whether the ticket's rows are those of this prompt, and the ticket is well-formed."""
-        num_blocks = self._engine.layout.num_blocks_for(request.num_prompt_tokens)
-        return (
-            ticket.content == self._engine.hasher.content(request.prompt_token_ids, request.cache_salt)
-            and ticket.num_tokens == request.num_prompt_tokens
-            and len(ticket.block_ids) == len(ticket.generations) == num_blocks
-        )
-
-    def _start_pulls(self) -> list[tuple[RequestKey, Event]]:
+    def _start_submitted(self) -> Events:
         """Reserve in order of arrival and post; whoever waits beyond the deadline computes its prompt instead."""
-        events: list[tuple[RequestKey, Event]] = []
-        while self._queue:
-            item = next(iter(self._queue.values()))
+        events: Events = []
+        for item in [item for item in self._waiting.values() if item.ticket is not None]:
+            if self._is_shunned(item.source.engine_id):
+                events += self._give_up(item, "quarantine-full")
+                continue
             reservation = self._reserve(item)
             if reservation is not None:
-                del self._queue[item.key]
                 events += self._start(item, reservation)
             elif time.monotonic() - item.started > self._deadline_s:
-                del self._queue[item.key]
-                self._receiver.reject(item.ticket)
-                events += self._recompute(item.request, item.starts, "no-blocks")
+                events += self._give_up(item, "no-blocks")
             else:
+                self._revoke_one()
                 break
         return events
 
+    def _start_prepared(self) -> None:
+        """Give what nobody else waits for to those that may need it soon."""
+        if self.waits_for_blocks:
+            return
+        for item in list(self._waiting.values()):
+            reservation = None if self._is_shunned(item.source.engine_id) else self._reserve(item)
+            if reservation is None:
+                return
+            content = self._engine.content(item.request)
+            self._begin(item, reservation)
+            assert item.pull_id is not None
+            blocks, skip = reservation.destination, reservation.num_cached
+            self._receiver.follow(item.pull_id, item.source, content, blocks, skip)
+
     def _reserve(self, item: _Import) -> Reservation | None:
         """None while the budget or the blocks do not allow it; running sequences keep a block each to grow into."""
-        wanted = len(item.ticket.block_ids)
+        wanted = self._engine.layout.num_blocks_for(item.request.num_prompt_tokens)
         growth = len(self._engine.scheduler.running)
-        if self._pulling and self.num_reserved_blocks + wanted > self._max_reserved:
+        if self._pulls and self.num_reserved_blocks + wanted > self._max_reserved:
             return None
         if growth and self._engine.blocks.num_free < wanted + growth:
             return None
         return self._engine.reserve(item.request, item.starts)
 
-    def _start(self, item: _Import, reservation: Reservation) -> list[tuple[RequestKey, Event]]:
-        pull_id = next(self._pull_ids)
-        ticket = item.ticket
-        self._receiver.pull(pull_id, ticket, reservation.destination, reservation.num_cached, self._deadline_s)
-        if reservation.destination:
-            self._pulling[pull_id] = item, reservation
-            return []
-        return self._join(item, reservation, "cache")  # the pull only tells P; nothing depends on its outcome
+    def _yield_to_others(self) -> None:
+        """Sequences that run, or could run if there were blocks, come before what is only prepared."""
+        scheduler = self._engine.scheduler
+        if self._engine.blocks.num_free < len(scheduler.running) or (scheduler.waiting and not scheduler.running):
+            self._revoke_one()
 
-    def _join(
-        self, item: _Import, reservation: Reservation, source: str, done: PullDone | None = None
-    ) -> list[tuple[RequestKey, Event]]:
-        reservation.starts = item.starts
+    def _revoke_one(self) -> None:
+        """End the newest pull that was only prepared; its blocks are free when the link has answered. One at a
+        time."""
+        prepared = [item for item in self._imports.values() if item.pull_id is not None and item.ticket is None]
+        if prepared and not any(item.revoked for item in prepared):
+            item = prepared[-1]
+            item.revoked = True
+            assert item.pull_id is not None
+            self._receiver.cancel(item.pull_id)
+
+    def _is_shunned(self, engine_id: str) -> bool:
+        """Whether reads from this peer do not end, and hold too much already."""
+        held = sum(len(blocks) for _, blocks in self._quarantined.values())
+        return held > self._max_quarantined and any(peer == engine_id for peer, _ in self._quarantined.values())
+
+    # --- pulls ---
+
+    def _begin(self, item: _Import, reservation: Reservation) -> None:
+        self._waiting.pop(item.key, None)
+        item.pull_id, item.reservation, item.revoked = next(self._pull_ids), reservation, False
+        self._pulls[item.pull_id] = _Pull(reservation, item, item.source.engine_id)
+
+    def _start(self, item: _Import, reservation: Reservation) -> Events:
+        assert item.ticket is not None
+        self._begin(item, reservation)
+        assert item.pull_id is not None
+        pull_id, blocks = item.pull_id, reservation.destination
+        self._receiver.pull(pull_id, item.ticket, blocks, reservation.num_cached, self._deadline_s)
+        if blocks:
+            return []
+        del self._pulls[pull_id]  # the pull only tells P; nothing depends on its outcome
+        return self._join(item, reservation, "cache")
+
+    def _done(self, event: PullDone) -> Events:
+        pull = self._pulls.pop(event.pull_id, None)
+        if pull is None:
+            return []
+        if pull.item is None:
+            self._engine.cancel_reservation(pull.reservation, True, len(pull.reservation.destination))
+            return []
+        return self._join(pull.item, pull.reservation, "p2p", event)
+
+    def _failed(self, event: PullFailed) -> Events:
+        pull = self._pulls.pop(event.pull_id, None)
+        if pull is None:
+            return []
+        blocks = self._engine.cancel_reservation(pull.reservation, event.settled, event.num_verified)
+        if not event.settled:
+            self._quarantined[event.pull_id] = pull.engine_id, blocks
+        item = pull.item
+        if item is None:
+            return []
+        item.pull_id = item.reservation = None
+        if item.ticket is not None and item.revoked:
+            self._waiting[item.key] = item
+        elif item.ticket is not None:
+            del self._imports[item.key]
+            return self._recompute(item.request, item.starts, event.reason)
+        return []
+
+    def _join(self, item: _Import, reservation: Reservation, source: str, done: PullDone | None = None) -> Events:
+        del self._imports[item.key]
+        reservation.request, reservation.starts = item.request, item.starts
         self._engine.join(reservation)
         arrived = Arrived(
             request_id=item.key.request_id,
             attempt=item.key.attempt,
             source=source,
             num_bytes=done.num_bytes if done else 0,
+            num_early_bytes=done.num_early_bytes if done else 0,
             num_descriptors=done.num_descriptors if done else 0,
             transport=done.transport if done else "",
             seconds=time.monotonic() - item.started,
@@ -175,31 +306,54 @@ class DecodePhase:
         )
         return [(item.key, arrived)]
 
-    def _done(self, event: PullDone) -> list[tuple[RequestKey, Event]]:
-        entry = self._pulling.pop(event.pull_id, None)
-        if entry is None:
-            return []
-        item, reservation = entry
-        if item.cancelled:
-            self._engine.cancel_reservation(reservation, settled=True)
-            return []
-        return self._join(item, reservation, "p2p", event)
+    def _let_go(self, item: _Import) -> None:
+        """Nobody waits for the item any more, which is in `_imports` no longer."""
+        self._waiting.pop(item.key, None)
+        if item.pull_id is not None:
+            self._detach(item)
+        elif item.ticket is not None:
+            self._receiver.reject(item.ticket)
 
-    def _failed(self, event: PullFailed) -> list[tuple[RequestKey, Event]]:
-        entry = self._pulling.pop(event.pull_id, None)
-        if entry is None:
-            return []
-        item, reservation = entry
-        blocks = self._engine.cancel_reservation(reservation, event.settled)
-        if not event.settled:
-            self._quarantined[event.pull_id] = blocks
-        if item.cancelled:
-            return []
-        return self._recompute(item.request, item.starts, event.reason)
+    def _detach(self, item: _Import) -> None:
+        """End the item's pull; what it holds is given back when the link has answered."""
+        assert item.pull_id is not None and item.reservation is not None
+        self._pulls[item.pull_id] = _Pull(item.reservation, None, item.source.engine_id)
+        self._receiver.cancel(item.pull_id)
+        item.pull_id = item.reservation = None
 
-    def _recompute(self, request: Request, starts: tuple[Start, ...], reason: str) -> list[tuple[RequestKey, Event]]:
+    def _give_up(self, item: _Import, reason: str) -> Events:
+        """Compute a waiting import's prompt here."""
+        del self._waiting[item.key], self._imports[item.key]
+        assert item.ticket is not None
+        self._receiver.reject(item.ticket)
+        return self._recompute(item.request, item.starts, reason)
+
+    def _recompute(self, request: Request, starts: tuple[Start, ...], reason: str) -> Events:
         self._engine.add(request, starts)
         arrived = Arrived(
             request_id=request.key.request_id, attempt=request.key.attempt, source="recompute", reason=reason
         )
         return [(request.key, arrived)]
+
+    def _belongs(self, ticket: Ticket, request: Request) -> bool:
+        """Whether the ticket's rows are those of this prompt, and the ticket is well-formed."""
+        num_blocks = self._engine.layout.num_blocks_for(request.num_prompt_tokens)
+        return (
+            ticket.content == self._engine.content(request)
+            and ticket.num_tokens == request.num_prompt_tokens
+            and len(ticket.block_ids) == len(ticket.generations) == num_blocks
+        )
+
+    def _renew_leases(self) -> None:
+        """Three times a lease: of those that still wait or pull."""
+        tickets = [item.ticket for item in self._imports.values() if item.ticket is not None]
+        if not tickets:
+            return
+        now = time.monotonic()
+        if now - self._renewed > min(ticket.lease_s for ticket in tickets) / 3:
+            self._renewed = now
+            self._receiver.renew(tickets)
+
+
+def _source_of(ticket: Ticket) -> Source:
+    return Source(ticket.engine_id, ticket.incarnation, ticket.key)

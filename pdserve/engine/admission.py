@@ -33,6 +33,7 @@ class Admission:
             max_tokens=min(sampling.max_tokens or limit, limit),
             stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self.eos_token_ids),
             prefill_only=submit.phase == "prefill",
+            overlap=submit.overlap,
             priority=submit.priority,
             cache_salt=submit.cache_salt,
         )

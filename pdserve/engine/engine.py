@@ -62,11 +62,12 @@ class Reservation:
 @dataclass(frozen=True)
 class WrittenPrompt:
     """How far a prompt that will be handed over is written on the device: all rows of these blocks, from its first
-    on.
+    on. content: see HeldPrompt.
     """
 
     key: RequestKey
     block_ids: tuple[int, ...]
+    content: bytes
 
 
 @dataclass
@@ -125,6 +126,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )
+        self.last_chunk_tokens = self.scheduler.last_chunk_tokens
         self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * self.config.block_size)
         self.admission = Admission(
             self.spec.vocab_size, self.spec.eos_token_ids, self.max_request_tokens, self.config.max_num_seqs
@@ -230,10 +232,16 @@ class Engine:
             self._commit_full_blocks(seq)
             self.scheduler.add(seq)
 
-    def cancel_reservation(self, reservation: Reservation, settled: bool) -> list[int]:
-        """Give a reservation back. settled False: its destination goes to quarantine; those blocks are returned."""
-        destination = reservation.destination
-        self.blocks.release(reservation.block_table[: reservation.num_cached])
+    def cancel_reservation(self, reservation: Reservation, settled: bool, num_filled: int = 0) -> list[int]:
+        """Give a reservation back. The first num_filled blocks of its destination hold their rows, and stay cached.
+        settled False: the others go to quarantine; those blocks are returned.
+        """
+        filled = reservation.num_cached + num_filled
+        hashes = reservation.request.prompt_hashes(self.hasher)
+        for block, block_hash in list(zip(reservation.block_table, hashes, strict=False))[:filled]:
+            self.blocks.commit(block, block_hash)
+        self.blocks.release(reservation.block_table[:filled])
+        destination = reservation.block_table[filled:]
         if settled:
             self.blocks.release(destination)
             return []
@@ -362,7 +370,14 @@ class Engine:
 
     def _written(self, seq: Sequence, num_rows: int) -> WrittenPrompt:
         """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight too."""
-        return WrittenPrompt(seq.request.key, tuple(seq.block_table[: num_rows // self.config.block_size]))
+        blocks = tuple(seq.block_table[: num_rows // self.config.block_size])
+        return WrittenPrompt(seq.request.key, blocks, self.content(seq.request))
+
+    def content(self, request: Request) -> bytes:
+        """Digest of the prompt and its salt: what a hand-off ticket's rows hold."""
+        if request.content is None:
+            request.content = self.hasher.content(request.prompt_token_ids, request.cache_salt)
+        return request.content
 
     def _accept(self, family: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
         """Append the tokens of a sequence and of the choices that forked off it in this step; emit their events. What
@@ -406,8 +421,8 @@ class Engine:
     def _hold(self, seq: Sequence, result: StepResult) -> None:
         request = seq.request
         count = self.layout.num_blocks_for(request.num_prompt_tokens)
-        content = self.hasher.content(request.prompt_token_ids, request.cache_salt)
-        held = HeldPrompt(request.key, tuple(seq.block_table[:count]), request.num_prompt_tokens, content)
+        blocks = tuple(seq.block_table[:count])
+        held = HeldPrompt(request.key, blocks, request.num_prompt_tokens, self.content(request))
         self.blocks.acquire(held.block_ids)
         self._held[request.key] = held
         result.held.append(held)

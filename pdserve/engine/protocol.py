@@ -4,7 +4,7 @@ Torch-free: the router imports this file and nothing else of the engine. Knows n
 `worker.engine_client` and `cluster`. One rule rules them all: the router's record is the only authority on a request's
 tokens, so every message about a request carries its `RequestKey`, and messages of an older attempt are dropped.
 
-    router --Command--> worker        Submit, Cancel, ConnectPeer, DisconnectPeer, Subscribe, RouterLost
+    router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer, Subscribe, RouterLost
     worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed, PeerStatus, Snapshot
 """
 
@@ -172,7 +172,7 @@ class RankPool(msgspec.Struct, frozen=True, array_like=True):
 
 class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer needs once to read from an engine's pool. incarnation: the engine process's start, in ns of its
-    host's clock; between two of one engine_id the higher is the living one."""
+    host's clock; between two of one engine_id the higher is the living one. mailbox: the address of its letters."""
 
     engine_id: str
     incarnation: int
@@ -182,6 +182,7 @@ class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
     block_bytes: int
     head_bytes: int
     generation_address: int
+    mailbox: str
     ranks: tuple[RankPool, ...]
 
 
@@ -204,6 +205,14 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     lease_s: float
 
 
+class Source(msgspec.Struct, frozen=True, array_like=True):
+    """Where a prompt is being computed, and as what. key: of P's Submit."""
+
+    engine_id: str
+    incarnation: int
+    key: RequestKey
+
+
 class Start(msgspec.Struct, frozen=True, array_like=True):
     """One choice to generate: `forced` are the tokens the router already accepted; generation goes on behind them."""
 
@@ -220,6 +229,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     the next draw has position len(forced); forced tokens enter the penalties of their own choice. A start that forced
     tokens already finish is invalid. sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once
     it has them. cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
+    overlap: D pulls while P computes, so the prompt's last chunk is kept short.
     """
 
     key: RequestKey
@@ -230,6 +240,17 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     ticket: Ticket | None = None
     priority: int = 0
     cache_salt: str = ""
+    overlap: bool = False
+
+
+class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
+    """A hint: a Submit of phase "decode" with the same key, prompt and salt will follow when `source` has computed the
+    prompt; reserve blocks and pull what is ready meanwhile. Never answered; everything works without it. Ended by that
+    Submit, a Cancel of the key, or the router's loss.
+    """
+
+    submit: Submit
+    source: Source
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
@@ -270,7 +291,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine process leaves its loop and releases its resources."""
 
 
-Command = Submit | Cancel | ConnectPeer | DisconnectPeer | Subscribe | RouterLost | Stop
+Command = Submit | Prepare | Cancel | ConnectPeer | DisconnectPeer | Subscribe | RouterLost | Stop
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -287,7 +308,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
     PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated
-    mode)."""
+    mode). chunk_tokens: longer prompts are published in parts (0: none)."""
 
     protocol: int
     role: str
@@ -298,6 +319,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     block_size: int
     pool: PoolMeta | None
     peers: tuple["PeerStatus", ...] = ()
+    chunk_tokens: int = 0
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -350,7 +372,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here) or "recompute" (reason says why)."""
+    """How D came by the prompt's KV. num_early_bytes: moved before the Submit. source: "p2p", "cache" (all was cached here) or "recompute" (reason says why)."""
 
     request_id: str
     attempt: int
@@ -361,6 +383,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
     seconds: float = 0.0
     cached_tokens: int = 0
     reason: str = ""
+    num_early_bytes: int = 0
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):

@@ -21,6 +21,7 @@ from pdserve.engine.protocol import RequestKey
 from pdserve.engine.sequence import Sequence, Status
 
 LONG_PROMPT = 2048  # tokens that fill a GPU: beside another prompt both would only wait for each other
+LAST_CHUNK = 2048  # tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed
 ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
 
 
@@ -61,6 +62,7 @@ class Scheduler:
         self.hasher = hasher
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
+        self.last_chunk_tokens = min(LAST_CHUNK, max_num_batched_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
@@ -138,7 +140,7 @@ class Scheduler:
         """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
         itself, or blocked).
         """
-        count = min(seq.num_uncomputed, budget)
+        count = self._chunk(seq, seq.num_uncomputed, budget)
         while seq.status is Status.RUNNING:
             try:
                 self._provide(seq, count, plan)
@@ -168,7 +170,7 @@ class Scheduler:
                 return
             if not seq.block_table:
                 self._take_prefix(seq, cached)
-            count = min(wanted, budget)
+            count = self._chunk(seq, wanted, budget)
             self._provide(seq, count, plan)
             self.waiting.pop(0)
             self.admitted.append(seq.request.key)
@@ -177,6 +179,16 @@ class Scheduler:
             longest = max(longest, count)
             budget -= count
             slots -= width
+
+    def _chunk(self, seq: Sequence, wanted: int, budget: int) -> int:
+        """How many of the tokens to compute now. An overlapped prompt's last chunk is short, the others long and whole
+        blocks.
+        """
+        last = self.last_chunk_tokens
+        if not seq.request.overlap or wanted <= last:
+            return min(wanted, budget)
+        size = self.hasher.block_size
+        return min(-(-(wanted - last) // size) * size, budget)
 
     def _fits(self, seq: Sequence, cached: list[int]) -> bool:
         """Whether all tokens of a waiting sequence fit now behind its cached prefix, beside a block for each running

@@ -21,7 +21,8 @@ class Status(Enum):
 @dataclass(eq=False)
 class Request:
     """One attempt at one request. max_tokens: each choice's, and what fits the engine. prefill_only: sample the first
-    tokens, then hold the prompt for a hand-off.
+    tokens, then hold the prompt for a hand-off; overlap: others read it while it is computed. content: see
+    BlockHasher.content.
     """
 
     key: RequestKey
@@ -30,6 +31,7 @@ class Request:
     max_tokens: int
     stop_token_ids: frozenset[int]
     prefill_only: bool = False
+    overlap: bool = False
     priority: int = 0
     cache_salt: str = ""
     arrival: int = 0
@@ -39,6 +41,7 @@ class Request:
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
     num_scored: int = 1  # prompt positions whose log-probability is known or in flight; the first has none
     sequences: list["Sequence"] = field(default_factory=list)
+    content: bytes | None = None
     _prompt_hashes: list[bytes] = field(default_factory=list)
 
     @property

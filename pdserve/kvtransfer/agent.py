@@ -1,4 +1,4 @@
-"""What sender and receiver need from a transport: one-sided reads between registered memories, and short messages.
+"""What sender and receiver need from a transport: one-sided reads between registered memories.
 
 Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local.LocalAgent` (one process, faults on demand),
 so the ticket, lease, deadline and quarantine logic exists once, in `sender.py` and `receiver.py`. Knows no blocks of
@@ -94,12 +94,6 @@ class TransferAgent(Protocol):
 
     def release(self, handle: Handle) -> None:
         """Only after the read ended, by completion or by an exception."""
-        ...
-
-    def notify(self, peer: str, message: bytes) -> None: ...
-
-    def notices(self) -> list[bytes]:
-        """Messages of peers since the last call."""
         ...
 
     def transport_mark(self) -> int: ...

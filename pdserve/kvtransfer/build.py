@@ -6,6 +6,7 @@ pool and the generation table are allocated for good (and after CUDA graph captu
 
 from collections.abc import Callable
 
+import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -14,9 +15,11 @@ from pdserve.engine.protocol import PoolMeta, RankPool
 from pdserve.kvtransfer.agent import TransferAgent, flat_bytes, memory_of
 from pdserve.kvtransfer.connection import OwnPool
 from pdserve.kvtransfer.connector import PoolMemory, Wake
+from pdserve.kvtransfer.group import GroupReceiver
 from pdserve.kvtransfer.local import LocalAgent
+from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.receiver import Receiver
+from pdserve.kvtransfer.receiver import RankReceiver
 from pdserve.kvtransfer.sender import Sender
 
 
@@ -40,16 +43,18 @@ def build_connector(
     incarnation: int,
     wake: Wake,
     *,
-    in_group: bool = False,
+    host: str = "127.0.0.1",
     registry: CollectorRegistry | None = None,
-) -> tuple[Sender, Receiver]:
+) -> tuple[Sender, GroupReceiver]:
     """config.connector chooses the transport. incarnation: see PoolMeta. wake: called from any thread when a `poll` has
-    something. in_group: the receiver takes part in a `group.GroupReceiver`, as rank 0. registry: where the counters go.
-    ValueError when the memory is not what PoolMemory says."""
+    something. host: this machine's address, which peers' letters go to. registry: where the counters go. ValueError
+    when the memory is not what PoolMemory says."""
     agent, meta, own = _registered(config, memory, engine_id, incarnation, 0)
+    mailbox = Mailbox(engine_id, incarnation, None if config.connector == "local" else host)
+    meta = msgspec.structs.replace(meta, mailbox=mailbox.party.mailbox)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
-    sender = Sender(agent, meta, memory.generations, config.lease_s, wake, metrics)
-    return sender, Receiver(agent, own, wake, metrics, tells=not in_group)
+    sender = Sender(agent, mailbox, meta, memory.generations, config.lease_s, wake, metrics)
+    return sender, GroupReceiver(RankReceiver(agent, own, wake, metrics), mailbox)
 
 
 def build_rank(
@@ -61,13 +66,13 @@ def build_rank(
     wake: Wake,
     *,
     registry: CollectorRegistry | None = None,
-) -> tuple[RankPool, Receiver]:
+) -> tuple[RankPool, RankReceiver]:
     """What a tensor parallel engine's other ranks have: a pool that peers may read, which rank 0 adds to its sender's
-    description (`Sender.add_ranks`), and a receiver that takes part in a `group.GroupReceiver`.
+    description (`Sender.add_ranks`), and a receiver, which it adds to its own (`GroupReceiver.add_ranks`).
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
-    return meta.ranks[0], Receiver(agent, own, wake, metrics, tells=False)
+    return meta.ranks[0], RankReceiver(agent, own, wake, metrics)
 
 
 def _registered(
@@ -113,5 +118,6 @@ def _describe(agent: TransferAgent, memory: PoolMemory, compat: str, engine_id: 
         block_bytes=memory.layout.block_bytes,
         head_bytes=memory.layout.head_bytes,
         generation_address=memory.generations.ctypes.data,
+        mailbox="",
         ranks=(rank_pool,),
     )

@@ -56,7 +56,7 @@ class Connection:
         self._registrations: list[Any] = []
         address, num_blocks = own.pool.data_ptr(), own.pool.shape[0]
         try:
-            self.peer = self._add_rank(0)  # holds the generations and hears our notices
+            self.peer = self._add_rank(0)  # holds the generations
             self.sources = []
             for span in plan_for(own.layout, meta.ranks):
                 peer, rank = self._add_rank(span.rank), meta.ranks[span.rank]

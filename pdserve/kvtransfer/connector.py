@@ -5,9 +5,9 @@ come back through `poll()`, and `wake()` (given at construction) is called from 
 something. A connector moves bytes and checks generations; it does not know requests' tokens, the prefix cache, or who
 runs next.
 
-    pull:  POSTED -> VERIFYING -> PullDone | PullFailed(settled=True)
-           deadline or cancel while bytes may still land: PullFailed(settled=False) ... -> PullSettled
-    After PullFailed(settled=False) the destination blocks stay quarantined until PullSettled.
+    pull:  BEGUN -follows parts, reads and verifies them- COMPLETED -> PullDone | PullFailed(settled=True)
+           deadline, cancel or loss while bytes may still land: PullFailed(settled=False) ... -> PullSettled
+    After PullFailed(settled=False) the destination blocks that are not verified stay quarantined until PullSettled.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Ticket
+from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Source, Ticket
 
 Wake = Callable[[], None]
+Outcome = Literal["done", "rejected", "expired"]
 
 
 @dataclass(frozen=True)
@@ -40,30 +41,35 @@ class Unpinned:
     "expired"."""
 
     key: RequestKey
-    outcome: Literal["done", "rejected", "expired"]
+    outcome: Outcome
 
 
 @dataclass(frozen=True)
 class PullDone:
-    """Every byte arrived and every generation still matched after the last byte."""
+    """Every byte arrived and every generation still matched after the last byte. num_early_bytes: what was verified
+    before the prompt was complete; seconds: from there on.
+    """
 
     pull_id: int
     num_bytes: int
     num_descriptors: int
     transport: str
     seconds: float
+    num_early_bytes: int = 0
 
 
 @dataclass(frozen=True)
 class PullFailed:
     """reason: "stale-generation", "stale-incarnation", "peer-lost", "not-connected", "deadline", "cancelled", "error".
-    settled False: bytes may still land in the destination blocks until the one PullSettled comes for the same
-    pull_id."""
+    settled False: bytes may still land in the destination blocks until the one PullSettled comes for the same pull_id;
+    not in the first num_verified of them, which hold what was published and may be used.
+    """
 
     pull_id: int
     reason: str
     detail: str
     settled: bool
+    num_verified: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,20 @@ class KVSender(Protocol):
         ...
 
     def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
-        """A ticket for blocks whose rows are completely written (the caller has waited for the device) and which the
-        caller owns, so their generations stand still. It keeps them pinned until `poll` returns Unpinned for the key,
-        or it calls `revoke`. content: `engine.block_manager.BlockHasher.content` of what the rows hold."""
+        """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has waited for the
+        device) and which the caller owns, so their generations stand still. It keeps them pinned until `poll` returns
+        Unpinned for the key, or it calls `revoke`. content: `engine.block_manager.BlockHasher.content` of what the rows hold."""
+        ...
+
+    def publish_part(self, key: RequestKey, block_ids: Sequence[int], content: bytes) -> None:
+        """Tell those who follow the prompt that its first blocks, of which these are all, are completely written. They
+        need not stay the prompt's: the generations of this moment are part of what is told.
+        """
         ...
 
     def revoke(self, key: RequestKey) -> None:
-        """Forget the ticket; no Unpinned follows. Safe at once: the peer only reads, and its generation check catches
-        reuse."""
+        """Forget the ticket, or the parts; no Unpinned follows. Safe at once: the peer only reads, and its generation
+        check catches reuse."""
         ...
 
     def poll(self) -> list[Unpinned]: ...
@@ -107,10 +119,25 @@ class KVReceiver(Protocol):
 
     def disconnect(self, engine_id: str, incarnation: int) -> None: ...
 
+    def follow(self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int) -> None:
+        """Begin a pull of a prompt that is being computed: read what P has published of it, as it comes, into
+        `local_blocks`, which are for the prompt's blocks from `skip` on. Other content is not read. pull_id: the
+        caller's own counter, never used twice; all events of this pull carry it. PullFailed may come at any time,
+        PullDone only after `complete`.
+        """
+        ...
+
+    def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
+        """The whole prompt is published: read what is missing. No effect when the pull has failed meanwhile."""
+        ...
+
     def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
         """Read `ticket.block_ids[skip:]` into `local_blocks` (same length; may be empty: then only the sender is told).
-        pull_id: the caller's own counter, never used twice; all events of this pull carry it. Exactly one PullDone or
-        PullFailed comes."""
+        Exactly one PullDone or PullFailed comes."""
+        ...
+
+    def renew(self, tickets: Sequence[Ticket]) -> None:
+        """Tell the senders that these are still wanted (best effort)."""
         ...
 
     def reject(self, ticket: Ticket) -> None:

@@ -1,55 +1,117 @@
-"""KVReceiver of a tensor parallel engine: one receiver a rank, each of which fills its own part of every block.
+"""KVReceiver of an engine: one receiver a rank, each of which fills its own part of every block, and the letters.
 
 Ranks share block ids, so a pull is the same for all; each reads and verifies for itself. It is done when all are, and
 failed when one is; it settles when no rank's memory can be written any more. Only then does the sender hear of it.
-Knows no transport. Driven by rank 0's engine loop; the ranks' receivers tell nobody themselves (`build.py`).
+Knows no transport. Driven by rank 0's engine loop; parts come in on the mailbox's thread.
 """
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
+from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Source, Ticket
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, ReceiverEvent
-from pdserve.kvtransfer.receiver import Receiver
+from pdserve.kvtransfer.mailbox import Mailbox
+from pdserve.kvtransfer.notice import Done, Follow, Notice, Part, Party, Rejected, Renew
+from pdserve.kvtransfer.receiver import RankReceiver
+
+Peer = tuple[str, int]
 
 
 @dataclass
 class _Pull:
-    """unquiet: ranks whose memory may still be written. failed: was reported as failed."""
+    """ticket: the complete one. unquiet: ranks whose memory may still be written. num_verified: by every rank, of a
+    failed one; failed: was reported as that.
+    """
 
-    ticket: Ticket
+    peer: Peer
     unquiet: set[int]
+    ticket: Ticket | None = None
     done: list[PullDone] = field(default_factory=list)
     failed: bool = False
 
 
-class GroupReceiver:
-    """See `connector.KVReceiver`; ranks: rank 0's first."""
+@dataclass(frozen=True)
+class _Followed:
+    """A pull that waits for parts."""
 
-    def __init__(self, ranks: Sequence[Receiver]) -> None:
-        self._ranks = ranks
+    pull_id: int
+    peer: Peer
+    content: bytes
+    num_blocks: int
+
+
+class GroupReceiver:
+    """See `connector.KVReceiver`; an engine without tensor parallelism has one rank."""
+
+    def __init__(self, rank: RankReceiver, mailbox: Mailbox) -> None:
+        self._ranks, self._mailbox = [rank], mailbox
         self._pulls: dict[int, _Pull] = {}
-        self._peers: dict[tuple[str, int], list[PeerStatus | None]] = {}
+        self._statuses: dict[Peer, list[PeerStatus | None]] = {}
+        self._parties: dict[Peer, Party] = {}
+        self._followed: dict[RequestKey, _Followed] = {}
+        self._lock = threading.Lock()  # of what the mailbox's thread looks at
+        self._closed = False
+        mailbox.attach()
+        mailbox.on(Part, self._part)
+
+    def add_ranks(self, ranks: Sequence[RankReceiver]) -> None:
+        """The receivers of the engine's other ranks, before anybody connects."""
+        self._ranks += ranks
 
     def connect(self, meta: PoolMeta) -> None:
+        party = Party(meta.engine_id, meta.incarnation, meta.mailbox)
+        self._parties[meta.engine_id, meta.incarnation] = party
         for rank in self._ranks:
             rank.connect(meta)
 
     def disconnect(self, engine_id: str, incarnation: int) -> None:
         for rank in self._ranks:
             rank.disconnect(engine_id, incarnation)
+        party = self._parties.pop((engine_id, incarnation), None)
+        if party is not None:
+            self._mailbox.forget(party)
+
+    def follow(self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int) -> None:
+        blocks, peer = tuple(int(block) for block in local_blocks), (source.engine_id, source.incarnation)
+        self._begin(pull_id, peer, blocks, skip)
+        with self._lock:
+            self._followed[source.key] = _Followed(pull_id, peer, content, skip + len(blocks))
+        self._send(peer, Follow(source.key))
+
+    def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
+        self._unfollow(pull_id)
+        pull = self._pulls.get(pull_id)
+        if pull is not None:
+            pull.ticket = ticket
+            for rank in self._ranks:
+                rank.complete(pull_id, ticket, deadline_s)
 
     def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
-        for rank in self._ranks:  # arguments that one refuses, the first refuses
-            rank.pull(pull_id, ticket, local_blocks, skip, deadline_s)
-        self._pulls[pull_id] = _Pull(ticket, set(range(len(self._ranks))))
+        """ValueError when the arguments do not fit together."""
+        blocks = tuple(int(block) for block in local_blocks)
+        if not 0 <= skip <= len(ticket.block_ids) or len(blocks) != len(ticket.block_ids) - skip:
+            raise ValueError(
+                f"local_blocks must hold len(ticket.block_ids) - skip = {len(ticket.block_ids)} - {skip} blocks, "
+                f"not {len(blocks)}"
+            )
+        self._begin(pull_id, (ticket.engine_id, ticket.incarnation), blocks, skip)
+        self.complete(pull_id, ticket, deadline_s)
 
     def reject(self, ticket: Ticket) -> None:
-        self._ranks[0].reject(ticket)
+        self._send((ticket.engine_id, ticket.incarnation), Rejected(ticket.key))
+
+    def renew(self, tickets: Sequence[Ticket]) -> None:
+        keys: dict[Peer, list[RequestKey]] = {}
+        for ticket in tickets:
+            keys.setdefault((ticket.engine_id, ticket.incarnation), []).append(ticket.key)
+        for peer, named in keys.items():
+            self._send(peer, Renew(tuple(named)))
 
     def cancel(self, pull_id: int) -> None:
+        self._unfollow(pull_id)
         for rank in self._ranks:
             rank.cancel(pull_id)
 
@@ -64,8 +126,40 @@ class GroupReceiver:
         return events
 
     def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
         for rank in self._ranks:
             rank.close()
+        self._mailbox.detach()
+
+    def _begin(self, pull_id: int, peer: Peer, blocks: tuple[int, ...], skip: int) -> None:
+        for rank in self._ranks:  # arguments that one refuses, the first refuses
+            rank.begin(pull_id, *peer, blocks, skip)
+        self._pulls[pull_id] = _Pull(peer, set(range(len(self._ranks))))
+
+    def _part(self, sender: Party, notice: Part) -> None:
+        """On the mailbox's thread."""
+        ticket = notice.ticket
+        with self._lock:
+            followed = self._followed.get(ticket.key)
+        if (
+            followed is not None
+            and (sender.engine_id, sender.incarnation) == followed.peer == (ticket.engine_id, ticket.incarnation)
+            and ticket.content == followed.content
+            and len(ticket.block_ids) <= followed.num_blocks
+        ):
+            for rank in self._ranks:
+                rank.extend(followed.pull_id, ticket)
+
+    def _unfollow(self, pull_id: int) -> None:
+        with self._lock:
+            self._followed = {key: each for key, each in self._followed.items() if each.pull_id != pull_id}
+
+    def _send(self, peer: Peer, notice: Notice) -> None:
+        party = self._parties.get(peer)
+        if party is not None:
+            self._mailbox.send(party, notice)
 
     def _take(self, rank: int, event: PullDone | PullFailed | PullSettled) -> list[ReceiverEvent]:
         pull = self._pulls[event.pull_id]
@@ -74,24 +168,34 @@ class GroupReceiver:
         if not pull.unquiet:
             del self._pulls[event.pull_id]
         if isinstance(event, PullFailed) and not pull.failed:
-            pull.failed = True
-            self.cancel(event.pull_id)
-            self._ranks[0].tell("rejected", pull.ticket)
-            return [replace(event, settled=not pull.unquiet, detail=f"rank {rank}: {event.detail}")]
+            return [self._failed(rank, event, pull)]
         if isinstance(event, PullDone):
             pull.done.append(event)
         if pull.unquiet:
             return []
         if pull.failed:
             return [PullSettled(event.pull_id)]
-        self._ranks[0].tell("done", pull.ticket)
+        assert pull.ticket is not None
+        self._send(pull.peer, Done(pull.ticket.key))
         return [_sum_of(pull.done)]
+
+    def _failed(self, rank: int, event: PullFailed, pull: _Pull) -> PullFailed:
+        pull.failed = True
+        self.cancel(event.pull_id)
+        if pull.ticket is not None:
+            self._send(pull.peer, Rejected(pull.ticket.key))
+        if len(self._ranks) == 1:
+            return event
+        # What the others have verified is not known yet.
+        return replace(event, settled=not pull.unquiet, detail=f"rank {rank}: {event.detail}", num_verified=0)
 
     def _peer(self, rank: int, status: PeerStatus) -> list[ReceiverEvent]:
         """Connected when every rank is; a rank that is not speaks for all."""
         key = status.engine_id, status.incarnation
-        known = self._peers.setdefault(key, [None] * len(self._ranks))
+        known = self._statuses.setdefault(key, [None] * len(self._ranks))
         known[rank] = status
+        if len(self._ranks) == 1:
+            return [status]
         if not status.connected:
             return [msgspec.structs.replace(status, detail=f"rank {rank}: {status.detail}")]
         connected = [each for each in known if each is not None and each.connected]
@@ -110,4 +214,5 @@ def _sum_of(done: Sequence[PullDone]) -> PullDone:
         sum(each.num_descriptors for each in done),
         "+".join(sorted({each.transport for each in done})),
         max(each.seconds for each in done),
+        min(each.num_early_bytes for each in done) * len(done),
     )

@@ -63,7 +63,6 @@ class LocalAgent:
     def __post_init__(self) -> None:
         self._regions: list[torch.Tensor] = []
         self._peers: set[str] = set()
-        self._inbox: list[bytes] = []
         self._lock = threading.Lock()
         self._users = 0
         with _agents_lock:
@@ -134,16 +133,6 @@ class LocalAgent:
 
     def release(self, handle: _Read) -> None:
         pass
-
-    def notify(self, peer: str, message: bytes) -> None:
-        agent = self._peer(peer)
-        with agent._lock:
-            agent._inbox.append(message)
-
-    def notices(self) -> list[bytes]:
-        with self._lock:
-            messages, self._inbox = self._inbox, []
-        return messages
 
     def transport_mark(self) -> int:
         return 0

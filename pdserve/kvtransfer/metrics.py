@@ -12,6 +12,9 @@ class TransferMetrics:
             "pdserve_kv_transfers", "Pulls by how they ended.", ["transport", "outcome"], registry=registry
         )
         self.bytes = Counter("pdserve_kv_transfer_bytes", "Bytes of finished pulls.", ["transport"], registry=registry)
+        self.early_bytes = Counter(
+            "pdserve_kv_transfer_early_bytes", "Of these, were here before the prompt was complete.", registry=registry
+        )
         self.descriptors = Counter(
             "pdserve_kv_transfer_descriptors",
             "Descriptors of finished pulls, neighbours merged.",
@@ -20,7 +23,7 @@ class TransferMetrics:
         )
         self.seconds = Histogram(
             "pdserve_kv_transfer_seconds",
-            "From the pull call to the verified end.",
+            "From the complete ticket to the verified end of a pull.",
             buckets=(0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
             registry=registry,
         )
@@ -28,3 +31,4 @@ class TransferMetrics:
             "pdserve_kv_transfers_unsettled", "Pulls given up while bytes could still land.", registry=registry
         )
         self.tickets = Counter("pdserve_kv_tickets", "Tickets by event.", ["event"], registry=registry)
+        self.parts = Counter("pdserve_kv_parts", "Parts of prompts published before their end.", registry=registry)

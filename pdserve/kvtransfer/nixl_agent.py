@@ -143,14 +143,6 @@ class NixlAgent:
         with self._translate("release read"):
             handle.release()
 
-    def notify(self, peer: str, message: bytes) -> None:
-        with self._translate("notify"):
-            self._agent.send_notif(peer, message)
-
-    def notices(self) -> list[bytes]:
-        with self._translate("notices"):
-            return [message for messages in self._agent.get_new_notifs().values() for message in messages]
-
     def transport_mark(self) -> int:
         return self._log.mark()
 

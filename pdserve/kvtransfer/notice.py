@@ -1,29 +1,71 @@
-"""The one message from a receiver to a sender: this ticket is done with."""
+"""The letters between a sender and its receivers, beside the reads: what is published, who wants it, who is done.
 
-from typing import Literal
+A letter names the engine process it is meant for, so one that outlived it (a port used again) is dropped. Letters may
+be lost; none carries what a request cannot do without. Carried by `mailbox.py`.
+"""
 
 import msgspec
 
-from pdserve.engine.protocol import RequestKey
-
-Outcome = Literal["done", "rejected"]
+from pdserve.engine.protocol import RequestKey, Ticket
 
 
-class Notice(msgspec.Struct, frozen=True, array_like=True):
-    """outcome "done": every byte is verified at the receiver; "rejected": nobody will read the ticket's blocks."""
+class Party(msgspec.Struct, frozen=True, array_like=True):
+    """An engine process: see PoolMeta. mailbox: where it reads its letters."""
 
-    outcome: Outcome
+    engine_id: str
+    incarnation: int
+    mailbox: str
+
+
+class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
+    """To P: send me each Part of this prompt, also the newest one there is. key: of P's Submit, here and below."""
+
     key: RequestKey
 
 
+class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
+    """To D: the ticket's blocks are written. It names all blocks from the first on, so the newest says everything."""
+
+    ticket: Ticket
+
+
+class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
+    """To P: every byte is verified here."""
+
+    key: RequestKey
+
+
+class Rejected(msgspec.Struct, frozen=True, array_like=True, tag="rejected"):
+    """To P: nobody will read the ticket's blocks (any more)."""
+
+    key: RequestKey
+
+
+class Renew(msgspec.Struct, frozen=True, array_like=True, tag="renew"):
+    """To P: these tickets are still wanted; their leases start again."""
+
+    keys: tuple[RequestKey, ...]
+
+
+Notice = Follow | Part | Done | Rejected | Renew
+
+
+class Letter(msgspec.Struct, frozen=True, array_like=True):
+    """to: (engine id, incarnation)."""
+
+    to: tuple[str, int]
+    sender: Party
+    notice: Notice
+
+
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Notice)
+_decoder = msgspec.msgpack.Decoder(Letter)
 
 
-def encode_notice(notice: Notice) -> bytes:
-    return _encoder.encode(notice)
+def encode_letter(letter: Letter) -> bytes:
+    return _encoder.encode(letter)
 
 
-def decode_notice(data: bytes) -> Notice:
+def decode_letter(data: bytes) -> Letter:
     """Raises msgspec.DecodeError (or its ValidationError) on anything else."""
     return _decoder.decode(data)

@@ -6,7 +6,11 @@ one holds up nobody else. It knows pulls and generations; which link a ticket be
 `receiver.py`.
 
     link:  IDLE -connect-> PROBING -self-test-> CONNECTED -error, disconnect-> DRAINING -all reads ended-> IDLE
-    pull:  waiting -> reading -> verifying -> done | failed (settled or not) ... -> settled
+    pull:  begun -> its pieces: reading -> verifying -> all verified: done | failed (settled or not) ... -> settled
+
+A pull may begin before its prompt is computed: it then reads what newer and newer tickets name, a piece a ticket, and
+can be done only behind the complete one. A piece that was reused meanwhile is read again when a newer ticket came, and
+only when no read of its pull is in flight: two reads into the same memory could end in the wrong order.
 
 When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up is kept and
 checked until it ends, however long: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP: 419
@@ -26,16 +30,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
 
-from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Ticket
+from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.agent import Handle, TransferAgent, TransferError
 from pdserve.kvtransfer.connection import Connection, OwnPool, release_all
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.notice import Notice, Outcome, encode_notice
 from pdserve.kvtransfer.ranges import count_descriptors, order_pairs
 
 logger = logging.getLogger(__name__)
@@ -58,22 +61,58 @@ class LinkState(enum.Enum):
 
 @dataclass(eq=False)
 class Pull:
-    """One pull on its way. times: monotonic. reads: data reads that have not ended. reported: its end was told
-    already."""
+    """One pull on its way. Positions count the prompt's blocks from 0; `local_blocks` are for those from `skip` on.
+
+    ticket: the newest, and whether it is the complete one. posted: positions before it are read or under way. verified:
+    those before it hold what was published; early: those when the ticket was complete. deadline, started: monotonic,
+    the latter of the complete ticket. reported: its end was told already.
+    """
 
     pull_id: int
-    ticket: Ticket
     skip: int
     local_blocks: tuple[int, ...]
-    deadline: float
     started: float
+    ticket: Ticket | None = None
+    is_complete: bool = False
+    deadline: float | None = None
+    posted: int = 0
+    verified: int = 0
+    early: int = 0
+    pieces: deque["Piece"] = field(default_factory=deque)
     num_descriptors: int = 0
-    reads: int = 0
     reported: bool = False
+
+    def __post_init__(self) -> None:
+        self.posted = self.verified = self.early = self.skip
+
+    @property
+    def end(self) -> int:
+        return self.skip + len(self.local_blocks)
+
+    @property
+    def is_read(self) -> bool:
+        """Whether reads into its blocks are under way."""
+        return any(piece.reads for piece in self.pieces)
+
+
+@dataclass(eq=False)
+class Piece:
+    """The positions first..last of a pull, read by one ticket. reads: that have not ended."""
+
+    pull: Pull
+    ticket: Ticket
+    first: int
+    last: int
+    reads: int = 0
+    state: Literal["reading", "verified", "stale"] = "reading"
 
     @property
     def remote_blocks(self) -> tuple[int, ...]:
-        return self.ticket.block_ids[self.skip :]
+        return self.ticket.block_ids[self.first : self.last]
+
+    @property
+    def generations(self) -> tuple[int, ...]:
+        return self.ticket.generations[self.first : self.last]
 
 
 @dataclass(eq=False)
@@ -97,11 +136,12 @@ class Owner(Protocol):
 
 
 class PeerLink:
-    """The connection to one incarnation of one engine. `connect`, `disconnect`, `pull`, `cancel`, `tell` only
-    enqueue. tells: how pulls end is told to the sender; False where others must end with them (group.py)."""
+    """The connection to one incarnation of one engine. `connect`, `disconnect`, `begin`, `extend`, `complete`,
+    `cancel`, `fail` only enqueue.
+    """
 
-    def __init__(self, agent: TransferAgent, own: OwnPool, owner: Owner, meta: PoolMeta, tells: bool = True) -> None:
-        self.meta, self._tells = meta, tells
+    def __init__(self, agent: TransferAgent, own: OwnPool, owner: Owner, meta: PoolMeta) -> None:
+        self.meta = meta
         self._agent, self._own, self._owner = agent, own, owner
         self._state = LinkState.IDLE
         self._connection: Connection | None = None
@@ -110,7 +150,7 @@ class PeerLink:
         self._flights: list[Flight] = []
         self._pulls: dict[int, Pull] = {}
         self._verifying = False
-        self._to_verify: list[Pull] = []
+        self._to_verify: list[Piece] = []
         self._probe_deadline = self._probe_started = 0.0
         self._status: PeerStatus | None = None
         self._reconnect = False
@@ -126,14 +166,23 @@ class PeerLink:
     def disconnect(self) -> None:
         self._enqueue(self._disconnect)
 
-    def pull(self, pull: Pull) -> None:
+    def begin(self, pull: Pull) -> None:
         self._enqueue(lambda: self._begin(pull))
 
-    def cancel(self, pull_id: int) -> None:
-        self._enqueue(lambda: self._cancel(pull_id))
+    def extend(self, pull_id: int, ticket: Ticket) -> None:
+        """A newer ticket, not yet of the whole prompt."""
+        self._enqueue(lambda: self._extend(pull_id, ticket))
 
-    def tell(self, outcome: Outcome, key: RequestKey) -> None:
-        self._enqueue(lambda: self._notify(Notice(outcome, key)))
+    def complete(self, pull_id: int, ticket: Ticket, deadline: float) -> None:
+        now = time.monotonic()
+        self._enqueue(lambda: self._complete(pull_id, ticket, deadline, now))
+
+    def cancel(self, pull_id: int) -> None:
+        self.fail(pull_id, "cancelled", "cancelled by the caller")
+
+    def fail(self, pull_id: int, reason: str, detail: str) -> None:
+        """End a pull whose end was not told yet."""
+        self._enqueue(lambda: self._end_pull(pull_id, reason, detail))
 
     def _enqueue(self, command: Callable[[], None]) -> None:
         with self._changed:
@@ -261,7 +310,7 @@ class PeerLink:
         self._state = LinkState.CONNECTED
         self._report(connected=True, transport=transport, bytes_per_s=connection.probe_bytes / seconds)
         for pull in list(self._pulls.values()):
-            self._start(pull)
+            self._advance(pull)
 
     def _report(self, connected: bool, transport: str = "", bytes_per_s: float = 0.0, detail: str = "") -> None:
         self._status = PeerStatus(
@@ -294,7 +343,7 @@ class PeerLink:
         assert self._connection is not None
         self._connection.close()
         self._connection = None
-        unsettled = [pull for pull in self._pulls.values() if pull.reads]
+        unsettled = [pull for pull in self._pulls.values() if pull.is_read]
         if unsettled:
             time.sleep(QUIET_AFTER_REMOVAL_S)
         for pull in unsettled:
@@ -309,54 +358,98 @@ class PeerLink:
     def _begin(self, pull: Pull) -> None:
         self._pulls[pull.pull_id] = pull
         if self._state is LinkState.CONNECTED:
-            self._start(pull)
+            self._advance(pull)
         elif self._state is not LinkState.PROBING and not self._reconnect:
-            self._fail(pull, "not-connected", f"{self.meta.engine_id} is {self._state.value}", settled=True)
+            self._fail(pull, "not-connected", f"{self.meta.engine_id} is {self._state.value}")
 
-    def _start(self, pull: Pull) -> None:
-        connection = self._connection
-        if connection is None or self._state is not LinkState.CONNECTED:
-            return  # lost by an earlier one of the waiting pulls, which failed this one too
-        if not pull.local_blocks:
-            self._finish(pull)
+    def _extend(self, pull_id: int, ticket: Ticket) -> None:
+        pull = self._pulls.get(pull_id)
+        if pull is not None and not pull.reported and not pull.is_complete:
+            pull.ticket = ticket
+            self._advance(pull)
+
+    def _complete(self, pull_id: int, ticket: Ticket, deadline: float, now: float) -> None:
+        pull = self._pulls.get(pull_id)
+        if pull is not None and not pull.reported:
+            pull.ticket, pull.is_complete, pull.deadline = ticket, True, deadline
+            pull.started, pull.early = now, pull.verified
+            self._advance(pull)
+
+    def _advance(self, pull: Pull) -> None:
+        """Read what the newest ticket names and nobody has read; or finish."""
+        ticket = pull.ticket
+        if self._state is not LinkState.CONNECTED or pull.reported or ticket is None or not self._reread(pull, ticket):
             return
-        local_ids, remote_ids = order_pairs(pull.local_blocks, pull.remote_blocks)
+        first, last = pull.posted, min(len(ticket.block_ids), pull.end)
+        if first < last:
+            pull.posted = last
+            self._read(Piece(pull, ticket, first, last))
+        elif pull.is_complete and pull.verified == pull.end:
+            self._finish(pull)
+
+    def _reread(self, pull: Pull, ticket: Ticket) -> bool:
+        """Go back to the first stale piece, if there is one; False while that must wait."""
+        stale = next((piece for piece in pull.pieces if piece.state == "stale"), None)
+        if stale is None:
+            return True
+        if any(piece.state == "reading" for piece in pull.pieces):
+            return False
+        if (
+            ticket.generations[stale.first : stale.last] == stale.generations
+            and ticket.block_ids[stale.first : stale.last] == stale.remote_blocks
+        ):
+            if pull.is_complete:
+                blocks = f"{stale.first} to {stale.last - 1}"
+                self._fail(pull, "stale-generation", f"of the prompt's blocks {blocks} some were reused")
+            return False
+        pull.posted = stale.first
+        pull.pieces.clear()
+        return True
+
+    def _read(self, piece: Piece) -> None:
+        pull, connection = piece.pull, self._connection
+        assert connection is not None
+        pull.pieces.append(piece)
+        local = pull.local_blocks[piece.first - pull.skip : piece.last - pull.skip]
+        local_ids, remote_ids = order_pairs(local, piece.remote_blocks)
         descriptors = count_descriptors(local_ids, remote_ids, connection.reads_whole_blocks)
-        pull.num_descriptors = len(connection.sources) * descriptors
+        pull.num_descriptors += len(connection.sources) * descriptors
         handles: list[Handle] = []
         try:
             for source in connection.sources:
                 handles.append(self._agent.make_read(source.local, local_ids, source.remote, remote_ids))
         except TransferError as error:
             release_all([partial(self._agent.release, handle) for handle in handles])
-            self._fail(pull, "error", str(error), settled=True)
+            self._fail(pull, "error", str(error))
             return
-        pull.reads = len(handles)
+        piece.reads = len(handles)
         for index, handle in enumerate(handles):
             if self._state is not LinkState.CONNECTED:  # lost in the post of one before
                 release_all([partial(self._agent.release, unposted) for unposted in handles[index:]])
                 return
-            self._post(handle, lambda: self._data_done(pull))
+            self._post(handle, lambda: self._data_done(piece))
 
-    def _data_done(self, pull: Pull) -> None:
-        pull.reads -= 1
-        if pull.reads:
+    def _data_done(self, piece: Piece) -> None:
+        piece.reads -= 1
+        if piece.reads:
             return
-        if pull.reported:
-            self._settle(pull)
+        if piece.pull.reported:
+            if not piece.pull.is_read:
+                self._settle(piece.pull)
             return
-        self._to_verify.append(pull)
+        self._to_verify.append(piece)
         self._verify()
 
     def _verify(self) -> None:
-        """Read the generations of all pulls whose data is complete, in one read, posted after the last byte of each."""
-        batch = [pull for pull in self._to_verify if not pull.reported]
+        """Read the generations of all pieces whose data is complete, in one read, posted after the last byte of
+        each."""
+        batch = [piece for piece in self._to_verify if not piece.pull.reported]
         if self._verifying or not batch:
             return
         assert self._connection is not None
         self._to_verify = []
-        first = min(min(pull.remote_blocks) for pull in batch)
-        last = max(max(pull.remote_blocks) for pull in batch)
+        first = min(min(piece.remote_blocks) for piece in batch)
+        last = max(max(piece.remote_blocks) for piece in batch)
         self._connection.generations[first : last + 1] = -1
         try:
             here, there = self._connection.prepare_generations(first, last)
@@ -367,71 +460,63 @@ class PeerLink:
         self._verifying = True
         self._post(handle, lambda: self._verified(batch), (here, there))
 
-    def _verified(self, batch: list[Pull]) -> None:
+    def _verified(self, batch: list[Piece]) -> None:
         assert self._connection is not None
         self._verifying = False
         table = self._connection.generations.numpy()
-        for pull in batch:
-            if pull.reported:
-                continue
-            blocks = np.asarray(pull.remote_blocks)
-            stale = blocks[table[blocks] != np.asarray(pull.ticket.generations[pull.skip :])]
-            if len(stale):
-                self._fail(pull, "stale-generation", f"{len(stale)} blocks were reused, e.g. {stale[0]}", settled=True)
-            else:
-                self._finish(pull)
+        for piece in batch:
+            is_fresh = np.array_equal(table[list(piece.remote_blocks)], np.asarray(piece.generations))
+            piece.state = "verified" if is_fresh else "stale"
+        for pull in dict.fromkeys(piece.pull for piece in batch):
+            while pull.pieces and pull.pieces[0].state == "verified":
+                pull.verified = pull.pieces.popleft().last
+            self._advance(pull)
         if self._state is LinkState.CONNECTED:
             self._verify()
 
     def _finish(self, pull: Pull) -> None:
         del self._pulls[pull.pull_id]
         assert self._connection is not None and self._status is not None
-        num_bytes = len(pull.local_blocks) * sum(source.span.num_bytes for source in self._connection.sources)
-        seconds = time.monotonic() - pull.started
-        self._emit(PullDone(pull.pull_id, num_bytes, pull.num_descriptors, self._status.transport, seconds))
-        self._tell("done", pull)
+        block_bytes = sum(source.span.num_bytes for source in self._connection.sources)
+        self._emit(
+            PullDone(
+                pull.pull_id,
+                len(pull.local_blocks) * block_bytes,
+                pull.num_descriptors,
+                self._status.transport,
+                time.monotonic() - pull.started,
+                (pull.early - pull.skip) * block_bytes,
+            )
+        )
 
-    def _fail(self, pull: Pull, reason: str, detail: str, settled: bool) -> None:
-        """Also tells the sender, which may unpin at once: it is only read, and nobody will use what still arrives."""
-        pull.reported = True
+    def _fail(self, pull: Pull, reason: str, detail: str) -> None:
+        """It settles at once where no read is under way."""
+        pull.reported, settled = True, not pull.is_read
         if settled:
             del self._pulls[pull.pull_id]
-        self._emit(PullFailed(pull.pull_id, reason, detail, settled))
-        self._tell("rejected", pull)
+        self._emit(PullFailed(pull.pull_id, reason, detail, settled, pull.verified - pull.skip))
 
     def _fail_all(self, reason: str, detail: str) -> None:
         for pull in list(self._pulls.values()):
             if not pull.reported:
-                self._fail(pull, reason, detail, settled=not pull.reads)
+                self._fail(pull, reason, detail)
 
     def _settle(self, pull: Pull) -> None:
         del self._pulls[pull.pull_id]
         self._emit(PullSettled(pull.pull_id))
 
-    def _cancel(self, pull_id: int) -> None:
+    def _end_pull(self, pull_id: int, reason: str, detail: str) -> None:
         pull = self._pulls.get(pull_id)
         if pull is not None and not pull.reported:
-            self._fail(pull, "cancelled", "cancelled by the caller", settled=not pull.reads)
+            self._fail(pull, reason, detail)
 
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for pull in list(self._pulls.values()):
-            if not pull.reported and now > pull.deadline:
-                self._fail(pull, "deadline", f"no end after {now - pull.started:.3f} s", settled=not pull.reads)
+            if not pull.reported and pull.deadline is not None and now > pull.deadline:
+                self._fail(pull, "deadline", f"no end after {now - pull.started:.3f} s")
         if self._state is LinkState.PROBING and now > self._probe_deadline:
             self._lose(TransferError("error", f"the self-test read did not end within {PROBE_DEADLINE_S:g} s"))
-
-    def _tell(self, outcome: Outcome, pull: Pull) -> None:
-        if self._tells:
-            self._notify(Notice(outcome, pull.ticket.key))
-
-    def _notify(self, notice: Notice) -> None:
-        if self._state is not LinkState.CONNECTED or self._connection is None:
-            return
-        try:
-            self._agent.notify(self._connection.peer, encode_notice(notice))
-        except TransferError as error:
-            self._lose(error)
 
     def _emit(self, event: LinkEvent | None) -> None:
         assert event is not None

@@ -1,38 +1,34 @@
-"""KVReceiver over a TransferAgent: finds the link of a ticket, collects the links' events, counts them.
+"""One rank's receiver over a TransferAgent: finds the link of a pull, collects the links' events, counts them.
 
-Knows which incarnation of each engine is the living one. What happens on a link is `peer_link.py`. Whenever a pull
-fails on a connected link, the sender is told "rejected". Made by `build.py`, driven by the engine loop; no call waits
-for a transfer.
+Knows which incarnation of each engine is the living one. What happens on a link is `peer_link.py`; letters, and what an
+engine's ranks make of a pull together, are `group.py`, the only caller. Made by `build.py`; no call waits for a
+transfer.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
 
 from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.agent import TransferAgent
 from pdserve.kvtransfer.connection import OwnPool, check_compatible
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.notice import Outcome
 from pdserve.kvtransfer.peer_link import LinkEvent, PeerLink, Pull
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 
-_abandoned: list["Receiver"] = []
+_abandoned: list["RankReceiver"] = []
 """Closed with reads that never ended: freeing agent or pool would free memory that may still be written."""
 
 
-class Receiver:
-    """See `connector.KVReceiver`. tells: see `peer_link.PeerLink`."""
+class RankReceiver:
+    """The methods are those of `connector.KVReceiver`, as far as they concern one rank's memory."""
 
-    def __init__(
-        self, agent: TransferAgent, own: OwnPool, wake: Wake, metrics: TransferMetrics, tells: bool = True
-    ) -> None:
-        self._agent, self._own, self._wake, self._metrics, self._tells = agent, own, wake, metrics, tells
+    def __init__(self, agent: TransferAgent, own: OwnPool, wake: Wake, metrics: TransferMetrics) -> None:
+        self._agent, self._own, self._wake, self._metrics = agent, own, wake, metrics
         self._lock = threading.RLock()
         self._links: dict[tuple[str, int], PeerLink] = {}
         self._living: dict[str, int] = {}
@@ -56,7 +52,7 @@ class Receiver:
             self._living[meta.engine_id] = meta.incarnation
             key = (meta.engine_id, meta.incarnation)
             if key not in self._links:
-                self._links[key] = PeerLink(self._agent, self._own, self, meta, self._tells)
+                self._links[key] = PeerLink(self._agent, self._own, self, meta)
             self._links[key].connect()
 
     def disconnect(self, engine_id: str, incarnation: int) -> None:
@@ -65,54 +61,48 @@ class Receiver:
             if link is not None:
                 link.disconnect()
 
-    def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
-        """See `KVReceiver.pull`; deadline_s counts from this call. ValueError when the arguments do not fit
-        together."""
-        blocks = tuple(int(block) for block in local_blocks)
-        if not 0 <= skip <= len(ticket.block_ids) or len(blocks) != len(ticket.block_ids) - skip:
-            raise ValueError(
-                f"local_blocks must hold len(ticket.block_ids) - skip = {len(ticket.block_ids)} - {skip} blocks, "
-                f"not {len(blocks)}"
-            )
-        if any(not 0 <= block < self._own.pool.shape[0] for block in blocks):
-            raise ValueError(f"local_blocks must lie in [0, {self._own.pool.shape[0]}), not {blocks}")
-        now = time.monotonic()
+    def begin(self, pull_id: int, engine_id: str, incarnation: int, local_blocks: tuple[int, ...], skip: int) -> None:
+        """Begin a pull into `local_blocks`, for a prompt's blocks from `skip` on; `extend` and `complete` say where
+        from. ValueError when a block does not exist.
+        """
+        if any(not 0 <= block < self._own.pool.shape[0] for block in local_blocks):
+            raise ValueError(f"local_blocks must lie in [0, {self._own.pool.shape[0]}), not {local_blocks}")
         with self._lock:
-            refusal = self._refusal(ticket)
+            refusal = self._refusal(engine_id, incarnation)
             if refusal is None:
-                link = self._links[ticket.engine_id, ticket.incarnation]
+                link = self._links[engine_id, incarnation]
                 self._pulling[pull_id] = link
-                link.pull(Pull(pull_id, ticket, skip, blocks, now + deadline_s, now))
+                link.begin(Pull(pull_id, skip, local_blocks, time.monotonic()))
                 return
-        reason, detail = refusal
-        self.emit(PullFailed(pull_id, reason, detail, settled=True), "")
+        self.emit(PullFailed(pull_id, *refusal, settled=True), "")
 
-    def _refusal(self, ticket: Ticket) -> tuple[str, str] | None:
-        """`(reason, detail)` when the ticket cannot be pulled from any link, else None."""
-        living = self._living.get(ticket.engine_id)
-        if living is not None and living != ticket.incarnation:
-            return (
-                "stale-incarnation",
-                f"{ticket.engine_id} is incarnation {living}, the ticket's is {ticket.incarnation}",
-            )
-        link = self._links.get((ticket.engine_id, ticket.incarnation))
-        if link is None:
-            return "not-connected", f"{ticket.engine_id} incarnation {ticket.incarnation} is not connected"
-        if len(ticket.generations) != len(ticket.block_ids):
-            return "error", f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} generations"
-        if any(not 0 <= block < link.meta.num_blocks for block in ticket.block_ids):
-            return "error", f"the ticket names blocks outside the peer's pool of {link.meta.num_blocks}"
-        return None
-
-    def reject(self, ticket: Ticket) -> None:
-        self.tell("rejected", ticket)
-
-    def tell(self, outcome: Outcome, ticket: Ticket) -> None:
-        """Tell the sender what became of a ticket (best effort)."""
+    def extend(self, pull_id: int, ticket: Ticket) -> None:
+        """Any thread. A malformed ticket is dropped: it is a hint."""
         with self._lock:
-            link = self._links.get((ticket.engine_id, ticket.incarnation))
-            if link is not None:
-                link.tell(outcome, ticket.key)
+            link = self._pulling.get(pull_id)
+            if link is not None and not _malformed(ticket, link.meta):
+                link.extend(pull_id, ticket)
+
+    def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
+        """deadline_s counts from this call."""
+        with self._lock:
+            link = self._pulling.get(pull_id)
+            if link is None:
+                return
+            detail = _malformed(ticket, link.meta)
+            if not detail:
+                link.complete(pull_id, ticket, time.monotonic() + deadline_s)
+                return
+            link.fail(pull_id, "error", detail)
+
+    def _refusal(self, engine_id: str, incarnation: int) -> tuple[str, str] | None:
+        """`(reason, detail)` when nothing can be pulled from this peer, else None."""
+        living = self._living.get(engine_id)
+        if living is not None and living != incarnation:
+            return "stale-incarnation", f"{engine_id} is incarnation {living}, the ticket's is {incarnation}"
+        if (engine_id, incarnation) not in self._links:
+            return "not-connected", f"{engine_id} incarnation {incarnation} is not connected"
+        return None
 
     def cancel(self, pull_id: int) -> None:
         with self._lock:
@@ -167,9 +157,19 @@ class Receiver:
         if isinstance(event, PullDone):
             self._metrics.transfers.labels(event.transport, "done").inc()
             self._metrics.bytes.labels(event.transport).inc(event.num_bytes)
+            self._metrics.early_bytes.inc(event.num_early_bytes)
             self._metrics.descriptors.labels(event.transport).inc(event.num_descriptors)
             self._metrics.seconds.observe(event.seconds)
         elif isinstance(event, PullFailed):
             self._metrics.transfers.labels(transport, event.reason).inc()
             if not event.settled:
                 self._metrics.unsettled.inc()
+
+
+def _malformed(ticket: Ticket, meta: PoolMeta) -> str:
+    """Empty, or why the ticket cannot be one of this pool."""
+    if len(ticket.generations) != len(ticket.block_ids):
+        return f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} generations"
+    if any(not 0 <= block < meta.num_blocks for block in ticket.block_ids):
+        return f"the ticket names blocks outside the peer's pool of {meta.num_blocks}"
+    return ""

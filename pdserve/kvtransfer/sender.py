@@ -1,54 +1,73 @@
-"""KVSender over a TransferAgent: tickets, leases, and what peers said about them.
+"""KVSender over a TransferAgent: tickets, parts of prompts, leases, and what peers said about them.
 
-One thread listens for notices and leases while tickets are out, and sleeps without a timeout when none is. Knows no
-peers: whoever got a ticket and the pool's description may read. Made by `build.py`, driven by the engine loop.
+A ticket is frozen when it is made, with the generations of that moment: whoever asks late gets that one, never one
+made anew, whose generations would be those of the blocks' next owner. Letters are handled on the mailbox's thread; one
+thread more waits for leases. Made by `build.py`, driven by the engine loop.
 
-    ticket:  published -> done | rejected | expired (Unpinned each)  |  revoked (silent)
+    prompt:  followed or not -> parts, each replacing the one before -> published -> done | rejected | expired
+             (Unpinned each)  |  revoked at any time (silent)
 """
 
 import heapq
 import itertools
-import logging
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
 
 from pdserve.engine.protocol import PoolMeta, RankPool, RequestKey, Ticket
-from pdserve.kvtransfer.agent import TransferAgent, TransferError
-from pdserve.kvtransfer.connector import Unpinned, Wake
+from pdserve.kvtransfer.agent import TransferAgent
+from pdserve.kvtransfer.connector import Outcome, Unpinned, Wake
+from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.notice import decode_notice
+from pdserve.kvtransfer.notice import Done, Follow, Part, Party, Rejected, Renew
 
-logger = logging.getLogger(__name__)
+EARLY_S = 60.0  # a follower may ask while P is in a long step and has not read the Submit yet
+MAX_EARLY = 1024
 
-LISTEN_INTERVAL_S = 1e-3
+
+@dataclass
+class _Prompt:
+    """ticket: the newest part's, or the complete one's, which alone has a deadline."""
+
+    ticket: Ticket | None = None
+    deadline: float | None = None
+    followers: dict[Party, None] = field(default_factory=dict)
 
 
 class Sender:
-    """See `connector.KVSender`. generations: the engine's table, read at `publish`."""
+    """See `connector.KVSender`. generations: the engine's table, read when a ticket is made."""
 
     def __init__(
         self,
         agent: TransferAgent,
+        mailbox: Mailbox,
         meta: PoolMeta,
         generations: np.ndarray,
         lease_s: float,
         wake: Wake,
         metrics: TransferMetrics,
     ) -> None:
-        self._agent, self._meta, self._generations = agent, meta, generations
+        self._agent, self._mailbox, self._meta, self._generations = agent, mailbox, meta, generations
         self._lease_s, self._wake, self._metrics = lease_s, wake, metrics
         self._changed = threading.Condition()
-        self._deadlines: dict[RequestKey, float] = {}
+        self._prompts: dict[RequestKey, _Prompt] = {}
+        self._early: OrderedDict[RequestKey, tuple[float, dict[Party, None]]] = OrderedDict()
         self._heap: list[tuple[float, int, RequestKey]] = []
         self._counter = itertools.count()
         self._unpinned: list[Unpinned] = []
         self._closed = False
         agent.attach()
-        self._thread = threading.Thread(target=self._listen, name="pdserve-kv-sender", daemon=True)
+        mailbox.attach()
+        mailbox.on(Follow, self._follow)
+        mailbox.on(Done, lambda _, notice: self._finish(notice.key, "done"))
+        mailbox.on(Rejected, lambda _, notice: self._finish(notice.key, "rejected"))
+        mailbox.on(Renew, lambda _, notice: self._renew(notice.keys))
+        self._thread = threading.Thread(target=self._watch_leases, name="pdserve-kv-leases", daemon=True)
         self._thread.start()
 
     def meta(self) -> PoolMeta:
@@ -61,34 +80,37 @@ class Sender:
 
     def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
         """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not exist."""
-        blocks = tuple(int(block) for block in block_ids)
-        if any(not 0 <= block < self._meta.num_blocks for block in blocks):
-            raise ValueError(f"block_ids must lie in [0, {self._meta.num_blocks}), not {blocks}")
-        generations = tuple(int(self._generations[block]) for block in blocks)
+        ticket = self._ticket(key, block_ids, num_tokens, content)
         deadline = time.monotonic() + self._lease_s
         with self._changed:
-            if key in self._deadlines:
+            prompt = self._prompt(key)
+            if prompt.deadline is not None:
                 raise ValueError(f"{key} has a ticket already: revoke it first or publish under another attempt")
-            self._deadlines[key] = deadline
-            heapq.heappush(self._heap, (deadline, next(self._counter), key))
-            self._changed.notify()
+            prompt.ticket = ticket
+            self._lease(key, prompt, deadline)
+            followers = list(prompt.followers)
+        self._tell(followers, ticket)
         self._metrics.tickets.labels("published").inc()
-        return Ticket(
-            engine_id=self._meta.engine_id,
-            incarnation=self._meta.incarnation,
-            key=key,
-            content=content,
-            block_ids=blocks,
-            generations=generations,
-            num_tokens=num_tokens,
-            lease_s=self._lease_s,
-        )
+        return ticket
+
+    def publish_part(self, key: RequestKey, block_ids: Sequence[int], content: bytes) -> None:
+        """See `KVSender.publish_part`."""
+        with self._changed:
+            prompt = self._prompt(key)
+            known = prompt.ticket.block_ids if prompt.ticket is not None else ()
+            if prompt.deadline is not None or tuple(block_ids) == known:
+                return
+            prompt.ticket = self._ticket(key, block_ids, 0, content)
+            followers, ticket = list(prompt.followers), prompt.ticket
+        self._tell(followers, ticket)
+        self._metrics.parts.inc()
 
     def revoke(self, key: RequestKey) -> None:
         with self._changed:
-            known = self._deadlines.pop(key, None) is not None
+            prompt = self._prompts.pop(key, None)
+            self._early.pop(key, None)
             self._unpinned = [event for event in self._unpinned if event.key != key]
-        if known:
+        if prompt is not None and prompt.deadline is not None:
             self._metrics.tickets.labels("revoked").inc()
 
     def poll(self) -> list[Unpinned]:
@@ -103,53 +125,98 @@ class Sender:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+        self._mailbox.detach()
         self._agent.detach()
 
-    def _listen(self) -> None:
+    def _ticket(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
+        blocks = tuple(int(block) for block in block_ids)
+        if any(not 0 <= block < self._meta.num_blocks for block in blocks):
+            raise ValueError(f"block_ids must lie in [0, {self._meta.num_blocks}), not {blocks}")
+        return Ticket(
+            engine_id=self._meta.engine_id,
+            incarnation=self._meta.incarnation,
+            key=key,
+            content=content,
+            block_ids=blocks,
+            generations=tuple(self._generations[list(blocks)].tolist()),
+            num_tokens=num_tokens,
+            lease_s=self._lease_s,
+        )
+
+    def _prompt(self, key: RequestKey) -> _Prompt:
+        """Under the lock; takes over those who asked before."""
+        prompt = self._prompts.get(key)
+        if prompt is None:
+            _, followers = self._early.pop(key, (0.0, {}))
+            prompt = self._prompts[key] = _Prompt(followers=followers)
+        return prompt
+
+    def _tell(self, followers: Sequence[Party], ticket: Ticket) -> None:
+        for follower in followers:
+            self._mailbox.send(follower, Part(ticket))
+
+    def _follow(self, follower: Party, notice: Follow) -> None:
+        with self._changed:
+            prompt = self._prompts.get(notice.key)
+            if prompt is not None:
+                prompt.followers[follower] = None
+                ticket = prompt.ticket
+            else:
+                ticket = None
+                self._follow_early(follower, notice.key)
+        if ticket is not None:
+            self._mailbox.send(follower, Part(ticket))
+
+    def _follow_early(self, follower: Party, key: RequestKey) -> None:
+        now = time.monotonic()
+        self._early.setdefault(key, (now, {}))[1][follower] = None
+        while len(self._early) > MAX_EARLY or next(iter(self._early.values()))[0] < now - EARLY_S:
+            self._early.popitem(last=False)
+
+    def _renew(self, keys: Sequence[RequestKey]) -> None:
+        deadline = time.monotonic() + self._lease_s
+        with self._changed:
+            for key in keys:
+                prompt = self._prompts.get(key)
+                if prompt is not None and prompt.deadline is not None:
+                    self._lease(key, prompt, deadline)
+
+    def _lease(self, key: RequestKey, prompt: _Prompt, deadline: float) -> None:
+        prompt.deadline = deadline
+        heapq.heappush(self._heap, (deadline, next(self._counter), key))
+        self._changed.notify()
+
+    def _watch_leases(self) -> None:
+        """The heap keeps entries of tickets that were renewed or ended otherwise until their time comes; they match no
+        deadline then."""
         while True:
             with self._changed:
-                while not self._deadlines and not self._closed:
-                    self._changed.wait()
+                now, count = time.monotonic(), 0
+                while self._heap and self._heap[0][0] <= now:
+                    deadline, _, key = heapq.heappop(self._heap)
+                    prompt = self._prompts.get(key)
+                    if prompt is not None and prompt.deadline == deadline:
+                        count += self._end(key, "expired")
                 if self._closed:
                     return
-            if self._take_notices() + self._expire():
+                if not count:
+                    self._changed.wait(self._heap[0][0] - now if self._heap else None)
+            if count:
                 self._wake()
-            with self._changed:
-                if not self._closed:
-                    self._changed.wait(LISTEN_INTERVAL_S)
 
-    def _take_notices(self) -> int:
-        try:
-            messages = self._agent.notices()
-        except TransferError as error:
-            logger.warning("KV notices could not be read: %s", error)
-            return 0
-        count = 0
-        for message in messages:
-            try:
-                notice = decode_notice(message)
-            except msgspec.DecodeError as error:
-                logger.warning("a peer sent a notice that is none: %s", error)
-                continue
-            count += self._finish(Unpinned(notice.key, notice.outcome))
-        return count
-
-    def _expire(self) -> int:
-        """The heap keeps entries of tickets that ended otherwise until their time comes; they match no deadline
-        then."""
-        now, due = time.monotonic(), []
+    def _finish(self, key: RequestKey, outcome: Outcome) -> None:
         with self._changed:
-            while self._heap and self._heap[0][0] <= now:
-                deadline, _, key = heapq.heappop(self._heap)
-                if self._deadlines.get(key) == deadline:
-                    due.append(key)
-        return sum(self._finish(Unpinned(key, "expired")) for key in due)
+            ended = self._end(key, outcome)
+        if ended:
+            self._wake()
 
-    def _finish(self, event: Unpinned) -> int:
-        """1 when the ticket was out; a late notice about one that is not is dropped."""
-        with self._changed:
-            if self._deadlines.pop(event.key, None) is None:
-                return 0
-            self._unpinned.append(event)
-        self._metrics.tickets.labels(event.outcome).inc()
-        return 1
+    def _end(self, key: RequestKey, outcome: Outcome) -> bool:
+        """Under the lock. False for a late notice about a ticket that is not out, or about a prompt that is still
+        computed."""
+        prompt = self._prompts.get(key)
+        if prompt is None or prompt.deadline is None:
+            return False
+        del self._prompts[key]
+        self._unpinned.append(Unpinned(key, outcome))
+        self._metrics.tickets.labels(outcome).inc()
+        return True

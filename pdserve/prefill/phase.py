@@ -3,6 +3,7 @@
 Knows the engine and a KVSender; nothing of the decode phase, of sockets or of routers. Driven by worker.loop on its one
 thread.
 
+    COMPUTING --a step is complete--> its full blocks are told to whoever follows the prompt
     COMPUTING --its last step is complete--> PUBLISHED --done | rejected | expired--> blocks free
         cancel frees the blocks in any state; over the pin budget the oldest ticket is revoked: its blocks become plain
         cached blocks, which D may still read as long as their generations match
@@ -23,6 +24,7 @@ class PrefillPhase:
         self._sender = sender
         self._max_pinned = max_pinned_blocks
         self._published: OrderedDict[RequestKey, HeldPrompt] = OrderedDict()
+        self._computing: set[RequestKey] = set()  # of which parts were published
         self.num_revoked = 0
 
     @property
@@ -34,8 +36,14 @@ class PrefillPhase:
         self._engine.add(self._engine.make_request(submit), submit.starts)
 
     def on_step(self, result: StepResult) -> list[tuple[RequestKey, Event]]:
-        """Publish the prompts whose last rows this step wrote: it is complete on the device. Returns the hand-offs."""
+        """Publish what this step wrote: it is complete on the device. Returns the hand-offs."""
         events: list[tuple[RequestKey, Event]] = [(held.key, self._publish(held)) for held in result.held]
+        whole = {held.key for held in result.held}
+        for part in result.written:
+            if part.key not in whole and self._engine.knows(part.key):
+                self._sender.publish_part(part.key, part.block_ids, part.content)
+                self._computing.add(part.key)
+        self._forget_parts()
         self._keep_budget()
         return events
 
@@ -47,8 +55,9 @@ class PrefillPhase:
 
     def cancel(self, key: RequestKey) -> None:
         """Drop the ticket; idempotent. (The engine aborts what is still computing.)"""
-        if self._published.pop(key, None) is not None:
+        if self._published.pop(key, None) is not None or key in self._computing:
             self._sender.revoke(key)
+        self._computing.discard(key)
         self._engine.release_held(key)
 
     def keys(self) -> set[RequestKey]:
@@ -58,7 +67,14 @@ class PrefillPhase:
     def _publish(self, held: HeldPrompt) -> Handoff:
         ticket = self._sender.publish(held.key, held.block_ids, held.num_tokens, held.content)
         self._published[held.key] = held
+        self._computing.discard(held.key)
         return Handoff(request_id=held.key.request_id, attempt=held.key.attempt, ticket=ticket)
+
+    def _forget_parts(self) -> None:
+        """Of prompts that ended without a hand-off: at their first token, or aborted."""
+        for key in [key for key in self._computing if not self._engine.knows(key)]:
+            self._sender.revoke(key)
+            self._computing.discard(key)
 
     def _keep_budget(self) -> None:
         while len(self._published) > 1 and self.num_pinned_blocks > self._max_pinned:

@@ -31,6 +31,7 @@ from pdserve.engine.protocol import (
     Handoff,
     Hello,
     PeerStatus,
+    Prepare,
     PromptScored,
     RequestKey,
     RouterLost,
@@ -86,7 +87,13 @@ class WorkerLoop:
         usable = engine.blocks.num_usable
         self.prefill = PrefillPhase(engine, sender, int(usable * config.max_pinned_fraction)) if sender else None
         self.decode = (
-            DecodePhase(engine, receiver, int(usable * config.max_reserved_fraction), config.pull_deadline_s)
+            DecodePhase(
+                engine,
+                receiver,
+                int(usable * config.max_reserved_fraction),
+                int(usable * config.max_quarantined_fraction),
+                config.pull_deadline_s,
+            )
             if receiver
             else None
         )
@@ -109,6 +116,8 @@ class WorkerLoop:
         match command:
             case Submit():
                 self._submit(command)
+            case Prepare():
+                self._prepare(command)
             case Cancel():
                 self._cancel(command.key, command.choices)
             case ConnectPeer():
@@ -141,6 +150,11 @@ class WorkerLoop:
             del self._keys[session][key]
             self._emit(key, Failed(request_id=key.request_id, attempt=key.attempt, kind="invalid", message=str(error)))
 
+    def _prepare(self, prepare: Prepare) -> None:
+        key = prepare.submit.key
+        if (key.router_id, key.session) in self._sessions and key not in self._tombstones and self.decode is not None:
+            self.decode.prepare(prepare)
+
     def _arrival(self) -> float:
         """When a command that is handled now came, in monotonic seconds. One that came during a step is read behind it:
         on the average it has waited for half of the turn."""
@@ -160,6 +174,8 @@ class WorkerLoop:
     def _cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
         if key not in self._keys.get((key.router_id, key.session), ()):
             self._bury(key, choices)
+            if self.decode is not None:
+                self.decode.cancel(key, choices)
             return
         self._count_cancelled(self._keys[key.router_id, key.session][key], choices)
         if self.decode is not None:
@@ -223,6 +239,7 @@ class WorkerLoop:
                 block_size=engine.config.block_size,
                 pool=self._sender.meta() if self._sender else None,
                 peers=tuple(self._peers.values()),
+                chunk_tokens=engine.last_chunk_tokens if self._sender else 0,
             )
         )
         self._outgoing[session].append(self.snapshot())
@@ -236,6 +253,8 @@ class WorkerLoop:
             self.engine.abort(key)
             if self.prefill is not None:
                 self.prefill.cancel(key)
+        if self.decode is not None:
+            self.decode.cancel_prepared(*session)
         self._outgoing.pop(session, None)
 
     # --- the turn ---

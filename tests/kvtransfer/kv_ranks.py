@@ -17,7 +17,6 @@ from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import PoolMemory, Unpinned
-from pdserve.kvtransfer.group import GroupReceiver
 
 HEADS, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 24
 CONFIG = {name: TransferConfig(connector=name, lease_s=20.0) for name in ("local", "nixl")}
@@ -38,7 +37,7 @@ class Ranks:
     """A tensor parallel engine whose ranks all live in this process. filled: its pools hold `content`."""
 
     def __init__(self, engine_id: str, config: TransferConfig, degree: int, filled: bool) -> None:
-        self.pools, self.receivers = [], []
+        self.pools: list[torch.Tensor] = []
         self.generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
         for rank in range(degree):
             heads = heads_of(rank, degree)
@@ -47,15 +46,15 @@ class Ranks:
             self.pools.append(pool)
             if rank == 0:
                 memory = PoolMemory(pool, self.generations, layout, "model")
-                self.sender, receiver = build_connector(config, memory, engine_id, 1, lambda: None, in_group=True)
-                others = []
+                self.sender, self.receiver = build_connector(config, memory, engine_id, 1, lambda: None)
+                others, receivers = [], []
             else:
                 memory = PoolMemory(pool, np.zeros(NUM_BLOCKS, np.int64), layout, "model")
                 rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)
                 others.append(rank_pool)
-            self.receivers.append(receiver)
+                receivers.append(receiver)
         self.sender.add_ranks(others)
-        self.receiver = GroupReceiver(self.receivers)
+        self.receiver.add_ranks(receivers)
         self._events: list[Any] = []
 
     def meta(self) -> PoolMeta:

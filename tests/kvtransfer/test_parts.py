@@ -9,7 +9,7 @@ from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
-from pdserve.kvtransfer.notice import Notice, decode_notice, encode_notice
+from pdserve.kvtransfer.notice import Done, Letter, Party, decode_letter, encode_letter
 from pdserve.kvtransfer.ucx_log import ReadTable, parse_tables
 
 TABLE = """\
@@ -53,12 +53,16 @@ def test_other_lines_are_handed_on() -> None:
     assert parse_tables([line]) == ([], [line])
 
 
-def test_notice_survives_the_wire_and_nonsense_does_not() -> None:
-    notice = Notice("done", key("a", attempt=3))
-    assert decode_notice(encode_notice(notice)) == notice
-    for bad in (b"", b"done", msgspec.msgpack.encode(["finished", ["r", 1, "a", 0]])):
+def test_letter_survives_the_wire_and_nonsense_does_not() -> None:
+    letter = Letter(("p", 7), Party("d", 8, "inproc://d"), Done(key("a", attempt=3)))
+    assert decode_letter(encode_letter(letter)) == letter
+    for bad in (
+        b"",
+        b"done",
+        msgspec.msgpack.encode([["p", 7], ["d", 8, "inproc://d"], ["finished", ["r", 1, "a", 0]]]),
+    ):
         with pytest.raises(msgspec.DecodeError):
-            decode_notice(bad)
+            decode_letter(bad)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,119 @@
+"""Where an engine process reads its letters, and how it writes to others: zmq, one socket in, one a peer out.
+
+Letters from one process to another keep their order while both live; one to a process that is gone is lost, and nobody
+waits for it. Sending works from any thread; handlers run on the mailbox's own thread and must be short. Knows no
+tickets. One a process, shared by its sender and its receiver; made by `build.py`.
+"""
+
+import itertools
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from pdserve.kvtransfer.notice import Letter, Notice, Party, decode_letter, encode_letter
+
+logger = logging.getLogger(__name__)
+
+QUEUED_LETTERS = 10_000  # to one peer: many minutes' worth, so it does not read any more
+_STOP = b""
+_in_process = itertools.count()
+
+Handler = Callable[[Party, Any], None]
+
+
+class Mailbox:
+    """host: the address of this machine that peers reach, or None when all peers are in this process."""
+
+    def __init__(self, engine_id: str, incarnation: int, host: str | None) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.set_hwm(0)
+        if host is None:
+            address = f"inproc://pdserve-mailbox-{next(_in_process)}"
+            self._inbox.bind(address)
+        else:
+            address = f"tcp://{host}:{self._inbox.bind_to_random_port(f'tcp://{host}')}"
+        self.party = Party(engine_id, incarnation, address)
+        self._handlers: dict[type[Notice], Handler] = {}
+        self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._lock = threading.Lock()
+        self._users = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._read, name="pdserve-kv-mailbox", daemon=True)
+        self._thread.start()
+
+    def on(self, kind: type[Notice], handler: Handler) -> None:
+        """handler(sender, notice) for every notice of the kind; one handler a kind, None of others are missed: letters
+        without a handler are dropped.
+        """
+        self._handlers[kind] = handler
+
+    def send(self, to: Party, notice: Notice) -> None:
+        """Best effort, never waits."""
+        self._write(to.mailbox, encode_letter(Letter((to.engine_id, to.incarnation), self.party, notice)))
+
+    def forget(self, to: Party) -> None:
+        """Close the way to a peer that is gone; a later letter opens it again."""
+        with self._lock:
+            outbox = self._outboxes.pop(to.mailbox, None)
+        if outbox is not None:
+            outbox.close(linger=0)
+
+    def attach(self) -> None:
+        with self._lock:
+            self._users += 1
+
+    def detach(self) -> None:
+        """The last user's closes the mailbox."""
+        with self._lock:
+            self._users -= 1
+            if self._users or self._closed:
+                return
+        self._write(self.party.mailbox, _STOP)
+        self._thread.join()
+        with self._lock:
+            self._closed = True
+            outboxes, self._outboxes = list(self._outboxes.values()), {}
+        for outbox in outboxes:
+            outbox.close(linger=100)  # a last "done" may still be on its way
+        self._inbox.close(linger=0)
+
+    def _write(self, address: str, message: bytes) -> None:
+        with self._lock:  # a zmq socket may move between threads, but not be used by two
+            if self._closed:
+                return
+            outbox = self._outboxes.get(address)
+            try:
+                if outbox is None:
+                    outbox = self._outboxes[address] = self._open(address)
+                outbox.send(message, zmq.NOBLOCK)
+            except zmq.Again:
+                logger.warning("%s does not read its letters: one is dropped", address)
+            except zmq.ZMQError as error:
+                logger.warning("no letter can be sent to %s: %s", address, error)
+
+    def _open(self, address: str) -> "zmq.Socket[bytes]":
+        outbox = self._context.socket(zmq.PUSH)
+        outbox.set_hwm(QUEUED_LETTERS)
+        outbox.connect(address)
+        return outbox
+
+    def _read(self) -> None:
+        me = (self.party.engine_id, self.party.incarnation)
+        while (message := self._inbox.recv()) != _STOP:
+            try:
+                letter = decode_letter(message)
+            except msgspec.DecodeError as error:
+                logger.warning("dropped a letter that is none: %s", error)
+                continue
+            handler = self._handlers.get(type(letter.notice))
+            if letter.to != me or handler is None:
+                continue
+            try:
+                handler(letter.sender, letter.notice)
+            except Exception:  # one bad letter must not end the mailbox
+                logger.exception("a %s of %s failed", type(letter.notice).__name__, letter.sender.engine_id)
