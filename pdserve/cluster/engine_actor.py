@@ -38,6 +38,7 @@ class EngineActor:
     def __init__(self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
         # One thread an engine, before torch loads: several engines on a few cores collapse otherwise.
         os.environ["OMP_NUM_THREADS"] = "1"
+        config = config.model_copy(update={"host": ray.util.get_node_ip_address()})
         module, _, name = engine_host.partition(":")
         self._host: Host = getattr(importlib.import_module(module), name)(config, worker_id, incarnation, address)
 

@@ -196,11 +196,12 @@ class ClusterConfig(Config):
 
 class WorkerConfig(Config):
     """What one worker (replica + engine) needs; made by `ClusterConfig.worker`. connects: whether it hands KV over at
-    all.
+    all. host: its node's address, which peers reach it at; the engine's actor knows it.
     """
 
     role: Role = "both"
     connects: bool = True
+    host: str = "127.0.0.1"
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()

@@ -372,7 +372,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """How D came by the prompt's KV. num_early_bytes: moved before the Submit. source: "p2p", "cache" (all was cached here) or "recompute" (reason says why)."""
+    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here) or "recompute" (reason says why).
+    num_early_bytes: of num_bytes, moved before the Submit came."""
 
     request_id: str
     attempt: int

@@ -90,7 +90,8 @@ class KVSender(Protocol):
     def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
         """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has waited for the
         device) and which the caller owns, so their generations stand still. It keeps them pinned until `poll` returns
-        Unpinned for the key, or it calls `revoke`. content: `engine.block_manager.BlockHasher.content` of what the rows hold."""
+        Unpinned for the key, or it calls `revoke`. content: `engine.block_manager.BlockHasher.content` of what the rows
+        hold."""
         ...
 
     def publish_part(self, key: RequestKey, block_ids: Sequence[int], content: bytes) -> None:

@@ -57,6 +57,7 @@ class EngineHost:
                 self._worker_id,
                 self._incarnation,
                 self._wake,
+                host=self._config.host,
                 registry=metrics.registry,
             )
         self._socket = zmq.Context.instance().socket(zmq.PAIR)

@@ -95,6 +95,9 @@ class LocalSource:
     def publish(self, request: RequestKey, block_ids: list[int]) -> Ticket:
         return self.engine.sender.publish(request, block_ids, len(block_ids) * LAYOUT.block_size, b"content")
 
+    def publish_part(self, request: RequestKey, block_ids: list[int]) -> None:
+        self.engine.sender.publish_part(request, block_ids, b"content")
+
     def revoke(self, request: RequestKey) -> None:
         self.engine.sender.revoke(request)
 
@@ -177,6 +180,9 @@ class ProcessSource:
 
     def publish(self, request: RequestKey, block_ids: list[int]) -> Ticket:
         return self._call("publish", request, block_ids)
+
+    def publish_part(self, request: RequestKey, block_ids: list[int]) -> None:
+        self._call("publish_part", request, block_ids)
 
     def revoke(self, request: RequestKey) -> None:
         self._call("revoke", request)

@@ -1,0 +1,287 @@
+"""Pulls that begin before their prompt is computed, over both transports: parts, late and early followers, reuse."""
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern
+
+from pdserve.configs.schema import TransferConfig
+from pdserve.engine.protocol import RequestKey, Source, Ticket
+from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+
+LEASE_S = 1.0
+_names, _pull_ids = itertools.count(), itertools.count(1)
+
+
+@pytest.fixture(scope="module", params=["local", "nixl"])
+def config(request: pytest.FixtureRequest) -> TransferConfig:
+    return TransferConfig(connector=request.param, lease_s=LEASE_S)
+
+
+@pytest.fixture(scope="module")
+def source(config: TransferConfig) -> Iterator[LocalSource | ProcessSource]:
+    source = (LocalSource if config.connector == "local" else ProcessSource)("p", config, seed=5, incarnation=3)
+    yield source
+    source.close()
+
+
+@pytest.fixture(scope="module")
+def connected(config: TransferConfig, source: LocalSource | ProcessSource) -> Iterator[Engine]:
+    engine = Engine("d", config)
+    assert engine.connect(source.meta).connected
+    yield engine
+    engine.close()
+
+
+@pytest.fixture
+def sink(connected: Engine) -> Engine:
+    connected.pool.zero_()
+    connected.events.clear()
+    return connected
+
+
+@pytest.fixture
+def local(sink: Engine) -> Iterator[LocalSource]:
+    """A source in this process, to be tampered with; the sink of the module is connected to it."""
+    source = LocalSource("tampered", TransferConfig(connector="local", lease_s=LEASE_S), seed=5)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def local_sink(local: LocalSource) -> Iterator[Engine]:
+    engine = Engine(f"d{next(_names)}", TransferConfig(connector="local"))
+    assert engine.connect(local.meta).connected
+    yield engine
+    engine.close()
+
+
+def request_key() -> RequestKey:
+    return key(f"request-{next(_names)}")
+
+
+def follow(
+    sink: Engine, source: LocalSource | ProcessSource, request: RequestKey, local: list[int], skip: int = 0
+) -> int:
+    pull_id = next(_pull_ids)
+    peer = Source(source.meta.engine_id, source.meta.incarnation, request)
+    sink.receiver.follow(pull_id, peer, b"content", local, skip)
+    return pull_id
+
+
+def arrived(sink: Engine, local: list[int], remote: list[int], seconds: float = 5.0) -> None:
+    """Those rows are there, soon."""
+    until(lambda: torch.equal(sink.pool[local], pattern(5)[remote]), seconds)
+
+
+def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit, "it did not come true"
+        time.sleep(0.001)
+
+
+def complete(sink: Engine, pull_id: int, ticket: Ticket, deadline_s: float = 5.0) -> PullDone | PullFailed:
+    sink.receiver.complete(pull_id, ticket, deadline_s)
+    return sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
+
+
+def test_parts_arrive_while_the_prompt_is_computed(sink: Engine, source: LocalSource | ProcessSource) -> None:
+    request = request_key()
+    pull_id = follow(sink, source, request, [20, 21, 22, 23])
+    for count in (1, 3):
+        source.publish_part(request, [8, 9, 5, 6][:count])
+        arrived(sink, [20, 21, 22][:count], [8, 9, 5][:count])
+    assert not sink.pool[23].any(), "not published yet"
+    ticket = source.publish(request, [8, 9, 5, 6])
+    arrived(sink, [23], [6])  # the last part comes by itself too
+    done = complete(sink, pull_id, ticket)
+    assert isinstance(done, PullDone), done
+    assert done.num_bytes == 4 * LAYOUT.block_bytes
+    assert done.num_early_bytes >= 3 * LAYOUT.block_bytes
+    assert [(e.key, e.outcome) for e in source.unpinned(2.0)] == [(request, "done")]
+    expected = torch.zeros_like(sink.pool)
+    expected[20:24] = pattern(5)[[8, 9, 5, 6]]
+    assert torch.equal(sink.pool, expected)
+
+
+def test_cached_blocks_are_skipped(sink: Engine, source: LocalSource | ProcessSource) -> None:
+    request = request_key()
+    pull_id = follow(sink, source, request, [40, 41], skip=2)
+    source.publish_part(request, [1])  # nothing that is wanted
+    source.publish_part(request, [1, 2, 3])
+    arrived(sink, [40], [3])
+    done = complete(sink, pull_id, source.publish(request, [1, 2, 3, 4]))
+    assert isinstance(done, PullDone) and done.num_bytes == 2 * LAYOUT.block_bytes
+    assert torch.equal(sink.pool[[40, 41]], pattern(5)[[3, 4]]) and not sink.pool[:40].any()
+    source.unpinned(2.0)
+
+
+def test_who_follows_late_gets_the_newest_part(sink: Engine, source: LocalSource | ProcessSource) -> None:
+    request = request_key()
+    source.publish_part(request, [1])
+    source.publish_part(request, [1, 2, 3])
+    pull_id = follow(sink, source, request, [10, 11, 12, 13])
+    arrived(sink, [10, 11, 12], [1, 2, 3])
+    assert isinstance(complete(sink, pull_id, source.publish(request, [1, 2, 3, 4])), PullDone)
+    source.unpinned(2.0)
+
+
+def test_who_follows_behind_the_end_gets_everything(sink: Engine, source: LocalSource | ProcessSource) -> None:
+    request = request_key()
+    ticket = source.publish(request, [1, 2])
+    pull_id = follow(sink, source, request, [10, 11])
+    arrived(sink, [10, 11], [1, 2])
+    assert isinstance(complete(sink, pull_id, ticket), PullDone)
+    source.unpinned(2.0)
+
+
+def test_without_any_part_the_ticket_says_all(sink: Engine, source: LocalSource | ProcessSource) -> None:
+    """Every letter of the sender was lost."""
+    request, other = request_key(), request_key()
+    pull_id = follow(sink, source, other, [10, 11])
+    assert isinstance(complete(sink, pull_id, source.publish(request, [1, 2])), PullDone)
+    assert torch.equal(sink.pool[[10, 11]], pattern(5)[[1, 2]])
+    source.unpinned(2.0)
+
+
+def test_parts_of_other_content_are_not_read(sink: Engine, source: LocalSource | ProcessSource) -> None:
+    request = request_key()
+    pull_id = next(_pull_ids)
+    sink.receiver.follow(pull_id, Source("p", 3, request), b"another prompt", [10, 11], 0)
+    source.publish_part(request, [1, 2])
+    time.sleep(0.1)
+    assert not sink.pool.any()
+    sink.receiver.cancel(pull_id)
+    assert sink.wait_for(PullFailed, pull_id=pull_id).settled
+
+
+def test_a_cancelled_follower_reads_no_more_and_unpins_nothing(
+    sink: Engine, source: LocalSource | ProcessSource
+) -> None:
+    request = request_key()
+    pull_id = follow(sink, source, request, [10, 11])
+    source.publish_part(request, [1])
+    arrived(sink, [10], [1])
+    sink.receiver.cancel(pull_id)
+    failed = sink.wait_for(PullFailed, pull_id=pull_id)
+    assert failed.settled and failed.num_verified == 1
+    ticket = source.publish(request, [1, 2])
+    time.sleep(0.1)
+    assert not sink.pool[11].any()
+    assert source.unpinned(0.2) == [], "whoever gets the ticket may be another engine"
+    source.revoke(ticket.key)
+
+
+def test_follow_of_a_peer_that_is_not_connected(sink: Engine) -> None:
+    pull_id = next(_pull_ids)
+    sink.receiver.follow(pull_id, Source("nobody", 1, request_key()), b"content", [1], 0)
+    assert sink.wait_for(PullFailed, pull_id=pull_id).reason == "not-connected"
+
+
+def test_renewed_leases_go_on(sink: Engine, source: LocalSource | ProcessSource) -> None:
+    request = request_key()
+    ticket = source.publish(request, [1])
+    for _ in range(6):
+        time.sleep(LEASE_S / 3)
+        sink.receiver.renew([ticket])
+    assert source.unpinned(0.05) == [], "twice its lease is over"
+    assert [e.outcome for e in source.unpinned(LEASE_S + 1)] == ["expired"]
+
+
+def test_a_part_reused_before_it_was_read_is_read_again_from_a_newer_one(
+    local: LocalSource, local_sink: Engine
+) -> None:
+    """P was preempted behind its first part and computed the prompt again, into other blocks."""
+    request = request_key()
+    pull_id = follow(local_sink, local, request, [0, 1, 2])
+    local.freeze()
+    local.publish_part(request, [30, 31])
+    time.sleep(0.05)  # the read is posted
+    local.bump(31)
+    local.engine.pool[31] = 7.0
+    local.publish_part(request, [40, 41])
+    local.thaw()
+    arrived(local_sink, [0, 1], [40, 41])
+    done = complete(local_sink, pull_id, local.publish(request, [40, 41, 42]))
+    assert isinstance(done, PullDone), done
+    arrived(local_sink, [0, 1, 2], [40, 41, 42])
+
+
+def test_a_part_reused_before_it_was_read_waits_for_a_newer_one(local: LocalSource, local_sink: Engine) -> None:
+    request = request_key()
+    pull_id = follow(local_sink, local, request, [0, 1, 2])
+    local.freeze()
+    local.publish_part(request, [30, 31])
+    time.sleep(0.05)
+    local.bump(30)
+    local.thaw()
+    time.sleep(0.1)
+    assert not [e for e in local_sink.receiver.poll() if isinstance(e, PullFailed | PullDone)]
+    done = complete(local_sink, pull_id, local.publish(request, [40, 41, 42]))
+    assert isinstance(done, PullDone), done
+    arrived(local_sink, [0, 1, 2], [40, 41, 42])
+
+
+def test_a_complete_ticket_that_is_stale_fails_behind_good_parts(local: LocalSource, local_sink: Engine) -> None:
+    request = request_key()
+    pull_id = follow(local_sink, local, request, [0, 1, 2])
+    local.publish_part(request, [30, 31])
+    arrived(local_sink, [0, 1], [30, 31])
+    time.sleep(0.05)
+    local.freeze()
+    ticket = local.publish(request, [30, 31, 32])
+    time.sleep(0.05)  # the last read is posted
+    local.bump(32)
+    local.thaw()
+    failed = complete(local_sink, pull_id, ticket)
+    assert isinstance(failed, PullFailed), failed
+    assert (failed.reason, failed.settled, failed.num_verified) == ("stale-generation", True, 2)
+    assert [e.outcome for e in local.unpinned(2.0)] == ["rejected"]
+
+
+def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sink: Engine) -> None:
+    """A stale piece's re-read waits for the later pieces' reads, whose old bytes could land behind it."""
+    request = request_key()
+    follow(local_sink, local, request, [0, 1, 2, 3])
+    local.faults.delay_s = 0.05
+    local.publish_part(request, [30, 31])
+    time.sleep(0.02)
+    local.publish_part(request, [30, 31, 32])
+    local.bump(30)
+    local.engine.pool[30:33] = 9.0
+    local.publish_part(request, [40, 41, 42])
+    arrived(local_sink, [0, 1, 2], [40, 41, 42])
+    time.sleep(0.15)
+    arrived(local_sink, [0, 1, 2], [40, 41, 42], 0.0)
+
+
+def test_a_frozen_peers_part_keeps_its_blocks_and_leaves_the_verified(local: LocalSource, local_sink: Engine) -> None:
+    request = request_key()
+    pull_id = follow(local_sink, local, request, [0, 1, 2])
+    local.publish_part(request, [30])
+    arrived(local_sink, [0], [30])
+    time.sleep(0.05)
+    local.freeze()
+    local.publish_part(request, [30, 31])
+    time.sleep(0.05)
+    local_sink.receiver.cancel(pull_id)
+    failed = local_sink.wait_for(PullFailed, pull_id=pull_id)
+    assert (failed.settled, failed.num_verified) == (False, 1)
+    local.thaw()
+    local_sink.wait_for(PullSettled, pull_id=pull_id)
+
+
+def test_a_killed_peer_fails_who_follows_it(local: LocalSource, local_sink: Engine) -> None:
+    request = request_key()
+    pull_id = follow(local_sink, local, request, [0, 1])
+    local.publish_part(request, [30])
+    arrived(local_sink, [0], [30])
+    time.sleep(0.05)
+    local.kill()
+    local.publish_part(request, [30, 31])
+    failed = local_sink.wait_for(PullFailed, pull_id=pull_id)
+    assert (failed.reason, failed.num_verified) == ("peer-lost", 1)

@@ -1,0 +1,360 @@
+"""Prepared imports between two worker loops: rows move while P computes, and a hint that fails costs nothing."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from pair import ROUTER, SESSION, Pair, cancel, of, owned, submit
+
+from pdserve.engine.llm import LLM
+from pdserve.engine.protocol import (
+    Arrived,
+    Delta,
+    Handoff,
+    Prepare,
+    RequestKey,
+    RouterLost,
+    SamplingParams,
+    Source,
+    Start,
+)
+from pdserve.kvtransfer.notice import Follow, Notice, Part
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=1)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=10, seed=11, n=3, top_p=0.95, presence_penalty=0.3)
+CHUNK = 48  # tokens a step: prompts of more come in parts
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> LLM:
+    return LLM(str(tiny_llama), tokenizer=False, num_kv_blocks=256, device="cpu")
+
+
+@pytest.fixture
+def pair(tiny_llama: Path) -> Iterator[Pair]:
+    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK})
+    yield pair
+    pair.close()
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
+    [output] = llm.generate([prompt], sampling, use_tqdm=False)
+    return {choice.index: choice.token_ids for choice in output.outputs}
+
+
+class Overlapped:
+    """One request whose two legs are begun together, and driven turn by turn."""
+
+    def __init__(self, pair: Pair, prompt: list[int], sampling: SamplingParams, prepare: bool = True) -> None:
+        self.pair, self.prompt, self.sampling = pair, prompt, sampling
+        name = f"overlapped-{next(_names)}"
+        self.p_key, self.d_key = (RequestKey(ROUTER, SESSION, name, attempt) for attempt in (1, 2))
+        pair.p.command(submit(self.p_key, "prefill", prompt, sampling, overlap=True))
+        if prepare:
+            self.prepare()
+
+    def prepare(self) -> None:
+        meta = self.pair.p.sender.meta()
+        source = Source(meta.engine_id, meta.incarnation, self.p_key)
+        wanted = submit(self.d_key, "decode", self.prompt, self.sampling)
+        self.pair.d.command(Prepare(submit=wanted, source=source))
+
+    @property
+    def handoff(self) -> Handoff | None:
+        return next((e for e in of(self.pair.p, self.p_key) if isinstance(e, Handoff)), None)
+
+    def hand_over(self) -> None:
+        self.pair.until(lambda: self.handoff is not None)
+        first = self.first()
+        starts = tuple(Start(choice, tuple(tokens)) for choice, tokens in first.items())
+        assert self.handoff is not None
+        ticket = self.handoff.ticket
+        self.pair.d.command(submit(self.d_key, "decode", self.prompt, self.sampling, starts=starts, ticket=ticket))
+
+    def first(self) -> dict[int, list[int]]:
+        return {e.choice: list(e.token_ids) for e in of(self.pair.p, self.p_key) if isinstance(e, Delta)}
+
+    def finish(self) -> dict[int, list[int]]:
+        """All tokens by choice."""
+        first = self.first()
+        rest = self.pair.finish(self.d_key, len(first))
+        return {choice: first[choice] + rest[choice] for choice in first}
+
+    def run(self) -> dict[int, list[int]]:
+        self.hand_over()
+        return self.finish()
+
+    @property
+    def arrived(self) -> Arrived:
+        [arrived] = [e for e in of(self.pair.d, self.d_key) if isinstance(e, Arrived)]
+        return arrived
+
+
+@pytest.mark.parametrize("length", [1, 16, 47, 48, 49, 96, 97, 160, 203])
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_overlapped_equals_one_engine(pair: Pair, llm: LLM, length: int, sampling: SamplingParams) -> None:
+    request = Overlapped(pair, prompt_of(length), sampling)
+    assert request.run() == expected(llm, request.prompt, sampling)
+    assert request.arrived.source == "p2p"
+    pair.assert_empty()
+
+
+def test_all_but_the_last_chunk_has_moved_when_the_prompt_is_computed(pair: Pair, llm: LLM) -> None:
+    request = Overlapped(pair, prompt_of(200), GREEDY)
+    pair.until(lambda: request.handoff is not None)
+    assert request.run() == expected(llm, request.prompt, GREEDY)
+    block_bytes = pair.d.engine.layout.block_bytes
+    assert request.arrived.num_early_bytes >= (200 - CHUNK) // 16 * block_bytes
+    assert request.arrived.num_bytes == 13 * block_bytes
+
+
+def test_the_last_chunk_is_the_short_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen by the parts: 200 tokens in steps of 48 would end with 8; the last is to be what is allowed."""
+    scheduler = pair.p.engine.scheduler
+    monkeypatch.setattr(scheduler, "last_chunk_tokens", 32)
+    counts: list[int] = []
+    schedule = scheduler.schedule
+
+    def counting(may_preempt: bool = True):
+        plan = schedule(may_preempt)
+        counts.extend(plan.num_tokens.values())
+        return plan
+
+    monkeypatch.setattr(scheduler, "schedule", counting)
+    request = Overlapped(pair, prompt_of(203), GREEDY)
+    request.hand_over()
+    assert counts[0] == CHUNK and sum(counts) == 203 and counts[-1] <= 32 and min(counts) > 16
+    request.finish()
+    pair.assert_empty()
+
+
+def lose(pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: tuple[type, ...]) -> None:
+    """Letters of these kinds never arrive."""
+    for worker in (pair.p, pair.d):
+        mailbox = worker.sender._mailbox
+        send = mailbox.send
+
+        def lossy(to: object, notice: Notice, send: Callable = send) -> None:
+            if not isinstance(notice, kinds):
+                send(to, notice)
+
+        monkeypatch.setattr(mailbox, "send", lossy)
+
+
+@pytest.mark.parametrize("kinds", [(Follow,), (Part,)])
+def test_lost_letters_cost_only_the_overlap(
+    pair: Pair, llm: LLM, kinds: tuple[type, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lose(pair, monkeypatch, kinds)
+    request = Overlapped(pair, prompt_of(150), GREEDY)
+    assert request.run() == expected(llm, request.prompt, GREEDY)
+    assert (request.arrived.source, request.arrived.num_early_bytes) == ("p2p", 0)
+    pair.assert_empty()
+
+
+def test_letters_twice_and_in_any_order(pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, kept = random.Random(3), []
+    mailbox = pair.p.sender._mailbox
+    send = mailbox.send
+
+    def shuffled(to: object, notice: Notice) -> None:
+        kept.append((to, notice))
+        for _ in range(rng.randrange(3)):
+            send(*rng.choice(kept))
+
+    monkeypatch.setattr(mailbox, "send", shuffled)
+    for seed in range(6):
+        request = Overlapped(pair, prompt_of(190, seed), GREEDY)
+        assert request.run() == expected(llm, request.prompt, GREEDY)
+    pair.assert_empty()
+
+
+def test_a_prepare_that_comes_late_or_never(pair: Pair, llm: LLM) -> None:
+    for turns in (None, 1, 3):
+        request = Overlapped(pair, prompt_of(150, turns or 0), GREEDY, prepare=False)
+        if turns is not None:
+            for _ in range(turns):
+                pair.turn()
+            request.prepare()
+        assert request.run() == expected(llm, request.prompt, GREEDY)
+    pair.assert_empty()
+
+
+def test_a_prepare_behind_its_submit_is_ignored(pair: Pair, llm: LLM) -> None:
+    request = Overlapped(pair, prompt_of(100), GREEDY, prepare=False)
+    request.hand_over()
+    request.prepare()
+    tokens = request.finish()
+    assert tokens == expected(llm, request.prompt, GREEDY)
+    request.prepare()  # and one of a request that is over: ended by the router's cancel
+    pair.turn()
+    cancel(pair.d, request.d_key)
+    pair.assert_empty()
+
+
+@pytest.mark.parametrize("turns", range(9))
+def test_cancel_at_any_turn_leaves_nothing(pair: Pair, turns: int) -> None:
+    request = Overlapped(pair, prompt_of(180), SAMPLED)
+    for _ in range(turns):
+        pair.turn()
+    cancel(pair.d, request.d_key)
+    cancel(pair.p, request.p_key)
+    pair.assert_empty()
+    assert not pair.d.loop.decode._imports and not pair.p.sender._prompts
+
+
+@pytest.mark.parametrize("turns", [1, 3, 6])
+def test_a_lost_router_leaves_nothing(pair: Pair, turns: int) -> None:
+    Overlapped(pair, prompt_of(180), GREEDY)
+    for _ in range(turns):
+        pair.turn()
+    for worker in (pair.p, pair.d):
+        worker.command(RouterLost(router_id=ROUTER, session=SESSION))
+    pair.assert_empty()
+    assert not pair.d.loop.decode._imports and not pair.p.sender._prompts
+
+
+def test_a_prompt_that_ends_at_p_is_forgotten_there(pair: Pair) -> None:
+    request = Overlapped(pair, prompt_of(150), SamplingParams(temperature=0, max_tokens=1, seed=1))
+    pair.until(lambda: bool(request.first()))
+    assert request.handoff is None
+    pair.until(lambda: not pair.p.sender._prompts)
+    cancel(pair.d, request.d_key)  # the router's, which has all tokens
+    pair.assert_empty()
+
+
+def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
+    """What had come is kept: D computes only the rest, when the router sends it the whole request."""
+    request = Overlapped(pair, prompt_of(180), GREEDY)
+    decode, engine = pair.d.loop.decode, pair.d.engine
+    pair.until(lambda: any(pull.pieces == type(pull.pieces)() and pull.verified > 2 for pull in links(pair)))
+    pair.p.sender._agent.faults.dead = True
+    pair.p.sender.publish_part(request.p_key, list(range(1, 9)), engine.content(decode._imports[request.d_key].request))
+    pair.until(lambda: not decode._pulls)
+    cancel(pair.d, request.d_key)
+    key = RequestKey(ROUTER, SESSION, request.d_key.request_id, 3)
+    pair.d.command(submit(key, "full", request.prompt, GREEDY))
+    tokens = pair.finish(key)
+    assert tokens == expected(llm, request.prompt, GREEDY)
+    scored = next(e for e in of(pair.d, key) if hasattr(e, "cached_tokens"))
+    assert scored.cached_tokens >= CHUNK
+
+
+def links(pair: Pair) -> list:
+    [link] = pair.d.receiver._ranks[0]._links.values()
+    return list(link._pulls.values())
+
+
+def test_p_dies_between_ticket_and_last_part(pair: Pair, llm: LLM) -> None:
+    request = Overlapped(pair, prompt_of(180), GREEDY)
+    pair.until(lambda: any(pull.verified > 2 for pull in links(pair)))
+    pair.p.sender._agent.faults.frozen = True
+    pair.until(lambda: request.handoff is not None)
+    pair.p.sender._agent.faults.dead = True
+    assert request.run() == expected(llm, request.prompt, GREEDY)
+    assert request.arrived.source == "recompute"
+
+
+def test_p_is_preempted_behind_its_first_parts(tiny_llama: Path, llm: LLM) -> None:
+    """Its blocks are reused by the one that pushed it out, and it computes everything again."""
+    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK, "num_kv_blocks": 16, "enable_prefix_caching": False})
+    request = Overlapped(pair, prompt_of(180), GREEDY)
+    pair.until(lambda: any(pull.verified > 2 for pull in links(pair)))
+    engine = pair.p.engine
+    engine.scheduler._preempt(engine.scheduler.running[0])
+    other = RequestKey(ROUTER, SESSION, "first-in-line", 1)
+    pair.p.command(submit(other, "prefill", prompt_of(100, 1), GREEDY, priority=-1))
+    pair.until(lambda: any(isinstance(e, Handoff) for e in of(pair.p, other)))
+    assert request.handoff is None
+    cancel(pair.p, other)
+    assert request.run() == expected(llm, request.prompt, GREEDY)
+    assert request.arrived.source == "p2p"
+    pair.assert_empty()
+    pair.close()
+
+
+def test_prepared_blocks_go_to_running_sequences_first(tiny_llama: Path, llm: LLM) -> None:
+    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, d={"num_kv_blocks": 20}, max_reserved_fraction=1.0)
+    long = SamplingParams(temperature=0, max_tokens=150, seed=1)
+    running = RequestKey(ROUTER, SESSION, "running", 1)
+    pair.d.command(submit(running, "full", prompt_of(40, 5), long))
+    pair.until(lambda: pair.d.engine.scheduler.running != [])
+    request = Overlapped(pair, prompt_of(180), GREEDY)
+    pair.until(lambda: bool(pair.d.loop.decode._pulls))
+    preemptions = pair.d.engine.scheduler.num_preemptions
+    assert pair.finish(running) == expected(llm, prompt_of(40, 5), long)
+    assert pair.d.engine.scheduler.num_preemptions == preemptions, "the hint gave way"
+    assert request.run() == expected(llm, request.prompt, GREEDY)
+    pair.assert_empty()
+    pair.close()
+
+
+def test_prepared_blocks_go_to_submitted_imports_first(tiny_llama: Path, llm: LLM) -> None:
+    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, d={"num_kv_blocks": 16}, max_reserved_fraction=1.0)
+    meta = pair.p.sender.meta()
+    for index in range(3):  # of prompts that never come
+        key = RequestKey(ROUTER, SESSION, f"never-{index}", 2)
+        wanted = submit(key, "decode", prompt_of(70, 50 + index), GREEDY)
+        source = Source(meta.engine_id, meta.incarnation, RequestKey(ROUTER, SESSION, f"never-{index}", 1))
+        pair.d.command(Prepare(submit=wanted, source=source))
+    pair.turn()
+    assert pair.d.loop.decode.num_reserved_blocks == 15
+    for seed in range(3):
+        request = Overlapped(pair, prompt_of(150, seed), GREEDY, prepare=False)
+        assert request.run() == expected(llm, request.prompt, GREEDY)
+        assert request.arrived.source == "p2p"
+    pair.lose_router()
+    pair.assert_empty()
+    pair.close()
+
+
+def test_a_peer_whose_reads_do_not_end_is_left_alone(tiny_llama: Path, llm: LLM) -> None:
+    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, pull_deadline_s=0.1, max_quarantined_fraction=0.05)
+    pair.p.sender._agent.faults.frozen = True
+    reasons = []
+    for seed in range(3):
+        request = Overlapped(pair, prompt_of(120, seed), GREEDY, prepare=False)
+        assert request.run() == expected(llm, request.prompt, GREEDY)
+        reasons.append(request.arrived.reason)
+    assert reasons == ["deadline", "quarantine-full", "quarantine-full"]
+    assert 0 < pair.d.engine.blocks.num_quarantined <= 8
+    pair.p.sender._agent.faults.frozen = False
+    pair.until(lambda: pair.d.engine.blocks.num_quarantined == 0)
+    request = Overlapped(pair, prompt_of(120, 9), GREEDY)
+    assert request.run() == expected(llm, request.prompt, GREEDY)
+    assert request.arrived.source == "p2p"
+    pair.assert_empty()
+    pair.close()
+
+
+def test_many_at_once_over_small_pools(tiny_llama: Path, llm: LLM) -> None:
+    """Some prepared, some cancelled half-way, all in one another's way: the others are right, nothing is left."""
+    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK, "num_kv_blocks": 40}, d={"num_kv_blocks": 30})
+    rng = random.Random(7)
+    for round_ in range(4):
+        requests = [
+            Overlapped(pair, prompt_of(rng.randrange(20, 200), 100 * round_ + i), GREEDY, prepare=rng.random() < 0.8)
+            for i in range(6)
+        ]
+        dropped = rng.choice(requests)
+        for _ in range(rng.randrange(6)):
+            pair.turn()
+        cancel(pair.d, dropped.d_key)
+        cancel(pair.p, dropped.p_key)
+        for request in requests:
+            if request is not dropped:
+                request.hand_over()
+        for request in requests:
+            if request is not dropped:
+                assert request.finish() == expected(llm, request.prompt, GREEDY)
+        pair.assert_empty()
+    assert owned(pair.p) == owned(pair.d) == 0
+    pair.close()
