@@ -110,14 +110,15 @@ class ResolvedEngineConfig(EngineConfig):
 class TransferConfig(Config):
     """KV hand-off between workers.
 
-    lease_s: how long P keeps published blocks without a sign from D. pull_deadline_s: how long D waits for one pull
-    before it recomputes. progress_delay_us: sleep of NIXL's progress thread (0 spins a core). ucx_tls: UCX transports,
-    None lets UCX choose. max_pinned_fraction: share of P's pool that published blocks may pin; max_reserved_fraction:
-    share of D's pool that pulls may hold; max_quarantined_fraction: share that reads which do not end may hold before
-    their peers are left alone.
+    overlap: D pulls a long prompt's rows while P computes the rest. lease_s: how long P keeps published blocks without
+    a sign from D. pull_deadline_s: how long D waits for one pull before it recomputes. progress_delay_us: sleep of
+    NIXL's progress thread (0 spins a core). ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share
+    of P's pool that published blocks may pin; max_reserved_fraction: share of D's pool that pulls may hold;
+    max_quarantined_fraction: share that reads which do not end may hold before their peers are left alone.
     """
 
     connector: Literal["nixl", "local"] = "nixl"
+    overlap: bool = True
     lease_s: float = Field(30.0, gt=0)
     pull_deadline_s: float = Field(10.0, gt=0)
     progress_delay_us: int = Field(1000, ge=0)

@@ -27,13 +27,15 @@ from pdserve.engine.protocol import Arrived, Event, PeerStatus, Prepare, Request
 from pdserve.engine.sequence import Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
 
+PREPARED_S = 60.0  # a Prepare may overtake the Submit and find its request over: nobody would end it
+
 Events = list[tuple[RequestKey, Event]]
 
 
 @dataclass(eq=False)
 class _Import:
-    """A request whose rows are to be pulled. ticket: None until its Submit, which `started` (monotonic seconds) is the
-    time of. pull_id, reservation: while a pull is under way. revoked: that pull was ended for its blocks.
+    """A request whose rows are to be pulled. ticket: None until its Submit. started: when that came, or the Prepare
+    (monotonic seconds). pull_id, reservation: while a pull is under way. revoked: that pull was ended for its blocks.
     """
 
     request: Request
@@ -155,6 +157,7 @@ class DecodePhase:
             else:
                 events += self._failed(event)
         events += self._start_submitted()
+        self._end_forgotten()
         self._start_prepared()
         self._yield_to_others()
         self._renew_leases()
@@ -212,6 +215,12 @@ class DecodePhase:
             assert item.pull_id is not None
             blocks, skip = reservation.destination, reservation.num_cached
             self._receiver.follow(item.pull_id, item.source, content, blocks, skip)
+
+    def _end_forgotten(self) -> None:
+        limit = time.monotonic() - PREPARED_S
+        for key, item in list(self._imports.items()):
+            if item.ticket is None and item.started < limit:
+                self.cancel(key, None)
 
     def _reserve(self, item: _Import) -> Reservation | None:
         """None while the budget or the blocks do not allow it; running sequences keep a block each to grow into."""

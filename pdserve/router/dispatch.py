@@ -1,6 +1,6 @@
 """Runs one prompt through the fleet: plan, P's leg, hand-off, D's leg; fails over; leaves nothing behind at any worker.
 
-    plan --split--> P leg --Handoff--> D leg --> finished
+    plan --split--> P leg --Handoff--> D leg --> finished      (D leg of a long prompt: prepared beside P's)
       |  --whole------------------------^  |
       +<---- recover: cancel all legs, exclude the failed worker, resume with forced tokens ----+
 
@@ -11,7 +11,7 @@ prompt.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,9 +27,11 @@ from pdserve.engine.protocol import (
     Handoff,
     LegTimes,
     Phase,
+    Prepare,
     PromptScored,
     RequestKey,
     SamplingParams,
+    Source,
     Start,
     Submit,
     Ticket,
@@ -177,24 +179,47 @@ class RequestRun:
         self._plan = plan
         self._fingerprint = plan.decode.hello.model_fingerprint
         self._shared.metrics.plans.labels("split" if plan.prefill is not None else "whole").inc()
-        if plan.prefill is not None:
-            self._submit(plan.prefill, "prefill", None)
+        if plan.prefill is None:
+            self._submit(plan.decode, "full")
+        elif 0 < plan.prefill.hello.chunk_tokens < len(self._job.prompt_token_ids):
+            self._prepare(plan.decode, plan.prefill, self._submit(plan.prefill, "prefill", overlap=True))
         else:
-            self._submit(plan.decode, "full", None)
+            self._submit(plan.prefill, "prefill")
         self._watch()
 
-    def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None) -> None:
-        starts = self.record.starts()
-        weight = len(self._job.prompt_token_ids)
-        if phase != "prefill":
-            weight += sum(DECODE_WEIGHT + len(start.forced) for start in starts)
+    def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None = None, overlap: bool = False) -> Leg:
         attempt = self.record.open_leg()
         self._untimed.add(attempt)
-        make = partial(self._command, phase, ticket, starts)
+        make = partial(self._command, phase, ticket, overlap, self.record.starts())
+        return self._open(worker, attempt, self._weight(phase), make)
+
+    def _prepare(self, worker: WorkerState, prefill: WorkerState, leg: Leg) -> None:
+        """Let D pull what P has computed of a long prompt while it computes the rest."""
+        assert prefill.pool is not None
+        source = Source(prefill.pool.engine_id, prefill.pool.incarnation, leg.key)
+        starts = self.record.starts()
+
+        def make(key: RequestKey) -> Prepare:
+            return Prepare(submit=self._command("decode", None, False, starts, key), source=source)
+
+        self._open(worker, self.record.open_leg(), self._weight("decode"), make)
+
+    def _open(
+        self, worker: WorkerState, attempt: int, weight: int, make: Callable[[RequestKey], Submit | Prepare]
+    ) -> Leg:
         leg = self._shared.fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make)
         self._legs.append(leg)
+        return leg
 
-    def _command(self, phase: Phase, ticket: Ticket | None, starts: tuple[Start, ...], key: RequestKey) -> Submit:
+    def _weight(self, phase: Phase) -> int:
+        prompt = len(self._job.prompt_token_ids)
+        if phase == "prefill":
+            return prompt
+        return prompt + sum(DECODE_WEIGHT + len(start.forced) for start in self.record.starts())
+
+    def _command(
+        self, phase: Phase, ticket: Ticket | None, overlap: bool, starts: tuple[Start, ...], key: RequestKey
+    ) -> Submit:
         sampling = self._job.sampling
         if self.record.prompt_logprobs is not None:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
@@ -207,6 +232,7 @@ class RequestRun:
             ticket=ticket,
             priority=self._job.priority,
             cache_salt=self._job.cache_salt,
+            overlap=overlap,
         )
 
     def _drain(self) -> tuple[list[Chunk], _LegFailed | None]:
@@ -280,7 +306,16 @@ class RequestRun:
         leg.handed_off = True
         self._shared.fleet.unload(leg)
         assert self._plan is not None
-        self._submit(self._decode_of(self._plan, leg), "decode", ticket)
+        worker = self._decode_of(self._plan, leg)
+        prepared = next((leg for leg in self._legs if leg.prepared), None)
+        if prepared is not None and prepared.worker is worker:
+            self._untimed.add(prepared.key.attempt)
+            submit = self._command("decode", ticket, False, self.record.starts(), prepared.key)
+            self._shared.fleet.submit_prepared(prepared, submit)
+            return
+        if prepared is not None:
+            self._end(prepared, cancel=True)
+        self._submit(worker, "decode", ticket)
 
     def _decode_of(self, plan: Plan, prefill_leg: Leg) -> WorkerState:
         """The planned D, or another one when it went away or lost its connection meanwhile."""
@@ -304,8 +339,8 @@ class RequestRun:
         if isinstance(event, Silent):
             raise _LegFailed(leg.worker, "internal", "silent", f"no sign of progress for {event.seconds:g} s")
         self._end_early(leg, cancel=False)
-        if leg.handed_off:
-            return  # the decode worker notices by itself, and recomputes
+        if leg.handed_off or leg.prepared:
+            return  # the decode worker notices by itself, and recomputes; another one is found at the hand-off
         if isinstance(event, Lost):
             raise _LegFailed(leg.worker, "unavailable", "lost", f"its worker was lost ({event.reason})")
         if event.kind == "invalid":
@@ -345,7 +380,7 @@ class RequestRun:
 
     def _end_early(self, leg: Leg, cancel: bool) -> None:
         """Of what it did since its last times its worker will not tell."""
-        if leg.pending and not leg.handed_off:
+        if leg.pending and not leg.handed_off and not leg.prepared:
             self._untimed.add(leg.key.attempt)
         self._end(leg, cancel)
 
@@ -366,7 +401,8 @@ class RequestRun:
         def look(last: int) -> None:
             now = self._clock.num_messages
             if self._legs and not self._inbox and now == last:
-                self._inbox.put(self._legs[-1], Silent(limit))
+                working = [leg for leg in self._legs if not leg.prepared]
+                self._inbox.put(working[-1], Silent(limit))
             else:
                 self._timer = loop.call_later(limit, look, now)
 

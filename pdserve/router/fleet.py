@@ -27,6 +27,7 @@ from pdserve.engine.protocol import (
     Failed,
     Hello,
     PeerStatus,
+    Prepare,
     RequestKey,
     Snapshot,
     Submit,
@@ -120,12 +121,14 @@ class Fleet:
         attempt: int,
         inbox: Inbox,
         tokens: int,
-        make: Callable[[RequestKey], Submit],
+        make: Callable[[RequestKey], Submit | Prepare],
     ) -> Leg:
-        """Open a leg and send its Submit in the background; a failure arrives in the inbox as Lost."""
+        """Open a leg and send its Submit, or its Prepare, in the background; a failure arrives in the inbox as Lost."""
         key = RequestKey(self.router_id, worker.session, request_id, attempt)
         command = make(key)
-        leg = Leg(key, worker, inbox, tokens, {start.choice for start in command.starts})
+        is_prepared = isinstance(command, Prepare)
+        starts = command.submit.starts if isinstance(command, Prepare) else command.starts
+        leg = Leg(key, worker, inbox, tokens, {start.choice for start in starts}, prepared=is_prepared)
         if self._workers.get(worker.worker_id) is not worker:
             inbox.put(leg, Lost("the worker is gone"))
             return leg
@@ -133,6 +136,11 @@ class Fleet:
         worker.outstanding_tokens += tokens
         self.post(worker, command)
         return leg
+
+    def submit_prepared(self, leg: Leg, submit: Submit) -> None:
+        """Send the Submit of a leg that was prepared."""
+        leg.prepared, leg.pending = False, {start.choice for start in submit.starts}
+        self.post(leg.worker, submit)
 
     def unload(self, leg: Leg) -> None:
         """The leg no longer costs its worker compute."""

@@ -66,7 +66,9 @@ class Inbox:
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One Submit at one worker. tokens: its weight in the worker's load. pending: choices the worker still works on."""
+    """One Submit at one worker. tokens: its weight in the worker's load. pending: choices the worker still works on.
+    prepared: only announced yet.
+    """
 
     key: RequestKey
     worker: "WorkerState"
@@ -74,6 +76,7 @@ class Leg:
     tokens: int
     pending: set[int]
     handed_off: bool = False
+    prepared: bool = False
 
 
 @dataclass(slots=True, eq=False)

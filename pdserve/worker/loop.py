@@ -77,6 +77,7 @@ class WorkerLoop:
     ) -> None:
         self.engine = engine
         self.role = role
+        self._overlaps = config.overlap
         self.stopped = False
         self._metrics = metrics
         self._worker_id = worker_id
@@ -152,7 +153,9 @@ class WorkerLoop:
 
     def _prepare(self, prepare: Prepare) -> None:
         key = prepare.submit.key
-        if (key.router_id, key.session) in self._sessions and key not in self._tombstones and self.decode is not None:
+        session = (key.router_id, key.session)
+        is_over = key in self._tombstones or key in self._keys.get(session, ())
+        if self.decode is not None and session in self._sessions and not is_over:
             self.decode.prepare(prepare)
 
     def _arrival(self) -> float:
@@ -239,7 +242,7 @@ class WorkerLoop:
                 block_size=engine.config.block_size,
                 pool=self._sender.meta() if self._sender else None,
                 peers=tuple(self._peers.values()),
-                chunk_tokens=engine.last_chunk_tokens if self._sender else 0,
+                chunk_tokens=engine.last_chunk_tokens if self._sender and self._overlaps else 0,
             )
         )
         self._outgoing[session].append(self.snapshot())

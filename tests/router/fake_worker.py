@@ -27,6 +27,7 @@ from pdserve.engine.protocol import (
     MetricFamily,
     PeerStatus,
     PoolMeta,
+    Prepare,
     PromptScored,
     RequestKey,
     Sample,
@@ -93,6 +94,8 @@ class World:
 
 
 class FakeWorker:
+    chunk_tokens = 0  # prompts of more are prepared at D
+
     def __init__(self, world: World, worker_id: str, role: str, pool: bool = True, incarnation: int = 1) -> None:
         self.worker_id = worker_id
         self.role = role
@@ -110,6 +113,7 @@ class FakeWorker:
         self.mute = False
         self.commands: list[Command] = []
         self.tickets: dict[RequestKey, tuple[int, ...]] = {}
+        self.prepared: dict[RequestKey, tuple[int, ...]] = {}
         self.connected: set[tuple[str, int]] = set()
         self.num_batches = 0
         self._world = world
@@ -131,15 +135,17 @@ class FakeWorker:
             block_bytes=1024,
             head_bytes=512,
             generation_address=0,
+            mailbox="",
             ranks=(),
         )
 
     def held(self) -> int:
-        return (len(self._runs) + len(self.tickets)) if self.alive else 0
+        return (len(self._runs) + len(self.tickets) + len(self.prepared)) if self.alive else 0
 
     def die(self) -> None:
         self.alive = False
         self._runs.clear()
+        self.prepared.clear()
         for queue in self._streams.values():
             queue.put_nowait(None)
 
@@ -153,6 +159,7 @@ class FakeWorker:
             max_request_tokens=self.max_tokens,
             block_size=16,
             pool=self.meta,
+            chunk_tokens=self.chunk_tokens,
         )
 
     def snapshot(self) -> Snapshot:
@@ -185,6 +192,7 @@ class FakeWorker:
             self._closed.add((router_id, session))
             self._runs = {k: v for k, v in self._runs.items() if (k.router_id, k.session) != (router_id, session)}
             self.tickets = {k: v for k, v in self.tickets.items() if (k.router_id, k.session) != (router_id, session)}
+            self.prepared = {k: v for k, v in self.prepared.items() if (k.router_id, k.session) != (router_id, session)}
 
     def push(self, key: RequestKey | None, events: list[Event]) -> None:
         """One batch to the key's stream, or to all."""
@@ -207,6 +215,8 @@ class FakeWorker:
         self.commands.append(command)
         if isinstance(command, Submit):
             self._submitted(command)
+        elif isinstance(command, Prepare):
+            self._announced(command)
         elif isinstance(command, Cancel):
             self._cancelled(command)
         elif isinstance(command, ConnectPeer):
@@ -230,13 +240,26 @@ class FakeWorker:
             self._tombstones.add(command.key)
             self._runs.pop(command.key, None)
             self.tickets.pop(command.key, None)
+            self.prepared.pop(command.key, None)
         elif command.key in self._runs:
             self._runs[command.key] -= set(command.choices)
             if not self._runs[command.key]:
                 del self._runs[command.key]
 
+    def _announced(self, prepare: Prepare) -> None:
+        submit, source = prepare.submit, prepare.source
+        key = submit.key
+        is_open = (key.router_id, key.session) in self._streams
+        if key in self._tombstones or not is_open or any(key == s.key for s in self.submits()):
+            return
+        assert submit.phase == "decode" and submit.ticket is None and submit.starts
+        assert not any(start.forced for start in submit.starts), "a prompt that was computed already"
+        assert (source.engine_id, source.incarnation) in self.connected and source.key.attempt != key.attempt
+        self.prepared[key] = submit.prompt_token_ids
+
     def _submitted(self, submit: Submit) -> None:
         key = submit.key
+        assert self.prepared.pop(key, submit.prompt_token_ids) == submit.prompt_token_ids
         if key in self._tombstones or (key.router_id, key.session) in self._closed:
             return
         assert (key.router_id, key.session) in self._streams, "a command before the Hello"

@@ -11,11 +11,18 @@ import pytest
 from router.fake_worker import FakeWorker, expected_tokens, finish_of
 from router.harness import Harness, until
 
-from pdserve.engine.protocol import Arrived, Cancel, Command, Delta, Event, Failed, SamplingParams, Submit
+from pdserve.engine.protocol import Arrived, Cancel, Command, Delta, Event, Failed, Prepare, SamplingParams, Submit
 from pdserve.router.errors import ApiError, RequestFailed
 
 PROMPT = tuple(range(10, 30))
 Make = Callable[..., Harness]
+
+
+@pytest.fixture(autouse=True, params=[0, 4], ids=["", "overlapped"])
+def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Every test with D prepared while P computes, and without."""
+    monkeypatch.setattr(FakeWorker, "chunk_tokens", request.param)
+    return request.param
 
 
 def sampling(**values: Any) -> SamplingParams:
@@ -31,6 +38,36 @@ async def test_split_request(make: Make, n: int) -> None:
     assert [s.phase for s in prefill.submits()] == ["prefill"] and [s.phase for s in decode.submits()] == ["decode"]
     assert all(len(start.forced) == 1 for start in decode.submits()[0].starts)
     assert prefill.submits()[0].key.attempt != decode.submits()[0].key.attempt
+    assert await harness.world.settled() == 0
+
+
+async def test_a_long_prompt_is_announced_to_d(make: Make, chunk_tokens: int) -> None:
+    harness = await make(1, 1).start()
+    prefill, decode = harness.prefills[0], harness.decodes[0]
+    prefill.step_s = 0.05
+    params = sampling()
+    for prompt in (PROMPT, PROMPT[:4]):
+        harness.check(await harness.collect(prompt, params), prompt, params)
+    kinds = [type(c).__name__ for c in decode.commands if isinstance(c, Prepare | Submit)]
+    assert kinds == (["Prepare"] if chunk_tokens else []) + ["Submit", "Submit"]
+    assert [s.overlap for s in prefill.submits()] == [bool(chunk_tokens), False]
+    prepares = [c for c in decode.commands if isinstance(c, Prepare)]
+    assert all(c.submit.key == decode.submits()[0].key for c in prepares)
+    assert all(c.source.key == prefill.submits()[0].key for c in prepares)
+    assert await harness.world.settled() == 0
+
+
+async def test_the_announced_d_dies_while_p_computes(make: Make) -> None:
+    harness = await make(1, 2).start()
+    harness.prefills[0].step_s = 0.1
+    params = sampling(n=2)
+    answer = asyncio.create_task(harness.collect(PROMPT, params))
+    await until(lambda: bool(harness.prefills[0].submits()))
+    await asyncio.sleep(0.03)
+    planned = next((d for d in harness.decodes if d.prepared), harness.decodes[0])
+    planned.die()
+    harness.check(await answer, PROMPT, params)
+    assert len(harness.prefills[0].submits()) == 1, "what P computes is not lost with D"
     assert await harness.world.settled() == 0
 
 
