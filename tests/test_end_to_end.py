@@ -21,7 +21,8 @@ NUM_PROMPTS = 200
 
 @pytest.fixture(scope="module")
 def pd() -> Iterator[list[Host]]:
-    with hosts(DEMO, "P", "D", engine={"num_kv_blocks": 2048}) as started:
+    """Prompts of more than 256 tokens come in parts."""
+    with hosts(DEMO, "P", "D", engine={"num_kv_blocks": 2048, "max_num_batched_tokens": 256}) as started:
         yield started
 
 
@@ -56,6 +57,7 @@ async def test_split_equals_aggregated_equals_offline(pd: list[Host], alone: lis
         async with cluster(*pd) as split:
             assert await _answers(split, prompts, settings) == offline
             assert await split.metric("pdserve_kv_transfers_total", outcome="done") > 0
+            assert await split.metric("pdserve_kv_transfer_early_bytes_total") > 0
         async with cluster(*alone) as aggregated:
             assert await _answers(aggregated, prompts, settings) == offline
             assert await aggregated.metric("pdserve_kv_transfers_total") == 0
