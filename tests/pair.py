@@ -42,10 +42,8 @@ class Worker:
     """A WorkerLoop whose batches are kept; every message passes through its encoded form."""
 
     def __init__(self, model: Path, name: str, role: str, transfer: TransferConfig, **engine: object) -> None:
-        self.engine = Engine(ModelConfig(path=str(model)), EngineConfig(**engine))
-        memory = PoolMemory(
-            self.engine.pool, self.engine.blocks.generations, self.engine.layout, self.engine.model_fingerprint
-        )
+        self.engine = self.make_engine(model, **engine)
+        memory = self.memory()
         metrics = WorkerMetrics(self.engine)
         incarnation = next(_incarnations)
         sender, receiver = build_connector(transfer, memory, name, incarnation, lambda: None, registry=metrics.registry)
@@ -55,6 +53,13 @@ class Worker:
         self.by_session: dict[str, list[Event]] = defaultdict(list)
         self.command(Subscribe(router_id=ROUTER, session=SESSION))
         self.loop.turn()
+
+    def make_engine(self, model: Path, **engine: object) -> Engine:
+        return Engine(ModelConfig(path=str(model)), EngineConfig(**engine))
+
+    def memory(self) -> PoolMemory:
+        engine = self.engine
+        return PoolMemory(engine.pool, engine.blocks.generations, engine.layout, engine.model_fingerprint)
 
     def _sent(self, target: str, batch: EventBatch) -> None:
         events = decode_batch(encode(batch)).events
