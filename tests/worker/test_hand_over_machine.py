@@ -1,9 +1,9 @@
 """Hypothesis drives two workers over tiny pools through every order of what can happen to a hand-off.
 
-The engines run a model on paper (engine/harness.py): its rows are functions of the tokens before them, move as late as a
-device may, and are checked by whoever reads them, so a stale or foreign byte that is accepted fails the step that
-reads it. Links and mailboxes are the real ones, with threads of their own; the transport is the in-process one, which can
-be slow, frozen and dead. After every event the books are checked on both sides; in the end all comes to rest.
+The engines run a model on paper (engine/harness.py): its rows are functions of the tokens before them, move as late as
+a device may, and are checked by whoever reads them, so a stale or foreign byte that is accepted fails the step that
+reads it. Links and mailboxes are the real ones, with threads of their own; the transport is the in-process one, which
+can be slow, frozen and dead. After every event the books are checked on both sides; in the end all comes to rest.
 """
 
 import itertools
