@@ -35,7 +35,8 @@ Events = list[tuple[RequestKey, Event]]
 @dataclass(eq=False)
 class _Import:
     """A request whose rows are to be pulled. ticket: None until its Submit. started: when that came, or the Prepare
-    (monotonic seconds). pull_id, reservation: while a pull is under way. revoked: that pull was ended for its blocks.
+    (monotonic seconds). pull_id, reservation: while a pull is under way; is_hint: begun before the Submit; is_revoked:
+    ended for its blocks.
     """
 
     request: Request
@@ -45,7 +46,8 @@ class _Import:
     ticket: Ticket | None = None
     pull_id: int | None = None
     reservation: Reservation | None = None
-    revoked: bool = False
+    is_hint: bool = False
+    is_revoked: bool = False
 
     @property
     def key(self) -> RequestKey:
@@ -120,6 +122,9 @@ class DecodePhase:
                 self._let_go(prepared)
             raise
         request.prompt_reported = True
+        if prepared is not None and not request.adopt(prepared.request):
+            self._let_go(prepared)
+            prepared = None
         ticket = submit.ticket
         if ticket is None or not self._belongs(ticket, request):
             if prepared is not None:
@@ -132,7 +137,7 @@ class DecodePhase:
         item.request, item.starts, item.ticket, item.started = request, submit.starts, ticket, time.monotonic()
         self._imports[item.key] = item
         if item.pull_id is not None and item.source == _source_of(ticket):
-            if not item.revoked:
+            if not item.is_revoked:
                 self._receiver.complete(item.pull_id, ticket, self._deadline_s)
             return []
         if item.pull_id is not None:  # prepared for another source
@@ -203,18 +208,30 @@ class DecodePhase:
         return events
 
     def _start_prepared(self) -> None:
-        """Give what nobody else waits for to those that may need it soon."""
-        if self.waits_for_blocks:
+        """Give what nobody else waits for to those that may need it soon: half of the budget, so that submitted ones
+        find room at once."""
+        if self.waits_for_blocks or self._engine.scheduler.waiting:
             return
         for item in list(self._waiting.values()):
-            reservation = None if self._is_shunned(item.source.engine_id) else self._reserve(item)
+            if self._is_shunned(item.source.engine_id):
+                continue
+            wanted = self._num_blocks(item)
+            held = sum(self._num_blocks(each) for each in self._imports.values() if each.is_hint)
+            reservation = self._reserve(item) if held + wanted <= self._max_reserved // 2 else None
             if reservation is None:
                 return
+            if not reservation.destination:  # all is cached: nothing to do before its Submit
+                self._engine.cancel_reservation(reservation, settled=True)
+                del self._waiting[item.key]
+                continue
             content = self._engine.content(item.request)
-            self._begin(item, reservation)
-            assert item.pull_id is not None
+            pull_id = self._begin(item, reservation)
+            item.is_hint = True
             blocks, skip = reservation.destination, reservation.num_cached
-            self._receiver.follow(item.pull_id, item.source, content, blocks, skip)
+            self._receiver.follow(pull_id, item.source, content, blocks, skip, self._deadline_s)
+
+    def _num_blocks(self, item: _Import) -> int:
+        return self._engine.layout.num_blocks_for(item.request.num_prompt_tokens)
 
     def _end_forgotten(self) -> None:
         limit = time.monotonic() - PREPARED_S
@@ -224,7 +241,7 @@ class DecodePhase:
 
     def _reserve(self, item: _Import) -> Reservation | None:
         """None while the budget or the blocks do not allow it; running sequences keep a block each to grow into."""
-        wanted = self._engine.layout.num_blocks_for(item.request.num_prompt_tokens)
+        wanted = self._num_blocks(item)
         growth = len(self._engine.scheduler.running)
         if self._pulls and self.num_reserved_blocks + wanted > self._max_reserved:
             return None
@@ -233,18 +250,18 @@ class DecodePhase:
         return self._engine.reserve(item.request, item.starts)
 
     def _yield_to_others(self) -> None:
-        """Sequences that run, or could run if there were blocks, come before what is only prepared."""
+        """Sequences that run, or would if there were blocks, come before what is only prepared."""
         scheduler = self._engine.scheduler
-        if self._engine.blocks.num_free < len(scheduler.running) or (scheduler.waiting and not scheduler.running):
+        if scheduler.wants_blocks or self._engine.blocks.num_free < len(scheduler.running):
             self._revoke_one()
 
     def _revoke_one(self) -> None:
         """End the newest pull that was only prepared; its blocks are free when the link has answered. One at a
         time."""
         prepared = [item for item in self._imports.values() if item.pull_id is not None and item.ticket is None]
-        if prepared and not any(item.revoked for item in prepared):
+        if prepared and not any(item.is_revoked for item in prepared):
             item = prepared[-1]
-            item.revoked = True
+            item.is_revoked = True
             assert item.pull_id is not None
             self._receiver.cancel(item.pull_id)
 
@@ -255,16 +272,16 @@ class DecodePhase:
 
     # --- pulls ---
 
-    def _begin(self, item: _Import, reservation: Reservation) -> None:
-        self._waiting.pop(item.key, None)
-        item.pull_id, item.reservation, item.revoked = next(self._pull_ids), reservation, False
-        self._pulls[item.pull_id] = _Pull(reservation, item, item.source.engine_id)
+    def _begin(self, item: _Import, reservation: Reservation) -> int:
+        del self._waiting[item.key]
+        pull_id = item.pull_id = next(self._pull_ids)
+        item.reservation, item.is_hint, item.is_revoked = reservation, False, False
+        self._pulls[pull_id] = _Pull(reservation, item, item.source.engine_id)
+        return pull_id
 
     def _start(self, item: _Import, reservation: Reservation) -> Events:
         assert item.ticket is not None
-        self._begin(item, reservation)
-        assert item.pull_id is not None
-        pull_id, blocks = item.pull_id, reservation.destination
+        pull_id, blocks = self._begin(item, reservation), reservation.destination
         self._receiver.pull(pull_id, item.ticket, blocks, reservation.num_cached, self._deadline_s)
         if blocks:
             return []
@@ -290,12 +307,14 @@ class DecodePhase:
         item = pull.item
         if item is None:
             return []
+        ended_as_hint = item.is_hint and not event.was_complete
         item.pull_id = item.reservation = None
-        if item.ticket is not None and item.revoked:
-            self._waiting[item.key] = item
-        elif item.ticket is not None:
+        item.is_hint = False
+        if item.ticket is not None and not ended_as_hint:
             del self._imports[item.key]
             return self._recompute(item.request, item.starts, event.reason)
+        if item.ticket is not None:  # its Submit came meanwhile: the sequential way
+            self._waiting[item.key] = item
         return []
 
     def _join(self, item: _Import, reservation: Reservation, source: str, done: PullDone | None = None) -> Events:
@@ -320,7 +339,7 @@ class DecodePhase:
         self._waiting.pop(item.key, None)
         if item.pull_id is not None:
             self._detach(item)
-        elif item.ticket is not None:
+        if item.ticket is not None:
             self._receiver.reject(item.ticket)
 
     def _detach(self, item: _Import) -> None:
@@ -329,6 +348,7 @@ class DecodePhase:
         self._pulls[item.pull_id] = _Pull(item.reservation, None, item.source.engine_id)
         self._receiver.cancel(item.pull_id)
         item.pull_id = item.reservation = None
+        item.is_hint = False
 
     def _give_up(self, item: _Import, reason: str) -> Events:
         """Compute a waiting import's prompt here."""

@@ -126,7 +126,6 @@ class Engine:
         self.scheduler = Scheduler(
             self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )
-        self.last_chunk_tokens = self.scheduler.last_chunk_tokens
         self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * self.config.block_size)
         self.admission = Admission(
             self.spec.vocab_size, self.spec.eos_token_ids, self.max_request_tokens, self.config.max_num_seqs

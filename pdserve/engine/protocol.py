@@ -145,7 +145,7 @@ def _check_booleans(params: SamplingParams) -> None:
 
 # A field added at the end of an array, with a default, does not change it: older readers skip it, newer ones do
 # without.
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
@@ -308,7 +308,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
     PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated
-    mode). chunk_tokens: longer prompts are published in parts (0: none)."""
+    mode). parts_from: prompts of so many tokens are published in parts (0: none)."""
 
     protocol: int
     role: str
@@ -319,7 +319,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     block_size: int
     pool: PoolMeta | None
     peers: tuple["PeerStatus", ...] = ()
-    chunk_tokens: int = 0
+    parts_from: int = 0
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):

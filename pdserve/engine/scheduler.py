@@ -29,7 +29,8 @@ ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it
 class Plan:
     """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before anything is written.
 
-    blocked: a sequence found no blocks, and nobody may be preempted while steps are in flight: complete them first.
+    blocked: a running sequence found no blocks, and nobody may be preempted while steps are in flight: complete them
+    first.
     """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)
@@ -68,9 +69,15 @@ class Scheduler:
         self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
         self.freed_slots: list[int] = []  # since the engine last cleared it
         self._slots = list(range(num_slots_for(max_num_seqs), 0, -1))
+        self.wants_blocks = False  # the first in line waits for blocks
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+
+    @property
+    def parts_from(self) -> int:
+        """Overlapped prompts of so many tokens take more than one step: shorter ones are faster in one."""
+        return min(2 * self.last_chunk_tokens, self.max_num_batched_tokens + 1)
 
     @property
     def has_work(self) -> bool:
@@ -101,6 +108,7 @@ class Scheduler:
         may_preempt: False while steps are in flight, whose blocks and tokens a preemption would pull away.
         """
         plan = Plan()
+        self.wants_blocks = False
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
         for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):  # decodes first, however late they came
@@ -140,7 +148,7 @@ class Scheduler:
         """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
         itself, or blocked).
         """
-        count = self._chunk(seq, seq.num_uncomputed, budget)
+        count = self._chunk(seq, seq.num_uncomputed, budget, self.last_chunk_tokens + 1)
         while seq.status is Status.RUNNING:
             try:
                 self._provide(seq, count, plan)
@@ -166,11 +174,14 @@ class Scheduler:
             cached = [] if seq.block_table else self._cached_prefix(seq)
             wanted = seq.num_uncomputed - len(cached) * self.hasher.block_size
             is_crowded = min(longest, wanted) > 1 and (wanted > budget or max(wanted, longest) >= LONG_PROMPT)
-            if width > slots or is_crowded or not self._fits(seq, cached):
+            if width > slots or is_crowded:
+                return
+            if not self._fits(seq, cached):
+                self.wants_blocks = True
                 return
             if not seq.block_table:
                 self._take_prefix(seq, cached)
-            count = self._chunk(seq, wanted, budget)
+            count = self._chunk(seq, wanted, budget, 2 * self.last_chunk_tokens)
             self._provide(seq, count, plan)
             self.waiting.pop(0)
             self.admitted.append(seq.request.key)
@@ -180,15 +191,14 @@ class Scheduler:
             budget -= count
             slots -= width
 
-    def _chunk(self, seq: Sequence, wanted: int, budget: int) -> int:
-        """How many of the tokens to compute now. An overlapped prompt's last chunk is short, the others long and whole
-        blocks.
+    def _chunk(self, seq: Sequence, wanted: int, budget: int, least: int) -> int:
+        """How many of the tokens to compute now. Of `least` or more, an overlapped prompt's last chunk is short, and
+        the others are whole blocks.
         """
-        last = self.last_chunk_tokens
-        if not seq.request.overlap or wanted <= last:
+        if not seq.request.overlap or wanted < least:
             return min(wanted, budget)
         size = self.hasher.block_size
-        return min(-(-(wanted - last) // size) * size, budget)
+        return min(-(-(wanted - self.last_chunk_tokens) // size) * size, budget)
 
     def _fits(self, seq: Sequence, cached: list[int]) -> bool:
         """Whether all tokens of a waiting sequence fit now behind its cached prefix, beside a block for each running

@@ -52,6 +52,14 @@ class Request:
     def wants_prompt_logprobs(self) -> bool:
         return self.sampling.prompt_logprobs is not None and not self.prompt_reported
 
+    def adopt(self, earlier: "Request") -> bool:
+        """Take over what was computed of the same prompt and salt for an earlier Request; False when they differ."""
+        mine, theirs = (self.prompt_token_ids, self.cache_salt), (earlier.prompt_token_ids, earlier.cache_salt)
+        if mine != theirs:
+            return False
+        self.content, self._prompt_hashes = earlier.content, earlier._prompt_hashes
+        return True
+
     def prompt_hashes(self, hasher: BlockHasher) -> list[bytes]:
         """Digests of the prompt's full blocks, computed once for all choices and all attempts to find blocks."""
         hasher.extend(self._prompt_hashes, self.prompt_token_ids, self.cache_salt)

@@ -62,7 +62,8 @@ class PullDone:
 class PullFailed:
     """reason: "stale-generation", "stale-incarnation", "peer-lost", "not-connected", "deadline", "cancelled", "error".
     settled False: bytes may still land in the destination blocks until the one PullSettled comes for the same pull_id;
-    not in the first num_verified of them, which hold what was published and may be used.
+    not in the first num_verified of them, which hold what was published and may be used. was_complete: `complete` had
+    come before.
     """
 
     pull_id: int
@@ -70,6 +71,7 @@ class PullFailed:
     detail: str
     settled: bool
     num_verified: int = 0
+    was_complete: bool = True
 
 
 @dataclass(frozen=True)
@@ -120,11 +122,13 @@ class KVReceiver(Protocol):
 
     def disconnect(self, engine_id: str, incarnation: int) -> None: ...
 
-    def follow(self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int) -> None:
+    def follow(
+        self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int, deadline_s: float
+    ) -> None:
         """Begin a pull of a prompt that is being computed: read what P has published of it, as it comes, into
         `local_blocks`, which are for the prompt's blocks from `skip` on. Other content is not read. pull_id: the
-        caller's own counter, never used twice; all events of this pull carry it. PullFailed may come at any time,
-        PullDone only after `complete`.
+        caller's own counter, never used twice; all events of this pull carry it. deadline_s: of each read, however long
+        P computes. PullFailed may come at any time, PullDone only after `complete`.
         """
         ...
 

@@ -22,11 +22,12 @@ Peer = tuple[str, int]
 
 @dataclass
 class _Pull:
-    """ticket: the complete one. unquiet: ranks whose memory may still be written. num_verified: by every rank, of a
-    failed one; failed: was reported as that.
+    """num_blocks: of the prompt. ticket: the complete one. unquiet: ranks whose memory may still be written. failed: it
+    was reported as that.
     """
 
     peer: Peer
+    num_blocks: int
     unquiet: set[int]
     ticket: Ticket | None = None
     done: list[PullDone] = field(default_factory=list)
@@ -74,17 +75,22 @@ class GroupReceiver:
         if party is not None:
             self._mailbox.forget(party)
 
-    def follow(self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int) -> None:
+    def follow(
+        self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int, deadline_s: float
+    ) -> None:
         blocks, peer = tuple(int(block) for block in local_blocks), (source.engine_id, source.incarnation)
-        self._begin(pull_id, peer, blocks, skip)
+        self._begin(pull_id, peer, blocks, skip, deadline_s)
         with self._lock:
             self._followed[source.key] = _Followed(pull_id, peer, content, skip + len(blocks))
         self._send(peer, Follow(source.key))
 
     def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
+        """ValueError when the ticket is of another number of blocks than the pull."""
         self._unfollow(pull_id)
         pull = self._pulls.get(pull_id)
         if pull is not None:
+            if len(ticket.block_ids) != pull.num_blocks:
+                raise ValueError(f"ticket must name {pull.num_blocks} blocks, not {len(ticket.block_ids)}")
             pull.ticket = ticket
             for rank in self._ranks:
                 rank.complete(pull_id, ticket, deadline_s)
@@ -97,7 +103,7 @@ class GroupReceiver:
                 f"local_blocks must hold len(ticket.block_ids) - skip = {len(ticket.block_ids)} - {skip} blocks, "
                 f"not {len(blocks)}"
             )
-        self._begin(pull_id, (ticket.engine_id, ticket.incarnation), blocks, skip)
+        self._begin(pull_id, (ticket.engine_id, ticket.incarnation), blocks, skip, deadline_s)
         self.complete(pull_id, ticket, deadline_s)
 
     def reject(self, ticket: Ticket) -> None:
@@ -133,10 +139,10 @@ class GroupReceiver:
             rank.close()
         self._mailbox.detach()
 
-    def _begin(self, pull_id: int, peer: Peer, blocks: tuple[int, ...], skip: int) -> None:
+    def _begin(self, pull_id: int, peer: Peer, blocks: tuple[int, ...], skip: int, deadline_s: float) -> None:
         for rank in self._ranks:  # arguments that one refuses, the first refuses
-            rank.begin(pull_id, *peer, blocks, skip)
-        self._pulls[pull_id] = _Pull(peer, set(range(len(self._ranks))))
+            rank.begin(pull_id, *peer, blocks, skip, deadline_s)
+        self._pulls[pull_id] = _Pull(peer, skip + len(blocks), set(range(len(self._ranks))))
 
     def _part(self, sender: Party, notice: Part) -> None:
         """On the mailbox's thread."""

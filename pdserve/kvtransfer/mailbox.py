@@ -1,13 +1,15 @@
 """Where an engine process reads its letters, and how it writes to others: zmq, one socket in, one a peer out.
 
 Letters from one process to another keep their order while both live; one to a process that is gone is lost, and nobody
-waits for it. Sending works from any thread; handlers run on the mailbox's own thread and must be short. Knows no
-tickets. One a process, shared by its sender and its receiver; made by `build.py`.
+waits for it. A letter says itself who wrote it: the network it comes by is trusted, as NIXL's is. Sending works from
+any thread; handlers run on the mailbox's own thread and must be short. Knows no tickets. One a process, shared by its
+sender and its receiver; made by `build.py`.
 """
 
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,7 @@ from pdserve.kvtransfer.notice import Letter, Notice, Party, decode_letter, enco
 logger = logging.getLogger(__name__)
 
 QUEUED_LETTERS = 10_000  # to one peer: many minutes' worth, so it does not read any more
-_STOP = b""
+UNUSED_S = 600.0  # then the way to a peer is closed: it may be gone, and zmq would try to reach it for ever
 _in_process = itertools.count()
 
 Handler = Callable[[Party, Any], None]
@@ -40,6 +42,8 @@ class Mailbox:
         self.party = Party(engine_id, incarnation, address)
         self._handlers: dict[type[Notice], Handler] = {}
         self._outboxes: dict[str, zmq.Socket[bytes]] = {}
+        self._used: dict[str, float] = {}
+        self._waker = self._open(address)
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
@@ -47,9 +51,7 @@ class Mailbox:
         self._thread.start()
 
     def on(self, kind: type[Notice], handler: Handler) -> None:
-        """handler(sender, notice) for every notice of the kind; one handler a kind, None of others are missed: letters
-        without a handler are dropped.
-        """
+        """handler(sender, notice) for every notice of the kind from now on; before, they are dropped."""
         self._handlers[kind] = handler
 
     def send(self, to: Party, notice: Notice) -> None:
@@ -59,9 +61,7 @@ class Mailbox:
     def forget(self, to: Party) -> None:
         """Close the way to a peer that is gone; a later letter opens it again."""
         with self._lock:
-            outbox = self._outboxes.pop(to.mailbox, None)
-        if outbox is not None:
-            outbox.close(linger=0)
+            self._close(to.mailbox)
 
     def attach(self) -> None:
         with self._lock:
@@ -73,12 +73,10 @@ class Mailbox:
             self._users -= 1
             if self._users or self._closed:
                 return
-        self._write(self.party.mailbox, _STOP)
-        self._thread.join()
-        with self._lock:
             self._closed = True
-            outboxes, self._outboxes = list(self._outboxes.values()), {}
-        for outbox in outboxes:
+        self._waker.send(b"")
+        self._thread.join()
+        for outbox in [*self._outboxes.values(), self._waker]:
             outbox.close(linger=100)  # a last "done" may still be on its way
         self._inbox.close(linger=0)
 
@@ -86,15 +84,27 @@ class Mailbox:
         with self._lock:  # a zmq socket may move between threads, but not be used by two
             if self._closed:
                 return
-            outbox = self._outboxes.get(address)
             try:
-                if outbox is None:
-                    outbox = self._outboxes[address] = self._open(address)
-                outbox.send(message, zmq.NOBLOCK)
+                if address not in self._outboxes:
+                    self._close_unused()
+                    self._outboxes[address] = self._open(address)
+                self._used[address] = time.monotonic()
+                self._outboxes[address].send(message, zmq.NOBLOCK)
             except zmq.Again:
                 logger.warning("%s does not read its letters: one is dropped", address)
             except zmq.ZMQError as error:
                 logger.warning("no letter can be sent to %s: %s", address, error)
+
+    def _close_unused(self) -> None:
+        limit = time.monotonic() - UNUSED_S
+        for address in [address for address, used in self._used.items() if used < limit]:
+            self._close(address)
+
+    def _close(self, address: str) -> None:
+        self._used.pop(address, None)
+        outbox = self._outboxes.pop(address, None)
+        if outbox is not None:
+            outbox.close(linger=0)
 
     def _open(self, address: str) -> "zmq.Socket[bytes]":
         outbox = self._context.socket(zmq.PUSH)
@@ -104,10 +114,13 @@ class Mailbox:
 
     def _read(self) -> None:
         me = (self.party.engine_id, self.party.incarnation)
-        while (message := self._inbox.recv()) != _STOP:
+        while True:
+            message = self._inbox.recv()
+            if self._closed:
+                return
             try:
                 letter = decode_letter(message)
-            except msgspec.DecodeError as error:
+            except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
                 logger.warning("dropped a letter that is none: %s", error)
                 continue
             handler = self._handlers.get(type(letter.notice))

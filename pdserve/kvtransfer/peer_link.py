@@ -65,13 +65,14 @@ class Pull:
 
     ticket: the newest, and whether it is the complete one. posted: positions before it are read or under way. verified:
     those before it hold what was published; early: those when the ticket was complete. deadline, started: monotonic,
-    the latter of the complete ticket. reported: its end was told already.
+    the latter of the complete ticket; patience: how long one read may take before. reported: its end was told already.
     """
 
     pull_id: int
     skip: int
     local_blocks: tuple[int, ...]
     started: float
+    patience: float
     ticket: Ticket | None = None
     is_complete: bool = False
     deadline: float | None = None
@@ -89,6 +90,11 @@ class Pull:
     def end(self) -> int:
         return self.skip + len(self.local_blocks)
 
+    def is_late(self, now: float) -> bool:
+        if self.deadline is not None:
+            return now > self.deadline
+        return any(piece.reads and now > piece.posted + self.patience for piece in self.pieces)
+
     @property
     def is_read(self) -> bool:
         """Whether reads into its blocks are under way."""
@@ -105,6 +111,7 @@ class Piece:
     last: int
     reads: int = 0
     state: Literal["reading", "verified", "stale"] = "reading"
+    posted: float = field(default_factory=time.monotonic)
 
     @property
     def remote_blocks(self) -> tuple[int, ...]:
@@ -217,14 +224,15 @@ class PeerLink:
             self._finish_drain()
 
     def _wait(self) -> None:
-        """Sleeps a share of the youngest read's age, so that waiting costs little and adds little; without reads, for
-        a command."""
+        """Sleeps a share of the youngest read's age, so that waiting costs little and adds little; without reads, until
+        a command or a deadline comes."""
         if not self._flights:
             if self._state is LinkState.DRAINING:
                 return  # a turn broke off before it finished the drain
+            deadlines = [pull.deadline for pull in self._pulls.values() if pull.deadline is not None]
             with self._changed:
-                while not self._commands:
-                    self._changed.wait()
+                if not self._commands:
+                    self._changed.wait(max(0.0, min(deadlines) - time.monotonic()) if deadlines else None)
             return
         age = time.monotonic() - self._flights[-1].posted
         sleep = min(max(age * SLEEP_SHARE, MIN_SLEEP_S), MAX_SLEEP_S)
@@ -494,7 +502,7 @@ class PeerLink:
         pull.reported, settled = True, not pull.is_read
         if settled:
             del self._pulls[pull.pull_id]
-        self._emit(PullFailed(pull.pull_id, reason, detail, settled, pull.verified - pull.skip))
+        self._emit(PullFailed(pull.pull_id, reason, detail, settled, pull.verified - pull.skip, pull.is_complete))
 
     def _fail_all(self, reason: str, detail: str) -> None:
         for pull in list(self._pulls.values()):
@@ -513,7 +521,7 @@ class PeerLink:
     def _check_deadlines(self) -> None:
         now = time.monotonic()
         for pull in list(self._pulls.values()):
-            if not pull.reported and pull.deadline is not None and now > pull.deadline:
+            if not pull.reported and pull.is_late(now):
                 self._fail(pull, "deadline", f"no end after {now - pull.started:.3f} s")
         if self._state is LinkState.PROBING and now > self._probe_deadline:
             self._lose(TransferError("error", f"the self-test read did not end within {PROBE_DEADLINE_S:g} s"))

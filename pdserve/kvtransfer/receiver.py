@@ -61,9 +61,17 @@ class RankReceiver:
             if link is not None:
                 link.disconnect()
 
-    def begin(self, pull_id: int, engine_id: str, incarnation: int, local_blocks: tuple[int, ...], skip: int) -> None:
+    def begin(
+        self,
+        pull_id: int,
+        engine_id: str,
+        incarnation: int,
+        local_blocks: tuple[int, ...],
+        skip: int,
+        deadline_s: float,
+    ) -> None:
         """Begin a pull into `local_blocks`, for a prompt's blocks from `skip` on; `extend` and `complete` say where
-        from. ValueError when a block does not exist.
+        from. deadline_s: see `KVReceiver.follow`. ValueError when a block does not exist.
         """
         if any(not 0 <= block < self._own.pool.shape[0] for block in local_blocks):
             raise ValueError(f"local_blocks must lie in [0, {self._own.pool.shape[0]}), not {local_blocks}")
@@ -72,7 +80,7 @@ class RankReceiver:
             if refusal is None:
                 link = self._links[engine_id, incarnation]
                 self._pulling[pull_id] = link
-                link.begin(Pull(pull_id, skip, local_blocks, time.monotonic()))
+                link.begin(Pull(pull_id, skip, local_blocks, time.monotonic(), deadline_s))
                 return
         self.emit(PullFailed(pull_id, *refusal, settled=True), "")
 

@@ -95,13 +95,12 @@ class Sender:
 
     def publish_part(self, key: RequestKey, block_ids: Sequence[int], content: bytes) -> None:
         """See `KVSender.publish_part`."""
+        ticket = self._ticket(key, block_ids, 0, content)
         with self._changed:
             prompt = self._prompt(key)
-            known = prompt.ticket.block_ids if prompt.ticket is not None else ()
-            if prompt.deadline is not None or tuple(block_ids) == known:
+            if prompt.deadline is not None or ticket == prompt.ticket:
                 return
-            prompt.ticket = self._ticket(key, block_ids, 0, content)
-            followers, ticket = list(prompt.followers), prompt.ticket
+            prompt.ticket, followers = ticket, list(prompt.followers)
         self._tell(followers, ticket)
         self._metrics.parts.inc()
 
@@ -169,7 +168,8 @@ class Sender:
 
     def _follow_early(self, follower: Party, key: RequestKey) -> None:
         now = time.monotonic()
-        self._early.setdefault(key, (now, {}))[1][follower] = None
+        _, followers = self._early.pop(key, (now, {}))
+        self._early[key] = now, {**followers, follower: None}
         while len(self._early) > MAX_EARLY or next(iter(self._early.values()))[0] < now - EARLY_S:
             self._early.popitem(last=False)
 

@@ -43,15 +43,15 @@ class PrefillPhase:
             if part.key not in whole and self._engine.knows(part.key):
                 self._sender.publish_part(part.key, part.block_ids, part.content)
                 self._computing.add(part.key)
-        self._forget_parts()
         self._keep_budget()
         return events
 
     def poll(self) -> None:
-        """Unpin what D is done with."""
+        """Unpin what D is done with, and forget what was aborted."""
         for unpinned in self._sender.poll():
             if self._published.pop(unpinned.key, None) is not None:
                 self._engine.release_held(unpinned.key)
+        self._forget_parts()
 
     def cancel(self, key: RequestKey) -> None:
         """Drop the ticket; idempotent. (The engine aborts what is still computing.)"""

@@ -181,7 +181,7 @@ class RequestRun:
         self._shared.metrics.plans.labels("split" if plan.prefill is not None else "whole").inc()
         if plan.prefill is None:
             self._submit(plan.decode, "full")
-        elif 0 < plan.prefill.hello.chunk_tokens < len(self._job.prompt_token_ids):
+        elif 0 < plan.prefill.hello.parts_from <= len(self._job.prompt_token_ids):
             self._prepare(plan.decode, plan.prefill, self._submit(plan.prefill, "prefill", overlap=True))
         else:
             self._submit(plan.prefill, "prefill")
@@ -400,8 +400,8 @@ class RequestRun:
 
         def look(last: int) -> None:
             now = self._clock.num_messages
-            if self._legs and not self._inbox and now == last:
-                working = [leg for leg in self._legs if not leg.prepared]
+            working = [leg for leg in self._legs if not leg.prepared]
+            if working and not self._inbox and now == last:
                 self._inbox.put(working[-1], Silent(limit))
             else:
                 self._timer = loop.call_later(limit, look, now)

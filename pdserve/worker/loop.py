@@ -242,7 +242,7 @@ class WorkerLoop:
                 block_size=engine.config.block_size,
                 pool=self._sender.meta() if self._sender else None,
                 peers=tuple(self._peers.values()),
-                chunk_tokens=engine.last_chunk_tokens if self._sender and self._overlaps else 0,
+                parts_from=engine.scheduler.parts_from if self._sender and self._overlaps else 0,
             )
         )
         self._outgoing[session].append(self.snapshot())

@@ -6,11 +6,15 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+import zmq
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import RequestKey, Source, Ticket
+from pdserve.kvtransfer import mailbox
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+from pdserve.kvtransfer.mailbox import Mailbox
+from pdserve.kvtransfer.notice import Done, Party
 
 LEASE_S = 1.0
 _names, _pull_ids = itertools.count(), itertools.count(1)
@@ -68,7 +72,7 @@ def follow(
 ) -> int:
     pull_id = next(_pull_ids)
     peer = Source(source.meta.engine_id, source.meta.incarnation, request)
-    sink.receiver.follow(pull_id, peer, b"content", local, skip)
+    sink.receiver.follow(pull_id, peer, b"content", local, skip, 5.0)
     return pull_id
 
 
@@ -151,7 +155,7 @@ def test_without_any_part_the_ticket_says_all(sink: Engine, source: LocalSource 
 def test_parts_of_other_content_are_not_read(sink: Engine, source: LocalSource | ProcessSource) -> None:
     request = request_key()
     pull_id = next(_pull_ids)
-    sink.receiver.follow(pull_id, Source("p", 3, request), b"another prompt", [10, 11], 0)
+    sink.receiver.follow(pull_id, Source("p", 3, request), b"another prompt", [10, 11], 0, 5.0)
     source.publish_part(request, [1, 2])
     time.sleep(0.1)
     assert not sink.pool.any()
@@ -178,7 +182,7 @@ def test_a_cancelled_follower_reads_no_more_and_unpins_nothing(
 
 def test_follow_of_a_peer_that_is_not_connected(sink: Engine) -> None:
     pull_id = next(_pull_ids)
-    sink.receiver.follow(pull_id, Source("nobody", 1, request_key()), b"content", [1], 0)
+    sink.receiver.follow(pull_id, Source("nobody", 1, request_key()), b"content", [1], 0, 5.0)
     assert sink.wait_for(PullFailed, pull_id=pull_id).reason == "not-connected"
 
 
@@ -285,3 +289,59 @@ def test_a_killed_peer_fails_who_follows_it(local: LocalSource, local_sink: Engi
     local.publish_part(request, [30, 31])
     failed = local_sink.wait_for(PullFailed, pull_id=pull_id)
     assert (failed.reason, failed.num_verified) == ("peer-lost", 1)
+
+
+def test_a_part_in_the_same_blocks_again_is_told(local: LocalSource, local_sink: Engine) -> None:
+    """P was preempted and got its old blocks back, under new generations."""
+    request = request_key()
+    local.publish_part(request, [30, 31])
+    local.bump(30)
+    local.bump(31)
+    pull_id = follow(local_sink, local, request, [0, 1, 2])
+    local.publish_part(request, [30, 31])
+    arrived(local_sink, [0, 1], [30, 31])
+    time.sleep(0.05)
+    local_sink.receiver.cancel(pull_id)
+    assert local_sink.wait_for(PullFailed, pull_id=pull_id).num_verified == 2
+
+
+def test_a_ticket_of_another_length_is_an_error(local: LocalSource, local_sink: Engine) -> None:
+    pull_id = follow(local_sink, local, request_key(), [0, 1, 2])
+    with pytest.raises(ValueError, match="3 blocks"):
+        local_sink.receiver.complete(pull_id, local.publish(request_key(), [30, 31]), 1.0)
+
+
+BAD_TEXT = b"\x93\x92\xa2\xff\xfe\x01\x93\xa1d\x01\xa1x\x92\xa6follow\x94\xa1r\x01\xa1q\x01"
+
+
+@pytest.mark.parametrize("frame", [b"", b"nonsense", BAD_TEXT], ids=["empty", "nonsense", "not UTF-8"])
+def test_stray_frames_do_not_end_the_mailbox(frame: bytes) -> None:
+    here, there = Mailbox("here", 1, "127.0.0.1"), Mailbox("there", 1, "127.0.0.1")
+    got: list[Done] = []
+    here.on(Done, lambda sender, notice: got.append(notice))
+    for box in (here, there):
+        box.attach()
+    stray = zmq.Context.instance().socket(zmq.PUSH)
+    stray.connect(here.party.mailbox)
+    stray.send(frame)
+    time.sleep(0.1)
+    there.send(here.party, Done(key("a")))
+    there.send(Party("here", 2, here.party.mailbox), Done(key("for another incarnation")))
+    there.send(here.party, Done(key("b")))
+    until(lambda: len(got) == 2)
+    assert [notice.key for notice in got] == [key("a"), key("b")]
+    stray.close(linger=0)
+    for box in (here, there):
+        box.detach()
+        assert not box._thread.is_alive()
+
+
+def test_ways_to_peers_that_are_gone_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Mailbox("here", 1, None)
+    here.attach()
+    monkeypatch.setattr(mailbox, "UNUSED_S", 0.05)
+    for index in range(5):
+        here.send(Party("gone", index, f"inproc://gone-{index}"), Done(key("a")))
+        time.sleep(0.06)
+    assert len(here._outboxes) == 1
+    here.detach()

@@ -94,7 +94,7 @@ class World:
 
 
 class FakeWorker:
-    chunk_tokens = 0  # prompts of more are prepared at D
+    parts_from = 0  # longer prompts are prepared at D; 0: none
 
     def __init__(self, world: World, worker_id: str, role: str, pool: bool = True, incarnation: int = 1) -> None:
         self.worker_id = worker_id
@@ -159,7 +159,7 @@ class FakeWorker:
             max_request_tokens=self.max_tokens,
             block_size=16,
             pool=self.meta,
-            chunk_tokens=self.chunk_tokens,
+            parts_from=self.parts_from,
         )
 
     def snapshot(self) -> Snapshot:

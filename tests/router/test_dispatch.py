@@ -18,10 +18,10 @@ PROMPT = tuple(range(10, 30))
 Make = Callable[..., Harness]
 
 
-@pytest.fixture(autouse=True, params=[0, 4], ids=["", "overlapped"])
-def chunk_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+@pytest.fixture(autouse=True, params=[0, 5], ids=["", "overlapped"])
+def parts_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Every test with D prepared while P computes, and without."""
-    monkeypatch.setattr(FakeWorker, "chunk_tokens", request.param)
+    monkeypatch.setattr(FakeWorker, "parts_from", request.param)
     return request.param
 
 
@@ -41,7 +41,7 @@ async def test_split_request(make: Make, n: int) -> None:
     assert await harness.world.settled() == 0
 
 
-async def test_a_long_prompt_is_announced_to_d(make: Make, chunk_tokens: int) -> None:
+async def test_a_long_prompt_is_announced_to_d(make: Make, parts_from: int) -> None:
     harness = await make(1, 1).start()
     prefill, decode = harness.prefills[0], harness.decodes[0]
     prefill.step_s = 0.05
@@ -49,8 +49,8 @@ async def test_a_long_prompt_is_announced_to_d(make: Make, chunk_tokens: int) ->
     for prompt in (PROMPT, PROMPT[:4]):
         harness.check(await harness.collect(prompt, params), prompt, params)
     kinds = [type(c).__name__ for c in decode.commands if isinstance(c, Prepare | Submit)]
-    assert kinds == (["Prepare"] if chunk_tokens else []) + ["Submit", "Submit"]
-    assert [s.overlap for s in prefill.submits()] == [bool(chunk_tokens), False]
+    assert kinds == (["Prepare"] if parts_from else []) + ["Submit", "Submit"]
+    assert [s.overlap for s in prefill.submits()] == [bool(parts_from), False]
     prepares = [c for c in decode.commands if isinstance(c, Prepare)]
     assert all(c.submit.key == decode.submits()[0].key for c in prepares)
     assert all(c.source.key == prefill.submits()[0].key for c in prepares)
