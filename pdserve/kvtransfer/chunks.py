@@ -55,11 +55,9 @@ class Chunks:
         what = f"{layout.compat_digest(memory.model_fingerprint)}|{len(layout.group.heads)}|{blocks_per_chunk}"
         self.model_name = "pdserve-" + blake2b(what.encode(), digest_size=16, person=FORMAT).hexdigest()
 
-    def prefix(self, token_ids: Sequence[int], salt: str, num_chunks: int | None = None) -> Prefix:
-        """The first `num_chunks` chunks, or all whole ones, of `token_ids`."""
-        whole = len(token_ids) // self.chunk_tokens
-        count = whole if num_chunks is None else min(whole, num_chunks)
-        tokens = tuple(token_ids[: count * self.chunk_tokens])
+    def prefix(self, token_ids: Sequence[int], salt: str) -> Prefix:
+        """The whole chunks of `token_ids`."""
+        tokens = tuple(token_ids[: len(token_ids) // self.chunk_tokens * self.chunk_tokens])
         tenant = blake2b(salt.encode(), digest_size=16, person=FORMAT).digest()
         ids = array("q", tokens).tobytes()
         step = 8 * self.chunk_tokens

@@ -196,11 +196,12 @@ class _GivenUp(Exception):
 
 @dataclass(eq=False)
 class _Operation:
-    """touching: a copy runs; over: its one result was reported."""
+    """tokens: of whole chunks. touching: a copy runs; over: its one result was reported."""
 
     op_id: int
     kind: Kind
-    prefix: Prefix
+    tokens: tuple[int, ...]
+    salt: str
     started: float
     deadline: float
     blocks: tuple[int, ...] = ()
@@ -244,8 +245,8 @@ class Pool:
         return self._refusal() is None
 
     def lookup(self, op_id: int, token_ids: Sequence[int], salt: str) -> None:
-        prefix = self._chunks.prefix(token_ids, salt)
-        self._submit(self._operation(op_id, "lookup", prefix, self._config.request_deadline_s), self._look_up)
+        num_chunks, deadline_s = len(token_ids) // self.chunk_tokens, self._config.request_deadline_s
+        self._submit(self._operation(op_id, "lookup", token_ids, salt, num_chunks, deadline_s), self._look_up)
 
     def retrieve(
         self,
@@ -267,8 +268,8 @@ class Pool:
                 f"{skip_tokens} on do not fit {len(token_ids)} tokens"
             )
         self._check_blocks(blocks)
-        prefix = self._chunks.prefix(token_ids, salt, -(-end // self.chunk_tokens))
-        operation = self._operation(op_id, "retrieve", prefix, deadline_s)
+        num_chunks = min(-(-end // self.chunk_tokens), len(token_ids) // self.chunk_tokens)
+        operation = self._operation(op_id, "retrieve", token_ids, salt, num_chunks, deadline_s)
         operation.blocks, operation.skip_blocks = blocks, skip_tokens // size
         self._submit(operation, self._retrieve)
 
@@ -286,7 +287,7 @@ class Pool:
             self._metrics.requests.labels("store", refusal).inc()
         if refusal is not None or not num_chunks:
             return False
-        operation = self._operation(op_id, "store", self._chunks.prefix(token_ids, salt, num_chunks), float("inf"))
+        operation = self._operation(op_id, "store", token_ids, salt, num_chunks, float("inf"))
         operation.blocks, operation.still_valid = blocks, still_valid
         self._submit(operation, self._store)
         return True
@@ -324,9 +325,12 @@ class Pool:
 
     # -- what every operation has in common
 
-    def _operation(self, op_id: int, kind: Kind, prefix: Prefix, deadline_s: float) -> _Operation:
-        now = time.monotonic()
-        return _Operation(op_id, kind, prefix, now, now + deadline_s)
+    def _operation(
+        self, op_id: int, kind: Kind, token_ids: Sequence[int], salt: str, num_chunks: int, deadline_s: float
+    ) -> _Operation:
+        """Copies the tokens, which may grow meanwhile; their digests are computed on the lane."""
+        now, tokens = time.monotonic(), tuple(token_ids[: num_chunks * self.chunk_tokens])
+        return _Operation(op_id, kind, tokens, salt, now, now + deadline_s)
 
     def _check_blocks(self, blocks: Sequence[int]) -> None:
         if any(not 0 <= block < self._copier.num_blocks for block in blocks):
@@ -339,14 +343,14 @@ class Pool:
             return "not-connected"
         return "breaker-open" if self._breaker.is_open else None
 
-    def _submit(self, operation: _Operation, run: Callable[[_Operation], None]) -> None:
+    def _submit(self, operation: _Operation, run: Callable[[_Operation, Prefix], None]) -> None:
         with self._lock:
             self._operations[operation.op_id] = operation
             refusal = self._refusal()
             self._lock.notify_all()  # the clock has a new earliest deadline
         if refusal is not None:
             self._end(operation, PoolFailed(operation.op_id, refusal, "", settled=True))
-        elif operation.kind != "store" and not operation.prefix.num_chunks:
+        elif not operation.tokens:
             self._end(operation, PoolFailed(operation.op_id, "miss", "no whole chunk", settled=True))
         else:
             self._lanes[operation.kind].put(partial(self._run, operation, run))
@@ -409,11 +413,11 @@ class Pool:
         while (task := lane.get()) is not None:
             task()
 
-    def _run(self, operation: _Operation, run: Callable[[_Operation], None]) -> None:
+    def _run(self, operation: _Operation, run: Callable[[_Operation, Prefix], None]) -> None:
         if operation.over:
             return
         try:
-            run(operation)
+            run(operation, self._chunks.prefix(operation.tokens, operation.salt))
             self._count_answer()
         except _GivenUp:
             pass
@@ -474,21 +478,21 @@ class Pool:
 
     # -- the operations, each on its lane
 
-    def _look_up(self, operation: _Operation) -> None:
-        with self._backend.finding(operation.prefix, self._until(operation)) as num_chunks:
+    def _look_up(self, operation: _Operation, prefix: Prefix) -> None:
+        with self._backend.finding(prefix, self._until(operation)) as num_chunks:
             self._end(operation, PoolFound(operation.op_id, num_chunks * self.chunk_tokens))
 
-    def _retrieve(self, operation: _Operation) -> None:
+    def _retrieve(self, operation: _Operation, prefix: Prefix) -> None:
         per_chunk = self._chunks.blocks_per_chunk
         first = operation.skip_blocks // per_chunk
         done = 0  # blocks
-        with self._backend.reading(operation.prefix, first, self._until(operation)) as slots:
+        with self._backend.reading(prefix, first, self._until(operation)) as slots:
             for index, slot in enumerate(slots, first):
                 begin = max(index * per_chunk - operation.skip_blocks, 0)
                 end = min((index + 1) * per_chunk - operation.skip_blocks, len(operation.blocks))
                 row = max(operation.skip_blocks - index * per_chunk, 0)
                 with self._touching(operation):
-                    good = self._copier.load(slot, operation.blocks[begin:end], row, operation.prefix.seals[index])
+                    good = self._copier.load(slot, operation.blocks[begin:end], row, prefix.seals[index])
                 if not good:
                     self._metrics.requests.labels("retrieve", "wrong-content").inc()
                     logger.warning("KV pool: a chunk is not what its key says; taken for missing")
@@ -504,17 +508,16 @@ class Pool:
         num_tokens = (operation.skip_blocks + done) * self._chunks.block_size
         return PoolDone(operation.op_id, num_tokens, num_bytes, time.monotonic() - operation.started)
 
-    def _store(self, operation: _Operation) -> None:
+    def _store(self, operation: _Operation, prefix: Prefix) -> None:
         copied = 0
         step = max(1, STORE_PIECE_BYTES // self._chunks.num_bytes)
-        for first in range(0, operation.prefix.num_chunks, step):
-            last = min(first + step, operation.prefix.num_chunks)
-            with self._backend.writing(operation.prefix, first, last, self._until(operation)) as writing:
-                copied += self._fill(operation, writing)
-        num_tokens = operation.prefix.num_chunks * self.chunk_tokens
-        self._end(operation, PoolStored(operation.op_id, num_tokens, copied))
+        for first in range(0, prefix.num_chunks, step):
+            last = min(first + step, prefix.num_chunks)
+            with self._backend.writing(prefix, first, last, self._until(operation)) as writing:
+                copied += self._fill(operation, prefix, writing)
+        self._end(operation, PoolStored(operation.op_id, len(prefix.tokens), copied))
 
-    def _fill(self, operation: _Operation, writing: Writing) -> int:
+    def _fill(self, operation: _Operation, prefix: Prefix, writing: Writing) -> int:
         """Copy, then ask whether the sources were still the same, then seal and commit. Returns the bytes."""
         per_chunk = self._chunks.blocks_per_chunk
         for index, slot in writing.slots.items():
@@ -527,7 +530,7 @@ class Pool:
             self._end(operation, PoolFailed(operation.op_id, "reused", "a source block was reused", settled=True))
             raise _GivenUp
         for index, slot in writing.slots.items():
-            set_seal(slot, operation.prefix.seals[index])
+            set_seal(slot, prefix.seals[index])
         writing.commit()
         num_bytes = len(writing.slots) * per_chunk * self._copier.block_bytes
         self._metrics.bytes.labels("store").inc(num_bytes)

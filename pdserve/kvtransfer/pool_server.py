@@ -1,5 +1,9 @@
 """Starts `lmcache server` as a child process, waits until it serves, and ends it. Restarts nothing.
 
+    server = PoolServer(config)    # spawned; takes 5 to 10 s, the model can be loaded meanwhile
+    server.wait_ready()
+    server.close()
+
 The child is this module run as a program: it ends itself when its parent does (the pipe on its standard input closes),
 then becomes LMCache's command line. Knows no requests and no blocks: what speaks to the server is `lmcache_pool.py`.
 """
@@ -34,12 +38,13 @@ LOG_TAIL = 2000
 
 
 class PoolServer:
-    """One server process. address: "host:port"."""
+    """One server process. address, http_address: "host:port"."""
 
     def __init__(self, config: PoolConfig) -> None:
-        """Starts it and waits. RuntimeError, with the server's last words, when it ends or is not ready in
-        config.start_deadline_s; ValueError when this host cannot hold it."""
+        """Spawns it. ValueError when this host cannot hold it, or its address is taken."""
         _check_room(config)
+        _check_address(config)
+        self._config, self._spawned = config, time.monotonic()
         self.address = config.address or f"127.0.0.1:{_free_port()}"
         self.http_address = f"127.0.0.1:{_free_port()}"
         self._shm_name = f"pdserve-{os.getpid()}-{self.address.rpartition(':')[2]}"
@@ -51,11 +56,6 @@ class PoolServer:
             stderr=subprocess.STDOUT,
             env=_environment(),
         )
-        try:
-            self._wait_ready(config.start_deadline_s)
-        except BaseException:
-            self.close()
-            raise
         logger.info("KV pool server: pid %d at %s", self.process.pid, self.address)
 
     def _arguments(self, config: PoolConfig) -> list[str]:
@@ -85,9 +85,12 @@ class PoolServer:
     def alive(self) -> bool:
         return self.process.poll() is None
 
-    def _wait_ready(self, deadline_s: float) -> None:
+    def wait_ready(self) -> None:
+        """RuntimeError, with the server's last words, when it ends or does not serve within config.start_deadline_s of
+        its start; it is closed then."""
         host, _, port = self.address.rpartition(":")
-        deadline = time.monotonic() + deadline_s
+        deadline_s = self._config.start_deadline_s
+        deadline = self._spawned + deadline_s
         while self.alive and time.monotonic() < deadline:
             try:
                 with socket.create_connection((host, int(port)), timeout=1.0):
@@ -95,9 +98,11 @@ class PoolServer:
             except OSError:
                 time.sleep(0.05)
         how = f"was not ready after {deadline_s:g} s" if self.alive else f"ended with {self.process.returncode}"
+        last_words = self._last_words()
+        self.close()
         raise RuntimeError(
             f"lmcache server at {self.address} {how}; pool.start_deadline_s may be raised, pool.mode: off does without "
-            f"it. Its last words:\n{self._last_words()}"
+            f"it. Its last words:\n{last_words}"
         )
 
     def _last_words(self) -> str:
@@ -127,6 +132,21 @@ def _check_room(config: PoolConfig) -> None:
             f"pool.l1_gib is {config.l1_gib:g}, but {SHARED_MEMORY} has {free:.1f} GiB free: lower it, or enlarge "
             f"{SHARED_MEMORY} (in a container: --shm-size)"
         )
+
+
+def _check_address(config: PoolConfig) -> None:
+    if config.address is None:
+        return
+    host, _, port = config.address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"pool.address {config.address} cannot be served here ({error}): use the server that runs there "
+                "(pool.mode: connect), or another address"
+            ) from error
 
 
 def _free_port() -> int:
