@@ -41,7 +41,8 @@ from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.chunks import BlockCopier, Chunks, Prefix, Shard
 from pdserve.kvtransfer.connector import PoolMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
-from pdserve.kvtransfer.pool import Pool, PoolError
+from pdserve.kvtransfer.pool import PoolError
+from pdserve.kvtransfer.pool_operations import Pool
 from pdserve.kvtransfer.pool_server import SHARED_MEMORY
 
 logger = logging.getLogger(__name__)

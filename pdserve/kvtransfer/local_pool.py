@@ -17,7 +17,8 @@ from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.chunks import BlockCopier, Chunks, Prefix, Shard
 from pdserve.kvtransfer.connector import PoolMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
-from pdserve.kvtransfer.pool import Pool, PoolError
+from pdserve.kvtransfer.pool import PoolError
+from pdserve.kvtransfer.pool_operations import Pool
 
 POLL_S = 0.001
 

@@ -17,7 +17,8 @@ from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local_pool import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
-from pdserve.kvtransfer.pool import Pool, PoolEvent, unchanged
+from pdserve.kvtransfer.pool import PoolEvent, unchanged
+from pdserve.kvtransfer.pool_operations import Pool
 from pdserve.kvtransfer.pool_server import PoolServer
 
 SIZE = LAYOUT.block_size

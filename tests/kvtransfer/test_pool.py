@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,8 +30,8 @@ from kvtransfer.pool_peers import (
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.breaker import Breaker
 from pdserve.kvtransfer.chunks import Chunks, Shard, runs
-from pdserve.kvtransfer.local_pool import LocalPoolServer
-from pdserve.kvtransfer.pool import PoolDone, PoolFailed, PoolFound, PoolSettled, PoolStored, unchanged
+from pdserve.kvtransfer.local_pool import LocalBlockCopier, LocalPoolServer, PoolFaults
+from pdserve.kvtransfer.pool import PoolDone, PoolEvent, PoolFailed, PoolFound, PoolSettled, PoolStored, unchanged
 from pdserve.kvtransfer.pool_server import PoolServer
 
 Server = LocalPoolServer | PoolServer
@@ -429,6 +430,76 @@ def test_an_error_of_our_own_is_a_miss(twin: tuple[LocalPoolServer, Engine]) -> 
     event = engine.retrieve(tokens, range(4))
     assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("error", True)
     assert isinstance(engine.store(prompt(CHUNK), range(4)), PoolStored), "the lanes live on"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_order_of_operations_and_faults(seed: int) -> None:
+    """Every operation has one result and, when that was unsettled, one PoolSettled; what arrives is bit-equal; nothing
+    is copied once an operation has settled; blocks whose rows changed during a store are never served."""
+    dice = random.Random(seed)
+    config = CONFIG.model_copy(update={"request_deadline_ms": 30, "breaker_s": 0.05})
+    server = LocalPoolServer()
+    engine = Engine(server, config=config)
+    engine.pool._copier = LocalBlockCopier(engine.memory, server.faults)
+    prompts = [prompt(n * CHUNK) for n in (1, 2, 3)]
+    prompts.append(prompt(4 * CHUNK, like=prompts[1]))
+    free, holding = [[*range(i, i + 4)] for i in range(0, 64, 4)], {}
+    results: dict[int, list] = {}
+
+    def begin() -> None:
+        tokens, kind = dice.choice(prompts), dice.choice(["lookup", "retrieve", "store"])
+        want = len(tokens) // CHUNK
+        if kind == "lookup":
+            results[engine.begin_lookup(tokens)] = []
+        elif len(free) >= want:
+            blocks = [block for _ in range(want) for block in free.pop(dice.randrange(len(free)))]
+            if kind == "retrieve":
+                engine.blocks[blocks] = EMPTY
+                op_id: int | None = engine.begin_retrieve(tokens, blocks, deadline_s=dice.choice([0.02, 1.0]))
+            else:
+                engine.compute(tokens, blocks)
+                op_id = engine.begin_store(tokens, blocks)
+                if op_id is not None and dice.random() < 0.2:  # wrongly reused while it is stored
+                    engine.generations[blocks] += 1
+                    engine.blocks[blocks] = 0.5
+            if op_id is None:
+                give_back(blocks)
+            else:
+                results[op_id], holding[op_id] = [], (tokens, blocks)
+
+    def give_back(blocks: list[int]) -> None:
+        """The blocks are ours again; whoever still copied into them would be seen."""
+        engine.blocks[blocks] = EMPTY
+        free.extend(blocks[i : i + 4] for i in range(0, len(blocks), 4))
+
+    def take(event: PoolEvent) -> None:
+        results[event.op_id].append(event)
+        tokens, blocks = holding.get(event.op_id, ([], []))
+        if isinstance(event, PoolDone):
+            assert engine.holds(tokens[: event.num_tokens], blocks[: event.num_tokens // SIZE])
+        if not (isinstance(event, PoolFailed) and not event.settled) and event.op_id in holding:
+            give_back(holding.pop(event.op_id)[1])
+
+    def poll() -> bool:
+        for event in engine.pool.poll():
+            take(event)
+        return True
+
+    for _ in range(400):
+        for free_blocks in free:
+            assert engine.untouched(free_blocks)
+        dice.choice([begin, begin, lambda: engine.pool.cancel(dice.choice([*results, 0])), lambda: time.sleep(0.003)])()
+        if dice.random() < 0.1:
+            setattr(server.faults, dice.choice(["frozen", "dead", "wrong", "copies_frozen"]), dice.random() < 0.5)
+        poll()
+    server.faults.__dict__.update(vars(PoolFaults()))
+    wait_until(lambda: poll() and all(results.values()) and not holding, 10.0, f"never ends: {holding}")
+    poll()
+    for events in results.values():
+        unsettled = isinstance(events[0], PoolFailed) and not events[0].settled
+        assert [type(e) for e in events[1:]] == [PoolSettled] * unsettled, events
+    assert engine.pool._stored_blocks == 0 and not engine.pool._operations
+    engine.close()
 
 
 # -- a real LMCache server
