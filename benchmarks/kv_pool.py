@@ -71,7 +71,7 @@ def measure(writer: Side, reader: Side, num_tokens: int, repeats: int, layout: K
         return event
 
     for seed in range(repeats):
-        random = np.random.default_rng(seed)
+        random = np.random.default_rng([num_tokens, seed])
         tokens = random.integers(0, 128_000, num_tokens).tolist()
         here, there = (random.permutation(len(writer.blocks))[:num_blocks].tolist() for _ in range(2))
         writer.blocks[here] = torch.randn(num_blocks, *layout.block_shape, dtype=torch.bfloat16).to(writer.blocks)
