@@ -65,9 +65,9 @@ IDLE_MS = 1000
 
 
 class _SharedMemory:
-    """The server's chunk memory mapped here; on CUDA hosts page-locked for copies."""
+    """The server's chunk memory mapped here; page-locked when the blocks are on a CUDA device."""
 
-    def __init__(self, name: str, num_bytes: int, pin: bool) -> None:
+    def __init__(self, name: str, num_bytes: int, device: torch.device) -> None:
         """OSError when there is none of that name on this host."""
         file = os.open(SHARED_MEMORY / name.lstrip("/"), os.O_RDWR)
         try:
@@ -75,10 +75,11 @@ class _SharedMemory:
         finally:
             os.close(file)
         self.bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._pinned = pin and self._register()
+        self._pinned = device.type == "cuda" and self._page_lock(device)
 
-    def _register(self) -> bool:
-        error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+    def _page_lock(self, device: torch.device) -> bool:
+        with torch.cuda.device(device):  # or the call would make a context on the first device
+            error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
         if int(error) != 0:
             logger.warning("KV pool: cudaHostRegister failed (%s): copies will be slow", error)
         return int(error) == 0
@@ -98,7 +99,7 @@ class _SharedMemory:
 class _Session:
     """Our registration with one living server process."""
 
-    def __init__(self, url: str, context: zmq.Context, chunks: Chunks, pin: bool) -> None:
+    def __init__(self, url: str, context: zmq.Context, chunks: Chunks, device: torch.device) -> None:
         """PoolError when the server does not answer or does not fit."""
         self.chunks = chunks
         self.dead = False
@@ -125,7 +126,7 @@ class _Session:
                     "--supported-transfer-mode engine_driven, and enough of /dev/shm",
                 )
             try:
-                self.memory = _SharedMemory(answer.shm_name, answer.pool_size, pin)
+                self.memory = _SharedMemory(answer.shm_name, answer.pool_size, device)
             except OSError as error:
                 raise PoolError("error", f"cannot map the pool server's memory: {error}") from error
         except PoolError:
@@ -293,9 +294,9 @@ class _Talk:
 class _Link(threading.Thread):
     """Watches the connection to the server, begins and ends sessions, pays what late answers owe."""
 
-    def __init__(self, address: str, chunks: Chunks, pin: bool) -> None:
+    def __init__(self, address: str, chunks: Chunks, device: torch.device) -> None:
         super().__init__(name="kv-pool-link", daemon=True)
-        self._url, self._chunks, self._pin = f"tcp://{address}", chunks, pin
+        self._url, self._chunks, self._device = f"tcp://{address}", chunks, device
         self.session: _Session | None = None
         self._owed: queue.SimpleQueue[_Debt] = queue.SimpleQueue()
         self._closing = False
@@ -340,7 +341,7 @@ class _Link(threading.Thread):
 
     def _open(self) -> None:
         try:
-            self.session = _Session(self._url, self._context, self._chunks, self._pin)
+            self.session = _Session(self._url, self._context, self._chunks, self._device)
             self._complaint = ""
             logger.info("KV pool: connected to %s", self._url)
         except PoolError as error:
@@ -383,9 +384,9 @@ class _LMCacheWriting:
 class LMCacheBackend:
     """See `pool.PoolBackend`. Connects, and connects again, in the background."""
 
-    def __init__(self, address: str, chunks: Chunks, request_deadline_s: float, pin: bool) -> None:
+    def __init__(self, address: str, chunks: Chunks, request_deadline_s: float, device: torch.device) -> None:
         self.chunks, self._patience_s = chunks, request_deadline_s
-        self._link = _Link(address, chunks, pin)
+        self._link = _Link(address, chunks, device)
         self._name = secrets.token_hex(8)
         self._counter = itertools.count()
 
@@ -451,6 +452,6 @@ def lmcache_pool(
     """A KVPool over the server at `address` (host:port, this host). shard: which part of the rows this rank stores.
     ValueError when config does not fit the memory."""
     chunks = Chunks(memory, config.blocks_per_chunk(memory.layout.block_size), shard or Shard())
-    backend = LMCacheBackend(address, chunks, config.request_deadline_s, pin=memory.pool.is_cuda)
+    backend = LMCacheBackend(address, chunks, config.request_deadline_s, memory.pool.device)
     metrics = PoolMetrics(registry or CollectorRegistry())
     return Pool(backend, BlockCopier(memory), config, wake, metrics)

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.build import build_pool
+from pdserve.kvtransfer.chunks import Shard
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local_pool import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
 from pdserve.kvtransfer.pool import PoolEvent, unchanged
@@ -23,7 +24,8 @@ from pdserve.kvtransfer.pool_server import PoolServer
 
 SIZE = LAYOUT.block_size
 CHUNK = 4 * SIZE
-CONFIG = PoolConfig(chunk_tokens=CHUNK, l1_gib=0.125, request_deadline_ms=300, breaker_s=0.5, max_store_fraction=0.5)
+CONFIG = PoolConfig(chunk_tokens=CHUNK, l1_gib=0.125, request_deadline_ms=2000, breaker_s=0.5, max_store_fraction=0.5)
+IMPATIENT = CONFIG.model_copy(update={"request_deadline_ms": 400})
 EMPTY = -1.0
 _prompts = itertools.count(1)
 
@@ -51,6 +53,7 @@ class Engine:
         fingerprint: str = "model",
         connect: bool = True,
         device: str = "cpu",
+        shard: Shard | None = None,
     ) -> None:
         self.blocks = torch.full((NUM_BLOCKS, *LAYOUT.block_shape), EMPTY, device=device)
         self.generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
@@ -59,10 +62,10 @@ class Engine:
         self.registry = CollectorRegistry()
         self.pool: Any
         if isinstance(server, LocalPoolServer):
-            self.pool = local_pool(server, config, self.memory, self.woken.set, registry=self.registry)
+            self.pool = local_pool(server, config, self.memory, self.woken.set, shard=shard, registry=self.registry)
         else:
             address = server if isinstance(server, str) else server.address
-            self.pool = build_pool(address, config, self.memory, self.woken.set, registry=self.registry)
+            self.pool = build_pool(address, config, self.memory, self.woken.set, shard=shard, registry=self.registry)
         assert isinstance(self.pool, Pool)
         self.op_ids = itertools.count(1)
         self.events: list[PoolEvent] = []
