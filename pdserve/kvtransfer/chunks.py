@@ -19,6 +19,8 @@ from pdserve.kvtransfer.connector import PoolMemory
 SEAL_BYTES = 32
 FORMAT = b"pdserve-1"
 
+BlockIds = Sequence[int] | np.ndarray
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -91,12 +93,12 @@ class BlockCopier:
     def block_bytes(self) -> int:
         return int(self._blocks.shape[1])
 
-    def save(self, slot: torch.Tensor, block_ids: Sequence[int]) -> None:
+    def save(self, slot: torch.Tensor, block_ids: BlockIds) -> None:
         """Fill the slot from whole blocks (their rows are completely written). Leaves it unsealed: see `set_seal`."""
         set_seal(slot, bytes(SEAL_BYTES))
         self._copy(slot, block_ids, self._out, inward=False)
 
-    def load(self, slot: torch.Tensor, block_ids: Sequence[int], first: int, seal: bytes) -> bool:
+    def load(self, slot: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
         """Copy the slot's blocks `first`.. into `block_ids`. False: the slot is not the chunk that `seal` names, or
         ceased to be while it was copied; the blocks then hold nothing of use."""
         if seal_of(slot) != seal:
@@ -104,9 +106,7 @@ class BlockCopier:
         self._copy(slot[first * self.block_bytes :], block_ids, self._in, inward=True)
         return seal_of(slot) == seal
 
-    def _copy(
-        self, host: torch.Tensor, block_ids: Sequence[int], stream: torch.cuda.Stream | None, inward: bool
-    ) -> None:
+    def _copy(self, host: torch.Tensor, block_ids: BlockIds, stream: torch.cuda.Stream | None, inward: bool) -> None:
         with torch.cuda.stream(stream):  # no effect with None
             row = 0
             for start, count in runs(block_ids):
@@ -121,7 +121,7 @@ class BlockCopier:
             done.synchronize()
 
 
-def runs(block_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+def runs(block_ids: BlockIds) -> Iterator[tuple[int, int]]:
     """`(first, count)` of each run of consecutive ids, in order."""
     ids = np.asarray(block_ids, np.int64)
     for part in np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1):

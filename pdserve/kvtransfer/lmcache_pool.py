@@ -129,7 +129,7 @@ class _Session:
                 self.memory = _SharedMemory(answer.shm_name, answer.pool_size, device)
             except OSError as error:
                 raise PoolError("error", f"cannot map the pool server's memory: {error}") from error
-        except PoolError:
+        except BaseException:
             self.end()
             raise
 
@@ -344,7 +344,7 @@ class _Link(threading.Thread):
             self.session = _Session(self._url, self._context, self._chunks, self._device)
             self._complaint = ""
             logger.info("KV pool: connected to %s", self._url)
-        except PoolError as error:
+        except (PoolError, RuntimeError) as error:  # RuntimeError: of CUDA
             if str(error) != self._complaint:
                 logger.warning("KV pool: %s", error)
             self._complaint = str(error)

@@ -6,7 +6,7 @@ drive every branch of `pool.py`. Pools of one process share chunks when they sha
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer.chunks import BlockCopier, Chunks, Prefix, Shard
+from pdserve.kvtransfer.chunks import BlockCopier, BlockIds, Chunks, Prefix, Shard
 from pdserve.kvtransfer.connector import PoolMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool import PoolError
@@ -143,12 +143,12 @@ class LocalBlockCopier(BlockCopier):
         super().__init__(memory)
         self._faults = faults
 
-    def save(self, slot: torch.Tensor, block_ids: Sequence[int]) -> None:
+    def save(self, slot: torch.Tensor, block_ids: BlockIds) -> None:
         super().save(slot, block_ids[: len(block_ids) // 2])
         self._thaw()
         super().save(slot, block_ids)
 
-    def load(self, slot: torch.Tensor, block_ids: Sequence[int], first: int, seal: bytes) -> bool:
+    def load(self, slot: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
         self._thaw()
         return super().load(slot, block_ids, first, seal)
 

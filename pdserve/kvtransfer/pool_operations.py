@@ -11,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
+
+import numpy as np
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.breaker import Breaker
@@ -57,7 +59,7 @@ class _Operation:
     salt: str
     started: float
     deadline: float
-    blocks: tuple[int, ...] = ()
+    blocks: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     skip_blocks: int = 0
     still_valid: StillValid | None = None
     touching: bool = False
@@ -110,16 +112,15 @@ class Pool:
         deadline_s: float,
     ) -> None:
         size = self._chunks.block_size
-        blocks = tuple(int(block) for block in local_blocks)
+        blocks = self._checked(local_blocks)
         if skip_tokens < 0 or skip_tokens % size:
             raise ValueError(f"skip_tokens must be whole blocks of {size} tokens, not {skip_tokens}")
         end = skip_tokens + len(blocks) * size
-        if not blocks or end - size >= len(token_ids):
+        if not len(blocks) or end - size >= len(token_ids):
             raise ValueError(
                 f"local_blocks must belong to tokens behind skip_tokens: {len(blocks)} blocks of {size} from token "
                 f"{skip_tokens} on do not fit {len(token_ids)} tokens"
             )
-        self._check_blocks(blocks)
         num_chunks = min(-(-end // self.chunk_tokens), len(token_ids) // self.chunk_tokens)
         operation = self._operation(op_id, "retrieve", token_ids, salt, num_chunks, deadline_s)
         operation.blocks, operation.skip_blocks = blocks, skip_tokens // size
@@ -129,8 +130,7 @@ class Pool:
         self, op_id: int, token_ids: Sequence[int], salt: str, block_ids: Sequence[int], still_valid: StillValid
     ) -> bool:
         num_chunks = min(len(token_ids) // self.chunk_tokens, len(block_ids) // self._chunks.blocks_per_chunk)
-        blocks = tuple(int(block) for block in block_ids[: num_chunks * self._chunks.blocks_per_chunk])
-        self._check_blocks(blocks)
+        blocks = self._checked(block_ids[: num_chunks * self._chunks.blocks_per_chunk])
         with self._lock:
             refusal = self._refusal() or ("over-cap" if self._stored_blocks + len(blocks) > self._store_cap else None)
             if refusal is None and num_chunks:
@@ -184,9 +184,13 @@ class Pool:
         now, tokens = time.monotonic(), tuple(token_ids[: num_chunks * self.chunk_tokens])
         return _Operation(op_id, kind, tokens, salt, now, now + deadline_s)
 
-    def _check_blocks(self, blocks: Sequence[int]) -> None:
-        if any(not 0 <= block < self._copier.num_blocks for block in blocks):
-            raise ValueError(f"blocks must lie in [0, {self._copier.num_blocks}), not {blocks}")
+    def _checked(self, block_ids: Sequence[int]) -> np.ndarray:
+        """As int64 `[n]`. ValueError when one is not a block of ours."""
+        ids = np.array(block_ids, np.int64)
+        bad = ids[(ids < 0) | (ids >= self._copier.num_blocks)]
+        if len(bad):
+            raise ValueError(f"blocks must lie in [0, {self._copier.num_blocks}), not {bad[0]}")
+        return ids
 
     def _refusal(self) -> str | None:
         if self._closed:
