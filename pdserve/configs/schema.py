@@ -107,6 +107,58 @@ class ResolvedEngineConfig(EngineConfig):
     async_scheduling: bool
 
 
+class PoolConfig(Config):
+    """The KV pool shared by the engines of one host: LMCache's server, reached through shared memory.
+
+    mode: "off"; "connect" to a server that runs at `address`; "start" one as a child of the worker (at `address`, or at
+    a free port of 127.0.0.1). address: "host:port" on this host. chunk_tokens: what is stored and found at once, a
+    multiple of the engine's block_size, the same for all users of a server. l1_gib: memory of a started server, in
+    /dev/shm. disk_folder: a started server also writes chunks there and finds them after a restart. start_deadline_s:
+    how long it may take to be ready. request_deadline_ms: longest wait for one answer of the server; any longer is a
+    miss. breaker_s: after three errors in a row nobody asks for so long. max_store_fraction: share of the KV blocks
+    that stores may hold at once.
+    """
+
+    mode: Literal["off", "connect", "start"] = "off"
+    address: str | None = None
+    chunk_tokens: int = Field(256, ge=16)
+    l1_gib: float = Field(4.0, gt=0)
+    disk_folder: str | None = None
+    start_deadline_s: float = Field(60.0, gt=0)
+    request_deadline_ms: int = Field(200, ge=1)
+    breaker_s: float = Field(5.0, gt=0)
+    max_store_fraction: float = Field(0.25, gt=0, le=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> "PoolConfig":
+        if self.mode == "connect" and self.address is None:
+            raise ValueError("pool.address must name the running server as host:port when pool.mode is 'connect'")
+        if self.address is not None:
+            host, _, port = self.address.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 65536:
+                raise ValueError(f"pool.address must be host:port, as 127.0.0.1:5755, not {self.address!r}")
+        if self.disk_folder is not None and self.mode != "start":
+            raise ValueError(
+                "pool.disk_folder belongs to a server started here: set pool.mode: start, or give the folder to the "
+                "running server (--l2-adapter)"
+            )
+        return self
+
+    @property
+    def request_deadline_s(self) -> float:
+        return self.request_deadline_ms / 1000
+
+    def blocks_per_chunk(self, block_size: int) -> int:
+        """ValueError unless a chunk is a whole number of blocks."""
+        if self.chunk_tokens % block_size:
+            near = max(1, self.chunk_tokens // block_size) * block_size
+            raise ValueError(
+                f"pool.chunk_tokens ({self.chunk_tokens}) must be a multiple of engine.block_size ({block_size}): "
+                f"set it to {near}"
+            )
+        return self.chunk_tokens // block_size
+
+
 class TransferConfig(Config):
     """KV hand-off between workers.
 
@@ -114,7 +166,8 @@ class TransferConfig(Config):
     a sign from D. pull_deadline_s: how long D waits for one pull before it recomputes. progress_delay_us: sleep of
     NIXL's progress thread (0 spins a core). ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share
     of P's pool that published blocks may pin; max_reserved_fraction: share of D's pool that pulls may hold;
-    max_quarantined_fraction: share that reads which do not end may hold before their peers are left alone.
+    max_quarantined_fraction: share that reads which do not end may hold before their peers are left alone. pool: a
+    pool of KV shared through LMCache's server.
     """
 
     connector: Literal["nixl", "local"] = "nixl"
@@ -126,6 +179,7 @@ class TransferConfig(Config):
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)
     max_reserved_fraction: float = Field(0.5, gt=0, le=1)
     max_quarantined_fraction: float = Field(0.25, gt=0, le=1)
+    pool: PoolConfig = PoolConfig()
 
 
 class DeploymentConfig(Config):

@@ -1,4 +1,4 @@
-"""Makes the (sender, receiver) pair of an engine over one shared agent: `build_connector`.
+"""Makes the (sender, receiver) pair of an engine over one shared agent: `build_connector`; and its pool: `build_pool`.
 
 A registry names the transports; nixl is imported only when it is chosen. Called once by the engine process, after the
 pool and the generation table are allocated for good (and after CUDA graph capture): they are registered here, once.
@@ -10,15 +10,17 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.schema import PoolConfig, TransferConfig
 from pdserve.engine.protocol import PoolMeta, RankPool
 from pdserve.kvtransfer.agent import TransferAgent, flat_bytes, memory_of
+from pdserve.kvtransfer.chunks import Shard
 from pdserve.kvtransfer.connection import OwnPool
 from pdserve.kvtransfer.connector import PoolMemory, Wake
 from pdserve.kvtransfer.group import GroupReceiver
 from pdserve.kvtransfer.local import LocalAgent
 from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.metrics import TransferMetrics
+from pdserve.kvtransfer.pool import KVPool
 from pdserve.kvtransfer.receiver import RankReceiver
 from pdserve.kvtransfer.sender import Sender
 
@@ -121,3 +123,20 @@ def _describe(agent: TransferAgent, memory: PoolMemory, compat: str, engine_id: 
         mailbox="",
         ranks=(rank_pool,),
     )
+
+
+def build_pool(
+    address: str,
+    config: PoolConfig,
+    memory: PoolMemory,
+    wake: Wake,
+    *,
+    shard: Shard | None = None,
+    registry: CollectorRegistry | None = None,
+) -> KVPool:
+    """The engine's pool over the server at `address` (config.address, or that of a `pool_server.PoolServer`). It
+    connects, and connects again, in the background. shard: which part of the rows this rank stores. ValueError when
+    config does not fit the memory."""
+    from pdserve.kvtransfer.lmcache_pool import lmcache_pool
+
+    return lmcache_pool(address, config, memory, wake, shard=shard, registry=registry)

@@ -13,6 +13,7 @@ from pdserve.configs.schema import (
     DeploymentConfig,
     EngineConfig,
     ModelConfig,
+    PoolConfig,
     RouterConfig,
     TransferConfig,
     WorkerConfig,
@@ -157,3 +158,27 @@ def test_what_is_not_given_is_chosen_by_device(device: Any, chosen: tuple) -> No
     given = EngineConfig(block_size=32, max_num_batched_tokens=99, max_num_seqs=3, async_scheduling=True)
     made = given.for_device(device)
     assert (made.block_size, made.max_num_batched_tokens, made.max_num_seqs, made.async_scheduling) == (32, 99, 3, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"mode": "connect"}, "pool.address must name the running server"),
+        ({"mode": "connect", "address": "5755"}, "pool.address must be host:port"),
+        ({"mode": "connect", "address": "host:x"}, "pool.address must be host:port"),
+        ({"disk_folder": "/tmp/x"}, "pool.mode: start"),
+        ({"request_deadline_ms": 0}, "request_deadline_ms"),
+        ({"max_store_fraction": 1.5}, "max_store_fraction"),
+        ({"breakers_s": 1}, "did you mean 'breaker_s'"),
+    ],
+)
+def test_a_bad_pool_is_refused_by_name(given: dict, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PoolConfig(**given)
+
+
+def test_a_chunk_is_whole_blocks() -> None:
+    assert PoolConfig().mode == "off"
+    assert PoolConfig(chunk_tokens=256).blocks_per_chunk(64) == 4
+    with pytest.raises(ValueError, match=r"chunk_tokens \(100\).*block_size \(16\): set it to 96"):
+        PoolConfig(chunk_tokens=100).blocks_per_chunk(16)

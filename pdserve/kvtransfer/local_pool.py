@@ -1,0 +1,173 @@
+"""The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a Pool over it.
+
+For setups of one process and for tests, which can make the server slow, frozen, dead or wrong (`PoolFaults`) and so
+drive every branch of `pool.py`. Pools of one process share chunks when they share the server.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve.configs.schema import PoolConfig
+from pdserve.kvtransfer.chunks import BlockCopier, BlockIds, Chunks, Prefix, Shard
+from pdserve.kvtransfer.connector import PoolMemory, Wake
+from pdserve.kvtransfer.metrics import PoolMetrics
+from pdserve.kvtransfer.pool import PoolError
+from pdserve.kvtransfer.pool_operations import Pool
+
+POLL_S = 0.001
+
+
+@dataclass
+class PoolFaults:
+    """How the server misbehaves. delay_s: every answer takes so long; frozen: none comes; dead: refused at once, and
+    everything is forgotten; wrong: chunks that are read hold another prompt's rows; copies_frozen: copies between
+    blocks and chunks do not end (what a stalled device does)."""
+
+    delay_s: float = 0.0
+    frozen: bool = False
+    dead: bool = False
+    wrong: bool = False
+    copies_frozen: bool = False
+
+
+@dataclass(eq=False)
+class LocalPoolServer:
+    """Chunks by seal. in_use: contexts that are open, for tests that count what is left behind."""
+
+    faults: PoolFaults = field(default_factory=PoolFaults)
+    chunks: dict[bytes, torch.Tensor] = field(default_factory=dict)
+    in_use: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def die(self) -> None:
+        """As a server process that is killed; `faults.dead = False` starts an empty one."""
+        self.faults.dead = True
+        with self.lock:
+            self.chunks.clear()
+
+
+@dataclass(eq=False)
+class _LocalWriting:
+    slots: dict[int, torch.Tensor]
+    store: Callable[[], None]
+
+    def commit(self) -> None:
+        self.store()
+
+
+class LocalPoolBackend:
+    """See `pool.PoolBackend`."""
+
+    def __init__(self, server: LocalPoolServer, chunks: Chunks) -> None:
+        self._server, self.chunks = server, chunks
+
+    @property
+    def connected(self) -> bool:
+        return not self._server.faults.dead
+
+    @contextmanager
+    def finding(self, prefix: Prefix, until: float) -> Iterator[int]:
+        with self._answering(until):
+            yield len(self._found(prefix, 0))
+
+    @contextmanager
+    def reading(self, prefix: Prefix, first: int, until: float) -> Iterator[list[torch.Tensor]]:
+        with self._answering(until):
+            found = self._found(prefix, first)
+            if self._server.faults.wrong:
+                found = [torch.flip(slot, (0,)) for slot in found]
+            yield found
+
+    @contextmanager
+    def writing(self, prefix: Prefix, first: int, last: int, until: float) -> Iterator[_LocalWriting]:
+        with self._answering(until):
+            size = self.chunks.num_bytes
+            lacking = [i for i in range(first, last) if prefix.seals[i] not in self._server.chunks]
+            slots = {i: torch.zeros(size, dtype=torch.uint8) for i in lacking}
+
+            def store() -> None:
+                self._wait(until)
+                with self._server.lock:
+                    self._server.chunks.update({prefix.seals[i]: slot for i, slot in slots.items()})
+
+            yield _LocalWriting(slots, store)
+
+    def probe(self, until: float) -> None:
+        self._wait(until)
+
+    def close(self) -> None:
+        pass
+
+    def _found(self, prefix: Prefix, first: int) -> list[torch.Tensor]:
+        found = []
+        with self._server.lock:
+            for seal in prefix.seals:
+                if seal not in self._server.chunks:
+                    break
+                found.append(self._server.chunks[seal])
+        return found[first:]
+
+    @contextmanager
+    def _answering(self, until: float) -> Iterator[None]:
+        self._wait(until)
+        with self._server.lock:
+            self._server.in_use += 1
+        try:
+            yield
+        finally:
+            with self._server.lock:
+                self._server.in_use -= 1
+
+    def _wait(self, until: float) -> None:
+        faults, ready = self._server.faults, time.monotonic() + self._server.faults.delay_s
+        while faults.frozen or time.monotonic() < ready:
+            if faults.dead:
+                break
+            if time.monotonic() >= until:
+                raise PoolError("timeout", "the local pool does not answer")
+            time.sleep(POLL_S)
+        if faults.dead:
+            raise PoolError("not-connected", "the local pool is dead")
+
+
+class LocalBlockCopier(BlockCopier):
+    """Copies that end only while `faults.copies_frozen` is off."""
+
+    def __init__(self, memory: PoolMemory, faults: PoolFaults) -> None:
+        super().__init__(memory)
+        self._faults = faults
+
+    def save(self, slot: torch.Tensor, block_ids: BlockIds) -> None:
+        super().save(slot, block_ids[: len(block_ids) // 2])
+        self._thaw()
+        super().save(slot, block_ids)
+
+    def load(self, slot: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
+        self._thaw()
+        return super().load(slot, block_ids, first, seal)
+
+    def _thaw(self) -> None:
+        while self._faults.copies_frozen:
+            time.sleep(POLL_S)
+
+
+def local_pool(
+    server: LocalPoolServer,
+    config: PoolConfig,
+    memory: PoolMemory,
+    wake: Wake,
+    *,
+    shard: Shard | None = None,
+    registry: CollectorRegistry | None = None,
+) -> Pool:
+    """A KVPool over `server`. ValueError when config does not fit the memory."""
+    chunks = Chunks(memory, config.blocks_per_chunk(memory.layout.block_size), shard or Shard())
+    metrics = PoolMetrics(registry or CollectorRegistry())
+    copier = LocalBlockCopier(memory, server.faults)
+    return Pool(LocalPoolBackend(server, chunks), copier, config, wake, metrics)

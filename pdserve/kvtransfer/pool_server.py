@@ -1,0 +1,181 @@
+"""Starts `lmcache server` as a child process, waits until it serves, and ends it. Restarts nothing.
+
+    server = PoolServer(config)    # spawned; takes 5 to 10 s, the model can be loaded meanwhile
+    server.wait_ready()
+    server.close()
+
+The child is this module run as a program: it ends itself when its parent does (the pipe on its standard input closes),
+then becomes LMCache's command line. Knows no requests and no blocks: what speaks to the server is `lmcache_pool.py`.
+"""
+
+import json
+import logging
+import os
+import runpy
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pdserve
+from pdserve.configs.schema import PoolConfig
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev/shm")
+SHM_PREFIX = "lmcache_l1_pool_"
+"""LMCache puts this before the name it is given."""
+WRITE_TTL_S = 30
+"""A reservation that was never committed (a store that was given up) can be had again after so long."""
+STOP_TIMEOUT_S = 5.0
+LOG_TAIL = 2000
+"""Characters of the server's own words in an error."""
+
+
+class PoolServer:
+    """One server process. address, http_address: "host:port"."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        """Spawns it. ValueError when this host cannot hold it, or its address is taken."""
+        _check_room(config)
+        _check_address(config)
+        self._config, self._spawned = config, time.monotonic()
+        self.address = config.address or f"127.0.0.1:{_free_port()}"
+        self.http_address = f"127.0.0.1:{_free_port()}"
+        self._shm_name = f"pdserve-{os.getpid()}-{self.address.rpartition(':')[2]}"
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.kvtransfer.pool_server", *self._arguments(config)],
+            stdin=subprocess.PIPE,
+            stdout=self._log,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+        )
+        logger.info("KV pool server: pid %d at %s", self.process.pid, self.address)
+
+    def _arguments(self, config: PoolConfig) -> list[str]:
+        host, _, port = self.address.rpartition(":")
+        arguments = {
+            "--host": host,
+            "--port": port,
+            "--http-port": self.http_address.rpartition(":")[2],
+            "--chunk-size": str(config.chunk_tokens),
+            "--l1-size-gb": str(config.l1_gib),
+            "--shm-name": self._shm_name,
+            "--supported-transfer-mode": "engine_driven",
+            "--eviction-policy": "LRU",
+            "--l1-write-ttl-seconds": str(WRITE_TTL_S),
+            "--l2-prefetch-policy": "retain",
+            "--max-cpu-workers": "4",
+            "--max-gpu-workers": "4",
+        }
+        flat = [word for pair in arguments.items() for word in pair]
+        if config.disk_folder is not None:
+            folder = Path(config.disk_folder).resolve()
+            folder.mkdir(parents=True, exist_ok=True)
+            flat += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})]
+        return [*flat, "--no-l1-use-lazy", "--disable-observability"]
+
+    @property
+    def alive(self) -> bool:
+        return self.process.poll() is None
+
+    def wait_ready(self) -> None:
+        """RuntimeError, with the server's last words, when it ends or does not serve within config.start_deadline_s of
+        its start; it is closed then."""
+        host, _, port = self.address.rpartition(":")
+        deadline_s = self._config.start_deadline_s
+        deadline = self._spawned + deadline_s
+        while self.alive and time.monotonic() < deadline:
+            try:
+                with socket.create_connection((host, int(port)), timeout=1.0):
+                    return
+            except OSError:
+                time.sleep(0.05)
+        how = f"was not ready after {deadline_s:g} s" if self.alive else f"ended with {self.process.returncode}"
+        last_words = self._last_words()
+        self.close()
+        raise RuntimeError(
+            f"lmcache server at {self.address} {how}; pool.start_deadline_s may be raised, pool.mode: off does without "
+            f"it. Its last words:\n{last_words}"
+        )
+
+    def _last_words(self) -> str:
+        self._log.seek(0)
+        return self._log.read().decode(errors="replace")[-LOG_TAIL:]
+
+    def close(self) -> None:
+        """Ends the process and removes its shared memory, which a killed server leaves behind. Idempotent."""
+        if self.alive:
+            self.process.send_signal(signal.SIGTERM)
+            self.process.send_signal(signal.SIGCONT)
+            try:
+                self.process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+        self.process.wait()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        self._log.close()
+        (SHARED_MEMORY / f"{SHM_PREFIX}{self._shm_name}").unlink(missing_ok=True)
+
+
+def _check_room(config: PoolConfig) -> None:
+    free = shutil.disk_usage(SHARED_MEMORY).free / 2**30
+    if config.l1_gib > free:
+        raise ValueError(
+            f"pool.l1_gib is {config.l1_gib:g}, but {SHARED_MEMORY} has {free:.1f} GiB free: lower it, or enlarge "
+            f"{SHARED_MEMORY} (in a container: --shm-size)"
+        )
+
+
+def _check_address(config: PoolConfig) -> None:
+    if config.address is None:
+        return
+    host, _, port = config.address.rpartition(":")
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, int(port)))
+        except OSError as error:
+            raise ValueError(
+                f"pool.address {config.address} cannot be served here ({error}): use the server that runs there "
+                "(pool.mode: connect), or another address"
+            ) from error
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _environment() -> dict[str, str]:
+    root = str(Path(pdserve.__file__).parent.parent)
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    ours = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_DISABLE_BANNER": "1"}
+    ours["PYTHONWARNINGS"] = "ignore"  # of its cloud libraries, at length
+    return os.environ | ours | {"PYTHONPATH": os.pathsep.join(paths)}
+
+
+def _end_with_parent() -> None:
+    """Blocks until the parent is gone, then asks this process to end, and makes it."""
+    os.read(sys.stdin.fileno(), 1)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT_S)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.argv = ["lmcache", "server", *sys.argv[1:]]
+    runpy.run_module("lmcache.cli.main", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
