@@ -200,6 +200,7 @@ META = PoolMeta(
     block_bytes=1 << 21,
     head_bytes=1 << 18,
     generation_address=1 << 47,
+    mailbox="tcp://10.0.0.1:5",
     ranks=(RankPool("p-0", b"\xff\0", 1 << 47, "VRAM", 3, (0, 1)),),
 )
 COMMANDS: list[Command] = [
