@@ -31,6 +31,7 @@ from pdserve.engine.protocol import (
 )
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.local_pool import LocalPoolServer, local_pool
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
@@ -39,16 +40,29 @@ _incarnations = itertools.count(1)
 
 
 class Worker:
-    """A WorkerLoop whose batches are kept; every message passes through its encoded form."""
+    """A WorkerLoop whose batches are kept; every message passes through its encoded form. shared: the KV pool's
+    server.
+    """
 
-    def __init__(self, model: Path, name: str, role: str, transfer: TransferConfig, **engine: object) -> None:
+    def __init__(
+        self,
+        model: Path,
+        name: str,
+        role: str,
+        transfer: TransferConfig,
+        shared: LocalPoolServer | None = None,
+        **engine: object,
+    ) -> None:
         self.engine = self.make_engine(model, **engine)
         memory = self.memory()
         metrics = WorkerMetrics(self.engine)
         incarnation = next(_incarnations)
         sender, receiver = build_connector(transfer, memory, name, incarnation, lambda: None, registry=metrics.registry)
         self.sender, self.receiver = sender, receiver
-        self.loop = WorkerLoop(self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent)
+        self.pool = local_pool(shared, transfer.pool, memory, lambda: None) if shared is not None else None
+        self.loop = WorkerLoop(
+            self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent, self.pool
+        )
         self.events: list[Event] = []
         self.by_session: dict[str, list[Event]] = defaultdict(list)
         self.command(Subscribe(router_id=ROUTER, session=SESSION))
@@ -70,6 +84,8 @@ class Worker:
         self.loop.handle(decode_command(encode(command)))
 
     def close(self) -> None:
+        if self.pool is not None:
+            self.pool.close()
         self.receiver.close()
         self.sender.close()
 
@@ -77,9 +93,17 @@ class Worker:
 class Pair:
     """P and D over one model, connected."""
 
-    def __init__(self, model: Path, *, p: dict | None = None, d: dict | None = None, **transfer: object) -> None:
+    def __init__(
+        self,
+        model: Path,
+        *,
+        p: dict | None = None,
+        d: dict | None = None,
+        shared: LocalPoolServer | None = None,
+        **transfer: object,
+    ) -> None:
         config = TransferConfig(connector="local", **transfer)
-        common = {"device": "cpu", "num_kv_blocks": 128}
+        common = {"device": "cpu", "num_kv_blocks": 128, "shared": shared}
         suffix = next(_incarnations)
         self.p = Worker(model, f"P{suffix}", "prefill", config, **{**common, **(p or {})})
         self.d = Worker(model, f"D{suffix}", "decode", config, **{**common, **(d or {})})

@@ -20,6 +20,7 @@ quarantine for PullSettled; the request does not wait for them.
 import itertools
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pdserve.engine.engine import Engine, Reservation
@@ -30,6 +31,7 @@ from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullS
 PREPARED_S = 60.0  # a Prepare may overtake the Submit and find its request over: nobody would end it
 
 Events = list[tuple[RequestKey, Event]]
+Compute = Callable[[Request, tuple[Start, ...]], None]
 
 
 @dataclass(eq=False)
@@ -66,7 +68,7 @@ class _Pull:
 class DecodePhase:
     """max_reserved_blocks: budget of blocks that pulls may hold; a single pull may exceed it. max_quarantined_blocks:
     with more than that, nothing is pulled from peers whose reads do not end. deadline_s: of each pull, and of waiting
-    for blocks.
+    for blocks. compute: gives a request whose rows could not be pulled to the engine.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class DecodePhase:
         max_reserved_blocks: int,
         max_quarantined_blocks: int,
         deadline_s: float,
+        compute: Compute,
     ) -> None:
         self._engine = engine
+        self._compute = compute
         self._receiver = receiver
         self._max_reserved = max_reserved_blocks
         self._max_quarantined = max_quarantined_blocks
@@ -98,8 +102,9 @@ class DecodePhase:
         return sum(len(pull.reservation.destination) for pull in self._pulls.values())
 
     @property
-    def reservations(self) -> list[Reservation]:
-        return [pull.reservation for pull in self._pulls.values()]
+    def owned(self) -> list[list[int]]:
+        """The blocks of everything that is under way."""
+        return [pull.reservation.block_table for pull in self._pulls.values()]
 
     def prepare(self, prepare: Prepare) -> None:
         """Begin an import before its prompt is computed. One that can never run here is left to its Submit to say."""
@@ -358,7 +363,7 @@ class DecodePhase:
         return self._recompute(item.request, item.starts, reason)
 
     def _recompute(self, request: Request, starts: tuple[Start, ...], reason: str) -> Events:
-        self._engine.add(request, starts)
+        self._compute(request, starts)
         arrived = Arrived(
             request_id=request.key.request_id, attempt=request.key.attempt, source="recompute", reason=reason
         )

@@ -70,6 +70,18 @@ class WrittenPrompt:
     content: bytes
 
 
+@dataclass(frozen=True)
+class FinishedRows:
+    """The full blocks of a sequence that has ended, with the tokens that they hold rows of and their digests; whoever
+    asked for them (`Engine.keeps_finished_rows`) releases the blocks.
+    """
+
+    token_ids: tuple[int, ...]
+    cache_salt: str
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+
+
 @dataclass
 class StepResult:
     """What a step did that is now complete. The held prompts may be published at once, and the blocks of those written
@@ -82,6 +94,7 @@ class StepResult:
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)
     held: list[HeldPrompt] = field(default_factory=list)
     written: list[WrittenPrompt] = field(default_factory=list)
+    finished: list[FinishedRows] = field(default_factory=list)
     num_rows: int = 0
     device_seconds: float = 0.0
     host_seconds: float = 0.0
@@ -131,6 +144,7 @@ class Engine:
             self.spec.vocab_size, self.spec.eos_token_ids, self.max_request_tokens, self.config.max_num_seqs
         )
         self.stats = EngineStats()
+        self.keeps_finished_rows = False
         self._arrivals = itertools.count()
         self._requests: dict[RequestKey, Request] = {}
         self._held: dict[RequestKey, HeldPrompt] = {}
@@ -203,11 +217,11 @@ class Engine:
 
     # --- joining with blocks filled by others ---
 
-    def reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
-        """Blocks for the prompt's rows, cached ones first; None when too few are free now."""
-        cached = self.blocks.match(request.prompt_hashes(self.hasher))
+    def reserve(self, request: Request, starts: tuple[Start, ...], num_blocks: int | None = None) -> Reservation | None:
+        """Blocks for the prompt's rows, or for the first num_blocks, cached ones first; None when too few are free."""
+        cached = self.blocks.match(request.prompt_hashes(self.hasher)[:num_blocks])
         self.blocks.acquire(cached)
-        missing = self.layout.num_blocks_for(request.num_prompt_tokens) - len(cached)
+        missing = (num_blocks or self.layout.num_blocks_for(request.num_prompt_tokens)) - len(cached)
         try:
             fresh = self.blocks.allocate(missing, cached[-1] if cached else None)
         except OutOfBlocks:
@@ -393,7 +407,18 @@ class Engine:
         for (seq, _), reason in zip(live, reasons, strict=True):
             if reason or request.prefill_only:
                 self._commit_full_blocks(seq)
+                self._keep_rows(seq, result)
                 self._finish(seq)
+
+    def _keep_rows(self, seq: Sequence, result: StepResult) -> None:
+        """The last token has no row."""
+        full = (len(seq.token_ids) - 1) // self.config.block_size
+        if not self.keeps_finished_rows or not full:
+            return
+        blocks, hashes = tuple(seq.block_table[:full]), tuple(seq.hashes(self.hasher)[:full])
+        self.blocks.acquire(blocks)
+        tokens = tuple(seq.token_ids[: full * self.config.block_size])
+        result.finished.append(FinishedRows(tokens, seq.request.cache_salt, blocks, hashes))
 
     def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
         request, token = seq.request, sampled.token_id
@@ -472,12 +497,13 @@ class Engine:
                 self.blocks.commit(seq.block_table[index], hashes[index])
             seq.num_committed = full
 
-    def check_integrity(self, reservations: Iterable[Reservation] = ()) -> None:
-        """AssertionError when blocks, owners and queues disagree; for tests and for idle moments."""
+    def check_integrity(self, others: Iterable[list[int]] = ()) -> None:
+        """AssertionError when blocks, owners and queues disagree; for tests and for idle moments. others: the blocks of
+        reservations and of finished rows."""
         self.scheduler.check_integrity()
         tables = [seq.block_table for request in self._requests.values() for seq in request.sequences]
         held = [list(h.block_ids) for h in self._held.values()]
-        self.blocks.check_integrity([*tables, *held, *(r.block_table for r in reservations)])
+        self.blocks.check_integrity([*tables, *held, *others])
 
 
 def _sample_row(seq: Sequence) -> SampleRow:

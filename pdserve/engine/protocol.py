@@ -372,7 +372,8 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here) or "recompute" (reason says why).
+    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here), "recompute" (reason says
+    why), or "pool" (the first cached_tokens; may follow a "recompute", and comes from P too).
     num_early_bytes: of num_bytes, moved before the Submit came."""
 
     request_id: str

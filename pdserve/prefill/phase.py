@@ -10,17 +10,24 @@ thread.
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from pdserve.engine.engine import Engine, HeldPrompt, StepResult
-from pdserve.engine.protocol import Event, Handoff, RequestKey, Submit
+from pdserve.engine.protocol import Event, Handoff, RequestKey, Start, Submit
+from pdserve.engine.sequence import Request
 from pdserve.kvtransfer.connector import KVSender
+
+Compute = Callable[[Request, tuple[Start, ...]], None]
 
 
 class PrefillPhase:
-    """max_pinned_blocks: budget of blocks under tickets; a single ticket may exceed it."""
+    """max_pinned_blocks: budget of blocks under tickets; a single ticket may exceed it. compute: gives a request to the
+    engine.
+    """
 
-    def __init__(self, engine: Engine, sender: KVSender, max_pinned_blocks: int) -> None:
+    def __init__(self, engine: Engine, sender: KVSender, max_pinned_blocks: int, compute: Compute) -> None:
         self._engine = engine
+        self._compute = compute
         self._sender = sender
         self._max_pinned = max_pinned_blocks
         self._published: OrderedDict[RequestKey, HeldPrompt] = OrderedDict()
@@ -33,7 +40,7 @@ class PrefillPhase:
 
     def submit(self, submit: Submit) -> None:
         """Queue the prompt; ValueError when it can never run here."""
-        self._engine.add(self._engine.make_request(submit), submit.starts)
+        self._compute(self._engine.make_request(submit), submit.starts)
 
     def on_step(self, result: StepResult) -> list[tuple[RequestKey, Event]]:
         """Publish what this step wrote: it is complete on the device. Returns the hand-offs."""

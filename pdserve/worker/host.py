@@ -16,8 +16,10 @@ import zmq
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import EventBatch, decode_command, encode
-from pdserve.kvtransfer.build import build_connector
+from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory
+from pdserve.kvtransfer.pool import KVPool
+from pdserve.kvtransfer.pool_server import PoolServer
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
@@ -40,17 +42,22 @@ class EngineHost:
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
         self._sender: KVSender | None = None
         self._receiver: KVReceiver | None = None
+        self._pool: KVPool | None = None
+        self._pool_server: PoolServer | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
         """Load the model, allocate and register the pool, bind the address; what there is now, for the log."""
         began = time.monotonic()
+        pool_config = self._config.transfer.pool
+        if pool_config.mode == "start":
+            self._pool_server = PoolServer(pool_config)
         engine = Engine(self._config.model, self._config.engine)
         if engine.device.type == "cpu":
             torch.set_num_threads(1)
         metrics = WorkerMetrics(engine)
+        memory = PoolMemory(engine.pool, engine.blocks.generations, engine.layout, engine.model_fingerprint)
         if self._config.connects:
-            memory = PoolMemory(engine.pool, engine.blocks.generations, engine.layout, engine.model_fingerprint)
             self._sender, self._receiver = build_connector(
                 self._config.transfer,
                 memory,
@@ -60,6 +67,8 @@ class EngineHost:
                 host=self._config.host,
                 registry=metrics.registry,
             )
+        if pool_config.mode != "off":
+            self._pool = build_pool(self._pool_address(), pool_config, memory, self._wake, registry=metrics.registry)
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -74,6 +83,7 @@ class EngineHost:
             self._sender,
             self._receiver,
             self._send,
+            self._pool,
         )
         return {
             "model": self._config.model.served_name,
@@ -82,6 +92,14 @@ class EngineHost:
             "block_size": engine.config.block_size,
             "seconds": round(time.monotonic() - began, 2),
         }
+
+    def _pool_address(self) -> str:
+        if self._pool_server is None:
+            address = self._config.transfer.pool.address
+            assert address is not None, "PoolConfig asks for one"
+            return address
+        self._pool_server.wait_ready()
+        return self._pool_server.address
 
     def run(self) -> None:
         """Serve until a Stop command; raises what a step raised."""
@@ -128,7 +146,7 @@ class EngineHost:
     def _close(self) -> None:
         if self._loop is not None:
             self._loop.engine.close()  # before its pool is unregistered
-        for part in (self._receiver, self._sender):
+        for part in (self._pool, self._receiver, self._sender, self._pool_server):
             if part is not None:
                 part.close()
         if self._socket is not None:

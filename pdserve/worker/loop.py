@@ -41,9 +41,11 @@ from pdserve.engine.protocol import (
     Subscribe,
 )
 from pdserve.kvtransfer.connector import KVReceiver, KVSender
+from pdserve.kvtransfer.pool import KVPool
 from pdserve.prefill.phase import PrefillPhase
 from pdserve.worker.leg_clock import LegClock
 from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.pool_phase import PoolPhase
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +60,8 @@ TOMBSTONE_S = 60.0
 
 
 class WorkerLoop:
-    """sender and receiver may be None: then the worker takes whole requests alone (aggregated mode).
+    """sender and receiver may be None: then the worker takes whole requests alone (aggregated mode). pool may be None:
+    then there is none.
 
     send(target, batch): target is "router_id/session" or "*".
     """
@@ -74,6 +77,7 @@ class WorkerLoop:
         sender: KVSender | None,
         receiver: KVReceiver | None,
         send: Send,
+        pool: KVPool | None = None,
     ) -> None:
         self.engine = engine
         self.role = role
@@ -86,7 +90,10 @@ class WorkerLoop:
         self._receiver = receiver
         self._send = send
         usable = engine.blocks.num_usable
-        self.prefill = PrefillPhase(engine, sender, int(usable * config.max_pinned_fraction)) if sender else None
+        self.pool = PoolPhase(engine, pool, config.pull_deadline_s) if pool else None
+        self._compute = self.pool.compute if self.pool else engine.add
+        max_pinned = int(usable * config.max_pinned_fraction)
+        self.prefill = PrefillPhase(engine, sender, max_pinned, self._compute) if sender else None
         self.decode = (
             DecodePhase(
                 engine,
@@ -94,6 +101,7 @@ class WorkerLoop:
                 int(usable * config.max_reserved_fraction),
                 int(usable * config.max_quarantined_fraction),
                 config.pull_deadline_s,
+                self._compute,
             )
             if receiver
             else None
@@ -170,7 +178,7 @@ class WorkerLoop:
         elif submit.phase == "decode" and self.decode is not None:
             self._emit_all(self.decode.submit(submit))
         elif submit.phase == "full":
-            self.engine.add(self.engine.make_request(submit), submit.starts)
+            self._compute(self.engine.make_request(submit), submit.starts)
         else:
             raise ValueError(f'this worker has no connector: phase must be "full", not {submit.phase!r}')
 
@@ -181,6 +189,8 @@ class WorkerLoop:
                 self.decode.cancel(key, choices)
             return
         self._count_cancelled(self._keys[key.router_id, key.session][key], choices)
+        if self.pool is not None and self.pool.cancel(key, choices):
+            return
         if self.decode is not None:
             self.decode.cancel(key, choices)
         if self.engine.abort(key, choices) and choices is None and self.prefill is not None:
@@ -251,6 +261,8 @@ class WorkerLoop:
         self._sessions.discard(session)
         for key, clock in self._keys.pop(session, {}).items():
             self._count_cancelled(clock, None)
+            if self.pool is not None:
+                self.pool.cancel(key, None)
             if self.decode is not None:
                 self.decode.cancel(key, None)
             self.engine.abort(key)
@@ -289,7 +301,8 @@ class WorkerLoop:
 
     def check_integrity(self) -> None:
         """AssertionError when blocks are lost or owned twice."""
-        self.engine.check_integrity(self.decode.reservations if self.decode else ())
+        phases = [phase for phase in (self.decode, self.pool) if phase is not None]
+        self.engine.check_integrity([blocks for phase in phases for blocks in phase.owned])
 
     def snapshot(self) -> Snapshot:
         engine, scheduler = self.engine, self.engine.scheduler
@@ -318,6 +331,8 @@ class WorkerLoop:
         self._snapshot_is_stale = True
         if self.prefill is not None:
             self._emit_all(self.prefill.on_step(result))
+        if self.pool is not None:
+            self.pool.on_step(result)
         return True
 
     def _note_admitted(self, now: float) -> None:
@@ -330,6 +345,8 @@ class WorkerLoop:
                 clock.planned(now, self._device_seconds)
 
     def _poll_phases(self) -> None:
+        if self.pool is not None:
+            self._emit_all(self.pool.poll())
         if self.prefill is not None:
             self.prefill.poll()
         if self.decode is not None:
@@ -395,7 +412,8 @@ class WorkerLoop:
 
     def _forget_finished(self) -> None:
         """Keys of requests that neither the engine nor a phase holds any more."""
-        kept = (self.prefill.keys() if self.prefill else set()) | (self.decode.keys() if self.decode else set())
+        phases = [phase for phase in (self.prefill, self.decode, self.pool) if phase is not None]
+        kept: set[RequestKey] = set().union(*(phase.keys() for phase in phases))
         for keys in self._keys.values():
             for key in [key for key in keys if key not in kept and not self.engine.knows(key)]:
                 del keys[key]

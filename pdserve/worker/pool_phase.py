@@ -1,0 +1,171 @@
+"""What a worker does with the KV pool: asks it before a prompt is computed here, and stores what was computed.
+
+Knows the engine and a KVPool; nothing of the other phases, of sockets or of routers. Driven by worker.loop on its one
+thread.
+
+    compute --worth asking, blocks free--> ASKING --any end--> the engine computes what is missing
+    a sequence has ended --> its blocks stay owned until the pool has read them --> free
+
+Rows that came from the pool are cached blocks, which the engine finds like its own. So whatever goes wrong is a miss,
+and a request waits for the pool as long as the pool's request deadline says.
+"""
+
+import itertools
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+from pdserve.engine.engine import Engine, FinishedRows, Reservation, StepResult
+from pdserve.engine.protocol import Arrived, Event, RequestKey, Start
+from pdserve.engine.sequence import Request
+from pdserve.kvtransfer.pool import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
+
+KNOWN_PREFIXES = 16_384  # remembered, so that what was stored lately is not offered again
+
+Events = list[tuple[RequestKey, Event]]
+
+
+@dataclass(eq=False)
+class _Ask:
+    """A request whose prompt is looked for. started: monotonic seconds. dropped: nobody waits for it any more."""
+
+    request: Request
+    starts: tuple[Start, ...]
+    reservation: Reservation
+    started: float
+    dropped: bool = False
+
+
+class PoolPhase:
+    """deadline_s: how long a request may wait for rows of the pool."""
+
+    def __init__(self, engine: Engine, pool: KVPool, deadline_s: float) -> None:
+        self._engine, self._pool, self._deadline_s = engine, pool, deadline_s
+        self._asks: dict[int, _Ask] = {}
+        self._stores: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self._quarantined: dict[int, list[int]] = {}
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._op_ids = itertools.count()
+        engine.keeps_finished_rows = True
+
+    def compute(self, request: Request, starts: tuple[Start, ...]) -> None:
+        """Give the request to the engine, with what the pool has of its prompt."""
+        reservation = self._reserve(request, starts)
+        if reservation is None:
+            self._engine.add(request, starts)
+            return
+        op_id = next(self._op_ids)
+        self._asks[op_id] = _Ask(request, starts, reservation, time.monotonic())
+        size = self._engine.config.block_size
+        tokens = request.prompt_token_ids[: len(reservation.block_table) * size]
+        skip = reservation.num_cached * size
+        self._pool.retrieve(op_id, tokens, request.cache_salt, skip, reservation.destination, self._deadline_s)
+
+    def on_step(self, result: StepResult) -> None:
+        """Offer the pool what this step has finished."""
+        for rows in result.finished:
+            if not self._store(rows):
+                self._engine.blocks.release(rows.block_ids)
+
+    def poll(self) -> Events:
+        events: Events = []
+        for event in self._pool.poll():
+            if event.op_id in self._asks and isinstance(event, PoolDone | PoolFailed):
+                events += self._answered(self._asks.pop(event.op_id), event)
+            elif isinstance(event, PoolSettled) and event.op_id in self._quarantined:
+                self._engine.blocks.settle(self._quarantined.pop(event.op_id))
+            elif isinstance(event, PoolStored | PoolFailed | PoolSettled) and event.op_id in self._stores:
+                self._stored(event)
+        return events
+
+    def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> bool:
+        """Stop a request that waits for the pool, or leave out some of its choices; True when nothing is left to do."""
+        for op_id, ask in self._asks.items():
+            if ask.request.key == key and not ask.dropped:
+                ask.starts = () if choices is None else tuple(s for s in ask.starts if s.choice not in choices)
+                if not ask.starts:
+                    ask.dropped = True
+                    self._pool.cancel(op_id)
+                return True
+        return False
+
+    def keys(self) -> set[RequestKey]:
+        """Requests that wait for the pool."""
+        return {ask.request.key for ask in self._asks.values() if not ask.dropped}
+
+    @property
+    def owned(self) -> list[list[int]]:
+        """The blocks of everything that is under way."""
+        asked = [ask.reservation.block_table for ask in self._asks.values()]
+        return asked + [list(block_ids) for _, block_ids in self._stores.values()]
+
+    def close(self) -> None:
+        self._pool.close()
+
+    def _reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
+        """Blocks for the whole chunks that the pool may have and the engine has not; None when it is not worth asking.
+        The last token is always computed, for its logits.
+        """
+        chunk = self._pool.chunk_tokens
+        num_tokens = (request.num_prompt_tokens - 1) // chunk * chunk
+        if not num_tokens or request.wants_prompt_logprobs or not self._pool.available:
+            return None
+        num_blocks = num_tokens // self._engine.config.block_size
+        if self._engine.blocks.num_free < num_blocks + len(self._engine.scheduler.running):
+            return None
+        reservation = self._engine.reserve(request, starts, num_blocks)
+        if reservation is not None and len(reservation.destination) * self._engine.config.block_size < chunk:
+            self._engine.cancel_reservation(reservation, settled=True)
+            return None
+        return reservation
+
+    def _answered(self, ask: _Ask, event: PoolDone | PoolFailed) -> Events:
+        num_filled, settled = 0, True
+        if isinstance(event, PoolDone):
+            num_filled = event.num_tokens // self._engine.config.block_size - ask.reservation.num_cached
+        else:
+            settled = event.settled
+        blocks = self._engine.cancel_reservation(ask.reservation, settled, num_filled)
+        if not settled:
+            self._quarantined[event.op_id] = blocks
+        if ask.dropped:
+            return []
+        self._engine.add(ask.request, ask.starts)
+        if not isinstance(event, PoolDone):
+            return []
+        key = ask.request.key
+        arrived = Arrived(
+            request_id=key.request_id,
+            attempt=key.attempt,
+            source="pool",
+            num_bytes=event.num_bytes,
+            seconds=time.monotonic() - ask.started,
+            cached_tokens=event.num_tokens,
+        )
+        return [(key, arrived)]
+
+    def _store(self, rows: FinishedRows) -> bool:
+        """Whether the pool took it; it then owns the blocks."""
+        size = self._engine.config.block_size
+        count = len(rows.block_ids) * size // self._pool.chunk_tokens * self._pool.chunk_tokens // size
+        if not count or rows.hashes[count - 1] in self._known:
+            return False
+        op_id, block_ids, digest = next(self._op_ids), rows.block_ids[:count], rows.hashes[count - 1]
+        valid = unchanged(self._engine.blocks.generations, block_ids)
+        if not self._pool.store(op_id, rows.token_ids[: count * size], rows.cache_salt, block_ids, valid):
+            return False
+        self._engine.blocks.release(rows.block_ids[count:])
+        self._stores[op_id] = digest, block_ids
+        self._known[digest] = None
+        if len(self._known) > KNOWN_PREFIXES:
+            self._known.popitem(last=False)
+        return True
+
+    def _stored(self, event: PoolStored | PoolFailed | PoolSettled) -> None:
+        digest, block_ids = self._stores[event.op_id]
+        if isinstance(event, PoolFailed):
+            self._known.pop(digest, None)
+            if not event.settled:
+                return
+        del self._stores[event.op_id]
+        self._engine.blocks.release(block_ids)

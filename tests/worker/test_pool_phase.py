@@ -1,0 +1,218 @@
+"""Workers over one KV pool: prefixes computed anywhere are found anywhere; a pool that misbehaves costs a miss."""
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pair import ROUTER, SESSION, Pair, Worker, cancel, of, owned, submit
+
+from pdserve.configs.schema import PoolConfig
+from pdserve.engine.llm import LLM
+from pdserve.engine.protocol import Arrived, PromptScored, RequestKey, RouterLost, SamplingParams
+from pdserve.kvtransfer.local_pool import LocalPoolServer
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
+CHUNK = 32
+POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=CHUNK, request_deadline_ms=100, breaker_s=0.3)
+_names = itertools.count()
+
+
+@pytest.fixture(scope="module")
+def llm(tiny_llama: Path) -> LLM:
+    return LLM(str(tiny_llama), tokenizer=False, num_kv_blocks=256, device="cpu")
+
+
+@pytest.fixture
+def server() -> LocalPoolServer:
+    return LocalPoolServer()
+
+
+@pytest.fixture
+def pairs(tiny_llama: Path, server: LocalPoolServer) -> Iterator[list[Pair]]:
+    """Two pairs of P and D, each engine with blocks of its own."""
+    made = [Pair(tiny_llama, shared=server, pool=POOL, pull_deadline_s=1.0) for _ in range(2)]
+    yield made
+    server.faults.copies_frozen = server.faults.frozen = False
+    for pair in made:
+        pair.close()
+    assert server.in_use == 0
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def expected(llm: LLM, prompt: list[int], sampling: SamplingParams = GREEDY) -> dict[int, list[int]]:
+    [output] = llm.generate([prompt], sampling, use_tqdm=False)
+    return {choice.index: choice.token_ids for choice in output.outputs}
+
+
+def computed(worker: Worker) -> int:
+    return worker.engine.stats.prompt_tokens
+
+
+def stored(server: LocalPoolServer, pair: Pair, count: int) -> None:
+    pair.until(lambda: len(server.chunks) >= count)
+    pair.assert_empty()
+
+
+def whole(pair: Pair, prompt: list[int], worker: Worker | None = None, **more: object) -> RequestKey:
+    key = RequestKey(ROUTER, SESSION, f"whole{next(_names)}", 1)
+    (worker or pair.d).command(submit(key, "full", prompt, GREEDY, **more))
+    return key
+
+
+def test_turns_of_a_chat_on_other_engines(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
+    """Each turn is the whole chat so far; P finds all of it but the new question, the answer that D wrote included."""
+    chat, known = prompt_of(70), 0
+    for turn in range(4):
+        pair = pairs[turn % 2]
+        before = computed(pair.p)
+        answer = pair.split(chat, GREEDY)
+        assert answer == expected(llm, chat)
+        full_chunks = (len(chat) + len(answer[0]) - 1) // CHUNK
+        stored(server, pair, full_chunks)
+        if turn:
+            assert computed(pair.p) - before <= len(chat) - known, "only what no chunk held was computed"
+            assert any(isinstance(e, Arrived) and e.source == "pool" for e in pair.p.events)
+        known = full_chunks * CHUNK
+        chat = chat + answer[0] + prompt_of(25, turn)
+
+
+def test_cached_tokens_count_what_came_from_the_pool(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
+    prompt = prompt_of(100)
+    first, second = pairs
+    first.finish(whole(first, prompt))
+    stored(server, first, 3)
+    key = whole(second, prompt)
+    assert second.finish(key) == expected(llm, prompt)
+    [scored] = [e for e in of(second.d, key) if isinstance(e, PromptScored)]
+    assert scored.cached_tokens == 96
+    [arrived] = [e for e in of(second.d, key) if isinstance(e, Arrived)]
+    assert (arrived.source, arrived.cached_tokens) == ("pool", 96)
+    assert arrived.num_bytes == 6 * second.d.engine.layout.block_bytes
+
+
+def test_the_engine_own_cache_comes_first(pairs: list[Pair], server: LocalPoolServer) -> None:
+    prompt = prompt_of(100)
+    pair = pairs[0]
+    pair.finish(whole(pair, prompt))
+    stored(server, pair, 3)
+    key = whole(pair, prompt + prompt_of(3, 1))
+    pair.finish(key)
+    assert not [e for e in of(pair.d, key) if isinstance(e, Arrived)], "less than a chunk is missing: nobody asks"
+
+
+def test_an_engine_finds_again_what_it_had_to_evict(tiny_llama: Path, server: LocalPoolServer, llm: LLM) -> None:
+    pool = POOL.model_copy(update={"max_store_fraction": 1.0})
+    pair = Pair(tiny_llama, shared=server, pool=pool, d={"num_kv_blocks": 12})
+    prompts = [prompt_of(100, seed) for seed in range(3)]
+    for _ in range(2):
+        for prompt in prompts:
+            key = whole(pair, prompt)
+            assert pair.finish(key) == expected(llm, prompt)
+            pair.assert_empty()
+            time.sleep(0.01)
+    assert len([e for e in pair.d.events if isinstance(e, Arrived) and e.source == "pool"]) == 3
+    pair.close()
+
+
+def test_when_p_is_gone_the_pool_has_its_rows(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
+    """p2p, then pool, then recompute."""
+    pair, prompt = pairs[0], prompt_of(150)
+    handoff, first = pair.prefill(prompt, GREEDY)
+    pair.until(lambda: len(server.chunks) == 4)
+    pair.p.sender._agent.faults.dead = True
+    before = computed(pair.d)
+    key = pair.decode(handoff, prompt, GREEDY, first)
+    rest = pair.finish(key)
+    assert {0: first[0] + rest[0]} == expected(llm, prompt)
+    assert [(e.source, e.reason) for e in of(pair.d, key) if isinstance(e, Arrived)] == [
+        ("recompute", "peer-lost"),
+        ("pool", ""),
+    ]
+    assert computed(pair.d) - before == 150 - 128
+
+
+def test_another_tenant_finds_nothing(pairs: list[Pair], server: LocalPoolServer) -> None:
+    first, second = pairs
+    prompt = prompt_of(100)
+    first.finish(whole(first, prompt, cache_salt="a"))
+    stored(server, first, 3)
+    keys = [whole(second, prompt, cache_salt=salt) for salt in ("b", "", "a")]
+    found = []
+    for key in keys:
+        second.finish(key)
+        found.append(bool([e for e in of(second.d, key) if isinstance(e, Arrived)]))
+    assert found == [False, False, True]
+
+
+@pytest.mark.parametrize("fault", ["dead", "frozen", "wrong", "slow"])
+def test_a_pool_that_misbehaves_costs_a_miss(pairs: list[Pair], server: LocalPoolServer, llm: LLM, fault: str) -> None:
+    first, second = pairs
+    prompt = prompt_of(100)
+    first.finish(whole(first, prompt))
+    stored(server, first, 3)
+    if fault == "slow":
+        server.faults.delay_s = 0.5
+    else:
+        setattr(server.faults, fault, True)
+    for seed in range(5):
+        asked = prompt if seed == 0 else prompt_of(100, 10 + seed)
+        want, began = expected(llm, asked), time.monotonic()
+        assert second.finish(whole(second, asked)) == want
+        assert time.monotonic() - began < 2
+    second.assert_empty()
+    server.faults.dead = server.faults.frozen = server.faults.wrong = False
+    server.faults.delay_s = 0.0
+    third = prompt_of(100, 99)
+    first.until(lambda: first.d.pool.available and second.d.pool.available)
+    assert first.finish(whole(first, third)) == expected(llm, third)
+    first.assert_empty()
+
+
+def test_blocks_wait_for_a_copy_that_does_not_end(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
+    first, second = pairs
+    prompt = prompt_of(100)
+    first.finish(whole(first, prompt))
+    stored(server, first, 3)
+    server.faults.copies_frozen = True
+    key = whole(second, prompt)
+    assert second.finish(key, 1) == expected(llm, prompt), "computed on other blocks"
+    assert second.d.engine.blocks.num_quarantined == 6
+    second.d.loop.check_integrity()
+    server.faults.copies_frozen = False
+    second.assert_empty()
+
+
+@pytest.mark.parametrize("turns", range(5))
+def test_cancel_at_any_turn_leaves_nothing(pairs: list[Pair], server: LocalPoolServer, turns: int) -> None:
+    first, second = pairs
+    prompt = prompt_of(100)
+    first.finish(whole(first, prompt))
+    stored(server, first, 3)
+    server.faults.delay_s = 0.01
+    keys = [whole(second, prompt), whole(second, prompt_of(90, 1))]
+    for _ in range(turns):
+        second.turn()
+    cancel(second.d, keys[0])
+    second.d.command(RouterLost(router_id=ROUTER, session=SESSION))
+    second.assert_empty()
+    assert not second.d.loop.pool._asks and owned(second.d) == 0
+
+
+def test_a_pool_that_is_full_of_other_things_is_no_burden(tiny_llama: Path, server: LocalPoolServer, llm: LLM) -> None:
+    """Stores may hold a share of the blocks only, and a tiny engine goes on beside them."""
+    pool = POOL.model_copy(update={"max_store_fraction": 0.3})
+    pair = Pair(tiny_llama, shared=server, pool=pool, d={"num_kv_blocks": 16})
+    server.faults.frozen = True
+    for seed in range(6):
+        prompt = prompt_of(130, seed)
+        assert pair.finish(whole(pair, prompt)) == expected(llm, prompt)
+    server.faults.frozen = False
+    pair.assert_empty()
+    pair.close()
