@@ -1,0 +1,85 @@
+"""A chat over four workers and one KV pool (LMCache's server), all in processes of their own: its next turn finds what
+the turns before it left, on whichever workers they ran; and a server that dies costs nothing but that.
+"""
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Iterator
+
+import pytest
+from hosts import Host, hosts
+from served import DEMO, Cluster, cluster
+
+from pdserve.configs.schema import PoolConfig
+from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.kvtransfer.pool_server import PoolServer
+
+CHUNK = 64
+TURNS = 4
+GREEDY = {"temperature": 0, "max_tokens": 70, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PoolServer]:
+    server = PoolServer(PoolConfig(mode="start", chunk_tokens=CHUNK, l1_gib=0.5))
+    try:
+        server.wait_ready()
+        yield server
+    finally:
+        server.close()
+
+
+@pytest.fixture(scope="module")
+def workers(server: PoolServer) -> Iterator[list[Host]]:
+    pool = {"mode": "connect", "address": server.address, "chunk_tokens": CHUNK, "request_deadline_ms": 2000}
+    with hosts(DEMO, "P0", "P1", "D0", "D1", transfer={"pool": pool}) as started:
+        yield started
+
+
+async def computed(running: Cluster) -> float:
+    return await running.metric("pdserve_engine_prompt_tokens_total")
+
+
+def words(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(8, 1536) for _ in range(count)]
+
+
+async def test_the_next_turn_of_a_chat_finds_the_ones_before(workers: list[Host], server: PoolServer) -> None:
+    """Every turn runs on other workers than the one before: these are told to leave out all others."""
+    rng = random.Random(11)
+    llm = LLM(str(DEMO), device="cpu")
+    chat, known = words(rng, 300), 0
+    for turn in range(TURNS):
+        async with cluster(workers[turn % 2], workers[2 + turn % 2]) as running:
+            before = await computed(running)
+            found = await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve")
+            answer = await running.complete(prompt=chat, seed=1, return_token_ids=True, **GREEDY)
+            tokens = answer["choices"][0]["token_ids"]
+            [output] = llm.generate([chat], [SamplingParams(**GREEDY, seed=1)], use_tqdm=False)
+            assert tokens == output.outputs[0].token_ids
+            full = (len(chat) + len(tokens) - 1) // CHUNK * CHUNK
+            await asyncio.sleep(1.5)  # stores end, and workers have pushed what they counted
+            spent = await computed(running) - before
+            if turn:
+                assert spent <= len(chat) - known, f"turn {turn}: {spent} of {len(chat)} computed, {known} were known"
+                assert await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve") > found
+                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= known
+            known = full
+            chat = chat + tokens + words(rng, 40)
+
+
+async def test_a_server_that_dies_costs_nothing_else(workers: list[Host], server: PoolServer) -> None:
+    rng = random.Random(12)
+    llm = LLM(str(DEMO), device="cpu")
+    prompts = [words(rng, 200) for _ in range(6)]
+    outputs = llm.generate(prompts, [SamplingParams(**GREEDY, seed=1)] * len(prompts), use_tqdm=False)
+    async with cluster(*workers) as running:
+        for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+            if index == 2:
+                os.kill(server.process.pid, signal.SIGSTOP)
+            if index == 4:
+                os.kill(server.process.pid, signal.SIGKILL)
+            answer = await running.complete(prompt=prompt, seed=1, return_token_ids=True, **GREEDY)
+            assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids
