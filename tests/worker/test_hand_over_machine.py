@@ -31,7 +31,7 @@ from hypothesis.stateful import (
 from pair import Worker, owned, submit
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.schema import PoolConfig, TransferConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import (
     Cancel,
@@ -49,9 +49,11 @@ from pdserve.engine.protocol import (
     Subscribe,
 )
 from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.local_pool import LocalPoolServer
 
 EXAMPLES = int(os.environ.get("PDSERVE_MACHINE_EXAMPLES", "25"))
-TRANSFER = TransferConfig(connector="local", lease_s=0.4, pull_deadline_s=0.2, max_reserved_fraction=0.7)
+POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1)
+TRANSFER = TransferConfig(connector="local", lease_s=0.4, pull_deadline_s=0.2, max_reserved_fraction=0.7, pool=POOL)
 REST_S = 20.0
 ROUTER = "router"
 _names = itertools.count()
@@ -101,10 +103,15 @@ class HandOver(RuleBasedStateMachine):
     model: Path
 
     @initialize(
-        seed=st.integers(0, 1 << 30), p_blocks=st.integers(14, 30), d_blocks=st.integers(14, 30), two=st.booleans()
+        with_pool=st.booleans(),
+        seed=st.integers(0, 1 << 30),
+        p_blocks=st.integers(14, 30),
+        d_blocks=st.integers(14, 30),
+        two=st.booleans(),
     )
-    def begin(self, seed: int, p_blocks: int, d_blocks: int, two: bool) -> None:
+    def begin(self, seed: int, p_blocks: int, d_blocks: int, two: bool, with_pool: bool) -> None:
         self.rng = random.Random(seed)
+        self.shared = LocalPoolServer() if with_pool else None
         self.session = 1
         self.common = {"device": "cpu", "block_size": 16, "async_scheduling": two, "max_num_seqs": 8}
         self.sizes = {"P": p_blocks, "D": d_blocks}
@@ -120,6 +127,7 @@ class HandOver(RuleBasedStateMachine):
             f"{name}-{id(self)}",
             "prefill" if name == "P" else "decode",
             TRANSFER,
+            self.shared,
             num_kv_blocks=self.sizes[name],
             max_num_batched_tokens=budget,
             **self.common,
@@ -243,6 +251,14 @@ class HandOver(RuleBasedStateMachine):
                 "D dies",
                 "router dies",
                 "disconnect",
+                "pool slow",
+                "pool frozen",
+                "pool dies",
+                "pool wrong",
+                "pool copies_frozen",
+                "pool well",
+                "pool well",
+                "pool well",
             ]
         )
     )
@@ -262,12 +278,28 @@ class HandOver(RuleBasedStateMachine):
             self._connect()
         elif kind == "router dies":
             self._router_dies()
+        elif kind.startswith("pool"):
+            self._pool_goes_wrong(kind)
         elif kind == "disconnect":
             meta = self.p.sender.meta()
             self.d.command(DisconnectPeer(engine_id=meta.engine_id, incarnation=meta.incarnation))
             self._connect()
         else:
             self._letters(kind)
+
+    def _pool_goes_wrong(self, kind: str) -> None:
+        if self.shared is None:
+            return
+        faults = self.shared.faults
+        if kind == "pool dies":
+            self.shared.die()
+        elif kind == "pool slow":
+            faults.delay_s = self.rng.choice([0.005, 0.1])
+        elif kind == "pool well":
+            faults.delay_s = 0.0
+            faults.frozen = faults.dead = faults.wrong = faults.copies_frozen = False
+        else:
+            setattr(faults, kind.removeprefix("pool "), True)
 
     def _letters(self, fate: str) -> None:
         """All that are sent from here on."""
@@ -363,6 +395,7 @@ class HandOver(RuleBasedStateMachine):
         """No command but hand-overs comes any more; the peers live: everything ends, and every block is free."""
         self._letters("kept")
         self.p.faults.frozen, self.p.faults.delay_s = False, 0.0
+        self._pool_goes_wrong("pool well")
         limit = time.monotonic() + REST_S
         decode, sender = self.d.loop.decode, self.p.sender
         assert decode is not None
