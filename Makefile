@@ -19,8 +19,9 @@ serve: venv
 test: venv
 	$(BIN)/python -m pytest -m "not slow"
 
+# PDSERVE_SOAK_REQUESTS (10000) and PDSERVE_SOAK_SEED (1) choose another length and another course.
 soak: venv
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -s
 
 check: venv
 	$(BIN)/ruff check .
