@@ -7,7 +7,8 @@ Knows nothing of tickets and blocks. The only importer of nixl; made by `build.p
 is not;
 - errors are exceptions; names come back as bytes or str;
 - neighbouring descriptors of one read are merged by NIXL itself (its telemetry shows it);
-- a child forked after an agent exists hangs: start processes by spawn.
+- a child forked after an agent exists hangs: start processes by spawn;
+- nothing of NIXL's or UCX's ends a read in flight: `tcp_sockets.py`.
 """
 
 import importlib
@@ -17,10 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from pdserve.kvtransfer.agent import Pieces, Reason, TransferError, flat_bytes, memory_of
+from pdserve.kvtransfer.tcp_sockets import Address, listening, sever
 from pdserve.kvtransfer.ucx_log import process_log
 
 logger = logging.getLogger(__name__)
@@ -53,6 +56,14 @@ def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
             nixl_api.nixlBind = original
 
 
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What peers are told of an agent. listens: where its UCX takes TCP connections, which NIXL's own part knows but
+    does not say."""
+
+    nixl: bytes
+    listens: frozenset[Address]
+
+
 class NixlAgent:
     """See `agent.TransferAgent`. name: must be new at each start of a process: a peer may still know the old one."""
 
@@ -70,10 +81,13 @@ class NixlAgent:
         self._lost = (self._bind.nixlRemoteDisconnectError, self._bind.nixlBackendError)
         self._users = 0
         self._users_lock = threading.Lock()
+        self._peers: dict[str, frozenset[Address]] = {}  # where each of them listens
         with self._translate("create"):
             self._agent: Any = _create(nixl_api, name, progress_delay_us)
+            others = listening()
             with self._log.environment(ucx_tls):
                 self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
+            self._listens = frozenset(listening() - others)
         logger.info("NIXL agent %s: progress delay %d us, UCX_TLS %s", name, progress_delay_us, ucx_tls or "unchanged")
 
     @contextmanager
@@ -87,7 +101,7 @@ class NixlAgent:
     @property
     def metadata(self) -> bytes:
         """Holds what is registered so far: register everything that peers read before the first call."""
-        return bytes(self._agent.get_agent_metadata())
+        return msgspec.msgpack.encode(_Metadata(bytes(self._agent.get_agent_metadata()), self._listens))
 
     def register(self, tensor: torch.Tensor) -> Any:
         flat = flat_bytes(tensor)
@@ -100,14 +114,23 @@ class NixlAgent:
             self._agent.deregister_memory(registration)
 
     def add_peer(self, metadata: bytes) -> str:
+        told = msgspec.msgpack.decode(metadata, type=_Metadata)
         with self._translate("connect"):
-            name = self._agent.add_remote_agent(metadata)
-            return name.decode() if isinstance(name, bytes) else name
+            found = self._agent.add_remote_agent(told.nixl)
+        name = found.decode() if isinstance(found, bytes) else found
+        self._peers[name] = told.listens
+        return name
 
     def remove_peer(self, name: str) -> None:
+        self._peers.pop(name, None)
         with self._translate("disconnect"):
             self._agent.remove_remote_agent(name)
         self._log.mark()  # what UCX had to say about it reaches our log
+
+    def sever(self, peer: str) -> int:
+        count = sever(self._peers[peer])
+        logger.warning("NIXL agent %s: cut %d TCP connections to %s", self.name, count, peer)
+        return count
 
     def prepare(self, peer: str | None, pieces: Pieces) -> Any:
         row = (pieces.address, pieces.num_bytes, pieces.device_id, pieces.stride, pieces.count)
