@@ -23,12 +23,13 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 UNKNOWN = "ucx"
+OWN_SETTINGS = ("UCX_PROTO_INFO", "UCX_LOG_FILE")
 
 _TITLE = re.compile(r"\|\s*remote memory read by ucp_get\S* into (\S+)")
 _OWNER = re.compile(r"\|\s*\S+ (self|intra-node|inter-node)\b.* cfg#")
@@ -89,12 +90,10 @@ class UcxLog:
         self._allows_cma = True
 
     @contextmanager
-    def environment(self, tls: str | None) -> Iterator[None]:
-        """UCX's settings while its context is created. tls: UCX_TLS, None leaves the user's or UCX's choice."""
-        settings = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._path}
-        if tls is not None:
-            settings["UCX_TLS"] = tls
-        self._allows_cma = allows_cma(tls or os.environ.get("UCX_TLS", "all"))
+    def environment(self, settings: Mapping[str, str]) -> Iterator[None]:
+        """UCX's settings while its context is created, besides the user's and those that make this log."""
+        settings = {**settings, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._path}
+        self._allows_cma = allows_cma(settings.get("UCX_TLS") or os.environ.get("UCX_TLS", "all"))
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
         try:

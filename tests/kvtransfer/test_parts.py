@@ -11,6 +11,7 @@ from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.nixl_agent import SEGMENTS, ucx_settings
 from pdserve.kvtransfer.notice import Notice, decode_notice, encode_notice
 from pdserve.kvtransfer.ucx_log import ReadTable, allows_cma, parse_tables, why_no_cma
 
@@ -52,6 +53,12 @@ def test_read_table_names_the_transport_of_large_reads(config: str, memory: str,
 )
 def test_whether_cma_was_left_to_ucx(tls: str, expected: bool) -> None:
     assert allows_cma(tls) is expected
+
+
+def test_ucx_settings_leave_the_users_alone() -> None:
+    assert ucx_settings(None, {}) == SEGMENTS
+    assert ucx_settings("tcp", {"UCX_NET_DEVICES": "eth0"}) == {**SEGMENTS, "UCX_TLS": "tcp"}
+    assert ucx_settings(None, {"UCX_TCP_RX_SEG_SIZE": "64k"}) == {}
 
 
 def test_a_process_that_may_read_itself_blames_the_pair() -> None:

@@ -195,3 +195,14 @@ def test_cma_that_is_not_permitted_is_told(capfd: pytest.CaptureFixture[str]) ->
     finally:
         for engine in (source, allowed, denied):
             engine.end()
+
+
+def test_peers_of_other_segment_sizes_are_refused_and_not_aborted() -> None:
+    source = Remote([], "u", CONFIG, 1, 7)
+    other = Remote(["env", "UCX_TCP_TX_SEG_SIZE=8k", "UCX_TCP_RX_SEG_SIZE=64k"], "o", CONFIG)
+    try:
+        status = other.connect(source.meta())
+        assert not status.connected and "set them alike" in status.detail
+    finally:
+        source.end()
+        other.end()
