@@ -2,7 +2,8 @@
 
 Every token that reaches a client is the right one, every request ends in time, with its answer or a clear error, and in
 the end no block is owned, quarantined or lost. Seeded by PDSERVE_SOAK_SEED (printed; the order of the chaos, not its
-timing against the requests), length by PDSERVE_SOAK_REQUESTS.
+timing against the requests), length by PDSERVE_SOAK_REQUESTS. PDSERVE_SOAK_TLS=tcp: reads that need the other side's
+process, so that freezes leave many of them unsettled (with CMA, UCX's choice here, they end by themselves).
 """
 
 import asyncio
@@ -35,12 +36,13 @@ SEED = int(os.environ.get("PDSERVE_SOAK_SEED", "1"))
 NUM_REQUESTS = int(os.environ.get("PDSERVE_SOAK_REQUESTS", "10000"))
 NUM_WORKERS, NUM_ROUTERS, CONCURRENCY, RETRIES = 4, 2, 12, 4
 POOL = {"num_kv_blocks": 96, "max_num_seqs": 16, "max_num_batched_tokens": 256}
-TRANSFER = {"pull_deadline_s": 1.0, "lease_s": 3.0}
+PULL_DEADLINE_S = 1.0
+TRANSFER = {"pull_deadline_s": PULL_DEADLINE_S, "lease_s": 3.0, "ucx_tls": os.environ.get("PDSERVE_SOAK_TLS")}
 ROUTER = RouterConfig(worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3)
 RESUME_WAIT_S = 10.0
 
 # An attempt ends when one of its two legs shows no sign for so long, and its transfer has a deadline of its own.
-ATTEMPT_S = 2 * ROUTER.attempt_deadline_s + TRANSFER["pull_deadline_s"]
+ATTEMPT_S = 2 * ROUTER.attempt_deadline_s + PULL_DEADLINE_S
 UNDISTURBED_S = 15.0  # what a request takes here at most when all are well
 LIMIT_S = UNDISTURBED_S + ROUTER.max_attempts * (ATTEMPT_S + RESUME_WAIT_S) + LONGEST_FREEZE_S + RETRIES
 DRAINED_S = 15.0  # leases, quarantine and routers' silence are all shorter

@@ -23,6 +23,7 @@ import numpy as np
 import psutil
 import torch
 from kvtransfer.kv_peers import key
+from processes import freeze
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
@@ -195,7 +196,7 @@ class Remote:
         return self._pipe.recv()
 
     def freeze(self) -> None:
-        self._engine.suspend()
+        freeze(self._engine.pid)
 
     def thaw(self) -> None:
         self._engine.resume()

@@ -22,8 +22,8 @@ from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 
-RATE_MBIT = 800
-WHOLE_POOL_S = POOL_BYTES * 8 / (RATE_MBIT * 1e6)  # two thirds of a second
+RATE_MBIT = 400
+WHOLE_POOL_S = POOL_BYTES * 8 / (RATE_MBIT * 1e6)  # 1.3 s: on a busy machine a link is cut in a few tenths
 CONFIG = TransferConfig(connector="nixl", lease_s=30.0)  # UCX chooses
 ALL = list(range(NUM_BLOCKS))
 
@@ -133,7 +133,7 @@ def test_severed_read_is_lost_and_not_a_byte_lands_after(net: Net, sink: Remote,
         assert settled is not None and settled.pull_id == 6
         landed = sink.digest()
         net.mend()
-        time.sleep(3 * WHOLE_POOL_S)
+        time.sleep(1.5 * WHOLE_POOL_S)
         assert sink.digest() == landed and sink.num_equal(3) < NUM_BLOCKS
         assert sink.connect(source.meta()).connected
         assert_pulls(source, sink, 7, seed=3)
