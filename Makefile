@@ -19,8 +19,9 @@ serve: venv
 test: venv
 	$(BIN)/python -m pytest -m "not slow"
 
+# PDSERVE_SOAK_REQUESTS (10000), PDSERVE_SOAK_SEED (1), PDSERVE_SOAK_TLS (UCX_TLS) choose another length, course, transport.
 soak: venv
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m slow -s
 
 check: venv
 	$(BIN)/ruff check .

@@ -2,6 +2,7 @@
 
     python -m benchmarks.kv_transfer --out benchmarks/results/kv-transfer-h200.jsonl          # two GPUs
     python -m benchmarks.kv_transfer --device cpu --tokens 512 2048 --tls default tcp --ray    # two processes here
+    python -m benchmarks.kv_transfer --device cpu --tokens 2048 --tls tcp --netns p d     # two namespaces of `ip netns`
 
 A source and a sink process, each with a pool and a connector, as engines have them. A hand-over is timed from `pull` to
 the event that says its bytes are there and its generations were verified. "aged" pools have served 2,000 random
@@ -10,6 +11,7 @@ With --ray the same bytes also go through Ray's object store: gathered, returned
 """
 
 import argparse
+import ctypes
 import itertools
 import multiprocessing
 import os
@@ -45,9 +47,19 @@ DEADLINE_S = 60.0
 WORD = torch.int64
 
 
+CLONE_NEWNS, CLONE_NEWNET, MS_REC, MS_PRIVATE = 0x00020000, 0x40000000, 1 << 14, 1 << 18  # Linux
+
+
+def _call(function: str, *arguments: Any) -> None:
+    """A function of the C library. OSError when it fails."""
+    if getattr(ctypes.CDLL(None, use_errno=True), function)(*arguments) < 0:
+        raise OSError(ctypes.get_errno(), f"{function}: {os.strerror(ctypes.get_errno())}")
+
+
 @dataclass(frozen=True)
 class Case:
-    """What one pair of processes measures. tls: UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda"."""
+    """What one pair of processes measures. tls: UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda". netns: network
+    namespaces that source and sink enter; empty: neither does."""
 
     layout: KVLayout
     num_blocks: int
@@ -57,6 +69,16 @@ class Case:
     device: str
     tls: str | None
     progress_delay_us: int
+    netns: tuple[str, ...] = ()
+
+    def enter_netns(self, rank: int) -> None:
+        """Call first in a process. With a /sys of its own, where UCX looks for devices. OSError without permission."""
+        if self.netns:
+            with open(f"/run/netns/{self.netns[rank]}") as namespace:
+                _call("setns", namespace.fileno(), CLONE_NEWNET)
+            _call("unshare", CLONE_NEWNS)
+            _call("mount", b"none", b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
+            _call("mount", b"sysfs", b"/sys", b"sysfs", ctypes.c_ulong(0), None)
 
 
 class Side:
@@ -118,6 +140,7 @@ def contents(ids: torch.Tensor, words: int) -> torch.Tensor:
 
 def source(case: Case, commands: Connection) -> None:
     """Publishes as many tokens as it is told, ages, ends."""
+    case.enter_netns(0)
     side = Side(case, 0)
     for start in range(0, case.num_blocks, 64):
         ids = torch.arange(start, min(start + 64, case.num_blocks), device=side.words.device)
@@ -152,6 +175,7 @@ def sink(case: Case, commands: Connection, results: Connection) -> None:
 
 
 def measure(case: Case, commands: Connection) -> Iterator[Json]:
+    case.enter_netns(1)
     side = Side(case, 1)
     side.receiver.connect(commands.recv())
     status: PeerStatus = side.wait(PeerStatus)
@@ -195,6 +219,7 @@ def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Itera
         "bytes": num_bytes,
         "transport": done.transport,
         "tls": side.case.tls or "default",
+        **({"netns": True} if side.case.netns else {}),
         "descriptors": statistics.median(descriptors),
         "ms": 1e3 * statistics.median(seconds),
         "ms_worst": 1e3 * max(seconds),
@@ -315,6 +340,7 @@ def main() -> int:
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128], choices=[16, 32, 64, 128])
     parser.add_argument("--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order")
     parser.add_argument("--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX")
+    parser.add_argument("--netns", nargs=2, default=[], metavar=("SOURCE", "SINK"), help="network namespaces (root)")
     parser.add_argument("--pool-tokens", type=integer(1), help="default: four times the longest of --tokens")
     parser.add_argument("--progress-delay-us", type=integer(0), help="of the transport's thread (CUDA: 0, else 1000)")
     parser.add_argument("--repeats", type=integer(1), default=7, help="timed hand-overs a row (median; default 7)")
@@ -342,7 +368,8 @@ def main() -> int:
         delay = options.progress_delay_us if options.progress_delay_us is not None else 0 if device == "cuda" else 1000
         num_blocks = layout.num_blocks_for(pool_tokens) + 1
         wanted = tuple(options.tokens), tuple(options.ages), options.repeats
-        cases.append(Case(layout, num_blocks, *wanted, device, None if tls == "default" else tls, delay))
+        chosen = None if tls == "default" else tls
+        cases.append(Case(layout, num_blocks, *wanted, device, chosen, delay, tuple(options.netns)))
     rows: list[Json] = []
     with tqdm(total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False) as bar:
         for case in cases:

@@ -1,7 +1,7 @@
 """Engine hosts in processes of their own, reached over zmq without Ray: real NIXL, real sockets, quick to start.
 
-`Host` is one worker process. `LocalLink` gives a router a link to it. What needs Serve itself is tested in
-tests/cluster.
+`Host` is one worker process. `LocalLink` gives one router in this process a link to it, a shell (shell.py) several
+routers in processes of their own. What needs Serve itself is tested in tests/cluster.
 """
 
 import contextlib
@@ -9,9 +9,13 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
+
+from processes import die_with_parent
+from shell import run_shell
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig, WorkerConfig
 from pdserve.engine.protocol import Command
@@ -21,28 +25,34 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 _spawn = multiprocessing.get_context("spawn")  # a fork after a NIXL agent exists hangs
 
 
-def _serve(config: WorkerConfig, worker_id: str, incarnation: int, address: str, ready) -> None:
+def _serve(
+    config: WorkerConfig, worker_id: str, incarnation: int, address: str, shell: Path | None, ready, parent: int
+) -> None:
+    die_with_parent(parent)
     os.environ["OMP_NUM_THREADS"] = "1"
     from pdserve.worker.host import EngineHost
 
     host = EngineHost(config, worker_id, incarnation, address)
     host.start()
+    if shell is not None:
+        threading.Thread(target=run_shell, args=(address, shell), daemon=True).start()
     ready.set()
     host.run()
 
 
 class Host:
-    """A running engine host; `kill` is SIGKILL, `close` ends it whatever its state."""
+    """A running engine host; `kill` is SIGKILL, `close` ends it whatever its state. shells: a folder where its shell's
+    socket appears, None for a host without one."""
 
-    def __init__(self, config: WorkerConfig, worker_id: str) -> None:
+    def __init__(self, config: WorkerConfig, worker_id: str, shells: Path | None = None) -> None:
         self.config = config
         self.worker_id = worker_id
+        self.shell = shells / f"{worker_id}.sock" if shells is not None else None
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
         self.address = f"ipc://{self._folder.name}/engine"
         self._ready = _spawn.Event()
-        self.process = _spawn.Process(
-            target=_serve, args=(config, worker_id, time.time_ns(), self.address, self._ready), daemon=True
-        )
+        arguments = (config, worker_id, time.time_ns(), self.address, self.shell, self._ready, os.getpid())
+        self.process = _spawn.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
 
     def wait(self, seconds: float = 60.0) -> None:
@@ -62,20 +72,19 @@ class Host:
                 os.kill(self.process.pid, signal.SIGKILL)
         self.process.join(10)
         self._folder.cleanup()
-
-
-def start_host(config: WorkerConfig, name: str) -> Host:
-    """A new host that serves."""
-    host = Host(config, f"{name}-{time.time_ns()}")
-    host.wait()
-    return host
+        if self.shell is not None:
+            self.shell.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
 def hosts(
-    model: Path | str, *names: str, engine: dict | None = None, transfer: dict | None = None
+    model: Path | str,
+    *names: str,
+    engine: dict | None = None,
+    transfer: dict | None = None,
+    shells: Path | None = None,
 ) -> Iterator[list[Host]]:
-    """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector."""
+    """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector. shells: see Host."""
     started = []
     try:
         for name in names:
@@ -86,7 +95,7 @@ def hosts(
                 engine=EngineConfig(**{"device": "cpu", "num_kv_blocks": 512, **(engine or {})}),
                 transfer=TransferConfig(**(transfer or {})),
             )
-            started.append(Host(config, f"{name}-{time.time_ns()}"))
+            started.append(Host(config, f"{name}-{time.time_ns()}", shells))
         for host in started:
             host.wait()
         yield started

@@ -65,7 +65,13 @@ class TransferAgent(Protocol):
         ...
 
     def remove_peer(self, name: str) -> None:
-        """Disconnect. All that was prepared for the peer must be released before."""
+        """Forget the peer. All that was prepared for it must be released before. Reads in flight go on: see `sever`."""
+        ...
+
+    def sever(self, peer: str) -> int:
+        """Cut the connections to a known peer: reads in flight from it raise soon, and nothing lands after. For a peer
+        that answers no more: `remove_peer` and `release` stop no byte. How many were cut; 0 also where the transport
+        has none (reads by shared memory or CMA end by themselves)."""
         ...
 
     def prepare(self, peer: str | None, pieces: Pieces) -> Prepared:

@@ -50,6 +50,7 @@ class _Read:
     pairs: list[tuple[int, int]]
     ready_at: float = 0.0
     done: bool = False
+    severed: bool = False
 
 
 @dataclass(eq=False)
@@ -63,6 +64,7 @@ class LocalAgent:
     def __post_init__(self) -> None:
         self._regions: list[torch.Tensor] = []
         self._peers: set[str] = set()
+        self._in_flight: list[_Read] = []
         self._lock = threading.Lock()
         self._users = 0
         with _agents_lock:
@@ -95,6 +97,12 @@ class LocalAgent:
     def remove_peer(self, name: str) -> None:
         self._peers.discard(name)
 
+    def sever(self, peer: str) -> int:
+        reads = [read for read in self._in_flight if read.remote.owner.name == peer]
+        for read in reads:
+            read.severed = True
+        return len(reads)
+
     def prepare(self, peer: str | None, pieces: Pieces) -> _View:
         owner = self if peer is None else self._peer(peer)
         end = pieces.address + (pieces.count - 1) * pieces.stride + pieces.num_bytes
@@ -114,11 +122,12 @@ class LocalAgent:
 
     def post(self, handle: _Read) -> bool:
         handle.ready_at = time.monotonic() + handle.remote.owner.faults.delay_s
+        self._in_flight = [read for read in self._in_flight if not read.done and not read.severed] + [handle]
         return self.check(handle)
 
     def check(self, handle: _Read) -> bool:
         faults = handle.remote.owner.faults
-        if faults.dead:
+        if faults.dead or handle.severed:
             raise TransferError("peer-lost", f"read: {handle.remote.owner.name} is gone")
         if handle.done:
             return True

@@ -7,21 +7,25 @@ Knows nothing of tickets and blocks. The only importer of nixl; made by `build.p
 is not;
 - errors are exceptions; names come back as bytes or str;
 - neighbouring descriptors of one read are merged by NIXL itself (its telemetry shows it);
-- a child forked after an agent exists hangs: start processes by spawn.
+- a child forked after an agent exists hangs: start processes by spawn;
+- nothing of NIXL's or UCX's ends a read in flight: `tcp_sockets.py`.
 """
 
 import importlib
 import logging
+import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
 from pdserve.kvtransfer.agent import Pieces, Reason, TransferError, flat_bytes, memory_of
-from pdserve.kvtransfer.ucx_log import process_log
+from pdserve.kvtransfer.tcp_sockets import Address, listening, sever
+from pdserve.kvtransfer.ucx_log import OWN_SETTINGS, process_log
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +57,26 @@ def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
             nixl_api.nixlBind = original
 
 
+SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
+"""Measured: reads of 268 MB over TCP 1.7 times as fast as with UCX's 8k and 64k (benchmarks/results/log.md)."""
+
+
+def ucx_settings(ucx_tls: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """What we set for UCX. Segments only where the user sets neither: one that sends larger ones than the other side
+    takes aborts (tried), so they also go into the metadata, and `add_peer` refuses other ones."""
+    chosen = {} if any(name in environment for name in SEGMENTS) else dict(SEGMENTS)
+    return chosen if ucx_tls is None else {**chosen, "UCX_TLS": ucx_tls}
+
+
+class _Metadata(msgspec.Struct, frozen=True, array_like=True):
+    """What peers are told of an agent. listens: where its UCX takes TCP connections, which NIXL's own part knows but
+    does not say. segments: values of SEGMENTS in force, None where UCX chose."""
+
+    nixl: bytes
+    listens: frozenset[Address]
+    segments: tuple[str | None, ...]
+
+
 class NixlAgent:
     """See `agent.TransferAgent`. name: must be new at each start of a process: a peer may still know the old one."""
 
@@ -70,11 +94,18 @@ class NixlAgent:
         self._lost = (self._bind.nixlRemoteDisconnectError, self._bind.nixlBackendError)
         self._users = 0
         self._users_lock = threading.Lock()
+        self._peers: dict[str, frozenset[Address]] = {}  # where each of them listens
         with self._translate("create"):
             self._agent: Any = _create(nixl_api, name, progress_delay_us)
-            with self._log.environment(ucx_tls):
+            others = listening()
+            settings = ucx_settings(ucx_tls, os.environ)
+            with self._log.environment(settings):
+                in_force = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
                 self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
-        logger.info("NIXL agent %s: progress delay %d us, UCX_TLS %s", name, progress_delay_us, ucx_tls or "unchanged")
+            self._listens = frozenset(listening() - others)
+        self._segments = tuple(in_force.get(name) for name in SEGMENTS)
+        shown = " ".join(f"{name}={value}" for name, value in sorted(in_force.items()) if name not in OWN_SETTINGS)
+        logger.info("NIXL agent %s: progress delay %d us, %s", name, progress_delay_us, shown)
 
     @contextmanager
     def _translate(self, what: str) -> Iterator[None]:
@@ -87,7 +118,7 @@ class NixlAgent:
     @property
     def metadata(self) -> bytes:
         """Holds what is registered so far: register everything that peers read before the first call."""
-        return bytes(self._agent.get_agent_metadata())
+        return msgspec.msgpack.encode(_Metadata(bytes(self._agent.get_agent_metadata()), self._listens, self._segments))
 
     def register(self, tensor: torch.Tensor) -> Any:
         flat = flat_bytes(tensor)
@@ -100,14 +131,26 @@ class NixlAgent:
             self._agent.deregister_memory(registration)
 
     def add_peer(self, metadata: bytes) -> str:
+        told = msgspec.msgpack.decode(metadata, type=_Metadata)
+        if told.segments != self._segments:
+            both = f"ours {self._segments}, the peer's {told.segments}"
+            raise TransferError("error", f"{', '.join(SEGMENTS)} differ: {both}; set them alike on all hosts")
         with self._translate("connect"):
-            name = self._agent.add_remote_agent(metadata)
-            return name.decode() if isinstance(name, bytes) else name
+            found = self._agent.add_remote_agent(told.nixl)
+        name = found.decode() if isinstance(found, bytes) else found
+        self._peers[name] = told.listens
+        return name
 
     def remove_peer(self, name: str) -> None:
+        self._peers.pop(name, None)
         with self._translate("disconnect"):
             self._agent.remove_remote_agent(name)
         self._log.mark()  # what UCX had to say about it reaches our log
+
+    def sever(self, peer: str) -> int:
+        count = sever(self._peers[peer])
+        logger.warning("NIXL agent %s: cut %d TCP connections to %s", self.name, count, peer)
+        return count
 
     def prepare(self, peer: str | None, pieces: Pieces) -> Any:
         row = (pieces.address, pieces.num_bytes, pieces.device_id, pieces.stride, pieces.count)

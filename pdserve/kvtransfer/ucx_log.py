@@ -10,6 +10,11 @@ tables:
 
 A second peer on the same kind of endpoint prints no new table, so the name is certain only while all tables agree;
 otherwise it is "ucx". UCX reads its environment when it is loaded, hence `environment`, which restores what was there.
+
+Which transport a pair gets is UCX's choice, and it is made for each pair: it asks the kernel whether it may read *that*
+process (CMA), whether there is a route to *that* address (TCP), whether *that* device's memory opens (cuda_ipc). Tried:
+without CAP_SYS_PTRACE towards a peer that has it, and from another PID namespace, reads go by TCP and none fails. But
+it says no word about it, so each new table is logged, and a warning tells when CMA is not permitted on one host.
 """
 
 import ctypes
@@ -18,16 +23,18 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 UNKNOWN = "ucx"
+OWN_SETTINGS = ("UCX_PROTO_INFO", "UCX_LOG_FILE")
 
 _TITLE = re.compile(r"\|\s*remote memory read by ucp_get\S* into (\S+)")
 _OWNER = re.compile(r"\|\s*\S+ (self|intra-node|inter-node)\b.* cfg#")
 _ROW = re.compile(r"\|\s*\S+\.\.inf\s*\|[^|]*\|([^|]*)\|")
-_TRANSPORT = re.compile(r"([a-z][a-z0-9_]*)/")
+_PATH = re.compile(r"([a-z][a-z0-9_]*)/([^\s|]+)")
 _PREFIX = re.compile(r"^\[[^\]]*\] \[[^\]]*\]\s*")
 
 logger = logging.getLogger(__name__)
@@ -36,28 +43,38 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class ReadTable:
     """One `ucp_get` table. memory: "DRAM" or "VRAM", of the destination; transports of the largest reads, e.g.
-    ("cma",)."""
+    ("cma",), and with their devices, e.g. ("tcp/eth0", "tcp/lo"); same_host: as UCX sees it."""
 
     memory: str
     transports: tuple[str, ...]
+    paths: tuple[str, ...]
+    same_host: bool
+
+    @property
+    def lacks_cma(self) -> bool:
+        """Whether host memory of this host is read through the network, several times slower."""
+        return self.same_host and self.memory == "DRAM" and self.transports == ("tcp",)
 
 
 def parse_tables(lines: list[str]) -> tuple[list[ReadTable], list[str]]:
     """The read tables to other processes among UCX log lines, and the lines that belong to no table."""
     tables: list[ReadTable] = []
     rest: list[str] = []
-    to_self, memory = False, ""
+    to_self, same_host, memory = False, False, ""
     for line in lines:
         body = _PREFIX.sub("", line)
         if not body.startswith(("|", "+")):
             rest.append(line)
         elif owner := _OWNER.search(body):
-            to_self, memory = owner.group(1) == "self", ""
+            to_self, same_host, memory = owner.group(1) == "self", owner.group(1) == "intra-node", ""
         elif "ucp_" in body:
             title = _TITLE.search(body)
             memory = ("DRAM" if title.group(1) == "host" else "VRAM") if title else ""
         elif memory and not to_self and (row := _ROW.search(body)):
-            tables.append(ReadTable(memory, tuple(sorted(set(_TRANSPORT.findall(row.group(1)))))))
+            found = _PATH.findall(row.group(1))
+            transports = tuple(sorted({transport for transport, _ in found}))
+            paths = tuple(sorted({f"{transport}/{device}" for transport, device in found}))
+            tables.append(ReadTable(memory, transports, paths, same_host))
     return tables, rest
 
 
@@ -70,13 +87,13 @@ class UcxLog:
         self._lock = threading.Lock()
         self._tail = ""
         self._tables: list[ReadTable] = []
+        self._allows_cma = True
 
     @contextmanager
-    def environment(self, tls: str | None) -> Iterator[None]:
-        """UCX's settings while its context is created. tls: UCX_TLS, None leaves the user's or UCX's choice."""
-        settings = {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._path}
-        if tls is not None:
-            settings["UCX_TLS"] = tls
+    def environment(self, settings: Mapping[str, str]) -> Iterator[None]:
+        """UCX's settings while its context is created, besides the user's and those that make this log."""
+        settings = {**settings, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._path}
+        self._allows_cma = allows_cma(settings.get("UCX_TLS") or os.environ.get("UCX_TLS", "all"))
         before = {name: os.environ.get(name) for name in settings}
         os.environ.update(settings)
         try:
@@ -110,9 +127,44 @@ class UcxLog:
         self._tail = lines.pop()
         tables, rest = parse_tables(lines)
         self._tables += tables
+        for table in tables:
+            self._tell(table)
         for line in rest:
             if line.strip():
                 logger.warning("UCX: %s", line)
+
+    def _tell(self, table: ReadTable) -> None:
+        where = "this host" if table.same_host else "another host"
+        logger.info("UCX reads into %s from peers on %s by %s", table.memory, where, " + ".join(table.paths))
+        if table.lacks_cma and self._allows_cma:
+            logger.warning(
+                "KV from a process of this host comes by TCP, for CMA is not permitted (%s): give both processes the "
+                "same user and capabilities (containers: SYS_PTRACE) and one PID namespace",
+                why_no_cma(),
+            )
+
+
+def allows_cma(tls: str) -> bool:
+    """Whether a value of UCX_TLS leaves CMA (of the alias "sm") to UCX."""
+    names = set(tls.removeprefix("^").split(","))
+    listed = bool(names & {"all", "cma", "sm", "shm"})
+    return not listed if tls.startswith("^") else listed
+
+
+def why_no_cma() -> str:
+    """What this process knows of it."""
+    try:
+        scope = Path("/proc/sys/kernel/yama/ptrace_scope").read_text().strip()
+    except OSError:
+        scope = "0"
+    if scope != "0":
+        return f"/proc/sys/kernel/yama/ptrace_scope is {scope}"
+    libc, word = ctypes.CDLL(None, use_errno=True), ctypes.c_uint64()
+    vector = (ctypes.c_uint64 * 2)(ctypes.addressof(word), ctypes.sizeof(word))
+    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    if libc.process_vm_readv(os.getpid(), vector, one, vector, one, none) < 0:
+        return f"process_vm_readv fails even here: {os.strerror(ctypes.get_errno())}"
+    return "the kernel refuses it between these two processes"
 
 
 _process_log: UcxLog | None = None

@@ -1,9 +1,7 @@
 """Engines for the kvtransfer tests: a small pool with a connector, in this process or in a child driven over a pipe."""
 
-import ctypes
 import multiprocessing
 import os
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +11,7 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
+from processes import die_with_parent, freeze
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
@@ -134,9 +133,7 @@ class LocalSource:
 
 
 def _child(pipe: Connection, parent: int, arguments: dict[str, Any]) -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
-    if os.getppid() != parent:
-        return
+    die_with_parent(parent)
     source = LocalSource(**arguments)
     pipe.send(source.meta)
     while True:
@@ -197,7 +194,7 @@ class ProcessSource:
         return self._call("wakes")
 
     def freeze(self) -> None:
-        psutil.Process(self.process.pid).suspend()
+        freeze(self.process.pid)
 
     def thaw(self) -> None:
         psutil.Process(self.process.pid).resume()

@@ -161,6 +161,31 @@ def test_close_with_a_read_in_flight_returns_and_keeps_the_memory(config: Transf
         source.close()
 
 
+def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config: TransferConfig) -> None:
+    """Nothing else ends it, and nothing lands after: not when the peer thaws either. (Then UCX 1.21 ends the peer's
+    process: it answers what it finds in a socket that was cut, and takes the error for fatal.)
+    """
+    source = make_source(config, 6)
+    try:
+        sink.receiver.connect(source.meta)
+        sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 6 and e.connected)
+        ticket = source.publish(key("severed"), [1, 2])
+        sink.pool.zero_()
+        source.freeze()
+        sink.receiver.pull(600, ticket, [1, 2], 0, 30.0)
+        time.sleep(0.1)
+        assert sink.receiver._agent.sever(source.meta.ranks[0].agent_name) > 0  # type: ignore[attr-defined]
+        failed = sink.wait_for(PullFailed, timeout_s=3)
+        assert (failed.pull_id, failed.reason, failed.settled) == (600, "peer-lost", False)
+        assert sink.wait_for(PullSettled, timeout_s=3).pull_id == 600
+        source.thaw()
+        time.sleep(0.3)
+        assert not sink.pool.any()
+    finally:
+        source.thaw()
+        source.close()
+
+
 def cpu_seconds(pid: int | None) -> float:
     """Of a whole process, or of this one's connector threads alone: other tests leave threads of Ray's behind."""
     if pid is not None:
@@ -173,10 +198,10 @@ def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
     """Connected, nothing outstanding: our threads wait without a timeout, NIXL's progress thread polls each ms.
     (Tickets of tests before may be out until their lease ends: a sender listens each ms as long as one is.)
     """
-    source = make_source(config, 5)
+    source = make_source(config, 7)
     try:
         sink.receiver.connect(source.meta)
-        sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 5 and e.connected)
+        sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 7 and e.connected)
         pid = source.process.pid if isinstance(source, ProcessSource) else None
         for _ in range(9):
             before = cpu_seconds(pid)

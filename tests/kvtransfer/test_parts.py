@@ -1,5 +1,7 @@
 """The small parts: UCX's log, notices, the check of what an engine passes in."""
 
+from pathlib import Path
+
 import msgspec
 import numpy as np
 import pytest
@@ -9,8 +11,9 @@ from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.nixl_agent import SEGMENTS, ucx_settings
 from pdserve.kvtransfer.notice import Done, Letter, Party, decode_letter, encode_letter
-from pdserve.kvtransfer.ucx_log import ReadTable, parse_tables
+from pdserve.kvtransfer.ucx_log import ReadTable, allows_cma, parse_tables, why_no_cma
 
 TABLE = """\
 [1795232303.146007] [vm:5663 :0]   +--------+-------------+-------------------------------------------+
@@ -31,15 +34,38 @@ def table(where: str, what: str, config: str) -> list[str]:
 @pytest.mark.parametrize(
     ("config", "memory", "expected"),
     [
-        ("cma/memory", "host memory from host", ReadTable("DRAM", ("cma",))),
-        ("52% on tcp/lo and 48% on tcp/eth0", "host memory from host", ReadTable("DRAM", ("tcp",))),
-        ("cuda_ipc/cuda", "cuda/GPU0 from cuda/dev[1]", ReadTable("VRAM", ("cuda_ipc",))),
-        ("rc_mlx5/mlx5_0:1 50% on path0", "cuda/GPU0 from cuda", ReadTable("VRAM", ("rc_mlx5",))),
+        ("cma/memory", "host memory from host", ("DRAM", ("cma",), ("cma/memory",))),
+        ("52% on tcp/lo and 48% on tcp/eth0", "host memory from host", ("DRAM", ("tcp",), ("tcp/eth0", "tcp/lo"))),
+        ("cuda_ipc/cuda", "cuda/GPU0 from cuda/dev[1]", ("VRAM", ("cuda_ipc",), ("cuda_ipc/cuda",))),
+        ("rc_mlx5/mlx5_0:1 50% on path0", "cuda/GPU0 from cuda", ("VRAM", ("rc_mlx5",), ("rc_mlx5/mlx5_0:1",))),
     ],
 )
-def test_read_table_names_the_transport_of_large_reads(config: str, memory: str, expected: ReadTable) -> None:
-    tables, rest = parse_tables(table("inter-node", f"read by ucp_get*(multi) into {memory}", config))
-    assert tables == [expected] and rest == []
+@pytest.mark.parametrize("where", ["intra-node", "inter-node"])
+def test_read_table_names_the_transport_of_large_reads(config: str, memory: str, expected: tuple, where: str) -> None:
+    tables, rest = parse_tables(table(where, f"read by ucp_get*(multi) into {memory}", config))
+    assert tables == [ReadTable(*expected, same_host=where == "intra-node")] and rest == []
+    assert tables[0].lacks_cma == (where == "intra-node" and "tcp" in config)
+
+
+@pytest.mark.parametrize(
+    ("tls", "expected"),
+    [("all", True), ("^cma", False), ("tcp", False), ("tcp,cma,self", True), ("^ib", True), ("sm,tcp", True)],
+)
+def test_whether_cma_was_left_to_ucx(tls: str, expected: bool) -> None:
+    assert allows_cma(tls) is expected
+
+
+def test_ucx_settings_leave_the_users_alone() -> None:
+    assert ucx_settings(None, {}) == SEGMENTS
+    assert ucx_settings("tcp", {"UCX_NET_DEVICES": "eth0"}) == {**SEGMENTS, "UCX_TLS": "tcp"}
+    assert ucx_settings(None, {"UCX_TCP_RX_SEG_SIZE": "64k"}) == {}
+
+
+def test_a_process_that_may_read_itself_blames_the_pair() -> None:
+    if Path("/proc/sys/kernel/yama/ptrace_scope").exists():
+        assert "ptrace_scope" in why_no_cma() or "between these two" in why_no_cma()
+    else:
+        assert why_no_cma() == "the kernel refuses it between these two processes"
 
 
 def test_tables_of_writes_and_of_the_own_process_do_not_count() -> None:

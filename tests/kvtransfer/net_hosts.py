@@ -1,0 +1,235 @@
+"""Two hosts within this one: network namespaces joined by a link that can be cut, and engines that live in them.
+
+An engine's process also has PID and IPC namespaces of its own, so that UCX finds no way to it but the network. Needs
+root; `available` says why not. `python net_hosts.py SOCKET` is such a process: it makes one object and does as it is
+told.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import torch
+from kvtransfer.kv_peers import key
+from processes import freeze
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.schema import TransferConfig
+from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
+from pdserve.kvtransfer.build import build_connector
+from pdserve.kvtransfer.connector import PoolMemory, Unpinned
+
+NUM_BLOCKS = 128
+LAYOUT = KVLayout.uniform(num_layers=8, heads=tuple(range(8)), head_dim=64, block_size=16, dtype="float32")
+POOL_BYTES = NUM_BLOCKS * LAYOUT.block_bytes
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True)
+
+
+def available() -> str:
+    """Empty, or why namespaces cannot be had here."""
+    missing = [tool for tool in ("ip", "unshare", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"needs {', '.join(missing)}"
+    if os.geteuid() != 0:
+        return "needs root for network namespaces"
+    probe = f"pdserve-{os.getpid()}-probe"
+    try:
+        _run("ip", "netns", "add", probe)
+        _run("ip", "netns", "del", probe)
+    except subprocess.CalledProcessError as error:
+        return f"no network namespaces here: {error.stderr.decode().strip()}"
+    return ""
+
+
+class Net:
+    """Namespaces `p` and `d`, joined by one link of rate_mbit in the direction p to d."""
+
+    def __init__(self, rate_mbit: int) -> None:
+        self._tag = f"pd{os.getpid()}"
+        self.p, self.d = f"{self._tag}-p", f"{self._tag}-d"
+        for namespace in (self.p, self.d):
+            _run("ip", "netns", "add", namespace)
+        _run("ip", "link", "add", "pdp", "netns", self.p, "type", "veth", "peer", "name", "pdd", "netns", self.d)
+        for namespace, device, address in ((self.p, "pdp", "10.99.0.1/24"), (self.d, "pdd", "10.99.0.2/24")):
+            _run("ip", "-n", namespace, "addr", "add", address, "dev", device)
+            for name in ("lo", device):
+                _run("ip", "-n", namespace, "link", "set", name, "up")
+        rate = ("rate", f"{rate_mbit}mbit", "burst", "128kb", "latency", "50ms")
+        _run("tc", "-n", self.p, "qdisc", "add", "dev", "pdp", "root", "tbf", *rate)
+
+    def cut(self) -> None:
+        _run("ip", "-n", self.p, "link", "set", "pdp", "down")
+
+    def mend(self) -> None:
+        _run("ip", "-n", self.p, "link", "set", "pdp", "up")
+
+    def close(self) -> None:
+        for namespace in (self.p, self.d):
+            with contextlib.suppress(subprocess.CalledProcessError):
+                _run("ip", "netns", "del", namespace)
+
+
+def inside(namespace: str) -> list[str]:
+    """Command prefix: in a network namespace and in PID and IPC namespaces of its own."""
+    own = ["unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+    return ["ip", "netns", "exec", namespace, *own]
+
+
+WITHOUT_PTRACE = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
+"""Command prefix: may not read the memory of processes with more capabilities, as in a container."""
+
+
+@contextlib.contextmanager
+def two_hosts(rate_mbit: int) -> Iterator[Net]:
+    net = Net(rate_mbit)
+    try:
+        yield net
+    finally:
+        net.close()
+
+
+def contents(seed: int) -> torch.Tensor:
+    """A pool in which every word of every block differs."""
+    words = NUM_BLOCKS * LAYOUT.block_bytes // 4
+    numbers = torch.arange(words, dtype=torch.int32) + seed * 7919
+    return numbers.view(torch.float32).view(NUM_BLOCKS, *LAYOUT.block_shape)
+
+
+class NetEngine:
+    """An engine's memory and connector. seed: of a pool that has contents."""
+
+    def __init__(self, engine_id: str, config: TransferConfig, incarnation: int = 1, seed: int | None = None) -> None:
+        self._pool = torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape) if seed is None else contents(seed)
+        self._events: list[Any] = []
+        generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
+        memory = PoolMemory(self._pool, generations, LAYOUT, "model")
+        self._sender, self._receiver = build_connector(config, memory, engine_id, incarnation, lambda: None)
+
+    def meta(self) -> PoolMeta:
+        return self._sender.meta()
+
+    def publish(self, name: str, block_ids: list[int]) -> Ticket:
+        return self._sender.publish(key(name), block_ids, len(block_ids) * LAYOUT.block_size, b"content")
+
+    def unpinned(self) -> list[Unpinned]:
+        return self._sender.poll()
+
+    def connect(self, meta: PoolMeta) -> PeerStatus | None:
+        self._receiver.connect(meta)
+        return self.event(PeerStatus, 20.0)
+
+    def pull(self, pull_id: int, ticket: Ticket, block_ids: list[int], deadline_s: float) -> None:
+        self._receiver.pull(pull_id, ticket, block_ids, 0, deadline_s)
+
+    def event(self, kind: type, timeout_s: float) -> Any:
+        """The next event of a kind; those before it are dropped. None when there is none in time."""
+        ends = time.monotonic() + timeout_s
+        while True:
+            self._events += self._receiver.poll()
+            while self._events:
+                event = self._events.pop(0)
+                if isinstance(event, kind):
+                    return event
+            if time.monotonic() > ends:
+                return None
+            time.sleep(0.001)
+
+    def sever(self, agent_name: str) -> int:
+        return self._receiver._agent.sever(agent_name)  # type: ignore[attr-defined]
+
+    def num_equal(self, seed: int) -> int:
+        """How many blocks hold what those of the same number do in a pool of this seed."""
+        ours, theirs = (pool.view(torch.int32).view(NUM_BLOCKS, -1) for pool in (self._pool, contents(seed)))
+        return int((ours == theirs).all(dim=1).sum())
+
+    def digest(self) -> int:
+        """Of every byte of the pool."""
+        return zlib.crc32(self._pool.numpy())
+
+    def clear(self) -> None:
+        self._pool.zero_()
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._sender.close()
+
+
+class Remote:
+    """A NetEngine in a process of its own; its methods are called over a pipe, `kill` is SIGKILL. prefix: of the
+    process's command."""
+
+    def __init__(self, prefix: list[str], *arguments: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-net-")
+        path = f"{self._folder.name}/pipe"
+        here = Path(__file__).parent.parent
+        with Listener(path, "AF_UNIX") as listener:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, __file__, path],
+                env={**os.environ, "PYTHONPATH": f"{here}:{here.parent}", "NIXL_LOG_LEVEL": "WARN"},
+            )
+            self._pipe: Connection = listener.accept()
+        started = psutil.Process(self._process.pid)
+        self._engine = next(iter(started.children()), started)
+        self._call(arguments)
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *values: self._call((name, values))
+
+    def _call(self, message: Any) -> Any:
+        self._pipe.send(message)
+        assert self._pipe.poll(60), "the engine's process does not answer"
+        return self._pipe.recv()
+
+    def freeze(self) -> None:
+        freeze(self._engine.pid)
+
+    def thaw(self) -> None:
+        self._engine.resume()
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def kill(self) -> None:
+        self._engine.send_signal(signal.SIGKILL)
+        self._process.wait(10)
+
+    def end(self) -> None:
+        """The process notices that nobody talks to it any more."""
+        self._pipe.close()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    engine = NetEngine(*pipe.recv())
+    pipe.send(None)
+    with contextlib.suppress(EOFError):
+        while True:
+            name, values = pipe.recv()
+            pipe.send(getattr(engine, name)(*values))
+    os._exit(0)  # whatever its transport still does
+
+
+if __name__ == "__main__":
+    from kvtransfer import net_hosts  # the messages' classes are that module's, not __main__'s
+
+    net_hosts._serve(Client(sys.argv[1], "AF_UNIX"))
