@@ -106,6 +106,11 @@ class Connection:
         there = Pieces(self.meta.generation_address + offset, size, size, 1)
         return self._agent.prepare(None, here), self._agent.prepare(self.peer, there)
 
+    def sever(self) -> None:
+        """See `TransferAgent.sever`; of all ranks."""
+        for peer in self._peers.values():
+            self._agent.sever(peer)
+
     def close(self) -> None:
         """Every read must have ended."""
         steps: list[Callable[[], None]] = [

@@ -13,13 +13,16 @@ can be done only behind the complete one. A piece that was reused meanwhile is r
 only when no read of its pull is in flight: two reads into the same memory could end in the wrong order.
 
 When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up is kept and
-checked until it ends, however long: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP: 419
-of 512 MiB at the release, all of them 0.3 s later), and a frozen peer never errs. A read that *raised*, in the post or
-later, may have had several requests under way on several lanes, of which one failed, so it counts as quiet only after
-the link has drained: every other read has ended, the peer is removed (UCX closes the endpoint by force, which cancels
-what is left), and QUIET_AFTER_REMOVAL_S has passed, which covers UCX's progress thread finishing the close. So a lost
-peer's pulls are reported at once, unsettled, and settle after. Tried: peer killed in the middle of 512 MiB reads, 8
-times over TCP and 3 over CMA: 50 to 110 ms to the report, and not one byte landed after it, let alone after settling.
+checked until it ends: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP: 419 of 512 MiB at
+the release, all of them 0.3 s later), and a frozen peer never errs. After SEVER_AFTER_S of that the connections to the
+peer are cut (`TransferAgent.sever`), which ends its reads by an error. A read that *raised*, in the post or later, may
+have had several requests under way on several lanes, of which one failed, so it counts as quiet only after the link
+has drained: every other read has ended, the connections are cut, the peer is removed, and QUIET_AFTER_REMOVAL_S has
+passed, which covers UCX's progress thread finishing the close. (Removing a peer that lives does not end what is under
+way.) So a lost peer's pulls are reported at once, unsettled, and settle after. Tried: peer killed in the middle of 512
+MiB reads, 8 times over TCP and 3 over CMA: 50 to 110 ms to the report, and not one byte landed after it, let alone
+after settling; connections cut in the middle of 64 MiB, with the link down and while bytes flowed: nothing landed
+behind the error.
 """
 
 import enum
@@ -45,6 +48,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_DEADLINE_S = 10.0
 QUIET_AFTER_REMOVAL_S = 0.05
+SEVER_AFTER_S = 30.0
 MIN_SLEEP_S, MAX_SLEEP_S = 30e-6, 5e-3
 SLEEP_SHARE = 0.02
 FAULT_PAUSE_S = 0.1
@@ -160,6 +164,7 @@ class PeerLink:
         self._to_verify: list[Piece] = []
         self._probe_deadline = self._probe_started = 0.0
         self._status: PeerStatus | None = None
+        self._unquiet_since: float | None = None  # reads that nobody waits for are under way
         self._reconnect = False
         self._leaving = False
         self.thread = threading.Thread(target=self._run, name=f"pdserve-kv-{meta.engine_id}", daemon=True)
@@ -220,6 +225,7 @@ class PeerLink:
             self._commands.popleft()()
         self._check_flights()
         self._check_deadlines()
+        self._check_quiet()
         if self._state is LinkState.DRAINING and not self._flights:
             self._finish_drain()
 
@@ -348,10 +354,12 @@ class PeerLink:
         self._report(connected=False, detail=str(error))
 
     def _finish_drain(self) -> None:
-        assert self._connection is not None
-        self._connection.close()
-        self._connection = None
+        connection, self._connection = self._connection, None
+        assert connection is not None
         unsettled = [pull for pull in self._pulls.values() if pull.is_read]
+        if unsettled:
+            connection.sever()
+        connection.close()
         if unsettled:
             time.sleep(QUIET_AFTER_REMOVAL_S)
         for pull in unsettled:
@@ -360,6 +368,18 @@ class PeerLink:
         if self._reconnect:
             self._reconnect = False
             self._open()
+
+    def _check_quiet(self) -> None:
+        """Cut off a peer whose reads, given up long ago, do not end."""
+        now = time.monotonic()
+        if not (self._flights and (self._state is LinkState.DRAINING or any(p.reported for p in self._pulls.values()))):
+            self._unquiet_since = None
+        elif self._unquiet_since is None:
+            self._unquiet_since = now
+        elif now > self._unquiet_since + SEVER_AFTER_S and self._connection is not None:
+            self._unquiet_since = None
+            logger.warning("reads from %s do not end: cutting its connections", self.meta.engine_id)
+            self._connection.sever()
 
     # Pulls.
 

@@ -9,6 +9,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -110,6 +111,13 @@ def contents(seed: int) -> torch.Tensor:
     return numbers.view(torch.float32).view(NUM_BLOCKS, *LAYOUT.block_shape)
 
 
+def own_address() -> str:
+    """In one of the two namespaces its end of the link, else loopback."""
+    found = psutil.net_if_addrs()
+    link = found.get("pdp") or found.get("pdd")
+    return next((each.address for each in link or () if each.family == socket.AF_INET), "127.0.0.1")
+
+
 class NetEngine:
     """An engine's memory and connector. seed: of a pool that has contents."""
 
@@ -118,7 +126,9 @@ class NetEngine:
         self._events: list[Any] = []
         generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
         memory = PoolMemory(self._pool, generations, LAYOUT, "model")
-        self._sender, self._receiver = build_connector(config, memory, engine_id, incarnation, lambda: None)
+        self._sender, self._receiver = build_connector(
+            config, memory, engine_id, incarnation, lambda: None, host=own_address()
+        )
 
     def meta(self) -> PoolMeta:
         return self._sender.meta()
@@ -150,7 +160,7 @@ class NetEngine:
             time.sleep(0.001)
 
     def sever(self, agent_name: str) -> int:
-        return self._receiver._agent.sever(agent_name)  # type: ignore[attr-defined]
+        return self._receiver._ranks[0]._agent.sever(agent_name)  # type: ignore[attr-defined]
 
     def num_equal(self, seed: int) -> int:
         """How many blocks hold what those of the same number do in a pool of this seed."""

@@ -140,3 +140,22 @@ def test_a_bug_in_a_transport_fails_the_pull_instead_of_hanging(
     assert sink.connect(source.meta).connected
     sink.receiver.pull(2, ticket, [3], 0, 5.0)
     assert isinstance(sink.wait_for(PullDone, PullFailed), PullDone)
+
+
+def test_a_peer_that_stays_frozen_is_cut_off(
+    sink: Engine, source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory settles without a thaw, and nothing lands when it thaws."""
+    monkeypatch.setattr(peer_link, "SEVER_AFTER_S", 0.2)
+    assert sink.connect(source.meta).connected
+    source.freeze()
+    sink.receiver.pull(901, source.publish(key("cut-off"), [1, 2]), [5, 6], 0, 0.05)
+    failed = sink.wait_for(PullFailed, pull_id=901)
+    assert (failed.reason, failed.settled) == ("deadline", False)
+    sink.wait_for(PullSettled, pull_id=901, timeout_s=3.0)
+    source.thaw()
+    time.sleep(0.1)
+    assert not sink.pool[[5, 6]].any()
+    assert sink.connect(source.meta).connected
+    sink.receiver.pull(902, source.publish(key("again"), [1, 2]), [5, 6], 0, 5.0)
+    assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=902), PullDone)
