@@ -6,8 +6,10 @@ import asyncio
 import os
 import random
 import signal
+import socket
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from hosts import Host, hosts
 from served import DEMO, Cluster, cluster
@@ -83,3 +85,39 @@ async def test_a_server_that_dies_costs_nothing_else(workers: list[Host], server
                 os.kill(server.process.pid, signal.SIGKILL)
             answer = await running.complete(prompt=prompt, seed=1, return_token_ids=True, **GREEDY)
             assert answer["choices"][0]["token_ids"] == output.outputs[0].token_ids
+
+
+async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() -> None:
+    """It dies with that one, and another starts the next."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    pool = {"mode": "start", "address": address, "chunk_tokens": CHUNK, "request_deadline_ms": 2000, "l1_gib": 0.25}
+    rng = random.Random(13)
+    prompt = words(rng, 200)
+
+    async def found(worker: Host) -> float:
+        async with cluster(worker) as running:
+            await running.complete(prompt=prompt, seed=1, **GREEDY)
+            await asyncio.sleep(1.5)
+            return await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve")
+
+    with hosts(DEMO, "A0", "A1", "A2", transfer={"pool": pool}) as workers:
+        first, *others = sorted(workers, key=lambda worker: -len(pool_children(worker)))
+        assert [len(pool_children(worker)) for worker in (first, *others)] == [1, 0, 0]
+        assert await found(first) == 0
+        assert await found(others[0]) > 0
+        first.kill()
+        async with asyncio.timeout(40):
+            while not any(map(pool_children, others)):
+                await asyncio.sleep(0.2)
+        await asyncio.sleep(10)  # the server starts, both connect
+        prompt[:] = words(rng, 200)
+        before = await found(others[0])
+        assert await found(others[1]) > 0 and before == await found(others[0])
+
+
+def pool_children(host: Host) -> list[psutil.Process]:
+    return [
+        child for child in psutil.Process(host.process.pid).children() if "pool_server" in " ".join(child.cmdline())
+    ]

@@ -110,8 +110,10 @@ class ResolvedEngineConfig(EngineConfig):
 class PoolConfig(Config):
     """The KV pool shared by the engines of one host: LMCache's server, reached through shared memory.
 
-    mode: "off"; "connect" to a server that runs at `address`; "start" one as a child of the worker (at `address`, or at
-    a free port of 127.0.0.1). address: "host:port" on this host. chunk_tokens: what is stored and found at once, a
+    mode: "off"; "connect" to a server that runs at `address`; "start": the first worker of a host starts one at
+    `address`, as its child, the others use it, and one of them starts the next when it dies; without an address each
+    worker has one for itself. address: "host:port"
+    on this host. chunk_tokens: what is stored and found at once, a
     multiple of the engine's block_size, the same for all users of a server. l1_gib: memory of a started server, in
     /dev/shm. disk_folder: a started server also writes chunks there and finds them after a restart. start_deadline_s:
     how long it may take to be ready. request_deadline_ms: longest wait for one answer of the server; any longer is a
@@ -235,6 +237,12 @@ class ClusterConfig(Config):
             raise ValueError(
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: aggregated"
             )
+        if self.transfer.pool.mode != "off":
+            for name, engine in (("engine", self.engine), ("prefill.engine", self.prefill.engine)):
+                if engine is not None and not engine.enable_prefix_caching:
+                    raise ValueError(
+                        f"{name}.enable_prefix_caching must be true with transfer.pool: its rows are cached"
+                    )
         return self
 
     def worker(self, role: Role) -> "WorkerConfig":

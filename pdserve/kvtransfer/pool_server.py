@@ -1,13 +1,16 @@
-"""Starts `lmcache server` as a child process, waits until it serves, and ends it. Restarts nothing.
+"""Starts `lmcache server` as a child process, waits until it serves, and ends it.
 
     server = PoolServer(config)    # spawned; takes 5 to 10 s, the model can be loaded meanwhile
     server.wait_ready()
     server.close()
 
+Workers of one host share one by a `SharedServer` each.
+
 The child is this module run as a program: it ends itself when its parent does (the pipe on its standard input closes),
 then becomes LMCache's command line. Knows no requests and no blocks: what speaks to the server is `lmcache_pool.py`.
 """
 
+import fcntl
 import json
 import logging
 import os
@@ -33,6 +36,8 @@ SHM_PREFIX = "lmcache_l1_pool_"
 WRITE_TTL_S = 30
 """A reservation that was never committed (a store that was given up) can be had again after so long."""
 STOP_TIMEOUT_S = 5.0
+LOOK_S = 2.0
+"""How often a worker looks whether the server that it shares is there."""
 LOG_TAIL = 2000
 """Characters of the server's own words in an error."""
 
@@ -88,15 +93,12 @@ class PoolServer:
     def wait_ready(self) -> None:
         """RuntimeError, with the server's last words, when it ends or does not serve within config.start_deadline_s of
         its start; it is closed then."""
-        host, _, port = self.address.rpartition(":")
         deadline_s = self._config.start_deadline_s
         deadline = self._spawned + deadline_s
         while self.alive and time.monotonic() < deadline:
-            try:
-                with socket.create_connection((host, int(port)), timeout=1.0):
-                    return
-            except OSError:
-                time.sleep(0.05)
+            if _answers(self.address):
+                return
+            time.sleep(0.05)
         how = f"was not ready after {deadline_s:g} s" if self.alive else f"ended with {self.process.returncode}"
         last_words = self._last_words()
         self.close()
@@ -123,6 +125,75 @@ class PoolServer:
             self.process.stdin.close()
         self._log.close()
         (SHARED_MEMORY / f"{SHM_PREFIX}{self._shm_name}").unlink(missing_ok=True)
+
+
+class SharedServer:
+    """For the workers of one host, each of which has one: the first starts the server at config.address; when it dies,
+    with that worker or alone, whoever notices first starts the next. Without an address a server of one's own.
+    """
+
+    def __init__(self, config: PoolConfig) -> None:
+        """Begins; what keeps a server from starting is raised by `wait_ready`."""
+        self._config = config
+        self._own: PoolServer | None = None
+        self._error: Exception | None = None
+        self._ready, self._closing = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="pdserve-kv-pool-server", daemon=True)
+        self._thread.start()
+
+    def wait_ready(self) -> str:
+        """The address, once a server answers there. Raises as PoolServer does."""
+        self._ready.wait()
+        if self._error is not None:
+            raise self._error
+        address = self._own.address if self._own is not None else self._config.address
+        assert address is not None
+        return address
+
+    def close(self) -> None:
+        self._closing.set()
+        self._thread.join()
+        if self._own is not None:
+            self._own.close()
+
+    def _keep(self) -> None:
+        try:
+            self._serve_or_join()
+        except Exception as error:  # for wait_ready to raise
+            self._error = error
+        self._ready.set()
+        while self._error is None and not self._closing.wait(LOOK_S):
+            try:
+                self._serve_or_join()
+            except (ValueError, RuntimeError) as error:
+                logger.warning("no KV pool server could be started: %s", error)
+
+    def _serve_or_join(self) -> None:
+        address = self._config.address
+        if address is None:
+            if self._own is None:
+                self._own = PoolServer(self._config)
+                self._own.wait_ready()
+            return
+        if _answers(address):
+            return
+        with (Path(tempfile.gettempdir()) / f"pdserve-pool-{address.replace(':', '-')}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _answers(address):
+                return
+            if self._own is not None:
+                self._own.close()
+            self._own = PoolServer(self._config)
+            self._own.wait_ready()
+
+
+def _answers(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=1.0):
+            return True
+    except OSError:
+        return False
 
 
 def _check_room(config: PoolConfig) -> None:

@@ -19,7 +19,7 @@ from pdserve.engine.protocol import EventBatch, decode_command, encode
 from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory
 from pdserve.kvtransfer.pool import KVPool
-from pdserve.kvtransfer.pool_server import PoolServer
+from pdserve.kvtransfer.pool_server import SharedServer
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
@@ -43,7 +43,7 @@ class EngineHost:
         self._sender: KVSender | None = None
         self._receiver: KVReceiver | None = None
         self._pool: KVPool | None = None
-        self._pool_server: PoolServer | None = None
+        self._pool_server: SharedServer | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class EngineHost:
         began = time.monotonic()
         pool_config = self._config.transfer.pool
         if pool_config.mode == "start":
-            self._pool_server = PoolServer(pool_config)
+            self._pool_server = SharedServer(pool_config)
         engine = Engine(self._config.model, self._config.engine)
         if engine.device.type == "cpu":
             torch.set_num_threads(1)
@@ -68,7 +68,9 @@ class EngineHost:
                 registry=metrics.registry,
             )
         if pool_config.mode != "off":
-            self._pool = build_pool(self._pool_address(), pool_config, memory, self._wake, registry=metrics.registry)
+            address = self._pool_server.wait_ready() if self._pool_server is not None else pool_config.address
+            assert address is not None, "PoolConfig asks for one"
+            self._pool = build_pool(address, pool_config, memory, self._wake, registry=metrics.registry)
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -92,14 +94,6 @@ class EngineHost:
             "block_size": engine.config.block_size,
             "seconds": round(time.monotonic() - began, 2),
         }
-
-    def _pool_address(self) -> str:
-        if self._pool_server is None:
-            address = self._config.transfer.pool.address
-            assert address is not None, "PoolConfig asks for one"
-            return address
-        self._pool_server.wait_ready()
-        return self._pool_server.address
 
     def run(self) -> None:
         """Serve until a Stop command; raises what a step raised."""
