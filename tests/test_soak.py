@@ -1,4 +1,4 @@
-"""make soak: many requests over tiny pools and several routers, with aborts, kills and freezes of everybody.
+"""make soak: many requests over tiny pools, several routers and a KV pool, with aborts, kills and freezes of everybody.
 
 Every token that reaches a client is the right one, every request ends in time, with its answer or a clear error, and in
 the end no block is owned, quarantined or lost. Seeded by PDSERVE_SOAK_SEED (printed; the order of the chaos, not its
@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import random
+import socket
 import statistics
 import tempfile
 import time
@@ -27,15 +28,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from routers import RouterProcess
 from served import DEMO, MODEL
 from tqdm import tqdm
-from victims import LONGEST_FREEZE_S, Chaos, RouterVictim, Victim, WorkerVictim
+from victims import LONGEST_FREEZE_S, Chaos, PoolVictim, RouterVictim, Victim, WorkerVictim
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.schema import PoolConfig, RouterConfig
 from pdserve.engine.llm import LLM, SamplingParams
 
 SEED = int(os.environ.get("PDSERVE_SOAK_SEED", "1"))
 NUM_REQUESTS = int(os.environ.get("PDSERVE_SOAK_REQUESTS", "10000"))
 NUM_WORKERS, NUM_ROUTERS, CONCURRENCY, RETRIES = 4, 2, 12, 4
-POOL = {"num_kv_blocks": 96, "max_num_seqs": 16, "max_num_batched_tokens": 256}
+POOL = {"num_kv_blocks": 96, "max_num_seqs": 16, "max_num_batched_tokens": 128}
 PULL_DEADLINE_S = 1.0
 TRANSFER = {"pull_deadline_s": PULL_DEADLINE_S, "lease_s": 3.0, "ucx_tls": os.environ.get("PDSERVE_SOAK_TLS")}
 ROUTER = RouterConfig(worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3)
@@ -231,6 +232,12 @@ async def until_drained(clients: Clients, routers: list[RouterProcess]) -> float
         await asyncio.sleep(0.2)
 
 
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
 @pytest.mark.slow
 async def test_soak() -> None:
     print(f"PDSERVE_SOAK_SEED={SEED}")
@@ -239,16 +246,19 @@ async def test_soak() -> None:
     expected = answers_of(requests)
     with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
+        shared = PoolVictim(PoolConfig(mode="start", address=free_address(), chunk_tokens=64, l1_gib=0.25))
+        stack.callback(shared.close)
+        pool = {"mode": "connect", "address": shared.address, "chunk_tokens": 64, "breaker_s": 1.0}
         workers = stack.enter_context(
-            hosts(DEMO, "P0", "P1", "D0", "D1", engine=POOL, transfer=TRANSFER, shells=folder)
+            hosts(DEMO, "P0", "P1", "D0", "D1", engine=POOL, transfer={**TRANSFER, "pool": pool}, shells=folder)
         )
         assert len(workers) == NUM_WORKERS
         routers = [RouterProcess(DEMO, ROUTER, RESUME_WAIT_S, folder) for _ in range(NUM_ROUTERS)]
         for router in routers:
             stack.callback(router.close)
             router.wait()
-        # Whatever else serves a cluster joins the chaos here.
         victims: list[Victim] = [
+            shared,
             *(WorkerVictim(workers, index) for index in range(NUM_WORKERS)),
             *(RouterVictim(router) for router in routers),
         ]

@@ -4,22 +4,40 @@ import asyncio
 import os
 import random
 import signal
+import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from multiprocessing.process import BaseProcess
+from typing import Protocol
 
 from hosts import Host
 from routers import RouterProcess
+
+from pdserve.configs.schema import PoolConfig
+from pdserve.kvtransfer.pool_server import PoolServer
 
 LONGEST_FREEZE_S = 6.0
 PAUSE_S = (0.2, 3.0)
 NUM_STRIKERS = 2
 
 
+class Process(Protocol):
+    """What is asked of a victim's process."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+
 class Victim(ABC):
-    """One process that comes back after every death under the same `kind` and number. What else joins the chaos (a
-    pool's server) implements `process` and `restart`, and a line in the list of victims."""
+    """One process that comes back after every death under the same `kind` and number."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -27,7 +45,7 @@ class Victim(ABC):
 
     @property
     @abstractmethod
-    def process(self) -> BaseProcess: ...
+    def process(self) -> Process: ...
 
     @abstractmethod
     async def restart(self) -> None:
@@ -68,7 +86,7 @@ class WorkerVictim(Victim):
         self._hosts, self._index = hosts, index
 
     @property
-    def process(self) -> BaseProcess:
+    def process(self) -> Process:
         return self._hosts[self._index].process
 
     async def restart(self) -> None:
@@ -86,7 +104,7 @@ class RouterVictim(Victim):
         self._router = router
 
     @property
-    def process(self) -> BaseProcess:
+    def process(self) -> Process:
         return self._router.process
 
     def kill(self) -> None:
@@ -96,6 +114,41 @@ class RouterVictim(Victim):
     async def restart(self) -> None:
         self._router.start()
         await asyncio.to_thread(self._router.wait)
+
+
+class _Child:
+    def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
+        self._popen, self.name, self.pid = popen, "kv pool", popen.pid
+
+    @property
+    def exitcode(self) -> int | None:
+        return self._popen.poll()
+
+    def join(self, timeout: float | None = None) -> None:
+        self._popen.wait(timeout)
+
+
+class PoolVictim(Victim):
+    """The KV pool's server, which comes back empty at the same address."""
+
+    def __init__(self, config: PoolConfig) -> None:
+        super().__init__("pool")
+        assert config.address is not None, "its successor has the same"
+        self._config, self.address = config, config.address
+        self._server = PoolServer(config)
+        self._server.wait_ready()
+
+    @property
+    def process(self) -> Process:
+        return _Child(self._server.process)
+
+    async def restart(self) -> None:
+        self._server.close()
+        self._server = PoolServer(self._config)
+        await asyncio.to_thread(self._server.wait_ready)
+
+    def close(self) -> None:
+        self._server.close()
 
 
 class Chaos:
