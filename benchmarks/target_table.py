@@ -6,7 +6,7 @@ Pure data and text: measures nothing, imports no torch. Used by benchmarks/targe
 import json
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from pdserve.bench.workload import Shape
 BEHIND, BETWEEN, REACHED = "✗", "~", "✓"
 LEGEND = f"{BEHIND} behind vLLM   {BETWEEN} between vLLM and what ours must reach   {REACHED} reached"
 KINDS = ("start", "latency", "throughput")
+PARTS = ("offline", "http", "pair")
 HIGHER_IS_BETTER = ("tok/s", "tok_s")
 HTTP_FIGURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "tok_s")
 
@@ -42,7 +43,9 @@ class OfflineRow:
 
 @dataclass(frozen=True)
 class HttpRow:
-    """A load: clients (closed loop) or rate (open loop). vllm: HTTP_FIGURES in ms and tok/s."""
+    """A load: clients (closed loop) or rate (open loop). vllm: of HTTP_FIGURES those that are known, in ms and tok/s;
+    target: those that ours must reach. is_pair: on a prefill and a decode worker with a GPU each, not on one worker.
+    """
 
     id: str
     work: str
@@ -50,6 +53,12 @@ class HttpRow:
     vllm: Mapping[str, float]
     clients: int | None = None
     rate: float | None = None
+    target: Mapping[str, float] = field(default_factory=dict)
+    is_pair: bool = False
+
+    def __post_init__(self) -> None:
+        if unknown := [name for name in {**self.vllm, **self.target} if name not in HTTP_FIGURES]:
+            raise ValueError(f"{', '.join(unknown)}: figures are {', '.join(HTTP_FIGURES)}")
 
 
 Row = OfflineRow | HttpRow
@@ -62,25 +71,32 @@ def read_rows(path: Path) -> list[Row]:
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     rows: list[Row] = []
-    for kind, section in ((OfflineRow, "offline"), (HttpRow, "http")):
+    for kind, section in ((OfflineRow, "offline"), (HttpRow, "http"), (HttpRow, "pair")):
         for entry in document.get(section, []):
             try:
-                shape = {"shape": Shape.parse(entry["shape"])} if "shape" in entry else {}
-                rows.append(kind(**(entry | shape)))
+                more = {"shape": Shape.parse(entry["shape"])} if "shape" in entry else {}
+                more |= {"is_pair": True} if section == "pair" else {}
+                rows.append(kind(**(entry | more)))
             except (TypeError, ValueError) as error:
                 raise ValueError(f"{path}: [[{section}]] {entry.get('id', entry)}: {error}") from error
     return rows
 
 
 def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """Rows of the named parts ("offline", "http") and ids, or all. ValueError names an unknown one."""
-    parts = {"offline": OfflineRow, "http": HttpRow}
-    known = [*parts, *(row.id for row in rows)]
+    """Rows of the named parts ("offline", "http", "pair") and ids; of none, all that one GPU can do. ValueError names
+    an unknown one."""
+    known = [*PARTS, *(row.id for row in rows)]
     for name in only:
         if name not in known:
             raise ValueError(f"--only {name} is not known; choose of {', '.join(known)}")
-    wanted = tuple(parts[name] for name in only if name in parts)
-    return [row for row in rows if not only or row.id in only or isinstance(row, wanted)]
+    wanted = only or ("offline", "http")
+    return [row for row in rows if row.id in wanted or part_of(row) in wanted]
+
+
+def part_of(row: Row) -> str:
+    if isinstance(row, OfflineRow):
+        return "offline"
+    return "pair" if row.is_pair else "http"
 
 
 def read_results(path: Path) -> dict[str, dict[str, Any]]:
@@ -107,16 +123,17 @@ def mark(ours: float, vllm: float, target: float | None, higher_is_better: bool)
 def render(rows: Sequence[Row], results: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown tables of all rows; those without a result show a dash."""
     offline = [row for row in rows if isinstance(row, OfflineRow)]
-    http = [row for row in rows if isinstance(row, HttpRow)]
     parts = []
     if offline:
         lines = [_offline_line(row, results.get(row.id)) for row in offline]
         head = ["work", "vLLM", "floor", "ours must reach", "ours", "vLLM's speed x", ""]
         parts.append("One GPU, offline\n\n" + _table([head, *lines]))
-    if http:
+    for part, title in (("http", "One GPU, HTTP server, streaming"), ("pair", "Two GPUs, 1P + 1D, streaming")):
+        http = [row for row in rows if isinstance(row, HttpRow) and part_of(row) == part]
         lines = [line for row in http for line in _http_lines(row, results.get(row.id))]
         head = ["load", "", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "out tok/s", "failed", "client CPU"]
-        parts.append("One GPU, HTTP server, streaming\n\n" + _table([head, *lines]))
+        if lines:
+            parts.append(f"{title}\n\n" + _table([head, *lines]))
     origins = sorted({f"{r['device']}, {r['commit']}" for row in rows if (r := results.get(row.id))})
     return "\n\n".join([*parts, LEGEND, *(f"ours: {origin}" for origin in origins)])
 
@@ -137,8 +154,9 @@ def _offline_line(row: OfflineRow, result: Mapping[str, Any] | None) -> list[str
 
 
 def _http_lines(row: HttpRow, result: Mapping[str, Any] | None) -> list[list[str]]:
-    vllm = {name: _number(value) for name, value in row.vllm.items()}
-    lines = [[row.work, "vLLM", *_http_cells(vllm), "", ""]]
+    lines = [[row.work, "vLLM", *_http_cells(_shown(row.vllm)), "", ""]]
+    if row.target:
+        lines.append(["", "must reach", *_http_cells(_shown(row.target)), "", ""])
     if result is None:
         return [*lines, ["", "ours", "-", "", "", "", ""]]
     figures = result["figures"]
@@ -147,6 +165,10 @@ def _http_lines(row: HttpRow, result: Mapping[str, Any] | None) -> list[list[str
     failed = f"{figures['num_failed']} {BEHIND}" if figures["num_failed"] else "0"
     busy = f"{figures['client_cpu_share']:.0%}"
     return [*lines, ["", "ours", *_http_cells(cells), failed, busy]]
+
+
+def _shown(figures: Mapping[str, float]) -> dict[str, str]:
+    return {name: _number(figures[name]) if name in figures else "-" for name in HTTP_FIGURES}
 
 
 def http_figures(figures: Mapping[str, Any]) -> dict[str, float | None]:
@@ -158,9 +180,9 @@ def http_figures(figures: Mapping[str, Any]) -> dict[str, float | None]:
 def _http_cell(row: HttpRow, name: str, value: float | None) -> str:
     if value is None:
         return f"- {BEHIND}"
-    if name == "tok_s" and row.rate is not None:
+    if name not in row.vllm or (name == "tok_s" and row.rate is not None):
         return _number(value)
-    return f"{_number(value)} {mark(value, row.vllm[name], None, name in HIGHER_IS_BETTER)}"
+    return f"{_number(value)} {mark(value, row.vllm[name], row.target.get(name), name in HIGHER_IS_BETTER)}"
 
 
 def _http_cells(cells: Mapping[str, str]) -> list[str]:

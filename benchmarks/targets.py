@@ -2,6 +2,7 @@
 
     python -m benchmarks.targets --out benchmarks/results/targets-h200.jsonl           # all rows, one GPU
     python -m benchmarks.targets --only offline --only http-32                         # parts and single rows
+    python -m benchmarks.targets --only pair                                           # two GPUs: 1P + 1D
     python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl          # the table again, nothing is run
 
 Rows and figures are in targets.toml. The start row runs first, then the other offline rows with one engine, each in
@@ -53,7 +54,12 @@ STOP_S = 60.0
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--table", type=Path, default=HERE / "targets.toml", help="rows and figures to beat")
-    parser.add_argument("--only", action="append", default=[], help="offline, http or a row's id; may be repeated")
+    parser.add_argument(
+        "--only", action="append", default=[], help="offline, http, pair or a row's id; may be repeated"
+    )
+    parser.add_argument(
+        "--sequential", action="store_true", help="pair rows: D pulls when P has computed the whole prompt"
+    )
     parser.add_argument("--from", type=Path, dest="saved", help="show the results of this file; measure nothing")
     parser.add_argument("--url", help="HTTP rows against this running server instead of one started here")
     parser.add_argument("--haproxy", action="store_true", help="start the server with HAProxy in front")
@@ -90,7 +96,8 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> tuple[dict[str,
     device = "cpu" if options.engine_device == "cpu" else gpu_name()
     results: dict[str, Json] = {}
     failures: list[str] = []
-    for part in (_start(rows, options), _offline(rows, options), _http(rows, options)):
+    http = (_http(rows, options, is_pair) for is_pair in (False, True))
+    for part in (_start(rows, options), _offline(rows, options), *http):
         try:
             for row, figures in part:
                 result = {
@@ -198,12 +205,12 @@ def _measure_offline(rows: Sequence[OfflineRow], options: argparse.Namespace, ou
         out.send(str(error))
 
 
-def _http(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Json]]:
-    http = [row for row in rows if isinstance(row, HttpRow)]
+def _http(rows: Sequence[Row], options: argparse.Namespace, is_pair: bool) -> Iterator[tuple[Row, Json]]:
+    http = [row for row in rows if isinstance(row, HttpRow) and row.is_pair == is_pair]
     if not http:
         return
     vocab_size = json.loads((Path(options.model) / "config.json").read_text())["vocab_size"]
-    with _server(options) as url:
+    with _server(options, is_pair) as url:
         for row in http:
             load = LoadConfig(url, row.shape, row.clients, row.rate, vocab_size=vocab_size)
             result, share = (run_load(load), None) if options.url else _load_with_share(load)
@@ -219,7 +226,7 @@ def _load_with_share(load: LoadConfig) -> tuple[LoadResult, Json | None]:
 
 
 @contextmanager
-def _server(options: argparse.Namespace) -> Iterator[str]:
+def _server(options: argparse.Namespace, is_pair: bool) -> Iterator[str]:
     """URL of --url, or of a `pdserve up` that ends with the context."""
     if options.url:
         yield options.url
@@ -229,7 +236,7 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
         port = probe.getsockname()[1]
         probe.close()
         cluster = Path(scratch) / "cluster.yaml"
-        cluster.write_text(yaml.safe_dump(cluster_document(options, Path(scratch), port)))
+        cluster.write_text(yaml.safe_dump(cluster_document(options, Path(scratch), port, is_pair)))
         log = Path(scratch) / "log"
         command = [*CLI, "up", str(cluster), "--timeout", str(DEADLINE_S), *(["--haproxy"] if options.haproxy else [])]
         began = time.perf_counter()
@@ -255,8 +262,9 @@ def _stop(process: subprocess.Popen[Any]) -> None:
     process.wait()
 
 
-def cluster_document(options: argparse.Namespace, scratch: Path, port: int) -> dict[str, Any]:
-    """cluster.yaml of one aggregated worker with the options' model and engine."""
+def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_pair: bool) -> dict[str, Any]:
+    """cluster.yaml of one aggregated worker, or of a prefill and a decode worker, with the options' model and
+    engine."""
     num_gpus = 0 if options.engine_device == "cpu" or gpu_name() == "cpu" else 1
     model = {
         "path": str(servable_folder(Path(options.model), scratch).resolve()),
@@ -265,10 +273,11 @@ def cluster_document(options: argparse.Namespace, scratch: Path, port: int) -> d
         "load_format": options.load_format,
     }
     args = {
-        "mode": "aggregated",
+        "mode": "disaggregated" if is_pair else "aggregated",
         "model": model,
         "engine": engine_fields(options),
-        "decode": {"replicas": 1, "num_gpus": num_gpus},
+        "transfer": {"overlap": not options.sequential},
+        **{role: {"replicas": 1, "num_gpus": num_gpus} for role in ("prefill", "decode")},
     }
     return {
         "proxy_location": "HeadOnly",

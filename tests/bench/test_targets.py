@@ -1,5 +1,6 @@
 """benchmarks/targets.py: the shipped table, marks, the table of saved results, and a run over a tiny model."""
 
+import argparse
 import json
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from sse_server import Behaviour, served
 from benchmarks import targets
 from benchmarks.stand_in_tokenizer import make_tokenizer, servable_folder
 from benchmarks.target_table import BEHIND, BETWEEN, REACHED, choose, mark, read_results, read_rows, render
+from pdserve.configs.schema import ClusterConfig
 from pdserve.text.tokenizer import Tokenizer
 
 SHIPPED = Path(targets.__file__).parent / "targets.toml"
@@ -86,9 +88,13 @@ def line_of(text: str, start: str, after: int = 0) -> list[str]:
 def test_the_shipped_table_has_the_rows_of_the_targets_page() -> None:
     rows = read_rows(SHIPPED)
     assert len(choose(rows, ["offline"])) == 10 and len(choose(rows, ["http"])) == 5
-    assert len({row.id for row in rows}) == 15
+    assert len(choose(rows, ["pair"])) == 6 and len({row.id for row in rows}) == 21
+    assert choose(rows, []) == choose(rows, ["offline", "http"]), "what one GPU can do"
     assert [row.id for row in choose(rows, ["http-32", "start"])] == ["start", "http-32"]
     text = render(rows, {})
+    vllm = ["1 client, 8,192/32", "vLLM", "249.0 / 275.0", "4.83 / 4.85", "-", "", ""]
+    assert line_of(text, "1 client, 8,192/32") == vllm
+    assert line_of(text, "1 client, 8,192/32", after=1)[1:4] == ["must reach", "210.0 / -", "- / -"]
     assert line_of(text, "decode, batch 1") == [
         "decode, batch 1, 128 in / 256 out",
         "4.91 ms/token",
@@ -99,6 +105,31 @@ def test_the_shipped_table_has_the_rows_of_the_targets_page() -> None:
         "",
     ]
     assert line_of(text, "15 req/s")[1:5] == ["vLLM", "169.0 / 412.0", "22.60 / 41.50", "1,767"]
+
+
+def test_pair_rows_are_held_to_what_ours_must_reach(table: Path, tmp_path: Path) -> None:
+    with table.open("a") as out:
+        out.write(
+            '[[pair]]\nid = "split"\nwork = "split, 2 clients"\nclients = 2\nshape = "4x9x3"\n'
+            "vllm = { ttft_p50 = 10, ttft_p99 = 20, tpot_p50 = 5 }\ntarget = { ttft_p50 = 8 }\n"
+        )
+    rows = read_rows(table)
+    text = render(rows, read_results(saved(tmp_path / "r.jsonl", split=0)))
+    assert "Two GPUs, 1P + 1D" in text
+    assert line_of(text, "split, 2 clients", after=2)[1:5] == ["ours", "9.00 ~ / 25.00 ✗", "5.00 ✓ / 6.10", "99.00"]
+
+
+def test_pair_rows_have_a_prefill_and_a_decode_worker(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = argparse.Namespace(
+        engine_device="cpu", model=str(tiny_llama), dtype="auto", load_format="dummy", sequential=True
+    )
+    monkeypatch.setattr(targets, "engine_fields", lambda _: {"device": "cpu"})
+    args = targets.cluster_document(options, tmp_path, 1, is_pair=True)["applications"][0]["args"]
+    config = ClusterConfig(**args)
+    assert (config.mode, config.prefill.replicas, config.decode.replicas) == ("disaggregated", 1, 1)
+    assert not config.transfer.overlap
 
 
 @pytest.mark.parametrize(
@@ -177,7 +208,7 @@ def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "decode-7"], "--only decode-7 is not known; choose of offline, http, start"),
+        (["--only", "decode-7"], "--only decode-7 is not known; choose of offline, http, pair, start"),
         (["--from", "no.jsonl"], "no.jsonl"),
         (["--table", "no.toml"], "no.toml"),
         (["--block-size", "17", "--only", "decode-1"], "--block-size"),
