@@ -55,7 +55,7 @@ class PoolServer:
         self._shm_name = f"pdserve-{os.getpid()}-{self.address.rpartition(':')[2]}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.kvtransfer.pool_server", *self._arguments(config)],
+            [sys.executable, "-m", "pdserve.kvtransfer.pool_server", str(self._memory), *self._arguments(config)],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,
@@ -85,6 +85,10 @@ class PoolServer:
             folder.mkdir(parents=True, exist_ok=True)
             flat += ["--l2-adapter", json.dumps({"type": "fs", "base_path": str(folder)})]
         return [*flat, "--no-l1-use-lazy", "--disable-observability"]
+
+    @property
+    def _memory(self) -> Path:
+        return SHARED_MEMORY / f"{SHM_PREFIX}{self._shm_name}"
 
     @property
     def alive(self) -> bool:
@@ -124,7 +128,7 @@ class PoolServer:
         if self.process.stdin is not None:
             self.process.stdin.close()
         self._log.close()
-        (SHARED_MEMORY / f"{SHM_PREFIX}{self._shm_name}").unlink(missing_ok=True)
+        self._memory.unlink(missing_ok=True)
 
 
 class SharedServer:
@@ -234,17 +238,20 @@ def _environment() -> dict[str, str]:
     return os.environ | ours | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
-def _end_with_parent() -> None:
-    """Blocks until the parent is gone, then asks this process to end, and makes it."""
+def _end_with_parent(memory: Path) -> None:
+    """Blocks until the parent is gone, then removes what the parent would have, asks this process to end, and makes
+    it."""
     os.read(sys.stdin.fileno(), 1)
+    memory.unlink(missing_ok=True)
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(STOP_TIMEOUT_S)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    sys.argv = ["lmcache", "server", *sys.argv[1:]]
+    memory, *arguments = sys.argv[1:]
+    threading.Thread(target=_end_with_parent, args=(Path(memory),), daemon=True).start()
+    sys.argv = ["lmcache", "server", *arguments]
     runpy.run_module("lmcache.cli.main", run_name="__main__")
 
 

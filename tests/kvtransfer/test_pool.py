@@ -710,21 +710,23 @@ def test_a_server_that_cannot_start_says_why() -> None:
         server.wait_ready()
 
 
-@pytest.mark.slow
 def test_a_server_ends_with_its_parent() -> None:
     code = (
         "from pdserve.configs.schema import PoolConfig\n"
         "from pdserve.kvtransfer.pool_server import PoolServer\n"
-        "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1)); s.wait_ready(); print(s.process.pid, flush=True)\n"
+        "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1)); s.wait_ready()\n"
+        "print(s.process.pid, s._memory, flush=True)\n"
         "import time; time.sleep(60)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
+    pid, memory = parent.stdout.readline().split()
+    assert Path(memory).exists()
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not psutil.pid_exists(pid), 15.0, "the server outlives its parent")
+    wait_until(lambda: not psutil.pid_exists(int(pid)), 15.0, "the server outlives its parent")
+    assert not Path(memory).exists(), "its shared memory stays"
 
 
 # -- small parts
