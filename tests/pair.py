@@ -5,12 +5,14 @@ two turns.
 """
 
 import itertools
+import random
 import time
 from collections import defaultdict
 from pathlib import Path
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.engine.engine import Engine
+from pdserve.engine.llm import LLM
 from pdserve.engine.protocol import (
     Cancel,
     ConnectPeer,
@@ -179,6 +181,17 @@ class Pair:
     def lose_router(self) -> None:
         for worker in (self.p, self.d):
             worker.command(RouterLost(router_id=ROUTER, session=SESSION))
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(f"{length}/{seed}")
+    return [rng.randrange(256) for _ in range(length)]
+
+
+def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
+    """What one engine alone answers: tokens by choice."""
+    [output] = llm.generate([prompt], sampling, use_tqdm=False)
+    return {choice.index: choice.token_ids for choice in output.outputs}
 
 
 def submit(key: RequestKey, phase: str, prompt: list[int], sampling: SamplingParams, **more: object) -> Submit:

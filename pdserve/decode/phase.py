@@ -20,24 +20,22 @@ quarantine for PullSettled; the request does not wait for them.
 import itertools
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.engine.engine import Engine, Reservation
 from pdserve.engine.protocol import Arrived, Event, PeerStatus, Prepare, RequestKey, Source, Start, Submit, Ticket
-from pdserve.engine.sequence import Request
+from pdserve.engine.sequence import Compute, Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
 
 PREPARED_S = 60.0  # a Prepare may overtake the Submit and find its request over: nobody would end it
 
 Events = list[tuple[RequestKey, Event]]
-Compute = Callable[[Request, tuple[Start, ...]], None]
 
 
 @dataclass(eq=False)
 class _Import:
     """A request whose rows are to be pulled. ticket: None until its Submit. started: when that came, or the Prepare
-    (monotonic seconds). pull_id, reservation: while a pull is under way; is_hint: begun before the Submit; is_revoked:
+    (monotonic seconds). pull_id: while a pull is under way; is_hint: begun before the Submit; is_revoked:
     ended for its blocks.
     """
 
@@ -47,7 +45,6 @@ class _Import:
     started: float
     ticket: Ticket | None = None
     pull_id: int | None = None
-    reservation: Reservation | None = None
     is_hint: bool = False
     is_revoked: bool = False
 
@@ -217,12 +214,11 @@ class DecodePhase:
         find room at once."""
         if self.waits_for_blocks or self._engine.scheduler.waiting:
             return
+        room = self._max_reserved // 2 - sum(self._num_blocks(item) for item in self._imports.values() if item.is_hint)
         for item in list(self._waiting.values()):
             if self._is_shunned(item.source.engine_id):
                 continue
-            wanted = self._num_blocks(item)
-            held = sum(self._num_blocks(each) for each in self._imports.values() if each.is_hint)
-            reservation = self._reserve(item) if held + wanted <= self._max_reserved // 2 else None
+            reservation = self._reserve(item) if self._num_blocks(item) <= room else None
             if reservation is None:
                 return
             if not reservation.destination:  # all is cached: nothing to do before its Submit
@@ -232,6 +228,7 @@ class DecodePhase:
             content = self._engine.content(item.request)
             pull_id = self._begin(item, reservation)
             item.is_hint = True
+            room -= self._num_blocks(item)
             blocks, skip = reservation.destination, reservation.num_cached
             self._receiver.follow(pull_id, item.source, content, blocks, skip, self._deadline_s)
 
@@ -280,7 +277,7 @@ class DecodePhase:
     def _begin(self, item: _Import, reservation: Reservation) -> int:
         del self._waiting[item.key]
         pull_id = item.pull_id = next(self._pull_ids)
-        item.reservation, item.is_hint, item.is_revoked = reservation, False, False
+        item.is_hint = item.is_revoked = False
         self._pulls[pull_id] = _Pull(reservation, item, item.source.engine_id)
         return pull_id
 
@@ -313,8 +310,7 @@ class DecodePhase:
         if item is None:
             return []
         ended_as_hint = item.is_hint and not event.was_complete
-        item.pull_id = item.reservation = None
-        item.is_hint = False
+        item.pull_id, item.is_hint = None, False
         if item.ticket is not None and not ended_as_hint:
             del self._imports[item.key]
             return self._recompute(item.request, item.starts, event.reason)
@@ -349,11 +345,10 @@ class DecodePhase:
 
     def _detach(self, item: _Import) -> None:
         """End the item's pull; what it holds is given back when the link has answered."""
-        assert item.pull_id is not None and item.reservation is not None
-        self._pulls[item.pull_id] = _Pull(item.reservation, None, item.source.engine_id)
+        assert item.pull_id is not None
+        self._pulls[item.pull_id] = replace(self._pulls[item.pull_id], item=None)
         self._receiver.cancel(item.pull_id)
-        item.pull_id = item.reservation = None
-        item.is_hint = False
+        item.pull_id, item.is_hint = None, False
 
     def _give_up(self, item: _Import, reason: str) -> Events:
         """Compute a waiting import's prompt here."""

@@ -5,11 +5,12 @@ and share its blocks. A request with forced tokens (resumed elsewhere, or pulled
 Knows no scheduler and no device. Made by the engine from protocol messages.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
 from pdserve.engine.block_manager import BlockHasher
-from pdserve.engine.protocol import FinishReason, RequestKey, SamplingParams, TokenLogprob
+from pdserve.engine.protocol import FinishReason, RequestKey, SamplingParams, Start, TokenLogprob
 
 
 class Status(Enum):
@@ -64,6 +65,10 @@ class Request:
         """Digests of the prompt's full blocks, computed once for all choices and all attempts to find blocks."""
         hasher.extend(self._prompt_hashes, self.prompt_token_ids, self.cache_salt)
         return self._prompt_hashes
+
+
+Compute = Callable[[Request, tuple[Start, ...]], None]
+"""Gives a request to the engine, at once or by way of the KV pool."""
 
 
 @dataclass(eq=False)

@@ -125,6 +125,11 @@ class Piece:
     def generations(self) -> tuple[int, ...]:
         return self.ticket.generations[self.first : self.last]
 
+    def is_named_by(self, ticket: Ticket) -> bool:
+        """Whether it would be read from the same blocks, of the same generations."""
+        span = slice(self.first, self.last)
+        return (ticket.block_ids[span], ticket.generations[span]) == (self.remote_blocks, self.generations)
+
 
 @dataclass(eq=False)
 class Flight:
@@ -422,10 +427,7 @@ class PeerLink:
             return True
         if any(piece.state == "reading" for piece in pull.pieces):
             return False
-        if (
-            ticket.generations[stale.first : stale.last] == stale.generations
-            and ticket.block_ids[stale.first : stale.last] == stale.remote_blocks
-        ):
+        if stale.is_named_by(ticket):
             if pull.is_complete:
                 blocks = f"{stale.first} to {stale.last - 1}"
                 self._fail(pull, "stale-generation", f"of the prompt's blocks {blocks} some were reused")

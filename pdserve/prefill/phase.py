@@ -10,14 +10,11 @@ thread.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 from pdserve.engine.engine import Engine, HeldPrompt, StepResult
-from pdserve.engine.protocol import Event, Handoff, RequestKey, Start, Submit
-from pdserve.engine.sequence import Request
+from pdserve.engine.protocol import Event, Handoff, RequestKey, Submit
+from pdserve.engine.sequence import Compute
 from pdserve.kvtransfer.connector import KVSender
-
-Compute = Callable[[Request, tuple[Start, ...]], None]
 
 
 class PrefillPhase:

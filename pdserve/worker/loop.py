@@ -1,4 +1,4 @@
-"""The loop that composes an engine, a connector and both phases: commands in, batches of events out.
+"""The loop that composes an engine, a connector, both phases and the KV pool: commands in, batches of events out.
 
 One thread, one `turn()` at a time: poll the phases, run a step, send one EventBatch per router. Its role is a field of
 its state, and says what it is for; any worker can do any phase. Knows no sockets (worker.host carries the bytes) and no

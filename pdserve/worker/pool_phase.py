@@ -99,9 +99,6 @@ class PoolPhase:
         asked = [ask.reservation.block_table for ask in self._asks.values()]
         return asked + [list(block_ids) for _, block_ids in self._stores.values()]
 
-    def close(self) -> None:
-        self._pool.close()
-
     def _reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
         """Blocks for the whole chunks that the pool may have and the engine has not; None when it is not worth asking.
         The last token is always computed, for its logits.

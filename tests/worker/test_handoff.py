@@ -1,10 +1,9 @@
 """The whole hand-off between two worker loops over the in-process connector, turn by turn."""
 
-import random
 from collections.abc import Iterator
 
 import pytest
-from pair import ROUTER, SESSION, Pair, cancel, deltas, of, owned, submit, tokens_of
+from pair import ROUTER, SESSION, Pair, cancel, deltas, expected, of, owned, prompt_of, submit, tokens_of
 
 from pdserve.engine.llm import LLM
 from pdserve.engine.protocol import (
@@ -26,26 +25,11 @@ SAMPLED = SamplingParams(
 )
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_llama) -> LLM:
-    return LLM(str(tiny_llama), tokenizer=False, num_kv_blocks=256, device="cpu")
-
-
 @pytest.fixture
 def pair(tiny_llama) -> Iterator[Pair]:
     pair = Pair(tiny_llama)
     yield pair
     pair.close()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{length}/{seed}")
-    return [rng.randrange(256) for _ in range(length)]
-
-
-def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
-    [output] = llm.generate([prompt], sampling, use_tqdm=False)
-    return {choice.index: choice.token_ids for choice in output.outputs}
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100, 203])

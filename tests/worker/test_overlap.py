@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, of, owned, submit
+from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, expected, of, owned, prompt_of, submit
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.llm import LLM
@@ -32,26 +32,11 @@ CHUNK = 48  # tokens a step: prompts of more come in parts
 _names = itertools.count()
 
 
-@pytest.fixture(scope="module")
-def llm(tiny_llama: Path) -> LLM:
-    return LLM(str(tiny_llama), tokenizer=False, num_kv_blocks=256, device="cpu")
-
-
 @pytest.fixture
 def pair(tiny_llama: Path) -> Iterator[Pair]:
     pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK})
     yield pair
     pair.close()
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{length}/{seed}")
-    return [rng.randrange(256) for _ in range(length)]
-
-
-def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int, list[int]]:
-    [output] = llm.generate([prompt], sampling, use_tqdm=False)
-    return {choice.index: choice.token_ids for choice in output.outputs}
 
 
 class Overlapped:

@@ -1,13 +1,12 @@
 """Workers over one KV pool: prefixes computed anywhere are found anywhere; a pool that misbehaves costs a miss."""
 
 import itertools
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pair import ROUTER, SESSION, Pair, Worker, cancel, of, owned, submit
+from pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, prompt_of, submit
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.engine.llm import LLM
@@ -18,11 +17,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
 CHUNK = 32
 POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=CHUNK, request_deadline_ms=100, breaker_s=0.3)
 _names = itertools.count()
-
-
-@pytest.fixture(scope="module")
-def llm(tiny_llama: Path) -> LLM:
-    return LLM(str(tiny_llama), tokenizer=False, num_kv_blocks=256, device="cpu")
 
 
 @pytest.fixture
@@ -39,16 +33,6 @@ def pairs(tiny_llama: Path, server: LocalPoolServer) -> Iterator[list[Pair]]:
     for pair in made:
         pair.close()
     assert server.in_use == 0
-
-
-def prompt_of(length: int, seed: int = 0) -> list[int]:
-    rng = random.Random(f"{length}/{seed}")
-    return [rng.randrange(256) for _ in range(length)]
-
-
-def expected(llm: LLM, prompt: list[int], sampling: SamplingParams = GREEDY) -> dict[int, list[int]]:
-    [output] = llm.generate([prompt], sampling, use_tqdm=False)
-    return {choice.index: choice.token_ids for choice in output.outputs}
 
 
 def computed(worker: Worker) -> int:
@@ -73,7 +57,7 @@ def test_turns_of_a_chat_on_other_engines(pairs: list[Pair], server: LocalPoolSe
         pair = pairs[turn % 2]
         before = computed(pair.p)
         answer = pair.split(chat, GREEDY)
-        assert answer == expected(llm, chat)
+        assert answer == expected(llm, chat, GREEDY)
         full_chunks = (len(chat) + len(answer[0]) - 1) // CHUNK
         stored(server, pair, full_chunks)
         if turn:
@@ -89,7 +73,7 @@ def test_cached_tokens_count_what_came_from_the_pool(pairs: list[Pair], server: 
     first.finish(whole(first, prompt))
     stored(server, first, 3)
     key = whole(second, prompt)
-    assert second.finish(key) == expected(llm, prompt)
+    assert second.finish(key) == expected(llm, prompt, GREEDY)
     [scored] = [e for e in of(second.d, key) if isinstance(e, PromptScored)]
     assert scored.cached_tokens == 96
     [arrived] = [e for e in of(second.d, key) if isinstance(e, Arrived)]
@@ -114,7 +98,7 @@ def test_an_engine_finds_again_what_it_had_to_evict(tiny_llama: Path, server: Lo
     for _ in range(2):
         for prompt in prompts:
             key = whole(pair, prompt)
-            assert pair.finish(key) == expected(llm, prompt)
+            assert pair.finish(key) == expected(llm, prompt, GREEDY)
             pair.assert_empty()
             time.sleep(0.01)
     assert len([e for e in pair.d.events if isinstance(e, Arrived) and e.source == "pool"]) == 3
@@ -130,7 +114,7 @@ def test_when_p_is_gone_the_pool_has_its_rows(pairs: list[Pair], server: LocalPo
     before = computed(pair.d)
     key = pair.decode(handoff, prompt, GREEDY, first)
     rest = pair.finish(key)
-    assert {0: first[0] + rest[0]} == expected(llm, prompt)
+    assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
     assert [(e.source, e.reason) for e in of(pair.d, key) if isinstance(e, Arrived)] == [
         ("recompute", "peer-lost"),
         ("pool", ""),
@@ -163,7 +147,7 @@ def test_a_pool_that_misbehaves_costs_a_miss(pairs: list[Pair], server: LocalPoo
         setattr(server.faults, fault, True)
     for seed in range(5):
         asked = prompt if seed == 0 else prompt_of(100, 10 + seed)
-        want, began = expected(llm, asked), time.monotonic()
+        want, began = expected(llm, asked, GREEDY), time.monotonic()
         assert second.finish(whole(second, asked)) == want
         assert time.monotonic() - began < 2
     second.assert_empty()
@@ -171,7 +155,7 @@ def test_a_pool_that_misbehaves_costs_a_miss(pairs: list[Pair], server: LocalPoo
     server.faults.delay_s = 0.0
     third = prompt_of(100, 99)
     first.until(lambda: first.d.pool.available and second.d.pool.available)
-    assert first.finish(whole(first, third)) == expected(llm, third)
+    assert first.finish(whole(first, third)) == expected(llm, third, GREEDY)
     first.assert_empty()
 
 
@@ -182,7 +166,7 @@ def test_blocks_wait_for_a_copy_that_does_not_end(pairs: list[Pair], server: Loc
     stored(server, first, 3)
     server.faults.copies_frozen = True
     key = whole(second, prompt)
-    assert second.finish(key, 1) == expected(llm, prompt), "computed on other blocks"
+    assert second.finish(key, 1) == expected(llm, prompt, GREEDY), "computed on other blocks"
     assert second.d.engine.blocks.num_quarantined == 6
     second.d.loop.check_integrity()
     server.faults.copies_frozen = False
@@ -212,7 +196,7 @@ def test_a_pool_that_is_full_of_other_things_is_no_burden(tiny_llama: Path, serv
     server.faults.frozen = True
     for seed in range(6):
         prompt = prompt_of(130, seed)
-        assert pair.finish(whole(pair, prompt)) == expected(llm, prompt)
+        assert pair.finish(whole(pair, prompt)) == expected(llm, prompt, GREEDY)
     server.faults.frozen = False
     pair.assert_empty()
     pair.close()
