@@ -342,7 +342,7 @@ def main() -> int:
     parser.add_argument("--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX")
     parser.add_argument("--netns", nargs=2, default=[], metavar=("SOURCE", "SINK"), help="network namespaces (root)")
     parser.add_argument("--pool-tokens", type=integer(1), help="default: four times the longest of --tokens")
-    parser.add_argument("--progress-delay-us", type=integer(0), help="of the transport's thread (CUDA: 0, else 1000)")
+    parser.add_argument("--progress-delay-us", type=integer(0), default=1000, help="of NIXL's progress thread")
     parser.add_argument("--repeats", type=integer(1), default=7, help="timed hand-overs a row (median; default 7)")
     parser.add_argument("--ray", action="store_true", help="also through Ray's object store")
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
@@ -365,11 +365,10 @@ def main() -> int:
         layout = KVLayout.uniform(
             num_layers=spec.num_layers, heads=heads, head_dim=spec.head_dim, block_size=block_size, dtype=options.dtype
         )
-        delay = options.progress_delay_us if options.progress_delay_us is not None else 0 if device == "cuda" else 1000
         num_blocks = layout.num_blocks_for(pool_tokens) + 1
         wanted = tuple(options.tokens), tuple(options.ages), options.repeats
         chosen = None if tls == "default" else tls
-        cases.append(Case(layout, num_blocks, *wanted, device, chosen, delay, tuple(options.netns)))
+        cases.append(Case(layout, num_blocks, *wanted, device, chosen, options.progress_delay_us, tuple(options.netns)))
     rows: list[Json] = []
     with tqdm(total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False) as bar:
         for case in cases:

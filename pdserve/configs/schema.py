@@ -166,7 +166,7 @@ class TransferConfig(Config):
 
     overlap: D pulls a long prompt's rows while P computes the rest. lease_s: how long P keeps published blocks without
     a sign from D. pull_deadline_s: how long D waits for one pull before it recomputes. progress_delay_us: sleep of
-    NIXL's progress thread; 0 spins a core, which a GPU's host has to spare (default 0 for a pool on a GPU, else 1,000).
+    NIXL's progress thread; 0 spins a core, and is slower: it keeps from the agent's lock those who wait for a read.
     ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share of P's pool that published blocks may pin;
     max_reserved_fraction: share of D's pool that pulls may hold; max_quarantined_fraction: share that reads which do
     not end may hold before their peers are left alone. pool: a pool of KV shared through LMCache's server.
@@ -176,7 +176,7 @@ class TransferConfig(Config):
     overlap: bool = True
     lease_s: float = Field(30.0, gt=0)
     pull_deadline_s: float = Field(10.0, gt=0)
-    progress_delay_us: int | None = Field(None, ge=0)
+    progress_delay_us: int = Field(1000, ge=0)
     ucx_tls: str | None = None
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)
     max_reserved_fraction: float = Field(0.5, gt=0, le=1)

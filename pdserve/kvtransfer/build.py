@@ -25,18 +25,17 @@ from pdserve.kvtransfer.receiver import RankReceiver
 from pdserve.kvtransfer.sender import Sender
 
 
-def _nixl(name: str, config: TransferConfig, on_gpu: bool) -> TransferAgent:
+def _nixl(name: str, config: TransferConfig) -> TransferAgent:
     from pdserve.kvtransfer.nixl_agent import NixlAgent
 
-    delay_us = config.progress_delay_us if config.progress_delay_us is not None else 0 if on_gpu else 1000
-    return NixlAgent(name, progress_delay_us=delay_us, ucx_tls=config.ucx_tls)
+    return NixlAgent(name, progress_delay_us=config.progress_delay_us, ucx_tls=config.ucx_tls)
 
 
-def _local(name: str, config: TransferConfig, on_gpu: bool) -> TransferAgent:
+def _local(name: str, config: TransferConfig) -> TransferAgent:
     return LocalAgent(name)
 
 
-AGENTS: dict[str, Callable[[str, TransferConfig, bool], TransferAgent]] = {"nixl": _nixl, "local": _local}
+AGENTS: dict[str, Callable[[str, TransferConfig], TransferAgent]] = {"nixl": _nixl, "local": _local}
 
 
 def build_connector(
@@ -83,7 +82,7 @@ def _registered(
 ) -> tuple[TransferAgent, PoolMeta, OwnPool]:
     """An agent that knows the memory, how peers are told of it, and what receivers make of it."""
     _check_memory(memory)
-    agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config, memory.pool.is_cuda)
+    agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config)
     agent.register(memory.pool)
     agent.register(torch.from_numpy(memory.generations))
     own = OwnPool(memory.pool, memory.layout, memory.layout.compat_digest(memory.model_fingerprint))
