@@ -146,9 +146,10 @@ class Scheduler:
 
     def _continue(self, seq: Sequence, budget: int, plan: Plan, may_preempt: bool) -> int:
         """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
-        itself, or blocked).
+        itself, or blocked), less those of whom it pushed out of the plan.
         """
         count = self._chunk(seq, seq.num_uncomputed, budget, self.last_chunk_tokens + 1)
+        given_back = 0
         while seq.status is Status.RUNNING:
             try:
                 self._provide(seq, count, plan)
@@ -156,11 +157,11 @@ class Scheduler:
                 if not may_preempt:
                     plan.blocked = True
                     return 0
-                self._preempt(self.running[-1])
+                given_back += self._preempt(self.running[-1], plan)
             else:
                 plan.num_tokens[seq] = count
-                return count
-        return 0
+                return count - given_back
+        return -given_back
 
     def _admit(self, budget: int, plan: Plan) -> None:
         """Start waiting sequences while they fit. A prompt is cut only where it is the step's only one: a whole prompt
@@ -250,12 +251,16 @@ class Scheduler:
         index = seq.num_computed // self.hasher.block_size
         return index < len(seq.block_table) and self.blocks.is_shared(seq.block_table[index])
 
-    def _preempt(self, seq: Sequence) -> None:
+    def _preempt(self, seq: Sequence, plan: Plan) -> int:
+        """Returns how many of its tokens were in the plan, which it leaves."""
+        planned = plan.num_tokens.pop(seq, 0)
+        plan.copies = [(source, target) for source, target in plan.copies if target not in seq.block_table]
         self._stop_running(seq)
         seq.status = Status.WAITING
         self._drop_blocks(seq)
         self.add(seq)
         self.num_preemptions += 1
+        return planned
 
     def _break_hold_and_wait(self) -> None:
         """Nothing runs and the first in line does not fit: the last waiting owner of imported blocks loses them."""

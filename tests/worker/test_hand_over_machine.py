@@ -48,6 +48,7 @@ from pdserve.engine.protocol import (
     Start,
     Subscribe,
 )
+from pdserve.engine.scheduler import Plan
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local_pool import LocalPoolServer
 
@@ -218,7 +219,7 @@ class HandOver(RuleBasedStateMachine):
         else:
             engine = (self.p if kind.endswith("P") else self.d).engine
             if engine.scheduler.running and not engine._in_flight:
-                engine.scheduler._preempt(engine.scheduler.running[-1])
+                engine.scheduler._preempt(engine.scheduler.running[-1], Plan())
 
     def _give_up(self, asked: Asked, p_first: bool) -> None:
         asked.given_up = True

@@ -24,6 +24,7 @@ from pdserve.engine.protocol import (
     Source,
     Start,
 )
+from pdserve.engine.scheduler import Plan
 from pdserve.kvtransfer.notice import Follow, Notice, Part
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=1)
@@ -271,7 +272,7 @@ def test_p_is_preempted_behind_its_first_parts(tiny_llama: Path, llm: LLM) -> No
     request = Overlapped(pair, prompt_of(180), GREEDY)
     pair.until(lambda: any(pull.verified > 2 for pull in links(pair)))
     engine = pair.p.engine
-    engine.scheduler._preempt(engine.scheduler.running[0])
+    engine.scheduler._preempt(engine.scheduler.running[0], Plan())
     other = RequestKey(ROUTER, SESSION, "first-in-line", 1)
     pair.p.command(submit(other, "prefill", prompt_of(100, 1), GREEDY, priority=-1))
     pair.until(lambda: any(isinstance(e, Handoff) for e in of(pair.p, other)))
