@@ -35,8 +35,8 @@ Events = list[tuple[RequestKey, Event]]
 @dataclass(eq=False)
 class _Import:
     """A request whose rows are to be pulled. ticket: None until its Submit. started: when that came, or the Prepare
-    (monotonic seconds). pull_id: while a pull is under way; is_hint: begun before the Submit; is_revoked:
-    ended for its blocks.
+    (monotonic seconds). began: the newest pull (None: none yet). pull_id: while a pull is under way; is_hint: begun
+    before the Submit; is_revoked: ended for its blocks.
     """
 
     request: Request
@@ -44,6 +44,7 @@ class _Import:
     source: Source
     started: float
     ticket: Ticket | None = None
+    began: float | None = None
     pull_id: int | None = None
     is_hint: bool = False
     is_revoked: bool = False
@@ -51,6 +52,11 @@ class _Import:
     @property
     def key(self) -> RequestKey:
         return self.request.key
+
+    def spent(self) -> tuple[float, float]:
+        """Seconds since the Submit, and how many of them it waited for blocks."""
+        now = time.monotonic()
+        return now - self.started, max(0.0, (now if self.began is None else self.began) - self.started)
 
 
 @dataclass(frozen=True)
@@ -197,13 +203,14 @@ class DecodePhase:
         events: Events = []
         for item in [item for item in self._waiting.values() if item.ticket is not None]:
             if self._is_shunned(item.source.engine_id):
-                events += self._give_up(item, "quarantine-full")
+                events += self._give_up(item, "quarantine-full", f"reads from {item.source.engine_id} do not end")
                 continue
             reservation = self._reserve(item)
             if reservation is not None:
                 events += self._start(item, reservation)
             elif time.monotonic() - item.started > self._deadline_s:
-                events += self._give_up(item, "no-blocks")
+                detail = f"{self._num_blocks(item)} blocks were not to be had within {self._deadline_s:g} s"
+                events += self._give_up(item, "no-blocks", detail)
             else:
                 self._revoke_one()
                 break
@@ -278,6 +285,7 @@ class DecodePhase:
         del self._waiting[item.key]
         pull_id = item.pull_id = next(self._pull_ids)
         item.is_hint = item.is_revoked = False
+        item.began = time.monotonic()
         self._pulls[pull_id] = _Pull(reservation, item, item.source.engine_id)
         return pull_id
 
@@ -313,7 +321,8 @@ class DecodePhase:
         item.pull_id, item.is_hint = None, False
         if item.ticket is not None and not ended_as_hint:
             del self._imports[item.key]
-            return self._recompute(item.request, item.starts, event.reason)
+            return self._recompute(item.request, item.starts, event.reason, event.detail, item.spent())
+        item.began = None
         if item.ticket is not None:  # its Submit came meanwhile: the sequential way
             self._waiting[item.key] = item
         return []
@@ -322,6 +331,8 @@ class DecodePhase:
         del self._imports[item.key]
         reservation.request, reservation.starts = item.request, item.starts
         self._engine.join(reservation)
+        assert item.ticket is not None
+        seconds, wait_s = item.spent()
         arrived = Arrived(
             request_id=item.key.request_id,
             attempt=item.key.attempt,
@@ -330,7 +341,9 @@ class DecodePhase:
             num_early_bytes=done.num_early_bytes if done else 0,
             num_descriptors=done.num_descriptors if done else 0,
             transport=done.transport if done else "",
-            seconds=time.monotonic() - item.started,
+            seconds=seconds,
+            wait_s=wait_s,
+            lag_s=done.ended_at - item.ticket.written_at if done else 0.0,
             cached_tokens=item.request.cached_tokens,
         )
         return [(item.key, arrived)]
@@ -348,19 +361,33 @@ class DecodePhase:
         assert item.pull_id is not None
         self._pulls[item.pull_id] = replace(self._pulls[item.pull_id], item=None)
         self._receiver.cancel(item.pull_id)
-        item.pull_id, item.is_hint = None, False
+        item.pull_id, item.began, item.is_hint = None, None, False
 
-    def _give_up(self, item: _Import, reason: str) -> Events:
+    def _give_up(self, item: _Import, reason: str, detail: str) -> Events:
         """Compute a waiting import's prompt here."""
         del self._waiting[item.key], self._imports[item.key]
         assert item.ticket is not None
         self._receiver.reject(item.ticket)
-        return self._recompute(item.request, item.starts, reason)
+        return self._recompute(item.request, item.starts, reason, detail, item.spent())
 
-    def _recompute(self, request: Request, starts: tuple[Start, ...], reason: str) -> Events:
+    def _recompute(
+        self,
+        request: Request,
+        starts: tuple[Start, ...],
+        reason: str,
+        detail: str = "",
+        spent: tuple[float, float] = (0.0, 0.0),
+    ) -> Events:
+        """spent: as `_Import.spent`."""
         self._compute(request, starts)
         arrived = Arrived(
-            request_id=request.key.request_id, attempt=request.key.attempt, source="recompute", reason=reason
+            request_id=request.key.request_id,
+            attempt=request.key.attempt,
+            source="recompute",
+            seconds=spent[0],
+            wait_s=spent[1],
+            reason=reason,
+            detail=detail,
         )
         return [(request.key, arrived)]
 

@@ -88,7 +88,7 @@ class StepResult:
     in part.
 
     device_seconds: it took the device (0 on CPU, where all time is the host's). host_seconds: this thread worked for
-    it.
+    it. ended_at: seconds since the epoch when its end was known.
     """
 
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)
@@ -98,6 +98,7 @@ class StepResult:
     num_rows: int = 0
     device_seconds: float = 0.0
     host_seconds: float = 0.0
+    ended_at: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -369,9 +370,11 @@ class Engine:
     def _collect(self, step: _StepInFlight) -> StepResult:
         """Wait for the step's end, and do all that needs the tokens' values."""
         step.ended.wait()
+        ended_at = time.time()
         began = time.perf_counter()
         self.blocks.end_step()
-        result = StepResult(num_rows=step.num_rows, device_seconds=step.ended.seconds_since(step.began))
+        seconds = step.ended.seconds_since(step.began)
+        result = StepResult(num_rows=step.num_rows, device_seconds=seconds, ended_at=ended_at)
         result.written = [self._written(seq, rows) for seq, rows in step.parts if seq.status is Status.RUNNING]
         for request, scored in step.scored:
             request.prompt_logprobs += scored.fetch()

@@ -145,7 +145,7 @@ def _check_booleans(params: SamplingParams) -> None:
 
 # A field added at the end of an array, with a default, does not change it: older readers skip it, newer ones do
 # without.
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
@@ -192,7 +192,8 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     block_ids: P's blocks, in order of position from token 0; the last may be partly filled. generations: one a block,
     as they were when the block's rows were written. num_tokens: rows published. lease_s: P unpins after this long
     unless renewed. content: digest of the tokens, salt and model whose rows these are; D computes its own and refuses
-    another's. key: of P's Submit; D's has another attempt (and session).
+    another's. key: of P's Submit; D's has another attempt (and session). written_at: seconds since the epoch by P's
+    clock when its engine knew that the last of these rows is written.
     """
 
     engine_id: str
@@ -203,6 +204,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     generations: tuple[int, ...]
     num_tokens: int
     lease_s: float
+    written_at: float
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):
@@ -374,7 +376,11 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
     """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here), "recompute" (reason says
     why), or "pool" (the first cached_tokens; may follow a "recompute", and comes from P too).
-    num_early_bytes: of num_bytes, moved before the Submit came."""
+    num_early_bytes: of num_bytes, moved before the Submit came.
+
+    seconds: from the Submit to the end, of which wait_s until blocks were free and the pull began (0 when it had begun
+    before). lag_s: "p2p" only: from Ticket.written_at until the last byte was verified here, by the clocks of both
+    hosts, so it may be wrong by their difference, and below 0. detail: of the reason, in words."""
 
     request_id: str
     attempt: int
@@ -386,6 +392,9 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
     cached_tokens: int = 0
     reason: str = ""
     num_early_bytes: int = 0
+    wait_s: float = 0.0
+    lag_s: float = 0.0
+    detail: str = ""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):

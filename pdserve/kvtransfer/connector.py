@@ -47,7 +47,8 @@ class Unpinned:
 @dataclass(frozen=True)
 class PullDone:
     """Every byte arrived and every generation still matched after the last byte. num_early_bytes: what was verified
-    before the prompt was complete; seconds: from there on.
+    before the prompt was complete; seconds: from there on. ended_at: when the last piece was verified, which may be
+    before that, in seconds since the epoch.
     """
 
     pull_id: int
@@ -55,7 +56,8 @@ class PullDone:
     num_descriptors: int
     transport: str
     seconds: float
-    num_early_bytes: int = 0
+    num_early_bytes: int
+    ended_at: float
 
 
 @dataclass(frozen=True)
@@ -89,14 +91,23 @@ class KVSender(Protocol):
         """What a receiver needs to connect."""
         ...
 
-    def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
+    def publish(
+        self,
+        key: RequestKey,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        content: bytes,
+        written_at: float | None = None,
+    ) -> Ticket:
         """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has waited for the
         device) and which the caller owns, so their generations stand still. It keeps them pinned until `poll` returns
         Unpinned for the key, or it calls `revoke`. content: `engine.block_manager.BlockHasher.content` of what the rows
-        hold."""
+        hold. written_at: see Ticket; None: now."""
         ...
 
-    def publish_part(self, key: RequestKey, block_ids: Sequence[int], content: bytes) -> None:
+    def publish_part(
+        self, key: RequestKey, block_ids: Sequence[int], content: bytes, written_at: float | None = None
+    ) -> None:
         """Tell those who follow the prompt that its first blocks, of which these are all, are completely written. They
         need not stay the prompt's: the generations of this moment are part of what is told.
         """

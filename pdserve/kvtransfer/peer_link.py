@@ -70,8 +70,9 @@ class Pull:
     """One pull on its way. Positions count the prompt's blocks from 0; `local_blocks` are for those from `skip` on.
 
     ticket: the newest, and whether it is the complete one. posted: positions before it are read or under way. verified:
-    those before it hold what was published; early: those when the ticket was complete. deadline, started: monotonic,
-    the latter of the complete ticket; patience: how long one read may take before. reported: its end was told already.
+    those before it hold what was published, since verified_at (seconds since the epoch); early: those when the ticket
+    was complete. deadline, started: monotonic, the latter of the complete ticket; patience: how long one read may take
+    before. reported: its end was told already.
     """
 
     pull_id: int
@@ -84,6 +85,7 @@ class Pull:
     deadline: float | None = None
     posted: int = 0
     verified: int = 0
+    verified_at: float = field(default_factory=time.time)
     early: int = 0
     pieces: deque["Piece"] = field(default_factory=deque)
     num_descriptors: int = 0
@@ -502,7 +504,7 @@ class PeerLink:
             piece.state = "verified" if is_fresh else "stale"
         for pull in dict.fromkeys(piece.pull for piece in batch):
             while pull.pieces and pull.pieces[0].state == "verified":
-                pull.verified = pull.pieces.popleft().last
+                pull.verified, pull.verified_at = pull.pieces.popleft().last, time.time()
             self._advance(pull)
         if self._state is LinkState.CONNECTED:
             self._verify()
@@ -519,6 +521,7 @@ class PeerLink:
                 self._status.transport,
                 time.monotonic() - pull.started,
                 (pull.early - pull.skip) * block_bytes,
+                pull.verified_at,
             )
         )
 

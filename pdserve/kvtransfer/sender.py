@@ -78,9 +78,16 @@ class Sender:
         connects."""
         self._meta = msgspec.structs.replace(self._meta, ranks=(*self._meta.ranks, *ranks))
 
-    def publish(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
+    def publish(
+        self,
+        key: RequestKey,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        content: bytes,
+        written_at: float | None = None,
+    ) -> Ticket:
         """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not exist."""
-        ticket = self._ticket(key, block_ids, num_tokens, content)
+        ticket = self._ticket(key, block_ids, num_tokens, content, written_at)
         deadline = time.monotonic() + self._lease_s
         with self._changed:
             prompt = self._prompt(key)
@@ -93,12 +100,14 @@ class Sender:
         self._metrics.tickets.labels("published").inc()
         return ticket
 
-    def publish_part(self, key: RequestKey, block_ids: Sequence[int], content: bytes) -> None:
+    def publish_part(
+        self, key: RequestKey, block_ids: Sequence[int], content: bytes, written_at: float | None = None
+    ) -> None:
         """See `KVSender.publish_part`."""
-        ticket = self._ticket(key, block_ids, 0, content)
+        ticket = self._ticket(key, block_ids, 0, content, written_at)
         with self._changed:
             prompt = self._prompt(key)
-            if prompt.deadline is not None or ticket == prompt.ticket:
+            if prompt.deadline is not None or _name_the_same(ticket, prompt.ticket):
                 return
             prompt.ticket, followers = ticket, list(prompt.followers)
         self._tell(followers, ticket)
@@ -127,7 +136,9 @@ class Sender:
         self._mailbox.detach()
         self._agent.detach()
 
-    def _ticket(self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes) -> Ticket:
+    def _ticket(
+        self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes, written_at: float | None
+    ) -> Ticket:
         blocks = tuple(int(block) for block in block_ids)
         if any(not 0 <= block < self._meta.num_blocks for block in blocks):
             raise ValueError(f"block_ids must lie in [0, {self._meta.num_blocks}), not {blocks}")
@@ -140,6 +151,7 @@ class Sender:
             generations=tuple(self._generations[list(blocks)].tolist()),
             num_tokens=num_tokens,
             lease_s=self._lease_s,
+            written_at=time.time() if written_at is None else written_at,
         )
 
     def _prompt(self, key: RequestKey) -> _Prompt:
@@ -220,3 +232,8 @@ class Sender:
         self._unpinned.append(Unpinned(key, outcome))
         self._metrics.tickets.labels(outcome).inc()
         return True
+
+
+def _name_the_same(ticket: Ticket, before: Ticket | None) -> bool:
+    """Whether two tickets of one prompt are for the same rows."""
+    return before is not None and (ticket.block_ids, ticket.generations) == (before.block_ids, before.generations)

@@ -41,11 +41,13 @@ class PrefillPhase:
 
     def on_step(self, result: StepResult) -> list[tuple[RequestKey, Event]]:
         """Publish what this step wrote: it is complete on the device. Returns the hand-offs."""
-        events: list[tuple[RequestKey, Event]] = [(held.key, self._publish(held)) for held in result.held]
+        events: list[tuple[RequestKey, Event]] = [
+            (held.key, self._publish(held, result.ended_at)) for held in result.held
+        ]
         whole = {held.key for held in result.held}
         for part in result.written:
             if part.key not in whole and self._engine.knows(part.key):
-                self._sender.publish_part(part.key, part.block_ids, part.content)
+                self._sender.publish_part(part.key, part.block_ids, part.content, result.ended_at)
                 self._computing.add(part.key)
         self._keep_budget()
         return events
@@ -68,8 +70,8 @@ class PrefillPhase:
         """Requests whose blocks are kept for a hand-off."""
         return set(self._published)
 
-    def _publish(self, held: HeldPrompt) -> Handoff:
-        ticket = self._sender.publish(held.key, held.block_ids, held.num_tokens, held.content)
+    def _publish(self, held: HeldPrompt, written_at: float) -> Handoff:
+        ticket = self._sender.publish(held.key, held.block_ids, held.num_tokens, held.content, written_at)
         self._published[held.key] = held
         self._computing.discard(held.key)
         return Handoff(request_id=held.key.request_id, attempt=held.key.attempt, ticket=ticket)

@@ -368,7 +368,7 @@ class WorkerLoop:
 
     def _emit(self, key: RequestKey, event: Event) -> None:
         if isinstance(event, Arrived):
-            self._metrics.arrivals.labels(event.source, event.reason).inc()
+            self._metrics.arrived(event)
         elif isinstance(event, Handoff):
             self._metrics.handoffs.inc()
         elif isinstance(event, PromptScored) or (

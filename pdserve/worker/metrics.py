@@ -14,9 +14,10 @@ from torch import Tensor
 
 from pdserve.engine.block_manager import FreeSpace
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import LegTimes, MetricFamily, Sample
+from pdserve.engine.protocol import Arrived, LegTimes, MetricFamily, Sample
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+LAG_BUCKETS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 LEG_TIMES = {
@@ -97,10 +98,16 @@ class WorkerMetrics:
         self.step_seconds = Histogram(
             "pdserve_engine_step_seconds", "Duration of engine steps", buckets=STEP_BUCKETS, registry=self.registry
         )
-        self.arrivals = Counter(
+        self._arrivals = Counter(
             "pdserve_kv_arrivals",
             "Prompts that came to the decode phase, by where their KV came from",
             ["source", "reason"],
+            registry=self.registry,
+        )
+        self._lag = Histogram(
+            "pdserve_kv_transfer_lag_seconds",
+            "From a prompt's last row written at P to its last byte verified here, by both hosts' clocks",
+            buckets=LAG_BUCKETS,
             registry=self.registry,
         )
         self.handoffs = Counter(
@@ -113,6 +120,12 @@ class WorkerMetrics:
             )
             for name, text in LEG_TIMES.items()
         }
+
+    def arrived(self, event: Arrived) -> None:
+        """A prompt came to the decode phase."""
+        self._arrivals.labels(event.source, event.reason).inc()
+        if event.source == "p2p":
+            self._lag.observe(max(0.0, event.lag_s))  # clocks differ, and a sum must not sink
 
     def leg_done(self, times: LegTimes, parts: Iterable[str]) -> None:
         """A Submit ran to its end here, or was cancelled (its client left, or the router found a stop string). parts:

@@ -34,6 +34,7 @@ def ticket() -> Ticket:
         generations=(1,),
         num_tokens=1,
         lease_s=1.0,
+        written_at=1.0,
     )
 
 

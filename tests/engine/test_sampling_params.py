@@ -190,6 +190,7 @@ TICKET = Ticket(
     generations=(1, 1 << 40),
     num_tokens=20,
     lease_s=30.0,
+    written_at=1.75e9,
 )
 META = PoolMeta(
     engine_id="p",

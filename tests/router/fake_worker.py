@@ -5,6 +5,7 @@ that follow.
 """
 
 import asyncio
+import time
 import zlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -329,6 +330,7 @@ class FakeWorker:
             generations=(1,),
             num_tokens=len(submit.prompt_token_ids),
             lease_s=30,
+            written_at=time.time(),
         )
         return Handoff(request_id=submit.key.request_id, attempt=submit.key.attempt, ticket=ticket)
 
