@@ -23,6 +23,7 @@ from pdserve.cluster.framing import Joiner
 from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_answer, encode
 from pdserve.engine.protocol import SamplingParams, TokenLogprob
 from pdserve.router.dispatch import Chunk
+from pdserve.router.timeline import PromptTimeline
 
 APP_NAME = "pdserve"
 ROUTER = "Router"
@@ -42,7 +43,8 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One prompt and its choices, named as in `pdserve.engine.llm.RequestOutput`. prompt: the text, if it was one."""
+    """One prompt and its choices, named as in `pdserve.engine.llm.RequestOutput`. prompt: the text, if it was one.
+    timeline: where time and bytes went, if that was asked for."""
 
     request_id: str
     prompt: str | None
@@ -50,6 +52,7 @@ class RequestOutput:
     outputs: list[Choice]
     prompt_logprobs: list[TokenLogprob | None] | None
     num_cached_tokens: int
+    timeline: PromptTimeline | None = None
     finished: bool = True
 
 
@@ -73,8 +76,8 @@ class Client:
     """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
 
     All take the keywords `priority` (lower runs first) and `cache_salt` (prefix-cache blocks are shared between equal
-    salts only). All raise ValueError for what is wrong with the request, and ClusterError when the cluster cannot
-    answer it.
+    salts only); those for whole answers also `timeline=True` (RequestOutput.timeline). All raise ValueError for what is
+    wrong with the request, and ClusterError when the cluster cannot answer it.
     """
 
     def __init__(self, app_name: str = APP_NAME) -> None:
@@ -157,6 +160,7 @@ class Client:
                     answer.choices,
                     answer.prompt_logprobs,
                     answer.num_cached_tokens,
+                    answer.timeline,
                 )
         raise ClusterError("the router gave no answer")
 
@@ -207,9 +211,10 @@ async def _router_handle(app_name: str) -> DeploymentHandle:
 
 
 def _ask(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]) -> Ask:
-    unknown = options.keys() - {"priority", "cache_salt"}
+    known = ["cache_salt", "priority"] if stream else ["cache_salt", "priority", "timeline"]
+    unknown = options.keys() - set(known)
     if unknown:
-        raise ValueError(f"unknown keyword {min(unknown)!r}: known are priority and cache_salt")
+        raise ValueError(f"unknown keyword {min(unknown)!r}: known are {', '.join(known)}")
     return Ask(
         prompt=prompt if isinstance(prompt, str) else list(prompt),
         sampling=sampling or SamplingParams(),

@@ -8,16 +8,19 @@ import msgspec
 
 from pdserve.engine.protocol import SamplingParams, TokenLogprob
 from pdserve.router.dispatch import Chunk
+from pdserve.router.timeline import PromptTimeline
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """prompt: a text or token ids. stream: False asks for one Whole, True for Chunks as they come."""
+    """prompt: a text or token ids. stream: False asks for one Whole, True for Chunks as they come. timeline: the Whole
+    is to say where time and bytes went."""
 
     prompt: str | list[int]
     sampling: SamplingParams
     stream: bool
     priority: int = 0
     cache_salt: str = ""
+    timeline: bool = False
 
 
 class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
@@ -41,6 +44,7 @@ class Whole(msgspec.Struct, frozen=True, kw_only=True, tag="whole"):
     choices: list[Choice]
     prompt_logprobs: list[TokenLogprob | None] | None
     num_cached_tokens: int
+    timeline: PromptTimeline | None = None
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):

@@ -75,7 +75,7 @@ class RouterReplica:
                 [ask.prompt], ask.sampling, priority=ask.priority, cache_salt=ask.cache_salt
             )
             if not ask.stream:
-                yield await _whole(generation)
+                yield await _whole(generation, ask.timeline)
                 return
             async with aclosing(generation.stream()) as batches:
                 async for chunks in batches:
@@ -95,7 +95,7 @@ def load_tokenizer(config: ClusterConfig) -> Tokenizer:
     return Tokenizer.load(resolve_folder(config.model.resolved_path, "dummy"))
 
 
-async def _whole(generation: Generation) -> Whole:
+async def _whole(generation: Generation, shows_timeline: bool) -> Whole:
     choices = await generation.collect()
     prompt_logprobs = generation.prompt_logprobs(0)
     return Whole(
@@ -104,4 +104,5 @@ async def _whole(generation: Generation) -> Whole:
         choices=[msgspec.convert(choice, Choice, from_attributes=True) for choice in choices],
         prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
         num_cached_tokens=generation.num_cached_tokens,
+        timeline=generation.timelines()[0] if shows_timeline else None,
     )

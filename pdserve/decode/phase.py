@@ -343,6 +343,7 @@ class DecodePhase:
             transport=done.transport if done else "",
             seconds=seconds,
             wait_s=wait_s,
+            read_s=done.read_s if done else 0.0,
             lag_s=done.ended_at - item.ticket.written_at if done else 0.0,
             cached_tokens=item.request.cached_tokens,
         )

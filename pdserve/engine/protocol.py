@@ -379,8 +379,9 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
     num_early_bytes: of num_bytes, moved before the Submit came.
 
     seconds: from the Submit to the end, of which wait_s until blocks were free and the pull began (0 when it had begun
-    before). lag_s: "p2p" only: from Ticket.written_at until the last byte was verified here, by the clocks of both
-    hosts, so it may be wrong by their difference, and below 0. detail: of the reason, in words."""
+    before). read_s: how long reads were under way, also before the Submit. lag_s: "p2p" only: from Ticket.written_at
+    until the last byte was verified here, by the clocks of both hosts, so it may be wrong by their difference, and
+    below 0. detail: of the reason, in words."""
 
     request_id: str
     attempt: int
@@ -394,6 +395,7 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
     num_early_bytes: int = 0
     wait_s: float = 0.0
     lag_s: float = 0.0
+    read_s: float = 0.0
     detail: str = ""
 
 

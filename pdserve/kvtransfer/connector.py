@@ -47,7 +47,8 @@ class Unpinned:
 @dataclass(frozen=True)
 class PullDone:
     """Every byte arrived and every generation still matched after the last byte. num_early_bytes: what was verified
-    before the prompt was complete; seconds: from there on. ended_at: when the last piece was verified, which may be
+    before the prompt was complete; seconds: from there on. read_s: how long
+    reads were under way. ended_at: when the last piece was verified, which may be
     before that, in seconds since the epoch.
     """
 
@@ -57,6 +58,7 @@ class PullDone:
     transport: str
     seconds: float
     num_early_bytes: int
+    read_s: float
     ended_at: float
 
 

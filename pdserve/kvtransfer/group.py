@@ -221,5 +221,6 @@ def _sum_of(done: Sequence[PullDone]) -> PullDone:
         "+".join(sorted({each.transport for each in done})),
         max(each.seconds for each in done),
         min(each.num_early_bytes for each in done) * len(done),
+        max(each.read_s for each in done),
         max(each.ended_at for each in done),
     )

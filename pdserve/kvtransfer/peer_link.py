@@ -72,7 +72,8 @@ class Pull:
     ticket: the newest, and whether it is the complete one. posted: positions before it are read or under way. verified:
     those before it hold what was published, since verified_at (seconds since the epoch); early: those when the ticket
     was complete. deadline, started: monotonic, the latter of the complete ticket; patience: how long one read may take
-    before. reported: its end was told already.
+    before. read_s: pieces were on their way, from post to verified, overlaps counted once; read_until: monotonic, the
+    end of the last. reported: its end was told already.
     """
 
     pull_id: int
@@ -87,6 +88,8 @@ class Pull:
     verified: int = 0
     verified_at: float = field(default_factory=time.time)
     early: int = 0
+    read_s: float = 0.0
+    read_until: float = 0.0
     pieces: deque["Piece"] = field(default_factory=deque)
     num_descriptors: int = 0
     reported: bool = False
@@ -498,10 +501,12 @@ class PeerLink:
     def _verified(self, batch: list[Piece]) -> None:
         assert self._connection is not None
         self._verifying = False
-        table = self._connection.generations.numpy()
+        table, now = self._connection.generations.numpy(), time.monotonic()
         for piece in batch:
             is_fresh = np.array_equal(table[list(piece.remote_blocks)], np.asarray(piece.generations))
             piece.state = "verified" if is_fresh else "stale"
+            piece.pull.read_s += now - max(piece.posted, piece.pull.read_until)
+            piece.pull.read_until = now
         for pull in dict.fromkeys(piece.pull for piece in batch):
             while pull.pieces and pull.pieces[0].state == "verified":
                 pull.verified, pull.verified_at = pull.pieces.popleft().last, time.time()
@@ -521,6 +526,7 @@ class PeerLink:
                 self._status.transport,
                 time.monotonic() - pull.started,
                 (pull.early - pull.skip) * block_bytes,
+                pull.read_s,
                 pull.verified_at,
             )
         )

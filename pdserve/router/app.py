@@ -83,7 +83,7 @@ class _Api:
         return call
 
     async def completions(self, request: Request) -> Response:
-        received = time.perf_counter()
+        received, shows_timeline = time.perf_counter(), _shows_timeline(request)
         call = parse(await _read_body(request, self.service.config.max_body_bytes), CompletionRequest)
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
@@ -94,12 +94,13 @@ class _Api:
             priority=call.priority or 0,
             cache_salt=call.cache_salt or "",
             add_special_tokens=call.add_special_tokens is not False,
+            received=received,
         )
-        responder = CompletionResponder(call, generation, self.service.tokenizer)
-        return await _answer(request, generation, responder, bool(call.stream), call.include_usage, received)
+        responder = CompletionResponder(call, generation, self.service.tokenizer, shows_timeline)
+        return await _answer(request, generation, responder, bool(call.stream))
 
     async def chat(self, request: Request) -> Response:
-        received = time.perf_counter()
+        received, shows_timeline = time.perf_counter(), _shows_timeline(request)
         call = parse(await _read_body(request, self.service.config.max_body_bytes), ChatRequest)
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
@@ -113,9 +114,10 @@ class _Api:
             request_id=_request_id(request, "chatcmpl"),
             priority=call.priority or 0,
             cache_salt=call.cache_salt or "",
+            received=received,
         )
-        responder = ChatResponder(call, generation, self.service.tokenizer)
-        return await _answer(request, generation, responder, bool(call.stream), call.include_usage, received)
+        responder = ChatResponder(call, generation, self.service.tokenizer, shows_timeline)
+        return await _answer(request, generation, responder, bool(call.stream))
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -165,22 +167,22 @@ def _request_id(request: Request, prefix: str) -> str:
         raise ApiError(f"x-request-id: {error}", param="x-request-id") from error
 
 
-async def _answer(
-    request: Request,
-    generation: Generation,
-    responder: Responder,
-    streams: bool,
-    include_usage: bool,
-    received: float,
-) -> Response:
-    """received: perf_counter() when the request came."""
+def _shows_timeline(request: Request) -> bool:
+    """Whether the answer is to say where its time and bytes went."""
+    given = request.headers.get("x-pdserve-timeline", "0")
+    if given not in ("0", "1"):
+        raise ApiError(f"x-pdserve-timeline must be 0 or 1, not {given!r}", param="x-pdserve-timeline")
+    return given == "1"
+
+
+async def _answer(request: Request, generation: Generation, responder: Responder, streams: bool) -> Response:
     watch = _ClientWatch(request.receive)
     try:
         if streams:
             batches = generation.stream()
             # the first tokens decide between an error status and a stream
             first = await watch.unless_gone(anext(batches))
-            return _EventStream(generation, batches, first, responder, watch, include_usage, received)
+            return _EventStream(generation, batches, first, responder, watch)
         results = await watch.unless_gone(generation.collect())
     except BaseException:
         generation.close()
@@ -188,7 +190,7 @@ async def _answer(
         raise
     watch.close()
     answer = _json(responder.whole(results))
-    generation.served(received)
+    generation.served()
     return answer
 
 
@@ -237,8 +239,6 @@ class _EventStream(Response):
         first: list[Chunk],
         responder: Responder,
         watch: _ClientWatch,
-        include_usage: bool,
-        received: float,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -247,13 +247,11 @@ class _EventStream(Response):
         self._first: list[Chunk] | None = first
         self._responder = responder
         self._watch = watch
-        self._include_usage = include_usage
-        self._received = received
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await self._watch.unless_gone(self._send_all(send))
-            self._generation.served(self._received)
+            self._generation.served()
         except (_ClientGone, OSError):
             logger.debug("client left %s", self._generation.request_id)
         finally:
@@ -277,7 +275,7 @@ class _EventStream(Response):
             batch, self._first = self._first, None
             return self._encode(batch), True
         except StopAsyncIteration:
-            ending = event_bytes(self._responder.usage_chunk()) if self._include_usage else b""
+            ending = self._responder.ending()
         except ApiError as error:
             ending = event_bytes(error.body())
         except Exception:

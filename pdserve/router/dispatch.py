@@ -10,6 +10,7 @@ prompt.
 """
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -25,7 +26,6 @@ from pdserve.engine.protocol import (
     Failed,
     FinishReason,
     Handoff,
-    LegTimes,
     Phase,
     Prepare,
     PromptScored,
@@ -42,9 +42,12 @@ from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.record import Accepted, LegError, RequestRecord
+from pdserve.router.timeline import PromptTimeline, Timeline, parts_of_time, rounded
 from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
 from pdserve.text.choice import ChoiceText
 from pdserve.text.tokenizer import Tokenizer
+
+timeline_logger = logging.getLogger("pdserve.timeline")
 
 # a sequence being decoded weighs its context plus this many tokens; its real length is not known beforehand
 DECODE_WEIGHT = 128
@@ -53,11 +56,12 @@ DECODE_WEIGHT = 128
 @dataclass(frozen=True, slots=True)
 class Job:
     """One prompt of a call. sampling.seed and sampling.max_tokens are set. request_id: never used before in this
-    process. prompt: its number within the call."""
+    process. prompt: its number within the call. received: perf_counter() when the call came."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
+    received: float
     prompt: int = 0
     priority: int = 0
     cache_salt: str = ""
@@ -115,8 +119,7 @@ class RequestRun:
         self._clock = _Clock(dispatcher.metrics, sampling.n)
         self._inbox = Inbox()
         self._legs: list[Leg] = []
-        self._leg_times: dict[int, LegTimes] = {}  # by attempt, the newest
-        self._untimed: set[int] = set()  # attempts of which these are missing, or older than the last token
+        self._timeline = Timeline()
         self._plan: Plan | None = None
         self._excluded: set[str] = set()
         self._fingerprint: str | None = None
@@ -150,13 +153,45 @@ class RequestRun:
         finally:
             self.close()
             self._clock.end(outcome, self.record.cached_tokens or 0)
+            self._log()
 
-    def served(self, received: float) -> None:
-        """The answer's last byte is out. received: perf_counter() when the HTTP request came."""
+    def served(self) -> None:
+        """The answer's last byte is out."""
         if self.record.finished:
-            now = time.perf_counter()
-            times, complete = self._leg_times.values(), not self._untimed
-            self._shared.metrics.served(now - received, self._clock.started - received, times, complete)
+            total_s = time.perf_counter() - self._job.received
+            self._shared.metrics.served(total_s, self._admission_s, self._timeline.times, self._timeline.complete)
+
+    def timeline(self) -> PromptTimeline:
+        """Where time and bytes went up to now."""
+        clock, timeline = self._clock, self._timeline
+        total_s = (time.perf_counter() if clock.ended is None else clock.ended) - clock.started
+        _, rest = parts_of_time(total_s, 0.0, timeline.times)
+        rest = rounded(max(0.0, rest))
+        return PromptTimeline(
+            request_id=self._job.request_id,
+            prompt=self._job.prompt,
+            outcome=clock.outcome,
+            prompt_tokens=len(self._job.prompt_token_ids),
+            cached_tokens=self.record.cached_tokens or 0,
+            generated_tokens=self.record.num_tokens,
+            admission_s=rounded(self._admission_s),
+            first_token_s=None if clock.first_token_s is None else rounded(clock.first_token_s),
+            total_s=rounded(total_s),
+            transport_s=rest if timeline.complete else None,
+            unreported_s=None if timeline.complete else rest,
+            failovers=timeline.failovers,
+            legs=timeline.legs(clock.started),
+        )
+
+    @property
+    def _admission_s(self) -> float:
+        return self._clock.started - self._job.received
+
+    def _log(self) -> None:
+        level = logging.INFO if self._timeline.is_troubled else logging.DEBUG
+        if timeline_logger.isEnabledFor(level):
+            report = msgspec.json.encode(self.timeline()).decode()
+            timeline_logger.log(level, "timeline of %s: %s", self._job.request_id, report)
 
     def close(self) -> None:
         """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
@@ -188,10 +223,10 @@ class RequestRun:
         self._watch()
 
     def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None = None, overlap: bool = False) -> Leg:
-        attempt = self.record.open_leg()
-        self._untimed.add(attempt)
         make = partial(self._command, phase, ticket, overlap, self.record.starts())
-        return self._open(worker, attempt, self._weight(phase), make)
+        leg = self._open(worker, phase, make)
+        self._timeline.submitted(leg.key.attempt, time.perf_counter())
+        return leg
 
     def _prepare(self, worker: WorkerState, prefill: WorkerState, leg: Leg) -> None:
         """Let D pull what P has computed of a long prompt while it computes the rest."""
@@ -202,11 +237,12 @@ class RequestRun:
         def make(key: RequestKey) -> Prepare:
             return Prepare(submit=self._command("decode", None, False, starts, key), source=source)
 
-        self._open(worker, self.record.open_leg(), self._weight("decode"), make)
+        announced = self._open(worker, "decode", make)
+        self._timeline.prepared(announced.key.attempt, time.perf_counter())
 
-    def _open(
-        self, worker: WorkerState, attempt: int, weight: int, make: Callable[[RequestKey], Submit | Prepare]
-    ) -> Leg:
+    def _open(self, worker: WorkerState, phase: Phase, make: Callable[[RequestKey], Submit | Prepare]) -> Leg:
+        attempt, weight = self.record.open_leg(), self._weight(phase)
+        self._timeline.opened(attempt, worker.worker_id, worker.role, phase)
         leg = self._shared.fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make)
         self._legs.append(leg)
         return leg
@@ -244,6 +280,7 @@ class RequestRun:
                 if leg in self._legs:
                     self._handle(leg, event, chunks)
             except LegError as error:
+                self._timeline.ended(leg.key.attempt, "lost", time.perf_counter(), str(error))
                 return list(chunks.values()), _LegFailed(leg.worker, "internal", "protocol", str(error))
             except _LegFailed as failure:
                 return list(chunks.values()), failure
@@ -253,8 +290,7 @@ class RequestRun:
         if isinstance(event, Delta):
             accepted = self.record.accept(event)
             if event.times is not None:
-                self._leg_times[leg.key.attempt] = event.times
-                self._untimed.discard(leg.key.attempt)
+                self._timeline.told(leg.key.attempt, event.times)
             if accepted is not None:
                 self._accept(leg, accepted, chunks)
         elif isinstance(event, Handoff):
@@ -291,7 +327,7 @@ class RequestRun:
         """A stop string ended a choice that the worker still generates. (P's leg ends by itself or as a whole.)"""
         if choice in leg.pending and not self._is_prefill(leg):
             leg.pending.discard(choice)
-            self._untimed.add(leg.key.attempt)
+            self._timeline.owes_times(leg.key.attempt)
             self._shared.fleet.post(leg.worker, Cancel(key=leg.key, choices=(choice,)))
 
     def _is_prefill(self, leg: Leg) -> bool:
@@ -309,7 +345,7 @@ class RequestRun:
         worker = self._decode_of(self._plan, leg)
         prepared = next((leg for leg in self._legs if leg.prepared), None)
         if prepared is not None and prepared.worker is worker:
-            self._untimed.add(prepared.key.attempt)
+            self._timeline.submitted(prepared.key.attempt, time.perf_counter())
             submit = self._command("decode", ticket, False, self.record.starts(), prepared.key)
             self._shared.fleet.submit_prepared(prepared, submit)
             return
@@ -332,12 +368,18 @@ class RequestRun:
         """D needs P's blocks no longer. D has told P so, but that needs a living connection between the two:
         Cancel does not."""
         self._shared.metrics.arrivals.labels(event.source).inc()
+        self._timeline.arrived(event)
         for leg in [leg for leg in self._legs if leg.handed_off]:
+            self._timeline.ended(leg.key.attempt, "handed over", time.perf_counter())
             self._end(leg, cancel=event.source == "recompute")
 
     def _broken(self, leg: Leg, event: Failed | Lost | Silent) -> None:
         if isinstance(event, Silent):
-            raise _LegFailed(leg.worker, "internal", "silent", f"no sign of progress for {event.seconds:g} s")
+            message = f"no sign of progress for {event.seconds:g} s"
+            self._timeline.ended(leg.key.attempt, "lost", time.perf_counter(), message)
+            raise _LegFailed(leg.worker, "internal", "silent", message)
+        reason = event.reason if isinstance(event, Lost) else f"{event.kind}: {event.message}"
+        self._timeline.ended(leg.key.attempt, "lost", time.perf_counter(), reason)
         self._end_early(leg, cancel=False)
         if leg.handed_off or leg.prepared:
             return  # the decode worker notices by itself, and recomputes; another one is found at the hand-off
@@ -351,10 +393,12 @@ class RequestRun:
         """The next attempt, on other workers where there are some. Raises RequestFailed when it is not worth one
         more."""
         for leg in list(self._legs):
+            self._timeline.ended(leg.key.attempt, "cancelled", time.perf_counter(), f"{failure.reason}: {failure}")
             self._end_early(leg, cancel=True)
         if failures >= self._shared.config.max_attempts:
             raise RequestFailed(failure.kind, f"gave up after {failures} attempts: {failure}")
         self._shared.metrics.failovers.labels(failure.reason).inc()
+        self._timeline.failovers += 1
         self._excluded.add(failure.worker.worker_id)
         self._begin(await self._choose_again(failure))
 
@@ -381,11 +425,13 @@ class RequestRun:
     def _end_early(self, leg: Leg, cancel: bool) -> None:
         """Of what it did since its last times its worker will not tell."""
         if leg.pending and not leg.handed_off and not leg.prepared:
-            self._untimed.add(leg.key.attempt)
+            self._timeline.owes_times(leg.key.attempt)
         self._end(leg, cancel)
 
     def _end(self, leg: Leg, cancel: bool) -> None:
         """cancel False: the worker has nothing left. A decode leg whose choices all ended there has nothing either."""
+        ran_out = not leg.prepared and (self.record.finished or not leg.pending)
+        self._timeline.ended(leg.key.attempt, "finished" if ran_out else "cancelled", time.perf_counter())
         self._legs.remove(leg)
         self.record.close_leg(leg.key.attempt)
         self._shared.fleet.end(leg, cancel and (bool(leg.pending) or self._is_prefill(leg)))
@@ -415,10 +461,18 @@ class _Clock:
     def __init__(self, metrics: RouterMetrics, n: int) -> None:
         self._metrics = metrics
         self.started = time.perf_counter()
+        self.ended: float | None = None
+        self.outcome: str | None = None
         self._first: list[float | None] = [None] * n
         self._last = [0.0] * n
         self._counts = [0] * n
         self.num_messages = 0
+
+    @property
+    def first_token_s(self) -> float | None:
+        """Of whichever choice was first; None: no token yet."""
+        known = [first for first in self._first if first is not None]
+        return min(known) - self.started if known else None
 
     def accepted(self, choice: int, num_tokens: int) -> None:
         now = time.perf_counter()
@@ -437,11 +491,12 @@ class _Clock:
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
 
     def end(self, outcome: str, num_cached_tokens: int) -> None:
+        self.ended, self.outcome = time.perf_counter(), outcome
         self._metrics.running.dec()
         self._metrics.requests.labels(outcome).inc()
         self._metrics.cached_tokens.inc(num_cached_tokens)
         if outcome == "ok":
-            self._metrics.latency.observe(time.perf_counter() - self.started)
+            self._metrics.latency.observe(self.ended - self.started)
         for first, last, count in zip(self._first, self._last, self._counts, strict=True):
             if first is not None and count > 1:
                 self._metrics.tpot.observe((last - first) / (count - 1))

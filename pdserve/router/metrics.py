@@ -16,6 +16,7 @@ from prometheus_client.utils import floatToGoString
 
 from pdserve.engine.protocol import LegTimes, MetricFamily, Sample
 from pdserve.router.fleet import Fleet
+from pdserve.router.timeline import parts_of_time
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
@@ -90,14 +91,8 @@ class RouterMetrics:
         only, so that rest may be negative: then the next request's is smaller. complete: every worker has said where
         its time went; else (a stop string was found here while the worker went on, or a worker was lost) that rest is
         theirs too, and counts as "unreported"."""
-        device = sum(leg.device_s for leg in legs)
-        parts = {
-            "admission": admission_s,
-            "queue": sum(leg.queue_s for leg in legs),
-            "engine_host": sum(leg.prefill_s + leg.decode_s for leg in legs) - device,
-            "device": device,
-        }
-        rest = total_s - sum(parts.values()) - self._overdrawn
+        parts, rest = parts_of_time(total_s, admission_s, legs)
+        rest -= self._overdrawn
         self._overdrawn = max(0.0, -rest)
         parts["transport" if complete else "unreported"] = max(0.0, rest)
         self.e2e.observe(total_s)

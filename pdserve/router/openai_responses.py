@@ -36,18 +36,27 @@ class Responder(Protocol):
         """The server-sent events that one chunk makes; empty when it shows nothing yet."""
         ...
 
-    def usage_chunk(self) -> Json: ...
+    def ending(self) -> bytes:
+        """The event behind the last chunk; empty when nobody asked for usage or timeline."""
+        ...
 
     def whole(self, results: Sequence[ChoiceResult]) -> Json: ...
 
 
 class _Base(ABC):
     def __init__(
-        self, generation: Generation, tokenizer: Tokenizer, model: str, kind: str, include_usage: bool
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        model: str,
+        kind: str,
+        include_usage: bool,
+        shows_timeline: bool,
     ) -> None:
         self._generation = generation
         self._tokenizer = tokenizer
         self._include_usage = include_usage
+        self._shows_timeline = shows_timeline
         self._frames: dict[int, tuple[bytes, bytes | None, bytes]] = {}
         self._head = {"id": generation.request_id, "object": kind, "created": int(time.time()), "model": model}
 
@@ -96,8 +105,13 @@ class _Base(ABC):
             "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
         }
 
-    def usage_chunk(self) -> Json:
-        return self._head | {"choices": [], "usage": self.usage()}
+    def ending(self) -> bytes:
+        usage: Json = {"usage": self.usage()} if self._include_usage else {}
+        extra = usage | self._timeline()
+        return event_bytes(self._head | {"choices": []} | extra) if extra else b""
+
+    def _timeline(self) -> Json:
+        return {"timeline": self._generation.timelines()} if self._shows_timeline else {}
 
     def _event(self, choice: Json) -> Json:
         event = self._head | {"choices": [choice]}
@@ -119,8 +133,11 @@ class _Base(ABC):
 
 
 class CompletionResponder(_Base):
-    def __init__(self, request: CompletionRequest, generation: Generation, tokenizer: Tokenizer) -> None:
-        super().__init__(generation, tokenizer, request.model, "text_completion", request.include_usage)
+    def __init__(
+        self, request: CompletionRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
+    ) -> None:
+        kind, include_usage = "text_completion", request.include_usage
+        super().__init__(generation, tokenizer, request.model, kind, include_usage, shows_timeline)
         self._request = request
         self._prompt_texts = self._texts_of_prompts() if request.echo else []
         self._offsets: dict[int, int] = {}
@@ -153,7 +170,7 @@ class CompletionResponder(_Base):
             | {"prompt_logprobs": self._asked_prompt_logprobs(r.index)}
             for r in results
         ]
-        return self._head | {"choices": choices, "usage": self.usage()}
+        return self._head | {"choices": choices, "usage": self.usage()} | self._timeline()
 
     def _asked_prompt_logprobs(self, index: int) -> list[Json | None] | None:
         asked = self._request.prompt_logprobs is not None
@@ -209,9 +226,11 @@ class CompletionResponder(_Base):
 
 
 class ChatResponder(_Base):
-    def __init__(self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
+    ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__(generation, tokenizer, request.model, kind, request.include_usage)
+        super().__init__(generation, tokenizer, request.model, kind, request.include_usage, shows_timeline)
         self._request = request
         self._begun: set[int] = set()
 
@@ -245,7 +264,7 @@ class ChatResponder(_Base):
             whole["prompt_logprobs"] = self._prompt_logprobs(0)
         if self._request.return_token_ids:
             whole["prompt_token_ids"] = list(self._generation.prompts[0])
-        return whole
+        return whole | self._timeline()
 
     def _first(self, index: int) -> Json:
         choice = {

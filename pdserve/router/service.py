@@ -8,6 +8,7 @@ no framework. Called by `router.app` and by the Python handle (`cluster/client.p
 import asyncio
 import itertools
 import secrets
+import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
@@ -23,6 +24,7 @@ from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.timeline import PromptTimeline
 from pdserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -82,11 +84,15 @@ class Generation:
     def num_generated_tokens(self) -> int:
         return sum(run.record.num_tokens for run in self._runs)
 
-    def served(self, received: float) -> None:
-        """Count where the time went; only of calls with one prompt, since several share their time. received:
-        perf_counter() when the HTTP request came."""
+    def served(self) -> None:
+        """The answer's last byte is out: count where the time went; only of calls with one prompt, since several share
+        their time."""
         if len(self._runs) == 1:
-            self._runs[0].served(received)
+            self._runs[0].served()
+
+    def timelines(self) -> list[PromptTimeline]:
+        """Where time and bytes went up to now, one a prompt."""
+        return [run.timeline() for run in self._runs]
 
     def close(self) -> None:
         """Cancel everything at the workers. Idempotent; does not wait, so it works from a task that is being
@@ -178,10 +184,12 @@ class Service:
         priority: int = 0,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        received: float | None = None,
     ) -> Generation:
         """Check everything and prepare; no worker hears of it before the first iteration. request_id: what answers and
-        the workers' logs name it by; need not be unique, a new one by default. Raises ApiError (400 naming the
-        parameter; 503 when no worker is there)."""
+        the workers' logs name it by; need not be unique, a new one by default. received: perf_counter() when the call
+        came; now by default. Raises ApiError (400 naming the parameter; 503 when no worker is there)."""
+        received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         self.check_num_choices(sampling.n, len(prompts))
         self._check_sampling(sampling)
@@ -198,6 +206,7 @@ class Service:
                 f"{request_id[:200]}-{next(self._numbers)}",
                 prompt,
                 _complete(sampling, len(prompt), limits.max_tokens),
+                received,
                 number,
                 priority,
                 cache_salt,
