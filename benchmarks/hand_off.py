@@ -1,0 +1,524 @@
+"""The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a request costs and gives,
+and what transfers do to the steps of both engines.
+
+    python -m benchmarks.hand_off --model benchmarks/shapes/llama-3.1-8b --load-format dummy --out ...      # two GPUs
+    python -m benchmarks.hand_off --device cpu --tokens 256 1024 --context 128 --chunk 512 --batch 4         # here
+
+requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes, and split in sequence,
+round robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "seen": from P's hand-off to D's
+Arrived as this process sees them (D sends it behind the step that it was in, or that the rows went into); "pull": D's
+own time from the Submit to all rows verified; GB/s of what was moved in that time. Prompts too short to be
+published in parts are not overlapped.
+
+decode: step time of a batch on D while it pulls, one behind the other, prompts of the longest --tokens that never join
+the batch (it fills D's slots), against without; pairs of intervals, neighbours in time, in changing order. A step is
+from token to token; an interval counts its mean. prefill: the same for prompts of --chunk tokens on P, which is read.
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from tqdm import tqdm
+
+from benchmarks.engine_pair import Answer, EngineProcess, Leg, Pair, Worker, connected, engine_processes
+from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.option_values import SEED, integer
+from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, percentiles
+from pdserve.bench.workload import Lengths, Shape, draw_work
+from pdserve.configs.schema import EngineConfig, ModelConfig, Role, TransferConfig, WorkerConfig
+from pdserve.engine.protocol import Arrived, Delta, Event, Handoff, SamplingParams, Ticket
+
+PARTS = ("requests", "decode", "prefill")
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+WHOLE_P, WHOLE_D, OVERLAPPED, SEQUENTIAL = "whole on P", "whole on D", "split, overlapped", "split, sequential"
+LEASE_S = 3600.0  # of the ticket that is pulled again and again
+SETTLE = 8  # steps between two intervals
+CHUNKS = 4  # prompts of P in an interval
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: the options."""
+
+    parts: tuple[str, ...]
+    tokens: tuple[int, ...]
+    output_len: int
+    repeats: int
+    batch: int
+    context: int
+    chunk: int
+    pairs: int
+    steps: int
+    in_flight: int
+    seed: int
+    must_agree: bool  # answers of one prompt: where arithmetic is the same on every way
+
+    def prompt(self, num_tokens: int, vocab_size: int, name: str) -> tuple[int, ...]:
+        lengths = Lengths(num_tokens, num_tokens)
+        [work] = draw_work(Shape(1, lengths, lengths), vocab_size, f"{self.seed}/{num_tokens}/{name}")
+        return tuple(work.prompt_token_ids)
+
+    @property
+    def num_units(self) -> int:
+        """Of progress."""
+        requests = len(self.tokens) * (self.repeats + 1) if "requests" in self.parts else 0
+        return requests + sum(self.pairs for part in ("decode", "prefill") if part in self.parts)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+
+
+def check(plan: Plan, pair: Pair) -> None:
+    """ValueError names the option that the engines cannot serve."""
+    hello = pair.d.hello
+    wanted = {"--tokens": max(plan.tokens) + plan.output_len}
+    if "decode" in plan.parts:
+        wanted["--context"] = batch_tokens(plan)
+    if "prefill" in plan.parts:
+        wanted["--chunk"] = plan.chunk + 1
+    for option, num_tokens in wanted.items():
+        if num_tokens > hello.max_request_tokens:
+            raise ValueError(
+                f"{option} asks for requests of {num_tokens} tokens, the engine takes {hello.max_request_tokens}"
+            )
+    if "decode" in plan.parts:
+
+        def blocks(num_tokens: int) -> int:
+            return -(-num_tokens // hello.block_size)
+
+        needed = plan.batch * blocks(batch_tokens(plan)) + plan.in_flight * blocks(max(plan.tokens))
+        if needed > pair.d.snapshot.total_blocks:
+            raise ValueError(
+                f"--batch {plan.batch} beside {plan.in_flight} transfers needs {needed} blocks of {hello.block_size} "
+                f"tokens, the engine has {pair.d.snapshot.total_blocks}: ask for less, or give it more memory"
+            )
+
+
+# --- requests ---
+
+
+def modes(pair: Pair, num_tokens: int) -> list[str]:
+    """Ways to serve a prompt of this length."""
+    overlaps = 0 < pair.p.hello.parts_from <= num_tokens
+    return [WHOLE_P, WHOLE_D, *([OVERLAPPED] if overlaps else []), SEQUENTIAL]
+
+
+async def serve(pair: Pair, mode: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Answer:
+    if mode in (WHOLE_P, WHOLE_D):
+        return await pair.whole(pair.p if mode == WHOLE_P else pair.d, prompt, sampling)
+    return await pair.split(prompt, sampling, overlap=mode == OVERLAPPED)
+
+
+async def measure_requests(plan: Plan, pair: Pair, num_tokens: int, tick: Callable[[], Any]) -> list[Json]:
+    """A row a mode. ValueError when answers differ that must not."""
+    names = modes(pair, num_tokens)
+    answers: dict[str, list[Answer]] = {mode: [] for mode in names}
+    for repeat in range(-1, plan.repeats):  # the first warms up
+        prompt = plan.prompt(num_tokens, pair.p.hello.vocab_size, f"request {repeat}")
+        first = repeat % len(names)
+        for mode in [*names[first:], *names[:first]]:
+            answer = await serve(pair, mode, prompt, greedy(plan.output_len))
+            if repeat >= 0:
+                answers[mode].append(answer)
+        tick()
+    expected = [answer.token_ids for answer in answers[WHOLE_P]]
+    rows = [request_row(num_tokens, mode, answers[mode], expected) for mode in names]
+    for row in rows:
+        if row["num_different"] and plan.must_agree:
+            raise ValueError(
+                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} answers are not those of "
+                "one engine"
+            )
+    return rows
+
+
+def request_row(num_tokens: int, mode: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> Json:
+    pairs = zip(answers, expected, strict=True)
+    row: Json = {
+        "part": "requests",
+        "tokens": num_tokens,
+        "mode": mode,
+        "repeats": len(answers),
+        "output_len": len(answers[0].token_ids),
+        "num_different": sum(answer.token_ids != tokens for answer, tokens in pairs),
+        "ttft_ms": summary([answer.times[0] - answer.sent for answer in answers]),
+        "gap_ms": summary([answer.times[1] - answer.times[0] for answer in answers]),
+        "tpot_ms": summary([(a.times[-1] - a.times[0]) / (len(a.times) - 1) for a in answers]),
+    }
+    handed = [(answer.handed, *answer.arrived) for answer in answers if answer.handed and answer.arrived]
+    return row | hand_over_figures(handed) if handed else row
+
+
+def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
+    """(P's hand-off, D's Arrived, what that says) of some requests."""
+    arrived = [event for _, _, event in handed]
+    rates = [late / event.seconds / 1e9 for event in arrived if (late := event.num_bytes - event.num_early_bytes)]
+    return {
+        "seen_ms": summary([there - here for here, there, _ in handed]),
+        "pull_ms": summary([event.seconds for event in arrived]),
+        "bytes": arrived[0].num_bytes,
+        "early_share": round(statistics.median(event.num_early_bytes / event.num_bytes for event in arrived), 4),
+        "descriptors": statistics.median(event.num_descriptors for event in arrived),
+        "transport": "/".join(sorted({event.transport for event in arrived})),
+        "gb_per_s": round(statistics.median(rates), 2) if rates else None,
+    }
+
+
+def summary(seconds: Sequence[float]) -> Json:
+    """Milliseconds."""
+    return percentiles(seconds) | {"worst": round(1e3 * max(seconds), 3)}
+
+
+# --- steps beside transfers ---
+
+
+class Pulls:
+    """D pulls one prompt of P's again and again, in_flight at once, while the context is open. arrivals: when, and how."""
+
+    def __init__(self, pair: Pair, plan: Plan, prompt: tuple[int, ...], first: tuple[int, ...], ticket: Ticket) -> None:
+        self._pair, self._plan, self._prompt, self._first, self._ticket = pair, plan, prompt, first, ticket
+        self._is_over = False
+        self._tasks: list[asyncio.Task[None]] = []
+        self.arrivals: list[tuple[float, Arrived]] = []
+
+    async def __aenter__(self) -> "Pulls":
+        await asyncio.gather(*(self._pull() for _ in range(self._plan.in_flight)))
+        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self._plan.in_flight)]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._is_over = True
+        await asyncio.gather(*self._tasks)
+
+    def between(self, began: float, ended: float) -> list[Arrived]:
+        return [arrived for now, arrived in self.arrivals if began < now <= ended]
+
+    async def _go_on(self) -> None:
+        while not self._is_over:
+            await self._pull()
+
+    async def _pull(self) -> None:
+        sampling = greedy(self._plan.output_len)
+        leg = self._pair.submit(self._pair.d, "decode", self._prompt, sampling, self._first, self._ticket)
+        self.arrivals.append(await self._pair.arrival(leg))
+        self._pair.d.end(leg, cancel=True)
+
+
+async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[], Pulls]]:
+    """The longest of --tokens on P, and how it is pulled. D tells P that it is done by the ticket's key: under another
+    one P keeps the blocks, so they can be read again."""
+    prompt = plan.prompt(max(plan.tokens), pair.p.hello.vocab_size, "pulled")
+    leg = pair.submit(pair.p, "prefill", prompt, greedy(plan.output_len))
+    _, handoff = await leg.until(Handoff)
+    _, first = await leg.until(Delta)
+    ticket = handoff.ticket
+    kept = msgspec.structs.replace(ticket, key=msgspec.structs.replace(ticket.key, request_id="kept"))
+    return leg, lambda: Pulls(pair, plan, prompt, first.token_ids, kept)
+
+
+class BatchSteps:
+    """When each step of a batch that decodes on `worker` was done: every batch of events that holds tokens of it."""
+
+    def __init__(self, worker: Worker, legs: Sequence[Leg]) -> None:
+        self._worker = worker
+        self._ids = {leg.key.request_id for leg in legs}
+        self._times: list[float] = []
+        self._has_ended = False
+        self._woken = asyncio.Event()
+        worker.watch = self._see
+
+    def _see(self, now: float, events: Sequence[Event]) -> None:
+        tokens = [event for event in events if isinstance(event, Delta) and event.request_id in self._ids]
+        if tokens:
+            self._times.append(now)
+            self._has_ended |= any(token.finish_reason is not None for token in tokens)
+            self._woken.set()
+
+    async def take(self, count: int) -> list[float]:
+        """When the next step is done, and the `count` behind it: these lie wholly behind the call."""
+        start = len(self._times)
+        while len(self._times) <= start + count:
+            if self._has_ended or self._worker.is_gone:
+                raise ValueError(
+                    f"the batch on engine {self._worker.name} ended before {count} steps were measured: fewer --steps "
+                    "or a model that takes longer requests"
+                )
+            self._woken.clear()
+            await self._woken.wait()
+        return self._times[start : start + count + 1]
+
+
+@dataclass
+class Interval:
+    """times: ends of steps, the first of the step before. arrived: what was pulled meanwhile."""
+
+    times: list[float]
+    arrived: list[Arrived]
+
+    @property
+    def seconds(self) -> float:
+        return self.times[-1] - self.times[0]
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / (len(self.times) - 1)
+
+    @property
+    def steps(self) -> list[float]:
+        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
+
+
+Take = Callable[[], Awaitable[list[float]]]
+
+
+async def off_and_on(take: Take, pulls: Callable[[], Pulls], on_first: bool) -> tuple[Interval, Interval]:
+    """Two intervals, without transfers and with them."""
+    off = None if on_first else Interval(await take(), [])
+    async with pulls() as running:
+        times = await take()
+        on = Interval(times, running.between(times[0], times[-1]))
+    return off or Interval(await take(), []), on
+
+
+def batch_tokens(plan: Plan) -> int:
+    """Longest that a sequence of the batch may become: twice the steps that count, and as many for those that do not
+    (the first and last transfers of an interval)."""
+    return plan.context + 4 * plan.steps + 64 * SETTLE
+
+
+async def decode_pair(plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int) -> tuple[Interval, Interval]:
+    """A new batch, so that contexts are alike in every pair."""
+    sampling = greedy(batch_tokens(plan) - plan.context)
+    vocab_size = pair.d.hello.vocab_size
+    prompts = [plan.prompt(plan.context, vocab_size, f"batch {index}/{i}") for i in range(plan.batch)]
+    legs = [pair.submit(pair.d, "full", prompt, sampling) for prompt in prompts]
+    for leg in legs:
+        await leg.until(Delta)
+    steps = BatchSteps(pair.d, legs)
+
+    async def take() -> list[float]:
+        await steps.take(SETTLE)
+        return await steps.take(plan.steps)
+
+    try:
+        return await off_and_on(take, pulls, on_first=index % 2 == 1)
+    finally:
+        pair.d.watch = None
+        for leg in legs:
+            pair.d.end(leg, cancel=True)
+
+
+async def prefill_pair(plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int) -> tuple[Interval, Interval]:
+    prompt = plan.prompt(plan.chunk, pair.p.hello.vocab_size, f"chunk {index}")
+
+    async def take() -> list[float]:
+        times = []
+        for _ in range(CHUNKS + 1):
+            leg = pair.submit(pair.p, "full", prompt, greedy(1))
+            now, _ = await leg.until(Delta)
+            pair.p.end(leg)
+            times.append(now)
+        return times
+
+    return await off_and_on(take, pulls, on_first=index % 2 == 1)
+
+
+MEASURES = {"decode": decode_pair, "prefill": prefill_pair}
+
+
+async def measure_steps(plan: Plan, pair: Pair, part: str, tick: Callable[[], Any]) -> Json:
+    held, pulls = await published(plan, pair)
+    results = []
+    for index in range(-1, plan.pairs):  # the first warms up
+        result = await MEASURES[part](plan, pair, pulls, index)
+        if index >= 0:
+            results.append(result)
+            tick()
+    pair.p.end(held, cancel=True)
+    rows = {"batch": plan.batch, "context": plan.context} if part == "decode" else {"chunk": plan.chunk}
+    return {"part": part, **rows, "tokens": max(plan.tokens), "in_flight": plan.in_flight, **step_figures(results)}
+
+
+def step_figures(results: Sequence[tuple[Interval, Interval]]) -> Json:
+    """Of pairs (off, on). ratio: of the pairs' mean step times."""
+    ratios = [on.step_s / off.step_s for off, on in results]
+    quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    arrived = [event for _, on in results for event in on.arrived]
+    seconds = sum(on.seconds for _, on in results)
+    return {
+        "pairs": len(results),
+        "ratio": {
+            "median": round(statistics.median(ratios), 4),
+            "quarters": [round(quarters[0], 4), round(quarters[2], 4)],
+            "range": [round(min(ratios), 4), round(max(ratios), 4)],
+        },
+        "off_ms": summary([step for off, _ in results for step in off.steps]),
+        "on_ms": summary([step for _, on in results for step in on.steps]),
+        "num_transfers": len(arrived),
+        "gb_per_s": round(sum(event.num_bytes for event in arrived) / seconds / 1e9, 2),
+        "pull_ms": summary([event.seconds for event in arrived]) if arrived else None,
+        "transport": "/".join(sorted({event.transport for event in arrived})),
+    }
+
+
+# --- tables ---
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    return "\n".join(
+        ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(r) + " |" for r in rows)]
+    )
+
+
+def request_table(rows: Sequence[Json]) -> str:
+    """Times in ms: median / worst."""
+    head = ["tokens", "", "TTFT", "1st to 2nd token", "TPOT", "seen", "pull", "MiB", "early", "descriptors"]
+    lines = []
+    for row in rows:
+        cells = [f"{row['tokens']:,}", row["mode"], *(_times(row[name]) for name in ("ttft_ms", "gap_ms", "tpot_ms"))]
+        if "bytes" in row:
+            rate = "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
+            cells += [_times(row["seen_ms"]), _times(row["pull_ms"]), f"{row['bytes'] / 2**20:,.1f}"]
+            cells += [f"{row['early_share']:.0%}", f"{row['descriptors']:,.0f}", row["transport"], rate]
+        else:
+            cells += [""] * 7
+        lines.append([*cells, f"{row['num_different']} of {row['repeats']}"])
+    return table([*head, "transport", "GB/s", "other answers"], lines)
+
+
+def step_table(row: Json) -> str:
+    """One line."""
+    what = f"{row['batch']} x {row['context']:,}" if row["part"] == "decode" else f"{row['chunk']:,}"
+    ratio = row["ratio"]
+    cells = [what, f"{row['tokens']:,}", str(row["pairs"]), *(_times(row[name]) for name in ("off_ms", "on_ms"))]
+    cells += [f"{ratio['median']:.3f}", " to ".join(f"{value:.3f}" for value in ratio["quarters"])]
+    cells += [" to ".join(f"{value:.3f}" for value in ratio["range"]), str(row["num_transfers"])]
+    cells += [f"{row['gb_per_s']:.1f}", row["transport"]]
+    first = "D decodes" if row["part"] == "decode" else "P computes"
+    head = [first, "pulled prompt", "pairs", "step ms without", "with transfers", "ratio", "half of the pairs", "range"]
+    return table([*head, "transfers", "GB/s", "transport"], [cells])
+
+
+def _times(figures: Json) -> str:
+    return f"{figures['p50']:.2f} / {figures['worst']:.2f}"
+
+
+# --- the run ---
+
+
+async def run(plan: Plan, processes: Sequence[EngineProcess], record: Callable[[Json], None]) -> None:
+    """Measures what the plan says; each row is recorded when it is there, tables are printed."""
+    async with connected(processes) as pair:
+        check(plan, pair)
+        tqdm.write(f"self-test of the connection: {pair.status.transport}, {pair.status.bytes_per_s / 1e9:.1f} GB/s")
+        gc.collect()
+        gc.freeze()
+        with tqdm(total=plan.num_units, unit="round", leave=False) as bar:
+            if "requests" in plan.parts:
+                rows = []
+                for num_tokens in plan.tokens:
+                    for row in await measure_requests(plan, pair, num_tokens, bar.update):
+                        record(row)
+                        rows.append(row)
+                tqdm.write("\n" + request_table(rows))
+            for part in ("decode", "prefill"):
+                if part in plan.parts:
+                    row = await measure_steps(plan, pair, part, bar.update)
+                    record(row)
+                    tqdm.write("\n" + step_table(row))
+
+
+def find_gpus(device: str) -> list[str | None]:
+    """What each engine's CUDA_VISIBLE_DEVICES shall be; None on CPU. ValueError unless there are two."""
+    if device == "cpu":
+        return [None, None]
+    import torch  # here, and not in the engines' processes before these have chosen
+
+    count = torch.cuda.device_count()
+    if count == 0 and device == "auto":
+        return [None, None]
+    if count < 2:
+        raise ValueError(f"two engines need two GPUs, torch sees {count}: use --device cpu")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(visible.split(",")[:2]) if visible else ["0", "1"]
+
+
+def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
+    """D's slots are those of the batch: what it pulls beside a full batch waits, and never runs."""
+    fields = engine_fields(options)
+    if options.engine_max_num_seqs is not None:
+        raise ValueError("--max-num-seqs is --batch in this benchmark: leave it out")
+    if fields["enable_prefix_caching"]:
+        raise ValueError("--enable-prefix-caching: the same prompt is served several times, without a cache")
+    return WorkerConfig(
+        role=role,
+        model=ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format),
+        engine=EngineConfig(**fields | {"max_num_seqs": options.batch}),
+        transfer=TransferConfig(lease_s=LEASE_S),
+    )
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tokens", type=integer(1), nargs="+", default=[1024, 8192], help="prompts; default 1024 8192")
+    parser.add_argument("--output-len", type=integer(2), default=32, help="tokens of an answer (default 32)")
+    parser.add_argument("--repeats", type=integer(1), default=9, help="prompts of each length (default 9)")
+    parser.add_argument("--batch", type=integer(1), default=32, help="sequences that decode (default 32)")
+    parser.add_argument("--context", type=integer(1), default=1024, help="their prompts (default 1024)")
+    parser.add_argument("--chunk", type=integer(1), default=2048, help="prompts P computes while read (default 2048)")
+    parser.add_argument("--pairs", type=integer(1), default=20, help="of intervals (default 20)")
+    parser.add_argument("--steps", type=integer(1), default=64, help="decode steps of an interval (default 64)")
+    parser.add_argument("--in-flight", type=integer(1), default=2, help="transfers at once (default 2)")
+    parser.add_argument("--seed", type=SEED, default=0)
+    add_model_arguments(parser)
+    add_output_arguments(parser)
+    return parser, parser.parse_args()
+
+
+def main() -> int:
+    parser, options = parse()
+    try:
+        configs = [worker_config(options, role) for role in ROLES]
+        gpus = find_gpus(configs[0].engine.device)
+        check_writable(options.out)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    given = {name: getattr(options, name) for name in Plan.__dataclass_fields__ if hasattr(options, name)}
+    plan = Plan(
+        **given | {"parts": tuple(options.parts), "tokens": tuple(options.tokens), "must_agree": gpus[0] is None}
+    )
+    common = {
+        "benchmark": "hand_off",
+        "model": Path(options.model).name,
+        "load_format": options.load_format,
+        "device": gpu_name() if gpus[0] is not None else "cpu",
+    }
+
+    def record(row: Json) -> None:
+        append(options.out, common | row | {"engine": engine_fields(options)} | circumstances(options.commit))
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        with engine_processes(configs, gpus) as processes:
+            asyncio.run(run(plan, processes, record))
+    except ValueError as error:
+        print(f"hand_off: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
