@@ -240,8 +240,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request. sent, times (a token), handed (P's Handoff), arrived: perf_counter() seconds; the latter two of split
-    requests alone. token_ids: the answer.
+    """One request. sent, times (one a token), handed (P's Handoff), arrived: perf_counter() seconds; the latter two of
+    split requests alone.
     """
 
     sent: float

@@ -1,18 +1,19 @@
-"""The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a request costs and gives,
-and what transfers do to the steps of both engines.
+"""The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a request costs and
+gives, and what transfers do to the steps of both engines.
 
     python -m benchmarks.hand_off --model benchmarks/shapes/llama-3.1-8b --load-format dummy --out ...      # two GPUs
-    python -m benchmarks.hand_off --device cpu --tokens 256 1024 --context 128 --chunk 512 --batch 4         # here
+    python -m benchmarks.hand_off --device cpu --tokens 256 1024 --context 128 --chunk 512 --batch 4        # here
 
 requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes, and split in sequence,
-round robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "seen": from P's hand-off to D's
-Arrived as this process sees them (D sends it behind the step that it was in, or that the rows went into); "pull": D's
-own time from the Submit to all rows verified; GB/s of what was moved in that time. Prompts too short to be
-published in parts are not overlapped.
+round robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "seen": from P's hand-off to
+D's Arrived as this process sees them (D sends it behind the step that its engine was in, or that the rows went into);
+"pull": D's own time from the Submit to all rows verified, and the GB/s of what was moved in it. A prompt too short to
+be published in parts is not overlapped.
 
-decode: step time of a batch on D while it pulls, one behind the other, prompts of the longest --tokens that never join
-the batch (it fills D's slots), against without; pairs of intervals, neighbours in time, in changing order. A step is
-from token to token; an interval counts its mean. prefill: the same for prompts of --chunk tokens on P, which is read.
+decode: step time of a batch on D with and without transfers: D pulls, one behind the other, prompts of the longest
+--tokens that never join the batch (it fills D's slots). Pairs of intervals, neighbours in time, in changing order; a
+step is from token to token, and an interval counts with its mean. prefill: the same for prompts of --chunk tokens on P,
+which is being read.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from benchmarks.engine_pair import Answer, EngineProcess, Leg, Pair, Worker, connected, engine_processes
+from benchmarks.engine_pair import ANSWER_S, Answer, EngineProcess, Leg, Pair, Worker, connected, engine_processes
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.option_values import SEED, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, percentiles
@@ -137,8 +138,8 @@ async def measure_requests(plan: Plan, pair: Pair, num_tokens: int, tick: Callab
     for row in rows:
         if row["num_different"] and plan.must_agree:
             raise ValueError(
-                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} answers are not those of "
-                "one engine"
+                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} answers differ from those "
+                f"{WHOLE_P}"
             )
     return rows
 
@@ -184,7 +185,8 @@ def summary(seconds: Sequence[float]) -> Json:
 
 
 class Pulls:
-    """D pulls one prompt of P's again and again, in_flight at once, while the context is open. arrivals: when, and how."""
+    """D pulls one prompt of P's again and again, in_flight at once, while the context is open. arrivals: when and
+    how."""
 
     def __init__(self, pair: Pair, plan: Plan, prompt: tuple[int, ...], first: tuple[int, ...], ticket: Ticket) -> None:
         self._pair, self._plan, self._prompt, self._first, self._ticket = pair, plan, prompt, first, ticket
@@ -248,14 +250,15 @@ class BatchSteps:
     async def take(self, count: int) -> list[float]:
         """When the next step is done, and the `count` behind it: these lie wholly behind the call."""
         start = len(self._times)
-        while len(self._times) <= start + count:
-            if self._has_ended or self._worker.is_gone:
-                raise ValueError(
-                    f"the batch on engine {self._worker.name} ended before {count} steps were measured: fewer --steps "
-                    "or a model that takes longer requests"
-                )
-            self._woken.clear()
-            await self._woken.wait()
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while len(self._times) <= start + count:
+                    if self._has_ended:
+                        raise ValueError("the batch ended before its steps were measured: ask for fewer --steps")
+                    self._woken.clear()
+                    await self._woken.wait()
+        except TimeoutError:
+            raise ValueError(f"engine {self._worker.name}: no {count} steps in {ANSWER_S:g} s") from None
         return self._times[start : start + count + 1]
 
 
@@ -470,6 +473,23 @@ def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
     )
 
 
+def make_plan(options: argparse.Namespace, must_agree: bool) -> Plan:
+    return Plan(
+        parts=tuple(options.parts),
+        tokens=tuple(options.tokens),
+        output_len=options.output_len,
+        repeats=options.repeats,
+        batch=options.batch,
+        context=options.context,
+        chunk=options.chunk,
+        pairs=options.pairs,
+        steps=options.steps,
+        in_flight=options.in_flight,
+        seed=options.seed,
+        must_agree=must_agree,
+    )
+
+
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -496,10 +516,8 @@ def main() -> int:
         check_writable(options.out)
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    given = {name: getattr(options, name) for name in Plan.__dataclass_fields__ if hasattr(options, name)}
-    plan = Plan(
-        **given | {"parts": tuple(options.parts), "tokens": tuple(options.tokens), "must_agree": gpus[0] is None}
-    )
+    plan = make_plan(options, must_agree=gpus[0] is None)
+    engine = engine_fields(options) | {"max_num_seqs": options.batch}
     common = {
         "benchmark": "hand_off",
         "model": Path(options.model).name,
@@ -508,7 +526,7 @@ def main() -> int:
     }
 
     def record(row: Json) -> None:
-        append(options.out, common | row | {"engine": engine_fields(options)} | circumstances(options.commit))
+        append(options.out, common | row | {"engine": engine} | circumstances(options.commit))
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

@@ -13,11 +13,21 @@ from typing import Any
 from pdserve.bench.workload import Shape
 
 BEHIND, BETWEEN, REACHED = "✗", "~", "✓"
-LEGEND = f"{BEHIND} behind vLLM   {BETWEEN} between vLLM and what ours must reach   {REACHED} reached"
+LEGEND = (
+    f"{BEHIND} behind vLLM, or behind what ours must reach where vLLM's is not known   "
+    f"{BETWEEN} between the two   {REACHED} reached"
+)
 KINDS = ("start", "latency", "throughput")
 PARTS = ("offline", "http", "pair")
 HIGHER_IS_BETTER = ("tok/s", "tok_s")
-HTTP_FIGURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "tok_s")
+GAP = "gap_p50"  # from the first token to the second; shown where there is a target for it
+HTTP_FIGURES = ("ttft_p50", "ttft_p99", "tpot_p50", "tpot_p99", "tok_s", GAP)
+HTTP_COLUMNS = {
+    "ttft": "TTFT p50 / p99 ms",
+    GAP: "1st to 2nd token p50 ms",
+    "tpot": "TPOT p50 / p99 ms",
+    "tok_s": "out tok/s",
+}
 
 
 @dataclass(frozen=True)
@@ -112,12 +122,13 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-def mark(ours: float, vllm: float, target: float | None, higher_is_better: bool) -> str:
-    """How a figure stands; target None: vLLM's figure is what must be reached."""
+def mark(ours: float, vllm: float | None, target: float | None, higher_is_better: bool) -> str:
+    """How a figure stands. One of vllm and target may be None: the other one is what must be reached."""
     sign = 1 if higher_is_better else -1
-    if sign * ours < sign * vllm:
-        return BEHIND
-    return REACHED if target is None or sign * ours >= sign * target else BETWEEN
+    reached = [bound is None or sign * ours >= sign * bound for bound in (vllm, target)]
+    if all(reached):
+        return REACHED
+    return BETWEEN if reached[0] and vllm is not None else BEHIND
 
 
 def render(rows: Sequence[Row], results: Mapping[str, Mapping[str, Any]]) -> str:
@@ -130,8 +141,9 @@ def render(rows: Sequence[Row], results: Mapping[str, Mapping[str, Any]]) -> str
         parts.append("One GPU, offline\n\n" + _table([head, *lines]))
     for part, title in (("http", "One GPU, HTTP server, streaming"), ("pair", "Two GPUs, 1P + 1D, streaming")):
         http = [row for row in rows if isinstance(row, HttpRow) and part_of(row) == part]
-        lines = [line for row in http for line in _http_lines(row, results.get(row.id))]
-        head = ["load", "", "TTFT p50 / p99 ms", "TPOT p50 / p99 ms", "out tok/s", "failed", "client CPU"]
+        names = [name for name in HTTP_COLUMNS if name != GAP or any(GAP in row.target for row in http)]
+        lines = [line for row in http for line in _http_lines(row, results.get(row.id), names)]
+        head = ["load", "", *(HTTP_COLUMNS[name] for name in names), "failed", "client CPU"]
         if lines:
             parts.append(f"{title}\n\n" + _table([head, *lines]))
     origins = sorted({f"{r['device']}, {r['commit']}" for row in rows if (r := results.get(row.id))})
@@ -153,41 +165,51 @@ def _offline_line(row: OfflineRow, result: Mapping[str, Any] | None) -> list[str
     return [*line, cell, f"{factor:.2f}", mark(ours, row.vllm, row.target, higher)]
 
 
-def _http_lines(row: HttpRow, result: Mapping[str, Any] | None) -> list[list[str]]:
-    lines = [[row.work, "vLLM", *_http_cells(_shown(row.vllm)), "", ""]]
+def _http_lines(row: HttpRow, result: Mapping[str, Any] | None, names: Sequence[str]) -> list[list[str]]:
+    """names: of HTTP_COLUMNS."""
+
+    def line(first: str, second: str, cells: Mapping[str, str], *rest: str) -> list[str]:
+        return [first, second, *(_http_column(name, cells) for name in names), *rest]
+
+    lines = [line(row.work, "vLLM", _shown(row, row.vllm), "", "")]
     if row.target:
-        lines.append(["", "must reach", *_http_cells(_shown(row.target)), "", ""])
+        lines.append(line("", "must reach", _shown(row, row.target), "", ""))
     if result is None:
-        return [*lines, ["", "ours", "-", "", "", "", ""]]
+        return [*lines, ["", "ours", "-", *([""] * (len(names) + 1))]]
     figures = result["figures"]
-    ours = http_figures(figures)
-    cells = {name: _http_cell(row, name, value) for name, value in ours.items()}
+    cells = {name: _http_cell(row, name, value) for name, value in http_figures(figures).items()}
     failed = f"{figures['num_failed']} {BEHIND}" if figures["num_failed"] else "0"
-    busy = f"{figures['client_cpu_share']:.0%}"
-    return [*lines, ["", "ours", *_http_cells(cells), failed, busy]]
+    return [*lines, line("", "ours", cells, failed, f"{figures['client_cpu_share']:.0%}")]
 
 
-def _shown(figures: Mapping[str, float]) -> dict[str, str]:
-    return {name: _number(figures[name]) if name in figures else "-" for name in HTTP_FIGURES}
+def _shown(row: HttpRow, figures: Mapping[str, float]) -> dict[str, str]:
+    return {name: _number(figures[name]) if name in figures else _blank(row, name) for name in HTTP_FIGURES}
+
+
+def _blank(row: HttpRow, name: str) -> str:
+    return "" if name == GAP and GAP not in row.target else "-"
 
 
 def http_figures(figures: Mapping[str, Any]) -> dict[str, float | None]:
-    """HTTP_FIGURES of a load's figures (bench.load)."""
+    """HTTP_FIGURES of a load's figures (bench.load); those of older runs have no gap."""
     latencies = {f"{name}_{p}": figures[f"{name}_ms"][p] for name in ("ttft", "tpot") for p in ("p50", "p99")}
-    return latencies | {"tok_s": figures["output_tokens_per_s"]}
+    gap = figures["gap_ms"]["p50"] if "gap_ms" in figures else None
+    return latencies | {GAP: gap, "tok_s": figures["output_tokens_per_s"]}
 
 
 def _http_cell(row: HttpRow, name: str, value: float | None) -> str:
+    if name == GAP and GAP not in row.target:
+        return ""
     if value is None:
         return f"- {BEHIND}"
-    if name not in row.vllm or (name == "tok_s" and row.rate is not None):
+    vllm, target = row.vllm.get(name), row.target.get(name)
+    if (vllm is None and target is None) or (name == "tok_s" and row.rate is not None):
         return _number(value)
-    return f"{_number(value)} {mark(value, row.vllm[name], row.target.get(name), name in HIGHER_IS_BETTER)}"
+    return f"{_number(value)} {mark(value, vllm, target, name in HIGHER_IS_BETTER)}"
 
 
-def _http_cells(cells: Mapping[str, str]) -> list[str]:
-    pairs = [f"{cells[f'{name}_p50']} / {cells[f'{name}_p99']}" for name in ("ttft", "tpot")]
-    return [*pairs, cells["tok_s"]]
+def _http_column(name: str, cells: Mapping[str, str]) -> str:
+    return cells[name] if name in cells else f"{cells[f'{name}_p50']} / {cells[f'{name}_p99']}"
 
 
 def _number(value: float) -> str:

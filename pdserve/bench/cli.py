@@ -217,7 +217,7 @@ def serve_report(config: LoadConfig, result: LoadResult) -> str:
         f"  {figures['num_finished']} finished, {figures['num_failed']} failed in {figures['seconds']:.2f} s: "
         f"{figures['requests_per_s']:.2f} req/s, {figures['output_tokens_per_s']:,.0f} tok/s out",
     ]
-    for key, name in (("ttft_ms", "TTFT"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
+    for key, name in (("ttft_ms", "TTFT"), ("gap_ms", "gap"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
         value = figures[key]
         if value["p50"] is not None:
             lines.append(f"  {name}  p50 {value['p50']:9.2f}   p99 {value['p99']:9.2f}   mean {value['mean']:9.2f} ms")

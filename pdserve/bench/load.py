@@ -1,8 +1,8 @@
 """HTTP load on an OpenAI-compatible server: closed loop (each client sends its next request when the last has ended) or
 open loop (requests arrive by a Poisson process, whether or not the server keeps up).
 
-Reports time to first token (TTFT), time per output token behind the first (TPOT), gaps between arrivals (ITL), rates,
-failures, and how busy this client was itself. Torch-free. Called by bench.cli and benchmarks/targets.py.
+Reports time to first token (TTFT), from there to the second (gap), time per output token behind the first (TPOT), gaps
+between arrivals (ITL), rates, failures, and how busy this client was itself. Torch-free. Called by bench.cli and benchmarks/targets.py.
 """
 
 import asyncio
@@ -82,6 +82,7 @@ class LoadResult:
         num_tokens = sum(outcome.num_tokens for outcome in finished)
         return {
             "ttft_ms": percentiles([outcome.ttft for outcome in finished]),
+            "gap_ms": percentiles([outcome.itls[0] for outcome in finished if outcome.itls]),
             "tpot_ms": percentiles([outcome.tpot for outcome in finished if outcome.tpot is not None]),
             "itl_ms": percentiles([gap for outcome in finished for gap in outcome.itls]),
             "output_tokens_per_s": round(num_tokens / self.seconds, 1),

@@ -50,7 +50,7 @@ def test_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert closed["model"] == "fake" and closed["clients"] == 2 and closed["shape"] == "4x6x2-3"
     assert opened["model"] == "named" and opened["rate"] == 50 and opened["num_finished"] == 4
     shown = capsys.readouterr().out
-    assert "TTFT  p50" in shown and "4 finished, 0 failed" in shown and "of a core" in shown
+    assert "TTFT  p50" in shown and "gap  p50" in shown and "4 finished, 0 failed" in shown and "of a core" in shown
 
 
 def test_serve_with_failures_has_status_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

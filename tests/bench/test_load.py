@@ -46,6 +46,7 @@ def test_times_are_those_the_server_made() -> None:
     assert 95 <= figures["ttft_ms"]["p50"] <= 400  # never shorter; longer on a busy machine
     assert 28 <= figures["tpot_ms"]["p50"] <= 90
     assert 28 <= figures["itl_ms"]["p50"] <= 90
+    assert 28 <= figures["gap_ms"]["p50"] <= 90
     assert figures["num_output_tokens"] == 20
     assert figures["output_tokens_per_s"] == pytest.approx(20 / result.seconds, rel=0.01)
     assert figures["requests_per_s"] == pytest.approx(4 / result.seconds, rel=0.01)
@@ -144,4 +145,8 @@ def test_figures_of_known_times() -> None:
     assert outcome.ttft == pytest.approx(0.5)
     assert outcome.tpot == pytest.approx(0.3 / 4)
     assert outcome.itls == pytest.approx([0.1, 0.2])
-    assert Outcome(arrivals=[1.0], num_tokens=1).tpot is None
+    alone = Outcome(arrivals=[1.0], num_tokens=1)
+    assert alone.tpot is None
+    figures = LoadResult([outcome, alone], seconds=2.0, cpu_share=0.1, lateness=[], model="m").figures()
+    assert figures["gap_ms"]["mean"] == pytest.approx(100), "the first gap of those that have one"
+    assert figures["itl_ms"]["mean"] == pytest.approx(150)

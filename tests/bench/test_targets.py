@@ -92,9 +92,10 @@ def test_the_shipped_table_has_the_rows_of_the_targets_page() -> None:
     assert choose(rows, []) == choose(rows, ["offline", "http"]), "what one GPU can do"
     assert [row.id for row in choose(rows, ["http-32", "start"])] == ["start", "http-32"]
     text = render(rows, {})
-    vllm = ["1 client, 8,192/32", "vLLM", "249.0 / 275.0", "4.83 / 4.85", "-", "", ""]
+    vllm = ["1 client, 8,192/32", "vLLM", "249.0 / 275.0", "-", "4.83 / 4.85", "-", "", ""]
     assert line_of(text, "1 client, 8,192/32") == vllm
-    assert line_of(text, "1 client, 8,192/32", after=1)[1:4] == ["must reach", "210.0 / -", "- / -"]
+    assert line_of(text, "1 client, 8,192/32", after=1)[1:5] == ["must reach", "210.0 / -", "12.00", "- / -"]
+    assert line_of(text, "64 clients, 1,024/128", after=1)[2:5] == ["- / -", "", "- / 6.80"], "no target for the gap"
     assert line_of(text, "decode, batch 1") == [
         "decode, batch 1, 128 in / 256 out",
         "4.91 ms/token",
@@ -117,6 +118,22 @@ def test_pair_rows_are_held_to_what_ours_must_reach(table: Path, tmp_path: Path)
     text = render(rows, read_results(saved(tmp_path / "r.jsonl", split=0)))
     assert "Two GPUs, 1P + 1D" in text
     assert line_of(text, "split, 2 clients", after=2)[1:5] == ["ours", "9.00 ~ / 25.00 ✗", "5.00 ✓ / 6.10", "99.00"]
+
+
+def test_the_gap_behind_the_first_token_is_shown_where_it_has_a_target(table: Path, tmp_path: Path) -> None:
+    row = '[[pair]]\nid = "{0}"\nwork = "{0} pair"\nclients = 1\nshape = "4x9x3"\nvllm = {{ ttft_p50 = 10 }}\n'
+    with table.open("a") as out:
+        out.write(row.format("gap") + "target = { gap_p50 = 12 }\n" + row.format("plain"))
+    rows, results = read_rows(table), read_results(saved(tmp_path / "r.jsonl", gap=0, plain=0))
+    assert line_of(render(rows, results), "load", after=0)[3] == "TPOT p50 / p99 ms", "of the loads on one GPU"
+    for gap, cell in ((11.9, f"11.90 {REACHED}"), (12.1, f"12.10 {BEHIND}"), (None, f"- {BEHIND}")):
+        for result in results.values():
+            result["figures"]["gap_ms"] = {"p50": gap}
+        text = render(rows, results)
+        assert line_of(text, "gap pair", after=2)[3] == cell
+        assert line_of(text, "plain pair", after=1)[3] == ""
+    del results["gap"]["figures"]["gap_ms"]
+    assert line_of(render(rows, results), "gap pair", after=2)[3] == f"- {BEHIND}", "a result of an older run"
 
 
 def test_pair_rows_have_a_prefill_and_a_decode_worker(
@@ -151,6 +168,10 @@ def test_marks(ours: float, higher: bool, expected: str) -> None:
 
 def test_without_a_target_vllms_figure_must_be_reached() -> None:
     assert mark(5.0, 5.0, None, False) == REACHED and mark(5.1, 5.0, None, False) == BEHIND
+
+
+def test_without_vllms_figure_the_target_must_be_reached() -> None:
+    assert mark(4.0, None, 4.0, False) == REACHED and mark(4.1, None, 4.0, False) == BEHIND
 
 
 def test_saved_results_are_shown_and_nothing_is_run(
