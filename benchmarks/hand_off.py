@@ -138,8 +138,8 @@ async def measure_requests(plan: Plan, pair: Pair, num_tokens: int, tick: Callab
     for row in rows:
         if row["num_different"] and plan.must_agree:
             raise ValueError(
-                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} answers differ from those "
-                f"{WHOLE_P}"
+                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} answers differ from "
+                f"those {WHOLE_P}"
             )
     return rows
 

@@ -2,7 +2,8 @@
 open loop (requests arrive by a Poisson process, whether or not the server keeps up).
 
 Reports time to first token (TTFT), from there to the second (gap), time per output token behind the first (TPOT), gaps
-between arrivals (ITL), rates, failures, and how busy this client was itself. Torch-free. Called by bench.cli and benchmarks/targets.py.
+between arrivals (ITL), rates, failures, and how busy this client was itself. Torch-free. Called by bench.cli and
+benchmarks/targets.py.
 """
 
 import asyncio
