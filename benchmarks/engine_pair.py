@@ -92,6 +92,7 @@ def _serve(parent: Connection, config: WorkerConfig, worker_id: str, address: st
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent ends us
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     from pdserve.worker.host import EngineHost
@@ -305,7 +306,9 @@ class Pair:
         """When D had the rows. ValueError when they did not come from P's memory."""
         now, arrived = await leg.until(Arrived)
         if arrived.source != "p2p":
-            raise ValueError(f"rows came by {arrived.source!r} instead of a transfer ({arrived.reason or 'no reason'})")
+            raise ValueError(
+                f"D came by rows through {arrived.source!r} instead of a transfer: {arrived.reason} {arrived.detail}"
+            )
         return now, arrived
 
 

@@ -5,10 +5,11 @@ gives, and what transfers do to the steps of both engines.
     python -m benchmarks.hand_off --device cpu --tokens 256 1024 --context 128 --chunk 512 --batch 4        # here
 
 requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes, and split in sequence,
-round robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "seen": from P's hand-off to
-D's Arrived as this process sees them (D sends it behind the step that its engine was in, or that the rows went into);
-"pull": D's own time from the Submit to all rows verified, and the GB/s of what was moved in it. A prompt too short to
-be published in parts is not overlapped.
+round robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "lag": from P's last row
+written to D's last byte verified, by the clocks of both; "seen": from P's hand-off to D's Arrived as this process sees
+them (D sends it behind the step that its engine was in, or that the rows went into); "pull": D's own time from the
+Submit until the rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is not
+overlapped.
 
 decode: step time of a batch on D with and without transfers: D pulls, one behind the other, prompts of the longest
 --tokens that never join the batch (it fills D's slots). Pairs of intervals, neighbours in time, in changing order; a
@@ -164,8 +165,10 @@ def request_row(num_tokens: int, mode: str, answers: Sequence[Answer], expected:
 def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
     """(P's hand-off, D's Arrived, what that says) of some requests."""
     arrived = [event for _, _, event in handed]
-    rates = [late / event.seconds / 1e9 for event in arrived if (late := event.num_bytes - event.num_early_bytes)]
+    late = [(event, event.num_bytes - event.num_early_bytes) for event in arrived]
+    rates = [num_bytes / (event.seconds - event.wait_s) / 1e9 for event, num_bytes in late if num_bytes]
     return {
+        "lag_ms": summary([event.lag_s for event in arrived]),
         "seen_ms": summary([there - here for here, there, _ in handed]),
         "pull_ms": summary([event.seconds for event in arrived]),
         "bytes": arrived[0].num_bytes,
@@ -387,16 +390,16 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def request_table(rows: Sequence[Json]) -> str:
     """Times in ms: median / worst."""
-    head = ["tokens", "", "TTFT", "1st to 2nd token", "TPOT", "seen", "pull", "MiB", "early", "descriptors"]
+    head = ["tokens", "", "TTFT", "1st to 2nd token", "TPOT", "lag", "seen", "pull", "MiB", "early", "descriptors"]
     lines = []
     for row in rows:
         cells = [f"{row['tokens']:,}", row["mode"], *(_times(row[name]) for name in ("ttft_ms", "gap_ms", "tpot_ms"))]
         if "bytes" in row:
             rate = "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
-            cells += [_times(row["seen_ms"]), _times(row["pull_ms"]), f"{row['bytes'] / 2**20:,.1f}"]
+            cells += [_times(row[name]) for name in ("lag_ms", "seen_ms", "pull_ms")] + [f"{row['bytes'] / 2**20:,.1f}"]
             cells += [f"{row['early_share']:.0%}", f"{row['descriptors']:,.0f}", row["transport"], rate]
         else:
-            cells += [""] * 7
+            cells += [""] * 8
         lines.append([*cells, f"{row['num_different']} of {row['repeats']}"])
     return table([*head, "transport", "GB/s", "other answers"], lines)
 

@@ -1,0 +1,162 @@
+"""benchmarks/hand_off.py between two real engines on CPU, what it makes of known times, and what it refuses."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks import hand_off
+from benchmarks.engine_pair import Answer
+from pdserve.engine.protocol import Arrived
+
+SMALL = ["--device", "cpu", "--max-num-batched-tokens", "64", "--batch", "3", "--context", "20", "--chunk", "64"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["hand_off.py", *map(str, arguments)])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return hand_off.main()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """That answers are equal is checked by the benchmark itself: it would have failed."""
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--tokens", 40, 200, "--output-len", 5, "--repeats", 2, "--pairs", 2, "--steps", 12, "--in-flight", 2]
+    assert run(monkeypatch, *SMALL, *sizes, "--out", out, "--commit", "abc") == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    requests, [decode, prefill] = rows[:-2], rows[-2:]
+    whole, split = ["whole on P", "whole on D"], ["split, overlapped", "split, sequential"]
+    assert [(row["tokens"], row["mode"]) for row in requests] == [
+        *((40, mode) for mode in [*whole, split[1]]),  # one step computes it: nothing to overlap
+        *((200, mode) for mode in [*whole, *split]),
+    ]
+    for row in requests:
+        assert (row["repeats"], row["output_len"], row["num_different"]) == (2, 5, 0)
+        assert all(0 < row[name]["p50"] <= row[name]["worst"] for name in ("ttft_ms", "gap_ms", "tpot_ms"))
+        assert ("bytes" in row) == (row["mode"] in split)
+    short, overlapped, sequential = (row for row in requests if row["mode"] in split)
+    assert short["bytes"] * 13 == sequential["bytes"] * 3 == overlapped["bytes"] * 3, "blocks of 16 tokens"
+    assert overlapped["early_share"] > 0.5 and sequential["early_share"] == 0 < sequential["gb_per_s"]
+    for row in (overlapped, sequential):
+        assert 0 < row["pull_ms"]["p50"] < row["seen_ms"]["worst"] and row["descriptors"] >= 1 and row["transport"]
+        assert 0 < row["lag_ms"]["p50"] <= row["seen_ms"]["worst"] + 5
+    assert (decode["part"], decode["batch"], decode["context"]) == ("decode", 3, 20)
+    assert (prefill["part"], prefill["chunk"]) == ("prefill", 64)
+    for row in (decode, prefill):
+        low, high = row["ratio"]["range"]
+        assert 0 < low <= row["ratio"]["median"] <= high and row["pairs"] == 2 and row["tokens"] == 200
+        assert row["num_transfers"] > 0 and row["gb_per_s"] > 0 and row["on_ms"]["p50"] > 0 < row["off_ms"]["p50"]
+        assert (row["device"], row["model"], row["commit"]) == ("cpu", "pdserve-demo", "abc")
+        assert row["engine"]["max_num_seqs"] == 3
+    shown = capsys.readouterr().out
+    assert shown.count("|---|") > 3 and "| split, overlapped |" in shown and "| 3 x 20 |" in shown
+
+
+def test_figures_of_known_times() -> None:
+    arrived = Arrived(
+        request_id="r",
+        attempt=2,
+        source="p2p",
+        num_bytes=4_000_000,
+        num_early_bytes=1_000_000,
+        num_descriptors=3,
+        transport="cma",
+        seconds=0.005,
+        wait_s=0.002,
+        lag_s=0.004,
+    )
+    answer = Answer(1.0, [1.5, 1.6, 1.8], [7, 8, 9], handed=1.51, arrived=(1.55, arrived))
+    row = hand_off.request_row(64, "split, sequential", [answer], [[7, 8, 0]])
+    middle = {name: row[name]["p50"] for name in row if name.endswith("_ms")}
+    assert middle == {
+        "ttft_ms": 500,
+        "gap_ms": 100,
+        "tpot_ms": 150,
+        "lag_ms": 4,
+        "seen_ms": 40,
+        "pull_ms": 5,
+    }
+    assert (row["early_share"], row["gb_per_s"], row["num_different"]) == (0.25, 1.0, 1)
+
+
+def test_a_ratio_is_of_the_means_of_neighbours() -> None:
+    """One slow step of an interval counts, a slow pair does not."""
+    arrived = Arrived(request_id="r", attempt=1, source="p2p", num_bytes=3_000_000_000, transport="cma", seconds=0.1)
+    pairs = [
+        (hand_off.Interval([0.0, 1.0, 2.0], []), hand_off.Interval([5.0, 6.0, 8.0], [arrived])),
+        (hand_off.Interval([9.0, 10.0, 11.0], []), hand_off.Interval([0.0, 1.0, 2.0], [])),
+        (hand_off.Interval([9.0, 10.0, 11.0], []), hand_off.Interval([0.0, 9.0, 18.0], [])),
+    ]
+    row = hand_off.step_figures(pairs)
+    assert row["ratio"] == {"median": 1.5, "quarters": [1.25, 5.25], "range": [1.0, 9.0]}
+    assert (row["off_ms"]["worst"], row["on_ms"]["worst"], row["num_transfers"]) == (1000, 9000, 1)
+    assert row["gb_per_s"] == round(3 / 23, 2)
+
+
+async def test_answers_that_differ_are_told_where_they_must_not_and_counted_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    arrived = Arrived(request_id="r", attempt=2, source="p2p", num_bytes=1, num_early_bytes=1)
+
+    async def serve(pair: object, mode: str, prompt: object, sampling: object) -> Answer:
+        hand_over = {"handed": 1.0, "arrived": (2.0, arrived)} if mode.startswith("split") else {}
+        return Answer(0.0, [1.0, 2.0], [1, 2 if mode != "split, sequential" else 3], **hand_over)
+
+    monkeypatch.setattr(hand_off, "serve", serve)
+    hello = SimpleNamespace(parts_from=32, vocab_size=100)
+    pair: Any = SimpleNamespace(p=SimpleNamespace(hello=hello))
+    monkeypatch.setattr(sys, "argv", ["hand_off.py", "--repeats", "2"])
+    _, options = hand_off.parse()
+    with pytest.raises(ValueError, match="split, sequential, 40 tokens: 2 of 2 answers differ from those whole on P"):
+        await hand_off.measure_requests(hand_off.make_plan(options, must_agree=True), pair, 40, lambda: None)
+    rows = await hand_off.measure_requests(hand_off.make_plan(options, must_agree=False), pair, 40, lambda: None)
+    assert [row["num_different"] for row in rows] == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "--tokens: must be at least 1, not 0"),
+        (["--output-len", "1"], "--output-len: must be at least 2, not 1"),
+        (["--parts", "all"], "--parts"),
+        (["--max-num-seqs", "8"], "--max-num-seqs is --batch"),
+        (["--enable-prefix-caching", "true"], "--enable-prefix-caching"),
+        (["--block-size", "17"], "--block-size"),
+        (["--device", "cuda"], "two engines need two GPUs"),
+        (["--out", "no/folder/out.jsonl"], "no/folder/out.jsonl"),
+    ],
+)
+def test_mistakes_are_told(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit) as caught:
+        run(monkeypatch, "--device", "cpu", *arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_process_is_left_when_it_is_stopped() -> None:
+    command = [sys.executable, "-m", "benchmarks.hand_off", *SMALL, "--tokens", "64", "--repeats", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        assert process.stdout is not None
+        assert "self-test" in process.stdout.readline()
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert len(children) >= 2
+        time.sleep(0.2)  # requests are running
+        process.terminate()
+        assert process.wait(20) == 128 + signal.SIGTERM
+    _, alive = psutil.wait_procs(children, 5)
+    assert not alive
