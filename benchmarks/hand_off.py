@@ -24,61 +24,24 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from tqdm import tqdm
 
-from benchmarks.engine_pair import ANSWER_S, Answer, EngineProcess, Leg, Pair, Worker, connected, engine_processes
+from benchmarks.engine_pair import Answer, EngineProcess, Pair, connected, engine_processes
+from benchmarks.hand_off_plan import PARTS, Plan, batch_tokens, greedy, summary
+from benchmarks.hand_off_steps import measure_steps
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.option_values import SEED, integer
-from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, percentiles
-from pdserve.bench.workload import Lengths, Shape, draw_work
+from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 from pdserve.configs.schema import EngineConfig, ModelConfig, Role, TransferConfig, WorkerConfig
-from pdserve.engine.protocol import Arrived, Delta, Event, Handoff, SamplingParams, Ticket
+from pdserve.engine.protocol import Arrived, SamplingParams
 
-PARTS = ("requests", "decode", "prefill")
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 WHOLE_P, WHOLE_D, OVERLAPPED, SEQUENTIAL = "whole on P", "whole on D", "split, overlapped", "split, sequential"
 LEASE_S = 3600.0  # of the ticket that is pulled again and again
-SETTLE = 8  # steps between two intervals
-CHUNKS = 4  # prompts of P in an interval
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is measured: the options."""
-
-    parts: tuple[str, ...]
-    tokens: tuple[int, ...]
-    output_len: int
-    repeats: int
-    batch: int
-    context: int
-    chunk: int
-    pairs: int
-    steps: int
-    in_flight: int
-    seed: int
-    must_agree: bool  # answers of one prompt: where arithmetic is the same on every way
-
-    def prompt(self, num_tokens: int, vocab_size: int, name: str) -> tuple[int, ...]:
-        lengths = Lengths(num_tokens, num_tokens)
-        [work] = draw_work(Shape(1, lengths, lengths), vocab_size, f"{self.seed}/{num_tokens}/{name}")
-        return tuple(work.prompt_token_ids)
-
-    @property
-    def num_units(self) -> int:
-        """Of progress."""
-        requests = len(self.tokens) * (self.repeats + 1) if "requests" in self.parts else 0
-        return requests + sum(self.pairs for part in ("decode", "prefill") if part in self.parts)
-
-
-def greedy(max_tokens: int) -> SamplingParams:
-    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
 
 
 def check(plan: Plan, pair: Pair) -> None:
@@ -86,7 +49,7 @@ def check(plan: Plan, pair: Pair) -> None:
     hello = pair.d.hello
     wanted = {"--tokens": max(plan.tokens) + plan.output_len}
     if "decode" in plan.parts:
-        wanted["--context"] = batch_tokens(plan)
+        wanted["--context with --steps"] = batch_tokens(plan)
     if "prefill" in plan.parts:
         wanted["--chunk"] = plan.chunk + 1
     for option, num_tokens in wanted.items():
@@ -176,205 +139,6 @@ def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
         "descriptors": statistics.median(event.num_descriptors for event in arrived),
         "transport": "/".join(sorted({event.transport for event in arrived})),
         "gb_per_s": round(statistics.median(rates), 2) if rates else None,
-    }
-
-
-def summary(seconds: Sequence[float]) -> Json:
-    """Milliseconds."""
-    return percentiles(seconds) | {"worst": round(1e3 * max(seconds), 3)}
-
-
-# --- steps beside transfers ---
-
-
-class Pulls:
-    """D pulls one prompt of P's again and again, in_flight at once, while the context is open. arrivals: when and
-    how."""
-
-    def __init__(self, pair: Pair, plan: Plan, prompt: tuple[int, ...], first: tuple[int, ...], ticket: Ticket) -> None:
-        self._pair, self._plan, self._prompt, self._first, self._ticket = pair, plan, prompt, first, ticket
-        self._is_over = False
-        self._tasks: list[asyncio.Task[None]] = []
-        self.arrivals: list[tuple[float, Arrived]] = []
-
-    async def __aenter__(self) -> "Pulls":
-        await asyncio.gather(*(self._pull() for _ in range(self._plan.in_flight)))
-        self._tasks = [asyncio.create_task(self._go_on()) for _ in range(self._plan.in_flight)]
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._is_over = True
-        await asyncio.gather(*self._tasks)
-
-    def between(self, began: float, ended: float) -> list[Arrived]:
-        return [arrived for now, arrived in self.arrivals if began < now <= ended]
-
-    async def _go_on(self) -> None:
-        while not self._is_over:
-            await self._pull()
-
-    async def _pull(self) -> None:
-        sampling = greedy(self._plan.output_len)
-        leg = self._pair.submit(self._pair.d, "decode", self._prompt, sampling, self._first, self._ticket)
-        self.arrivals.append(await self._pair.arrival(leg))
-        self._pair.d.end(leg, cancel=True)
-
-
-async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[], Pulls]]:
-    """The longest of --tokens on P, and how it is pulled. D tells P that it is done by the ticket's key: under another
-    one P keeps the blocks, so they can be read again."""
-    prompt = plan.prompt(max(plan.tokens), pair.p.hello.vocab_size, "pulled")
-    leg = pair.submit(pair.p, "prefill", prompt, greedy(plan.output_len))
-    _, handoff = await leg.until(Handoff)
-    _, first = await leg.until(Delta)
-    ticket = handoff.ticket
-    kept = msgspec.structs.replace(ticket, key=msgspec.structs.replace(ticket.key, request_id="kept"))
-    return leg, lambda: Pulls(pair, plan, prompt, first.token_ids, kept)
-
-
-class BatchSteps:
-    """When each step of a batch that decodes on `worker` was done: every batch of events that holds tokens of it."""
-
-    def __init__(self, worker: Worker, legs: Sequence[Leg]) -> None:
-        self._worker = worker
-        self._ids = {leg.key.request_id for leg in legs}
-        self._times: list[float] = []
-        self._has_ended = False
-        self._woken = asyncio.Event()
-        worker.watch = self._see
-
-    def _see(self, now: float, events: Sequence[Event]) -> None:
-        tokens = [event for event in events if isinstance(event, Delta) and event.request_id in self._ids]
-        if tokens:
-            self._times.append(now)
-            self._has_ended |= any(token.finish_reason is not None for token in tokens)
-            self._woken.set()
-
-    async def take(self, count: int) -> list[float]:
-        """When the next step is done, and the `count` behind it: these lie wholly behind the call."""
-        start = len(self._times)
-        try:
-            async with asyncio.timeout(ANSWER_S):
-                while len(self._times) <= start + count:
-                    if self._has_ended:
-                        raise ValueError("the batch ended before its steps were measured: ask for fewer --steps")
-                    self._woken.clear()
-                    await self._woken.wait()
-        except TimeoutError:
-            raise ValueError(f"engine {self._worker.name}: no {count} steps in {ANSWER_S:g} s") from None
-        return self._times[start : start + count + 1]
-
-
-@dataclass
-class Interval:
-    """times: ends of steps, the first of the step before. arrived: what was pulled meanwhile."""
-
-    times: list[float]
-    arrived: list[Arrived]
-
-    @property
-    def seconds(self) -> float:
-        return self.times[-1] - self.times[0]
-
-    @property
-    def step_s(self) -> float:
-        return self.seconds / (len(self.times) - 1)
-
-    @property
-    def steps(self) -> list[float]:
-        return [b - a for a, b in zip(self.times, self.times[1:], strict=False)]
-
-
-Take = Callable[[], Awaitable[list[float]]]
-
-
-async def off_and_on(take: Take, pulls: Callable[[], Pulls], on_first: bool) -> tuple[Interval, Interval]:
-    """Two intervals, without transfers and with them."""
-    off = None if on_first else Interval(await take(), [])
-    async with pulls() as running:
-        times = await take()
-        on = Interval(times, running.between(times[0], times[-1]))
-    return off or Interval(await take(), []), on
-
-
-def batch_tokens(plan: Plan) -> int:
-    """Longest that a sequence of the batch may become: twice the steps that count, and as many for those that do not
-    (the first and last transfers of an interval)."""
-    return plan.context + 4 * plan.steps + 64 * SETTLE
-
-
-async def decode_pair(plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int) -> tuple[Interval, Interval]:
-    """A new batch, so that contexts are alike in every pair."""
-    sampling = greedy(batch_tokens(plan) - plan.context)
-    vocab_size = pair.d.hello.vocab_size
-    prompts = [plan.prompt(plan.context, vocab_size, f"batch {index}/{i}") for i in range(plan.batch)]
-    legs = [pair.submit(pair.d, "full", prompt, sampling) for prompt in prompts]
-    for leg in legs:
-        await leg.until(Delta)
-    steps = BatchSteps(pair.d, legs)
-
-    async def take() -> list[float]:
-        await steps.take(SETTLE)
-        return await steps.take(plan.steps)
-
-    try:
-        return await off_and_on(take, pulls, on_first=index % 2 == 1)
-    finally:
-        pair.d.watch = None
-        for leg in legs:
-            pair.d.end(leg, cancel=True)
-
-
-async def prefill_pair(plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int) -> tuple[Interval, Interval]:
-    prompt = plan.prompt(plan.chunk, pair.p.hello.vocab_size, f"chunk {index}")
-
-    async def take() -> list[float]:
-        times = []
-        for _ in range(CHUNKS + 1):
-            leg = pair.submit(pair.p, "full", prompt, greedy(1))
-            now, _ = await leg.until(Delta)
-            pair.p.end(leg)
-            times.append(now)
-        return times
-
-    return await off_and_on(take, pulls, on_first=index % 2 == 1)
-
-
-MEASURES = {"decode": decode_pair, "prefill": prefill_pair}
-
-
-async def measure_steps(plan: Plan, pair: Pair, part: str, tick: Callable[[], Any]) -> Json:
-    held, pulls = await published(plan, pair)
-    results = []
-    for index in range(-1, plan.pairs):  # the first warms up
-        result = await MEASURES[part](plan, pair, pulls, index)
-        if index >= 0:
-            results.append(result)
-            tick()
-    pair.p.end(held, cancel=True)
-    rows = {"batch": plan.batch, "context": plan.context} if part == "decode" else {"chunk": plan.chunk}
-    return {"part": part, **rows, "tokens": max(plan.tokens), "in_flight": plan.in_flight, **step_figures(results)}
-
-
-def step_figures(results: Sequence[tuple[Interval, Interval]]) -> Json:
-    """Of pairs (off, on). ratio: of the pairs' mean step times."""
-    ratios = [on.step_s / off.step_s for off, on in results]
-    quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
-    arrived = [event for _, on in results for event in on.arrived]
-    seconds = sum(on.seconds for _, on in results)
-    return {
-        "pairs": len(results),
-        "ratio": {
-            "median": round(statistics.median(ratios), 4),
-            "quarters": [round(quarters[0], 4), round(quarters[2], 4)],
-            "range": [round(min(ratios), 4), round(max(ratios), 4)],
-        },
-        "off_ms": summary([step for off, _ in results for step in off.steps]),
-        "on_ms": summary([step for _, on in results for step in on.steps]),
-        "num_transfers": len(arrived),
-        "gb_per_s": round(sum(event.num_bytes for event in arrived) / seconds / 1e9, 2),
-        "pull_ms": summary([event.seconds for event in arrived]) if arrived else None,
-        "transport": "/".join(sorted({event.transport for event in arrived})),
     }
 
 

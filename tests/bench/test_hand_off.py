@@ -1,5 +1,6 @@
 """benchmarks/hand_off.py between two real engines on CPU, what it makes of known times, and what it refuses."""
 
+import asyncio
 import json
 import signal
 import subprocess
@@ -12,9 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import hand_off
+from benchmarks import hand_off, hand_off_steps
 from benchmarks.engine_pair import Answer
-from pdserve.engine.protocol import Arrived
+from pdserve.engine.protocol import Arrived, Delta, RequestKey
 
 SMALL = ["--device", "cpu", "--max-num-batched-tokens", "64", "--batch", "3", "--context", "20", "--chunk", "64"]
 
@@ -95,14 +96,40 @@ def test_a_ratio_is_of_the_means_of_neighbours() -> None:
     """One slow step of an interval counts, a slow pair does not."""
     arrived = Arrived(request_id="r", attempt=1, source="p2p", num_bytes=3_000_000_000, transport="cma", seconds=0.1)
     pairs = [
-        (hand_off.Interval([0.0, 1.0, 2.0], []), hand_off.Interval([5.0, 6.0, 8.0], [arrived])),
-        (hand_off.Interval([9.0, 10.0, 11.0], []), hand_off.Interval([0.0, 1.0, 2.0], [])),
-        (hand_off.Interval([9.0, 10.0, 11.0], []), hand_off.Interval([0.0, 9.0, 18.0], [])),
+        (hand_off_steps.Interval([0.0, 1.0, 2.0], []), hand_off_steps.Interval([5.0, 6.0, 8.0], [arrived])),
+        (hand_off_steps.Interval([9.0, 10.0, 11.0], []), hand_off_steps.Interval([0.0, 1.0, 2.0], [])),
+        (hand_off_steps.Interval([9.0, 10.0, 11.0], []), hand_off_steps.Interval([0.0, 9.0, 18.0], [])),
     ]
-    row = hand_off.step_figures(pairs)
+    row = hand_off_steps.step_figures(pairs)
     assert row["ratio"] == {"median": 1.5, "quarters": [1.25, 5.25], "range": [1.0, 9.0]}
     assert (row["off_ms"]["worst"], row["on_ms"]["worst"], row["num_transfers"]) == (1000, 9000, 1)
     assert row["gb_per_s"] == round(3 / 23, 2)
+
+
+@pytest.mark.parametrize(
+    ("deltas", "message"),
+    [
+        ([("stranger", None)], "a pulled request ran beside the batch"),
+        ([("a", "length"), ("b", None)], "the batch ended before"),
+    ],
+)
+async def test_steps_are_those_of_the_batch_alone(deltas: list[tuple[str, Any]], message: str) -> None:
+    def tokens(*of: tuple[str, Any]) -> list[Delta]:
+        return [Delta(name, 1, 0, 5, (1,), finish_reason=reason) for name, reason in of]
+
+    worker: Any = SimpleNamespace(name="decode", watch=None)
+    legs: Any = [SimpleNamespace(key=RequestKey("r", 1, name)) for name in "ab"]
+    steps = hand_off_steps.BatchSteps(worker, legs)
+    worker.watch(0.0, tokens(("a", None), ("b", None)))  # before anybody asked
+    taking = asyncio.ensure_future(steps.take(2))
+    await asyncio.sleep(0)
+    for now in (1.0, 2.0, 4.0):
+        worker.watch(now - 0.5, [])  # no step
+        worker.watch(now, tokens(("a", None), ("b", None)))
+    assert await taking == [1.0, 2.0, 4.0]
+    worker.watch(5.0, tokens(*deltas))
+    with pytest.raises(ValueError, match=message):
+        await steps.take(1)
 
 
 async def test_answers_that_differ_are_told_where_they_must_not_and_counted_elsewhere(
