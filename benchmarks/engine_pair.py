@@ -49,7 +49,7 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 ROUTER, SESSION = "benchmark", 1
 START_S = 300.0  # a model may have to be loaded
 ANSWER_S = 120.0
-STOP_S = 10.0
+STOP_S = 5.0
 
 E = TypeVar("E", bound=Event)
 _spawn = multiprocessing.get_context("spawn")
@@ -126,9 +126,11 @@ def engine_processes(configs: Sequence[WorkerConfig], gpus: Sequence[str | None]
             started.append(EngineProcess(config, config.role, gpu))
         for process in started:
             process.wait_ready()
-        yield started
-        for process in started:
-            process.join()
+        try:
+            yield started
+        finally:  # whoever used them has told them to stop
+            for process in started:
+                process.join()
     finally:
         for process in started:
             process.close()
