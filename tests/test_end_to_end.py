@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Iterator
 
+import msgspec
 import openai
 import pytest
 from hosts import Host, hosts
@@ -15,6 +16,7 @@ from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 
 from demo.recall import recall_prompts
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.router.timeline import PromptTimeline
 
 NUM_PROMPTS = 200
 
@@ -83,6 +85,30 @@ async def test_metrics_prove_that_kv_moved(pd: list[Host], prompts: list[str]) -
         after = [await running.metric(f"pdserve_kv_{name}_total") for name in names]
         assert all(new > old for new, old in zip(after, before, strict=True))
         assert await running.metric("pdserve_kv_arrivals_total", source="p2p") >= 1
+
+
+async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> None:
+    """One prompt that is handed over in parts: bytes as the layout says, times that fit into each other."""
+    async with cluster(*pd) as running:
+        body = {"model": MODEL, "prompt": "The timeline of " + prompts[1], **GREEDY}
+        answer = await running.client.post("/v1/completions", json=body, headers={"x-pdserve-timeline": "1"})
+        [line] = msgspec.convert(answer.json()["timeline"], list[PromptTimeline])
+        p, d = line.legs
+        ends = ("prefill", "prefill", "handed over"), ("decode", "decode", "finished")
+        assert ((p.role, p.phase, p.end), (d.role, d.phase, d.end)) == ends
+        [moved] = d.kv
+        hello = next(state.hello for state in running.fleet.workers if state.worker_id == p.worker)
+        assert hello.pool is not None and line.prompt_tokens > 256 and d.prepared_s is not None
+        num_blocks = -(-line.prompt_tokens // hello.block_size)
+        cached = moved.cached_tokens // hello.block_size
+        assert (moved.source, moved.bytes) == ("p2p", (num_blocks - cached) * hello.pool.block_bytes)
+        assert 0 <= moved.early_bytes <= moved.bytes and moved.descriptors > 0 and moved.transport
+        assert moved.lag_s is not None and 0 < moved.lag_s < line.total_s
+        assert moved.gb_per_s is not None and moved.gb_per_s > 0
+        assert moved.wait_s <= moved.seconds <= (d.queue_s or 0) + 0.01 and moved.reason == moved.detail == ""
+        assert p.complete and d.complete and line.unreported_s is None
+        assert line.first_token_s is not None and d.submitted_s is not None and d.ended_s is not None
+        assert (p.prefill_s or 0) < line.first_token_s <= d.submitted_s < d.ended_s <= line.total_s
 
 
 async def test_openai_client_streams_a_chat(pd: list[Host]) -> None:

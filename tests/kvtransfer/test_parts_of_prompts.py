@@ -112,6 +112,18 @@ def test_parts_arrive_while_the_prompt_is_computed(sink: Engine, source: LocalSo
     assert torch.equal(sink.pool, expected)
 
 
+def test_the_same_part_is_told_once(local: LocalSource, local_sink: Engine) -> None:
+    request = request_key()
+    pull_id = follow(local_sink, local, request, [20, 21])
+    for written_at in (1.0, 2.0):
+        local.engine.sender.publish_part(request, [8], b"content", written_at)
+    assert local.engine.sender._metrics.parts._value.get() == 1  # type: ignore[attr-defined]
+    ticket = local.engine.sender.publish(request, [8, 9], 32, b"content", 3.0)
+    assert ticket.written_at == 3.0
+    done = complete(local_sink, pull_id, ticket)
+    assert isinstance(done, PullDone) and abs(done.ended_at - time.time()) < 5 and 0 < done.read_s < 5
+
+
 def test_cached_blocks_are_skipped(sink: Engine, source: LocalSource | ProcessSource) -> None:
     request = request_key()
     pull_id = follow(sink, source, request, [40, 41], skip=2)

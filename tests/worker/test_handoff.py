@@ -1,5 +1,6 @@
 """The whole hand-off between two worker loops over the in-process connector, turn by turn."""
 
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -42,11 +43,24 @@ def test_split_equals_one_engine(pair: Pair, llm: LLM, length: int, sampling: Sa
 
 def test_kv_moved_and_is_reported(pair: Pair) -> None:
     prompt = prompt_of(100)
-    pair.split(prompt, GREEDY)
+    began = time.time()
+    handoff, first = pair.prefill(prompt, GREEDY)
+    assert handoff is not None
+    computed = time.time()
+    assert began < handoff.ticket.written_at < computed
+    time.sleep(0.05)
+    pair.finish(pair.decode(handoff, prompt, GREEDY, first))
+    taken = time.time() - handoff.ticket.written_at
     [arrived] = [e for e in pair.d.events if isinstance(e, Arrived)]
     assert arrived.source == "p2p"
     assert arrived.num_bytes == 7 * pair.d.engine.layout.block_bytes
     assert arrived.num_descriptors >= 1
+    assert 0.05 < arrived.lag_s < taken, "from the write to the last byte, the pause included"
+    assert 0 <= arrived.wait_s <= arrived.seconds < taken - 0.05
+    assert 0 < arrived.read_s <= arrived.seconds - arrived.wait_s
+    lag = next(f for f in pair.d.loop.snapshot().metrics if f.name == "pdserve_kv_transfer_lag_seconds")
+    totals = {sample.name: sample.value for sample in lag.samples if not sample.labels}
+    assert totals == {f"{lag.name}_count": 1, f"{lag.name}_sum": pytest.approx(arrived.lag_s)}
 
 
 def test_cached_blocks_are_not_moved(pair: Pair, llm: LLM) -> None:
@@ -115,7 +129,8 @@ def test_dead_peer_means_recompute(pair: Pair, llm: LLM) -> None:
     key = pair.decode(handoff, prompt, GREEDY, first)
     rest = pair.finish(key)
     assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
-    assert next(e for e in of(pair.d, key) if isinstance(e, Arrived)).reason == "peer-lost"
+    arrived = next(e for e in of(pair.d, key) if isinstance(e, Arrived))
+    assert (arrived.reason, arrived.lag_s, arrived.num_bytes) == ("peer-lost", 0, 0) and arrived.detail
 
 
 def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama, llm: LLM) -> None:
@@ -126,6 +141,9 @@ def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama, 
     key = pair.decode(handoff, prompt, GREEDY, first)
     rest = pair.finish(key)
     assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
+    [arrived] = [e for e in of(pair.d, key) if isinstance(e, Arrived)]
+    assert arrived.reason == "deadline" and "no end after" in arrived.detail
+    assert arrived.seconds >= 0.2 > arrived.wait_s, "what the failed pull cost is told"
     assert pair.d.engine.blocks.num_quarantined == 4
     pair.d.loop.check_integrity()
     pair.p.sender._agent.faults.frozen = False
@@ -164,6 +182,9 @@ def test_tiny_decode_pool_makes_progress(tiny_llama, llm: LLM) -> None:
     for prompt, (_, first), key in zip(prompts, handed, keys, strict=True):
         rest = pair.finish(key)
         assert {0: first[0] + rest[0]} == expected(llm, prompt, sampling)
+    arrivals = [e for e in pair.d.events if isinstance(e, Arrived)]
+    assert all(e.wait_s <= e.seconds for e in arrivals)
+    assert arrivals[-1].wait_s > 0.5 * arrivals[-1].seconds > 0, "it waited for blocks, not for bytes"
     pair.assert_empty()
     pair.close()
 

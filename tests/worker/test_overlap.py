@@ -115,6 +115,21 @@ def test_all_but_the_last_chunk_has_moved_when_the_prompt_is_computed(pair: Pair
     assert request.arrived.num_bytes == 13 * block_bytes
 
 
+def test_rows_that_were_early_are_not_late_because_the_submit_is(pair: Pair) -> None:
+    """The lag ends when the last byte was verified; its Submit waits for nothing."""
+    request = Overlapped(pair, prompt_of(100), GREEDY)
+    pair.until(lambda: request.handoff is not None)
+    ends = time.monotonic() + 1.0
+    while time.monotonic() < ends:
+        pair.turn()
+        time.sleep(0.01)
+    request.run()
+    arrived = request.arrived
+    assert arrived.num_early_bytes == arrived.num_bytes == 7 * pair.d.engine.layout.block_bytes
+    assert 0 < arrived.lag_s < 0.9 and arrived.wait_s == 0 and arrived.seconds < 0.9
+    assert 0 < arrived.read_s < 0.9, "reads, not the time between them"
+
+
 def test_the_last_chunk_is_the_short_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Seen by the parts: 200 tokens in steps of 48 would end with 8; the last is to be what is allowed."""
     scheduler = pair.p.engine.scheduler
