@@ -30,6 +30,7 @@ from pdserve.text.tokenizer import Tokenizer
 FIRST_WORKER_S = 10.0
 
 logger = logging.getLogger("ray.serve")
+logging.getLogger("pdserve").parent = logger  # our lines go where Serve's go, at its level
 
 
 class RouterReplica:

@@ -98,6 +98,15 @@ def test_bad_requests_are_value_errors_that_name_the_parameter(client: Client) -
         list(client.stream([], SamplingParams()))
     with pytest.raises(ValueError, match="unknown keyword 'prio'"):
         client.generate([[1]], prio=1)
+    with pytest.raises(ValueError, match="unknown keyword 'timeline'"):
+        list(client.stream([1], timeline=True))
+
+
+def test_timelines_are_there_on_demand(client: Client) -> None:
+    plain, shown = (client.generate([[50]], SamplingParams(max_tokens=3), timeline=t)[0] for t in (False, True))
+    assert plain.timeline is None and plain.outputs == shown.outputs
+    assert shown.timeline is not None and shown.timeline.generated_tokens == 3
+    assert [(leg.phase, leg.end) for leg in shown.timeline.legs][-1] in {("full", "finished"), ("decode", "finished")}
 
 
 def test_connect_names_an_application_that_is_not_there(client: Client) -> None:
