@@ -283,14 +283,16 @@ class Pair:
         worker.end(leg)
         return Answer(sent, *_tokens(leg))
 
-    async def split(self, prompt: tuple[int, ...], sampling: SamplingParams, overlap: bool) -> Answer:
-        """Prompt on P, answer on D. overlap: D is prepared, and pulls while P computes. ValueError when the rows did
-        not come from P's memory."""
+    async def split(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, announce: bool, overlap: bool = False
+    ) -> Answer:
+        """Prompt on P, answer on D. announce: D is prepared, and pulls what P publishes as it comes; overlap: for which
+        P cuts the last chunk short. ValueError when the rows did not come from P's memory."""
         request_id = next(self._ids)
         p_leg, d_leg = self.p.open_leg(request_id, 1), self.d.open_leg(request_id, 2)
         sent = time.perf_counter()
         self.p.send(_submit(p_leg, "prefill", prompt, sampling, overlap=overlap))
-        if overlap:
+        if announce:
             assert self.p.hello.pool is not None
             source = Source(self.p.hello.pool.engine_id, self.p.hello.pool.incarnation, p_leg.key)
             self.d.send(Prepare(submit=_submit(d_leg, "decode", prompt, sampling), source=source))

@@ -4,12 +4,13 @@ gives, and what transfers do to the steps of both engines.
     python -m benchmarks.hand_off --model benchmarks/shapes/llama-3.1-8b --load-format dummy --out ...      # two GPUs
     python -m benchmarks.hand_off --device cpu --tokens 256 1024 --context 128 --chunk 512 --batch 4        # here
 
-requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes, and split in sequence,
-round robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "lag": from P's last row
-written to D's last byte verified, by the clocks of both; "seen": from P's hand-off to D's Arrived as this process sees
-them (D sends it behind the step that its engine was in, or that the rows went into); "pull": D's own time from the
-Submit until the rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is not
-overlapped.
+requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes (overlapped: P cuts the
+prompt for it; announced: it does not, but D pulls without waiting for the router), and split in sequence, round
+robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "lag": from P's last row written to
+D's last byte verified, by the clocks of both; "seen": from P's hand-off to D's Arrived as this process sees them (D
+sends it behind the step that its engine was in, or that the rows went into); "pull": D's own time from the Submit
+until the rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is not
+announced.
 
 decode: step time of a batch on D with and without transfers: D pulls, one behind the other, prompts of the longest
 --tokens that never join the batch (it fills D's slots). Pairs of intervals, neighbours in time, in changing order; a
@@ -40,7 +41,8 @@ from pdserve.configs.schema import EngineConfig, ModelConfig, Role, TransferConf
 from pdserve.engine.protocol import Arrived, SamplingParams
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-WHOLE_P, WHOLE_D, OVERLAPPED, SEQUENTIAL = "whole on P", "whole on D", "split, overlapped", "split, sequential"
+WHOLE_P, WHOLE_D = "whole on P", "whole on D"
+OVERLAPPED, ANNOUNCED, SEQUENTIAL = "split, overlapped", "split, announced", "split, sequential"
 LEASE_S = 3600.0  # of the ticket that is pulled again and again
 
 
@@ -75,14 +77,14 @@ def check(plan: Plan, pair: Pair) -> None:
 
 def modes(pair: Pair, num_tokens: int) -> list[str]:
     """Ways to serve a prompt of this length."""
-    overlaps = 0 < pair.p.hello.parts_from <= num_tokens
-    return [WHOLE_P, WHOLE_D, *([OVERLAPPED] if overlaps else []), SEQUENTIAL]
+    is_long = 0 < pair.p.hello.parts_from <= num_tokens
+    return [WHOLE_P, WHOLE_D, *([OVERLAPPED, ANNOUNCED] if is_long else []), SEQUENTIAL]
 
 
 async def serve(pair: Pair, mode: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Answer:
     if mode in (WHOLE_P, WHOLE_D):
         return await pair.whole(pair.p if mode == WHOLE_P else pair.d, prompt, sampling)
-    return await pair.split(prompt, sampling, overlap=mode == OVERLAPPED)
+    return await pair.split(prompt, sampling, mode != SEQUENTIAL, mode == OVERLAPPED)
 
 
 async def measure_requests(plan: Plan, pair: Pair, num_tokens: int, tick: Callable[[], Any]) -> list[Json]:

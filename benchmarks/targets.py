@@ -276,7 +276,7 @@ def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_p
         "mode": "disaggregated" if is_pair else "aggregated",
         "model": model,
         "engine": engine_fields(options),
-        "transfer": {"overlap": not options.sequential},
+        "transfer": {"overlap": False if options.sequential else "auto"},
         **{role: {"replicas": 1, "num_gpus": num_gpus} for role in ("prefill", "decode")},
     }
     return {

@@ -164,16 +164,18 @@ class PoolConfig(Config):
 class TransferConfig(Config):
     """KV hand-off between workers.
 
-    overlap: D pulls a long prompt's rows while P computes the rest. lease_s: how long P keeps published blocks without
-    a sign from D. pull_deadline_s: how long D waits for one pull before it recomputes. progress_delay_us: sleep of
-    NIXL's progress thread; 0 spins a core, and is slower: it keeps from the agent's lock those who wait for a read.
-    ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share of P's pool that published blocks may pin;
-    max_reserved_fraction: share of D's pool that pulls may hold; max_quarantined_fraction: share that reads which do
-    not end may hold before their peers are left alone. pool: a pool of KV shared through LMCache's server.
+    overlap: D pulls a long prompt's rows while P computes the rest, whose last chunk is cut short for it; "auto" cuts
+    only where the link is so slow that it pays (P's prefill takes 3 % longer). lease_s: how long P keeps published
+    blocks without a sign from D. pull_deadline_s: how long D waits for one pull before it recomputes.
+    progress_delay_us: sleep of NIXL's progress thread; 0 spins a core, and is slower: it keeps those who wait for a
+    read from the agent's lock. ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share of P's pool
+    that published blocks may pin; max_reserved_fraction: share of D's pool that pulls may hold;
+    max_quarantined_fraction: share that reads which do not end may hold before their peers are left alone. pool: a pool
+    of KV shared through LMCache's server.
     """
 
     connector: Literal["nixl", "local"] = "nixl"
-    overlap: bool = True
+    overlap: bool | Literal["auto"] = "auto"
     lease_s: float = Field(30.0, gt=0)
     pull_deadline_s: float = Field(10.0, gt=0)
     progress_delay_us: int = Field(1000, ge=0)

@@ -303,6 +303,9 @@ class Engine:
         families = [[seq, *self._fork(seq)] for seq in self._advance(plan)]
         began = self.runner.fence()
         output = self.runner.execute(plan, families)
+        for seq in plan.num_tokens:
+            if seq.request.prefill_only:
+                self.content(seq.request)  # now, beside the device's work: its tickets shall not wait for it
         scored = self._score_prompts(plan, output)
         sampled = self._sample(output, [member for family in families for member in family])
         self.stats.num_steps += 1

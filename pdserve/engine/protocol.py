@@ -231,7 +231,7 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     the next draw has position len(forced); forced tokens enter the penalties of their own choice. A start that forced
     tokens already finish is invalid. sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once
     it has them. cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
-    overlap: D pulls while P computes, so the prompt's last chunk is kept short.
+    overlap: D pulls while P computes: the prompt's last chunk is kept short, so that little is left to move behind it.
     """
 
     key: RequestKey
@@ -310,7 +310,9 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
     PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated
-    mode). parts_from: prompts of so many tokens are published in parts (0: none)."""
+    mode). parts_from: D may be prepared for prompts of so many tokens, which are published in parts (0: none).
+    cut_below: where D's link moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
+    """
 
     protocol: int
     role: str
@@ -322,6 +324,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     pool: PoolMeta | None
     peers: tuple["PeerStatus", ...] = ()
     parts_from: int = 0
+    cut_below: float = 0.0
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):

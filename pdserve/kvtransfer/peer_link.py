@@ -48,6 +48,8 @@ from pdserve.kvtransfer.ranges import count_descriptors, order_pairs
 logger = logging.getLogger(__name__)
 
 PROBE_DEADLINE_S = 10.0
+LONG_PROBE_FROM = 10e9  # bytes a second; below, one read of PROBE_BYTES tells the rate well enough
+LONG_PROBE_READS = 16
 QUIET_AFTER_REMOVAL_S = 0.05
 SEVER_AFTER_S = 30.0
 MIN_SLEEP_S, MAX_SLEEP_S = 30e-6, 5e-3
@@ -174,7 +176,7 @@ class PeerLink:
         self._pulls: dict[int, Pull] = {}
         self._verifying = False
         self._to_verify: list[Piece] = []
-        self._probe_deadline = self._probe_started = 0.0
+        self._probe_deadline = 0.0
         self._status: PeerStatus | None = None
         self._unquiet_since: float | None = None  # reads that nobody waits for are under way
         self._reconnect = False
@@ -314,28 +316,41 @@ class PeerLink:
         self._state = LinkState.PROBING
         self._probe_deadline = time.monotonic() + PROBE_DEADLINE_S
         mark = self._agent.transport_mark()
-        self._probe(connection, [*connection.probes, connection.probes[0]], mark)
+        self._probe(connection, connection.probes, mark)
 
     def _probe(self, connection: Connection, probes: Sequence[Any], mark: int) -> None:
         """Self-test reads, one after another. The first of each of the peer's ranks sets up endpoints; the last of all,
-        from a rank that was read before, is the timed one.
+        from a rank that was read before, is the timed one. On a fast link that is mostly latency: a longer one follows.
         """
-        if not probes:
-            self._connected(connection, mark)
+        if probes:
+            self._post_probe(connection, probes[0], 1, lambda _: self._probe(connection, probes[1:], mark))
             return
+
+        def timed(rate: float) -> None:
+            if rate < LONG_PROBE_FROM:
+                self._connected(connection, mark, rate)
+            else:
+                done = partial(self._connected, connection, mark)
+                self._post_probe(connection, connection.probes[0], LONG_PROBE_READS, done)
+
+        self._post_probe(connection, connection.probes[0], 1, timed)
+
+    def _post_probe(self, connection: Connection, remote: Any, count: int, done: Callable[[float], None]) -> None:
+        """`count` reads of the same bytes at once; done(bytes a second)."""
+        ids = [0] * count
         try:
-            handle = self._agent.make_read(connection.probe_local, [0], probes[0], [0])
+            handle = self._agent.make_read(connection.probe_local, ids, remote, ids)
         except TransferError as error:
             self._lose(error)
             return
-        self._probe_started = time.monotonic()
-        self._post(handle, lambda: self._probe(connection, probes[1:], mark))
+        began = time.monotonic()
+        num_bytes = count * connection.probe_bytes
+        self._post(handle, lambda: done(num_bytes / max(time.monotonic() - began, 1e-9)))
 
-    def _connected(self, connection: Connection, mark: int) -> None:
-        seconds = max(time.monotonic() - self._probe_started, 1e-9)
+    def _connected(self, connection: Connection, mark: int, rate: float) -> None:
         transport = self._agent.transport_since(mark, connection.memory)
         self._state = LinkState.CONNECTED
-        self._report(connected=True, transport=transport, bytes_per_s=connection.probe_bytes / seconds)
+        self._report(connected=True, transport=transport, bytes_per_s=rate)
         for pull in list(self._pulls.values()):
             self._advance(pull)
 

@@ -217,7 +217,9 @@ class RequestRun:
         if plan.prefill is None:
             self._submit(plan.decode, "full")
         elif 0 < plan.prefill.hello.parts_from <= len(self._job.prompt_token_ids):
-            self._prepare(plan.decode, plan.prefill, self._submit(plan.prefill, "prefill", overlap=True))
+            link = plan.decode.link_to(plan.prefill)
+            is_slow = link is not None and link.bytes_per_s < plan.prefill.hello.cut_below
+            self._prepare(plan.decode, plan.prefill, self._submit(plan.prefill, "prefill", overlap=is_slow))
         else:
             self._submit(plan.prefill, "prefill")
         self._watch()

@@ -121,8 +121,12 @@ class WorkerState:
         """Prompt and generated tokens of the largest request that can fit here."""
         return min(self.hello.max_model_len, self.hello.max_request_tokens)
 
-    def is_connected_to(self, prefill: "WorkerState") -> bool:
+    def link_to(self, prefill: "WorkerState") -> PeerStatus | None:
+        """What it last said of its connection, if there is one."""
         if prefill.pool is None:
-            return False
+            return None
         status = self.peers.get((prefill.pool.engine_id, prefill.pool.incarnation))
-        return status is not None and status.connected
+        return status if status is not None and status.connected else None
+
+    def is_connected_to(self, prefill: "WorkerState") -> bool:
+        return self.link_to(prefill) is not None

@@ -57,6 +57,8 @@ SNAPSHOT_PERIOD_S = 1.0
 FRESH_SNAPSHOT_S = 0.1  # how soon after the last one a worker that has come to rest says so
 REST_S = 1.0  # without work for so long, blocks are checked: that takes milliseconds no request should wait for
 TOMBSTONE_S = 60.0
+# Bytes a second. A short last chunk costs 8,192 tokens of Llama-8B on an H200 6.4 ms of prefill, and spares 0.8 GB.
+FAST_LINK = 100e9
 
 
 class WorkerLoop:
@@ -81,7 +83,7 @@ class WorkerLoop:
     ) -> None:
         self.engine = engine
         self.role = role
-        self._overlaps = config.overlap
+        self._overlap = config.overlap
         self.stopped = False
         self._metrics = metrics
         self._worker_id = worker_id
@@ -252,7 +254,8 @@ class WorkerLoop:
                 block_size=engine.config.block_size,
                 pool=self._sender.meta() if self._sender else None,
                 peers=tuple(self._peers.values()),
-                parts_from=engine.scheduler.parts_from if self._sender and self._overlaps else 0,
+                parts_from=engine.scheduler.parts_from if self._sender and self._overlap else 0,
+                cut_below=FAST_LINK if self._overlap == "auto" else float("inf"),
             )
         )
         self._outgoing[session].append(self.snapshot())

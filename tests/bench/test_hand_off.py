@@ -38,19 +38,20 @@ def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
     assert run(monkeypatch, *SMALL, *sizes, "--out", out, "--commit", "abc") == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     requests, [decode, prefill] = rows[:-2], rows[-2:]
-    whole, split = ["whole on P", "whole on D"], ["split, overlapped", "split, sequential"]
+    whole, split = ["whole on P", "whole on D"], ["split, overlapped", "split, announced", "split, sequential"]
     assert [(row["tokens"], row["mode"]) for row in requests] == [
-        *((40, mode) for mode in [*whole, split[1]]),  # one step computes it: nothing to overlap
+        *((40, mode) for mode in [*whole, split[2]]),  # one step computes it: nothing to overlap
         *((200, mode) for mode in [*whole, *split]),
     ]
     for row in requests:
         assert (row["repeats"], row["output_len"], row["num_different"]) == (2, 5, 0)
         assert all(0 < row[name]["p50"] <= row[name]["worst"] for name in ("ttft_ms", "gap_ms", "tpot_ms"))
         assert ("bytes" in row) == (row["mode"] in split)
-    short, overlapped, sequential = (row for row in requests if row["mode"] in split)
+    short, overlapped, announced, sequential = (row for row in requests if row["mode"] in split)
     assert short["bytes"] * 13 == sequential["bytes"] * 3 == overlapped["bytes"] * 3, "blocks of 16 tokens"
     assert overlapped["early_share"] > 0.5 and sequential["early_share"] == 0 < sequential["gb_per_s"]
-    for row in (overlapped, sequential):
+    assert announced["bytes"] == overlapped["bytes"]
+    for row in (overlapped, announced, sequential):
         assert 0 < row["pull_ms"]["p50"] < row["seen_ms"]["worst"] and row["descriptors"] >= 1 and row["transport"]
         assert 0 < row["lag_ms"]["p50"] <= row["seen_ms"]["worst"] + 5
     assert (decode["part"], decode["batch"], decode["context"]) == ("decode", 3, 20)
@@ -149,7 +150,7 @@ async def test_answers_that_differ_are_told_where_they_must_not_and_counted_else
     with pytest.raises(ValueError, match="split, sequential, 40 tokens: 2 of 2 answers differ from those whole on P"):
         await hand_off.measure_requests(hand_off.make_plan(options, must_agree=True), pair, 40, lambda: None)
     rows = await hand_off.measure_requests(hand_off.make_plan(options, must_agree=False), pair, 40, lambda: None)
-    assert [row["num_different"] for row in rows] == [0, 0, 0, 2]
+    assert [row["num_different"] for row in rows] == [0, 0, 0, 0, 2]
 
 
 @pytest.mark.parametrize(

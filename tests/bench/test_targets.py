@@ -146,7 +146,7 @@ def test_pair_rows_have_a_prefill_and_a_decode_worker(
     args = targets.cluster_document(options, tmp_path, 1, is_pair=True)["applications"][0]["args"]
     config = ClusterConfig(**args)
     assert (config.mode, config.prefill.replicas, config.decode.replicas) == ("disaggregated", 1, 1)
-    assert not config.transfer.overlap
+    assert config.transfer.overlap is False
 
 
 @pytest.mark.parametrize(

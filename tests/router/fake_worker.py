@@ -96,6 +96,8 @@ class World:
 
 class FakeWorker:
     parts_from = 0  # longer prompts are prepared at D; 0: none
+    cut_below = 2e9
+    link_rate = 1e9
 
     def __init__(self, world: World, worker_id: str, role: str, pool: bool = True, incarnation: int = 1) -> None:
         self.worker_id = worker_id
@@ -161,6 +163,7 @@ class FakeWorker:
             block_size=16,
             pool=self.meta,
             parts_from=self.parts_from,
+            cut_below=self.cut_below,
         )
 
     def snapshot(self) -> Snapshot:
@@ -234,7 +237,7 @@ class FakeWorker:
         peer = (command.meta.engine_id, command.meta.incarnation)
         if ok:
             self.connected.add(peer)
-        self.push(None, [PeerStatus(engine_id=peer[0], incarnation=peer[1], connected=ok)])
+        self.push(None, [PeerStatus(engine_id=peer[0], incarnation=peer[1], connected=ok, bytes_per_s=self.link_rate)])
 
     def _cancelled(self, command: Cancel) -> None:
         if command.choices is None:

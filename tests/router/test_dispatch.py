@@ -57,6 +57,17 @@ async def test_a_long_prompt_is_announced_to_d(make: Make, parts_from: int) -> N
     assert await harness.world.settled() == 0
 
 
+async def test_a_prompt_is_not_cut_for_a_fast_link(
+    make: Make, parts_from: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeWorker, "link_rate", 3e9)
+    harness = await make(1, 1).start()
+    harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
+    assert [s.overlap for s in harness.prefills[0].submits()] == [False]
+    assert any(isinstance(c, Prepare) for c in harness.decodes[0].commands) == bool(parts_from)
+    assert await harness.world.settled() == 0
+
+
 async def test_the_announced_d_dies_while_p_computes(make: Make) -> None:
     harness = await make(1, 2).start()
     harness.prefills[0].step_s = 0.1
