@@ -7,6 +7,7 @@ Ray. Wire: a zmq PAIR bound to `address`; frames `[command]` in, `[target, batch
 
 import logging
 import os
+import sys
 import time
 from typing import Any
 
@@ -25,6 +26,10 @@ from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
+
+SWITCH_S = (
+    1e-4  # a link's thread waits for the interpreter no longer than that; by default 5 ms, longer than a transfer
+)
 
 
 class EngineHost:
@@ -99,6 +104,7 @@ class EngineHost:
     def run(self) -> None:
         """Serve until a Stop command; raises what a step raised."""
         assert self._loop is not None and self._socket is not None, "start() comes before run()"
+        sys.setswitchinterval(SWITCH_S)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
