@@ -133,6 +133,16 @@ async def test_steps_are_those_of_the_batch_alone(deltas: list[tuple[str, Any]],
         await steps.take(1)
 
 
+@pytest.mark.multigpu
+def test_split_answers_over_two_gpus_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    sizes = ["--tokens", 40, 700, "--output-len", 20, "--repeats", 5, "--dtype", "float32", "--parts", "requests"]
+    assert run(monkeypatch, *SMALL, "--device", "cuda", *sizes, "--out", out) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert len(rows) == 8 and [row["num_different"] for row in rows] == [0] * 8
+    assert all(row["transport"] == "cuda_ipc" for row in rows if row["mode"].startswith("split"))
+
+
 async def test_answers_that_differ_are_told_where_they_must_not_and_counted_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
