@@ -104,7 +104,7 @@ class KVLayout(BaseModel):
         return -(-num_tokens // self.block_size)
 
     def compat_digest(self, model_fingerprint: str) -> str:
-        """Equal on two ranks exactly when a block's bytes mean the same on both (head ids may differ between ranks)."""
+        """Equal on two ranks exactly when a row's bytes mean the same on both (head ids and block sizes may differ)."""
         g = self.group
-        text = f"{model_fingerprint}|{g.layers}|{g.planes}|{g.row_width}|{g.dtype}|{g.scale_bytes}|{self.block_size}"
+        text = f"{model_fingerprint}|{g.layers}|{g.planes}|{g.row_width}|{g.dtype}|{g.scale_bytes}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -170,8 +170,9 @@ class TransferConfig(Config):
     progress_delay_us: sleep of NIXL's progress thread; 0 spins a core, and is slower: it keeps those who wait for a
     read from the agent's lock. ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share of P's pool
     that published blocks may pin; max_reserved_fraction: share of D's pool that pulls may hold;
-    max_quarantined_fraction: share that reads which do not end may hold before their peers are left alone. pool: a pool
-    of KV shared through LMCache's server.
+    max_quarantined_fraction: share that reads which do not end may hold before their peers are left alone.
+    staging_bytes: memory of each rank that rows from peers of another block size pass through; taken when the first
+    such peer connects. pool: a pool of KV shared through LMCache's server.
     """
 
     connector: Literal["nixl", "local"] = "nixl"
@@ -183,6 +184,7 @@ class TransferConfig(Config):
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)
     max_reserved_fraction: float = Field(0.5, gt=0, le=1)
     max_quarantined_fraction: float = Field(0.25, gt=0, le=1)
+    staging_bytes: int = Field(512 << 20, ge=1)
     pool: PoolConfig = PoolConfig()
 
 

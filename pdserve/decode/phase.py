@@ -394,7 +394,7 @@ class DecodePhase:
 
     def _belongs(self, ticket: Ticket, request: Request) -> bool:
         """Whether the ticket's rows are those of this prompt, and the ticket is well-formed."""
-        num_blocks = self._engine.layout.num_blocks_for(request.num_prompt_tokens)
+        num_blocks = -(-request.num_prompt_tokens // max(ticket.block_size, 1))
         return (
             ticket.content == self._engine.content(request)
             and ticket.num_tokens == request.num_prompt_tokens

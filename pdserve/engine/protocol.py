@@ -172,12 +172,14 @@ class RankPool(msgspec.Struct, frozen=True, array_like=True):
 
 class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer needs once to read from an engine's pool. incarnation: the engine process's start, in ns of its
-    host's clock; between two of one engine_id the higher is the living one. mailbox: the address of its letters."""
+    host's clock; between two of one engine_id the higher is the living one. mailbox: the address of its letters.
+    block_size: tokens of a block, which need not be the reader's."""
 
     engine_id: str
     incarnation: int
     connector: str
     compat: str
+    block_size: int
     num_blocks: int
     block_bytes: int
     head_bytes: int
@@ -189,8 +191,9 @@ class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     """Permission to read published blocks: valid while the generations still match and the incarnation lives.
 
-    block_ids: P's blocks, in order of position from token 0; the last may be partly filled. generations: one a block,
-    as they were when the block's rows were written. num_tokens: rows published. lease_s: P unpins after this long
+    block_ids: P's blocks, of block_size tokens, in order of position from token 0; the last may be partly filled.
+    generations: one a block, as they were when the block's rows were written. num_tokens: rows published (0: a part of
+    a prompt, of whole blocks). lease_s: P unpins after this long
     unless renewed. content: digest of the tokens, salt and model whose rows these are; D computes its own and refuses
     another's. key: of P's Submit; D's has another attempt (and session). written_at: seconds since the epoch by P's
     clock when its engine knew that the last of these rows is written.
@@ -200,6 +203,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: int
     key: RequestKey
     content: bytes
+    block_size: int
     block_ids: tuple[int, ...]
     generations: tuple[int, ...]
     num_tokens: int

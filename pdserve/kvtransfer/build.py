@@ -23,6 +23,7 @@ from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.pool import KVPool
 from pdserve.kvtransfer.receiver import RankReceiver
 from pdserve.kvtransfer.sender import Sender
+from pdserve.kvtransfer.staging import StagingRing
 
 
 def _nixl(name: str, config: TransferConfig) -> TransferAgent:
@@ -85,7 +86,9 @@ def _registered(
     agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config)
     agent.register(memory.pool)
     agent.register(torch.from_numpy(memory.generations))
-    own = OwnPool(memory.pool, memory.layout, memory.layout.compat_digest(memory.model_fingerprint))
+    compat = memory.layout.compat_digest(memory.model_fingerprint)
+    ring = StagingRing(agent, memory.pool, memory.layout, config.staging_bytes)
+    own = OwnPool(memory.pool, memory.layout, compat, ring)
     return agent, _describe(agent, memory, own.compat, engine_id, incarnation), own
 
 
@@ -116,6 +119,7 @@ def _describe(agent: TransferAgent, memory: PoolMemory, compat: str, engine_id: 
         incarnation=incarnation,
         connector=agent.kind,
         compat=compat,
+        block_size=memory.layout.block_size,
         num_blocks=memory.pool.shape[0],
         block_bytes=memory.layout.block_bytes,
         head_bytes=memory.layout.head_bytes,

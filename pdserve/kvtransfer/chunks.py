@@ -54,7 +54,8 @@ class Chunks:
         self.block_size = layout.block_size
         self.chunk_tokens = blocks_per_chunk * layout.block_size
         self.num_bytes = blocks_per_chunk * layout.block_bytes + SEAL_BYTES
-        what = f"{layout.compat_digest(memory.model_fingerprint)}|{len(layout.group.heads)}|{blocks_per_chunk}"
+        sizes = f"{len(layout.group.heads)}|{layout.block_size}|{blocks_per_chunk}"
+        what = f"{layout.compat_digest(memory.model_fingerprint)}|{sizes}"
         self.model_name = "pdserve-" + blake2b(what.encode(), digest_size=16, person=FORMAT).hexdigest()
 
     def prefix(self, token_ids: Sequence[int], salt: str) -> Prefix:

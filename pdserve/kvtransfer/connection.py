@@ -1,4 +1,5 @@
-"""What is prepared for one connected peer: descriptors, scratch memory, and whether its pool can be pulled at all.
+"""What is prepared for one connected peer: descriptors, scratch memory, its use of the staging ring when its blocks
+have another size than ours; and whether its pool can be pulled at all.
 
 Made and closed by the thread of a `peer_link.PeerLink`, which posts the reads; nothing here reads or waits.
 """
@@ -15,6 +16,7 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.protocol import PoolMeta
 from pdserve.kvtransfer.agent import Pieces, TransferAgent, TransferError, memory_of
 from pdserve.kvtransfer.ranges import HeadRange, local_pieces, plan_for, remote_pieces
+from pdserve.kvtransfer.staging import Staging, StagingRing
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +26,8 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class Source:
-    """Where a part of each of our blocks comes from: the descriptors of that part of all our blocks, and of all blocks
-    of one peer rank."""
+    """Where a part of each block comes from: the descriptors of that part of all our blocks (or slots of the staging
+    ring), and of all blocks of one peer rank."""
 
     span: HeadRange
     local: Any
@@ -34,11 +36,12 @@ class Source:
 
 @dataclass
 class OwnPool:
-    """Our side of every link: the registered pool."""
+    """Our side of every link: the registered pool, and the ring before it."""
 
     pool: torch.Tensor
     layout: KVLayout
     compat: str
+    ring: StagingRing
 
 
 class Connection:
@@ -47,18 +50,24 @@ class Connection:
     The scratch memory belongs to this connection alone: a late read of an older one cannot overwrite what is compared.
     """
 
-    def __init__(self, agent: TransferAgent, own: OwnPool, meta: PoolMeta) -> None:
+    def __init__(self, agent: TransferAgent, own: OwnPool, meta: PoolMeta, wake: Callable[[], None]) -> None:
+        """wake: see `StagingRing.open`."""
         self.meta, self._agent = meta, agent
         self.memory, device_id = memory_of(own.pool)
-        self.block_bytes = own.layout.block_bytes
+        layout = layout_of(meta, own.layout)
+        self.block_bytes = layout.block_bytes
+        self.staging: Staging | None = None
         self._peers: dict[int, str] = {}
         self._prepared: list[Any] = []
         self._registrations: list[Any] = []
-        address, num_blocks = own.pool.data_ptr(), own.pool.shape[0]
         try:
+            if layout != own.layout:
+                self.staging = own.ring.open(meta.block_size, wake)
+            into = own.pool if self.staging is None else self.staging.slots
+            address, num_blocks = into.data_ptr(), into.shape[0]
             self.peer = self._add_rank(0)  # holds the generations
             self.sources = []
-            for span in plan_for(own.layout, meta.ranks):
+            for span in plan_for(layout, meta.ranks):
                 peer, rank = self._add_rank(span.rank), meta.ranks[span.rank]
                 mine = local_pieces(address, self.block_bytes, num_blocks, span, self.memory, device_id)
                 theirs = remote_pieces(rank, meta.block_bytes, meta.num_blocks, span)
@@ -112,7 +121,9 @@ class Connection:
             self._agent.sever(peer)
 
     def close(self) -> None:
-        """Every read must have ended."""
+        """Every read must have ended. Afterwards no repack runs."""
+        if self.staging is not None:
+            self.staging.close()
         steps: list[Callable[[], None]] = [
             partial(self._agent.release_prepared, prepared) for prepared in self._prepared
         ]
@@ -136,11 +147,19 @@ def check_compatible(own: OwnPool, kind: str, meta: PoolMeta) -> str:
         return f"connector mismatch: ours is {kind!r}, the peer's {meta.connector!r}"
     if meta.compat != own.compat:
         digests = f"ours has digest {own.compat}, the peer's {meta.compat}"
-        return f"KV pools are not compatible (model, dtype or block size): {digests}"
-    if meta.head_bytes != own.layout.head_bytes:
-        return f"KV head bytes differ: ours {own.layout.head_bytes}, the peer's {meta.head_bytes}"
+        return f"KV pools are not compatible (model or dtype): {digests}"
     try:
-        plan_for(own.layout, meta.ranks)
+        layout = layout_of(meta, own.layout)
+        if meta.head_bytes != layout.head_bytes:
+            return f"KV head bytes differ: ours {layout.head_bytes}, the peer's {meta.head_bytes}"
+        if layout != own.layout and layout.group.scale_bytes:
+            return f"KV scales cannot be moved from blocks of {meta.block_size} tokens to {own.layout.block_size}"
+        plan_for(layout, meta.ranks)
     except ValueError as error:
         return str(error)
     return ""
+
+
+def layout_of(meta: PoolMeta, own: KVLayout) -> KVLayout:
+    """Our heads in blocks of the peer's size: what is read. ValueError when that is no power of two."""
+    return KVLayout(groups=own.groups, block_size=meta.block_size)

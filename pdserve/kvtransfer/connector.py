@@ -139,9 +139,9 @@ class KVReceiver(Protocol):
         self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int, deadline_s: float
     ) -> None:
         """Begin a pull of a prompt that is being computed: read what P has published of it, as it comes, into
-        `local_blocks`, which are for the prompt's blocks from `skip` on. Other content is not read. pull_id: the
-        caller's own counter, never used twice; all events of this pull carry it. deadline_s: of each read, however long
-        P computes. PullFailed may come at any time, PullDone only after `complete`.
+        `local_blocks`, which are for the prompt's blocks (of our size) from `skip` on. Other content is not read.
+        pull_id: the caller's own counter, never used twice; all events of this pull carry it. deadline_s: of each read,
+        however long P computes. PullFailed may come at any time, PullDone only after `complete`.
         """
         ...
 
@@ -150,8 +150,8 @@ class KVReceiver(Protocol):
         ...
 
     def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
-        """Read `ticket.block_ids[skip:]` into `local_blocks` (same length; may be empty: then only the sender is told).
-        Exactly one PullDone or PullFailed comes."""
+        """Read the ticket's rows into `local_blocks`, which are for all of the prompt's blocks (of our size) from
+        `skip` on (may be none: then only the sender is told). Exactly one PullDone or PullFailed comes."""
         ...
 
     def renew(self, tickets: Sequence[Ticket]) -> None:

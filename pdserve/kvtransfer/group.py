@@ -22,8 +22,8 @@ Peer = tuple[str, int]
 
 @dataclass
 class _Pull:
-    """num_blocks: of the prompt. ticket: the complete one. unquiet: ranks whose memory may still be written. failed: it
-    was reported as that.
+    """num_blocks: of the prompt, ours. ticket: the complete one. unquiet: ranks whose memory may still be written.
+    failed: it was reported as that.
     """
 
     peer: Peer
@@ -36,12 +36,12 @@ class _Pull:
 
 @dataclass(frozen=True)
 class _Followed:
-    """A pull that waits for parts."""
+    """A pull that waits for parts. num_tokens: that its blocks have room for."""
 
     pull_id: int
     peer: Peer
     content: bytes
-    num_blocks: int
+    num_tokens: int
 
 
 class GroupReceiver:
@@ -49,6 +49,7 @@ class GroupReceiver:
 
     def __init__(self, rank: RankReceiver, mailbox: Mailbox) -> None:
         self._ranks, self._mailbox = [rank], mailbox
+        self._block_size = rank.block_size
         self._pulls: dict[int, _Pull] = {}
         self._statuses: dict[Peer, list[PeerStatus | None]] = {}
         self._parties: dict[Peer, Party] = {}
@@ -81,7 +82,8 @@ class GroupReceiver:
         blocks, peer = tuple(int(block) for block in local_blocks), (source.engine_id, source.incarnation)
         self._begin(pull_id, peer, blocks, skip, deadline_s)
         with self._lock:
-            self._followed[source.key] = _Followed(pull_id, peer, content, skip + len(blocks))
+            num_tokens = (skip + len(blocks)) * self._block_size
+            self._followed[source.key] = _Followed(pull_id, peer, content, num_tokens)
         self._send(peer, Follow(source.key))
 
     def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
@@ -89,8 +91,8 @@ class GroupReceiver:
         self._unfollow(pull_id)
         pull = self._pulls.get(pull_id)
         if pull is not None:
-            if len(ticket.block_ids) != pull.num_blocks:
-                raise ValueError(f"ticket must name {pull.num_blocks} blocks, not {len(ticket.block_ids)}")
+            if self._num_blocks(ticket) != pull.num_blocks:
+                raise ValueError(f"ticket must fill {pull.num_blocks} blocks, not {self._num_blocks(ticket)}")
             pull.ticket = ticket
             for rank in self._ranks:
                 rank.complete(pull_id, ticket, deadline_s)
@@ -98,10 +100,11 @@ class GroupReceiver:
     def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
         """ValueError when the arguments do not fit together."""
         blocks = tuple(int(block) for block in local_blocks)
-        if not 0 <= skip <= len(ticket.block_ids) or len(blocks) != len(ticket.block_ids) - skip:
+        num_blocks = self._num_blocks(ticket)
+        if not 0 <= skip <= num_blocks or len(blocks) != num_blocks - skip:
             raise ValueError(
-                f"local_blocks must hold len(ticket.block_ids) - skip = {len(ticket.block_ids)} - {skip} blocks, "
-                f"not {len(blocks)}"
+                f"local_blocks must hold the ticket's {ticket.num_tokens} tokens behind the first {skip} blocks: "
+                f"{num_blocks - skip} blocks, not {len(blocks)}"
             )
         self._begin(pull_id, (ticket.engine_id, ticket.incarnation), blocks, skip, deadline_s)
         self.complete(pull_id, ticket, deadline_s)
@@ -139,6 +142,13 @@ class GroupReceiver:
             rank.close()
         self._mailbox.detach()
 
+    def _num_blocks(self, ticket: Ticket) -> int:
+        """Of ours, that a complete ticket's rows fill. ValueError when it names other blocks than these rows need."""
+        if len(ticket.block_ids) != -(-ticket.num_tokens // max(ticket.block_size, 1)):
+            size = f"{len(ticket.block_ids)} blocks of {ticket.block_size} tokens"
+            raise ValueError(f"ticket must name the blocks of its {ticket.num_tokens} tokens, not {size}")
+        return -(-ticket.num_tokens // self._block_size)
+
     def _begin(self, pull_id: int, peer: Peer, blocks: tuple[int, ...], skip: int, deadline_s: float) -> None:
         for rank in self._ranks:  # arguments that one refuses, the first refuses
             rank.begin(pull_id, *peer, blocks, skip, deadline_s)
@@ -153,7 +163,7 @@ class GroupReceiver:
             followed is not None
             and (sender.engine_id, sender.incarnation) == followed.peer == (ticket.engine_id, ticket.incarnation)
             and ticket.content == followed.content
-            and len(ticket.block_ids) <= followed.num_blocks
+            and (len(ticket.block_ids) - 1) * ticket.block_size < followed.num_tokens
         ):
             for rank in self._ranks:
                 rank.extend(followed.pull_id, ticket)

@@ -12,6 +12,10 @@ A pull may begin before its prompt is computed: it then reads what newer and new
 can be done only behind the complete one. A piece that was reused meanwhile is read again when a newer ticket came, and
 only when no read of its pull is in flight: two reads into the same memory could end in the wrong order.
 
+Rows from blocks of another size are read into the staging ring, a piece a run of it, and moved to ours by a repack
+behind each read. Then bytes in flight land in slots, and only a repack keeps our blocks from being quiet. Slots are
+held until nothing can land in them, also when their pull was given up.
+
 When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up is kept and
 checked until it ends: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP: 419 of 512 MiB at
 the release, all of them 0.3 s later), and a frozen peer never errs. After SEVER_AFTER_S of that the connections to the
@@ -43,7 +47,7 @@ from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.agent import Handle, TransferAgent, TransferError
 from pdserve.kvtransfer.connection import Connection, OwnPool, release_all
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.ranges import count_descriptors, order_pairs
+from pdserve.kvtransfer.ranges import BlockSizes, count_descriptors, order_pairs
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +73,9 @@ class LinkState(enum.Enum):
 
 @dataclass(eq=False)
 class Pull:
-    """One pull on its way. Positions count the prompt's blocks from 0; `local_blocks` are for those from `skip` on.
+    """One pull on its way. `local_blocks` are for the prompt's blocks of our size from `skip` on; positions count its
+    blocks of the *peer's* size, from 0, of which those from `first` to `end` are wanted (until the ticket is complete:
+    for which there is room).
 
     ticket: the newest, and whether it is the complete one. posted: positions before it are read or under way. verified:
     those before it hold what was published, since verified_at (seconds since the epoch); early: those when the ticket
@@ -79,6 +85,7 @@ class Pull:
     """
 
     pull_id: int
+    sizes: BlockSizes
     skip: int
     local_blocks: tuple[int, ...]
     started: float
@@ -95,13 +102,29 @@ class Pull:
     pieces: deque["Piece"] = field(default_factory=deque)
     num_descriptors: int = 0
     reported: bool = False
+    is_advancing: bool = False
 
     def __post_init__(self) -> None:
-        self.posted = self.verified = self.early = self.skip
+        self.first, self.end = self.sizes.cover(self.skip, self.skip + len(self.local_blocks))
+        if not self.local_blocks:
+            self.first = self.end
+        self.posted = self.verified = self.early = self.first
 
     @property
-    def end(self) -> int:
-        return self.skip + len(self.local_blocks)
+    def readable(self) -> int:
+        """The position before which the newest ticket names what may be read: of a part, what fills blocks of ours, so
+        that no two pieces write into one.
+        """
+        assert self.ticket is not None
+        named = len(self.ticket.block_ids)
+        return min(named if self.ticket.num_tokens else named - named % self.sizes.step, self.end)
+
+    @property
+    def num_verified(self) -> int:
+        """How many of its blocks hold what was published."""
+        if self.is_complete and self.verified >= self.end:
+            return len(self.local_blocks)
+        return min(max(self.sizes.filled(self.verified) - self.skip, 0), len(self.local_blocks))
 
     def is_late(self, now: float) -> bool:
         if self.deadline is not None:
@@ -109,26 +132,49 @@ class Pull:
         return any(piece.reads and now > piece.posted + self.patience for piece in self.pieces)
 
     @property
-    def is_read(self) -> bool:
-        """Whether reads into its blocks are under way."""
-        return any(piece.reads for piece in self.pieces)
+    def is_written(self) -> bool:
+        """Whether bytes may land in its blocks."""
+        return any(piece.is_written for piece in self.pieces)
 
 
 @dataclass(eq=False)
 class Piece:
-    """The positions first..last of a pull, read by one ticket. reads: that have not ended."""
+    """The positions first..last of a pull, read by one ticket. reads: that have not ended. slots: of the staging ring,
+    one a position, while they are taken.
+    """
 
     pull: Pull
     ticket: Ticket
     first: int
     last: int
+    slots: np.ndarray | None = None
     reads: int = 0
+    is_repacking: bool = False
     state: Literal["reading", "verified", "stale"] = "reading"
     posted: float = field(default_factory=time.monotonic)
 
     @property
     def remote_blocks(self) -> tuple[int, ...]:
         return self.ticket.block_ids[self.first : self.last]
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """Of the prompt, `(first, behind the last)`, that it moves."""
+        pull = self.pull
+        end = (pull.skip + len(pull.local_blocks)) * pull.sizes.ours
+        return max(self.first * pull.sizes.theirs, pull.skip * pull.sizes.ours), min(self.last * pull.sizes.theirs, end)
+
+    @property
+    def local_blocks(self) -> tuple[int, ...]:
+        """Ours that it fills."""
+        first, end = self.rows
+        ours = self.pull.sizes.ours
+        return self.pull.local_blocks[first // ours - self.pull.skip : -(-end // ours) - self.pull.skip]
+
+    @property
+    def is_written(self) -> bool:
+        """Whether bytes may land in these."""
+        return self.is_repacking if self.slots is not None else self.reads > 0
 
     @property
     def generations(self) -> tuple[int, ...]:
@@ -142,11 +188,13 @@ class Piece:
 
 @dataclass(eq=False)
 class Flight:
-    """A posted read. done: what to do when it ended well; nothing once the link drains."""
+    """A posted read, or a repack. has_ended: tells so, or raises TransferError. done: what to do when it ended well;
+    nothing once the link drains. release: what to give back in any case.
+    """
 
-    handle: Handle
+    has_ended: Callable[[], bool]
     done: Callable[[], None]
-    prepared: tuple[Any, ...] = ()
+    release: list[Callable[[], None]] = field(default_factory=list)
     posted: float = field(default_factory=time.monotonic)
 
 
@@ -176,6 +224,7 @@ class PeerLink:
         self._pulls: dict[int, Pull] = {}
         self._verifying = False
         self._to_verify: list[Piece] = []
+        self._staged: set[Piece] = set()  # that hold slots
         self._probe_deadline = 0.0
         self._status: PeerStatus | None = None
         self._unquiet_since: float | None = None  # reads that nobody waits for are under way
@@ -267,7 +316,7 @@ class PeerLink:
     def _check_flights(self) -> None:
         for flight in list(self._flights):
             try:
-                ended = self._agent.check(flight.handle)
+                ended = flight.has_ended()
             except TransferError as error:
                 self._end(flight)
                 self._lose(error)
@@ -278,7 +327,9 @@ class PeerLink:
                     flight.done()
 
     def _post(self, handle: Handle, done: Callable[[], None], prepared: tuple[Any, ...] = ()) -> None:
-        flight = Flight(handle, done, prepared)
+        release: list[Callable[[], None]] = [partial(self._agent.release, handle)]
+        release += [partial(self._agent.release_prepared, each) for each in prepared]
+        flight = Flight(partial(self._agent.check, handle), done, release)
         self._flights.append(flight)
         try:
             ended = self._agent.post(handle)
@@ -291,9 +342,7 @@ class PeerLink:
 
     def _end(self, flight: Flight) -> None:
         self._flights.remove(flight)
-        steps: list[Callable[[], None]] = [partial(self._agent.release, flight.handle)]
-        steps += [partial(self._agent.release_prepared, prepared) for prepared in flight.prepared]
-        release_all(steps)
+        release_all(flight.release)
 
     # Connecting and losing.
 
@@ -308,7 +357,8 @@ class PeerLink:
 
     def _open(self) -> None:
         try:
-            self._connection = connection = Connection(self._agent, self._own, self.meta)
+            wake = partial(self._enqueue, self._go_on)
+            self._connection = connection = Connection(self._agent, self._own, self.meta, wake)
         except TransferError as error:
             self._fail_all("not-connected", str(error))
             self._report(connected=False, detail=str(error))
@@ -351,8 +401,7 @@ class PeerLink:
         transport = self._agent.transport_since(mark, connection.memory)
         self._state = LinkState.CONNECTED
         self._report(connected=True, transport=transport, bytes_per_s=rate)
-        for pull in list(self._pulls.values()):
-            self._advance(pull)
+        self._go_on()
 
     def _report(self, connected: bool, transport: str = "", bytes_per_s: float = 0.0, detail: str = "") -> None:
         self._status = PeerStatus(
@@ -384,12 +433,14 @@ class PeerLink:
     def _finish_drain(self) -> None:
         connection, self._connection = self._connection, None
         assert connection is not None
-        unsettled = [pull for pull in self._pulls.values() if pull.is_read]
-        if unsettled:
+        unsettled = [pull for pull in self._pulls.values() if pull.is_written]
+        if unsettled or self._staged:
             connection.sever()
         connection.close()
-        if unsettled:
+        if unsettled or self._staged:
             time.sleep(QUIET_AFTER_REMOVAL_S)
+        for piece in list(self._staged):
+            self._give_back(piece, connection)
         for pull in unsettled:
             self._settle(pull)
         self._state = LinkState.IDLE
@@ -400,7 +451,8 @@ class PeerLink:
     def _check_quiet(self) -> None:
         """Cut off a peer whose reads, given up long ago, do not end."""
         now = time.monotonic()
-        if not (self._flights and (self._state is LinkState.DRAINING or any(p.reported for p in self._pulls.values()))):
+        given_up = any(p.reported for p in self._pulls.values()) or any(p.pull.reported for p in self._staged)
+        if not (self._flights and (self._state is LinkState.DRAINING or given_up)):
             self._unquiet_since = None
         elif self._unquiet_since is None:
             self._unquiet_since = now
@@ -428,20 +480,44 @@ class PeerLink:
         pull = self._pulls.get(pull_id)
         if pull is not None and not pull.reported:
             pull.ticket, pull.is_complete, pull.deadline = ticket, True, deadline
+            pull.end = len(ticket.block_ids)
             pull.started, pull.early = now, pull.verified
             self._advance(pull)
 
+    def _go_on(self) -> None:
+        for pull in list(self._pulls.values()):
+            self._advance(pull)
+
     def _advance(self, pull: Pull) -> None:
-        """Read what the newest ticket names and nobody has read; or finish."""
-        ticket = pull.ticket
-        if self._state is not LinkState.CONNECTED or pull.reported or ticket is None or not self._reread(pull, ticket):
+        """Read what the newest ticket names and nobody has read, as far as there are slots for it; or finish."""
+        if pull.is_advancing:  # a read that ends within its post comes back here
             return
-        first, last = pull.posted, min(len(ticket.block_ids), pull.end)
-        if first < last:
-            pull.posted = last
-            self._read(Piece(pull, ticket, first, last))
-        elif pull.is_complete and pull.verified == pull.end:
+        pull.is_advancing = True
+        while (piece := self._next_piece(pull)) is not None:
+            self._read(piece)
+        pull.is_advancing = False
+        is_open = self._state is LinkState.CONNECTED and not pull.reported
+        if is_open and pull.is_complete and pull.verified >= pull.end:
             self._finish(pull)
+
+    def _next_piece(self, pull: Pull) -> Piece | None:
+        ticket, connection = pull.ticket, self._connection
+        if self._state is not LinkState.CONNECTED or pull.reported or ticket is None or not self._reread(pull, ticket):
+            return None
+        assert connection is not None
+        first, last, slots = pull.posted, pull.readable, None
+        if first >= last:
+            return None
+        if connection.staging is not None:
+            slots = connection.staging.take(ticket.block_ids[first:last])
+            if slots is None:
+                return None  # others hold them: `_go_on` is called
+            last = first + len(slots)
+        pull.posted = last
+        piece = Piece(pull, ticket, first, last, slots)
+        if slots is not None:
+            self._staged.add(piece)
+        return piece
 
     def _reread(self, pull: Pull, ticket: Ticket) -> bool:
         """Go back to the first stale piece, if there is one; False while that must wait."""
@@ -463,8 +539,8 @@ class PeerLink:
         pull, connection = piece.pull, self._connection
         assert connection is not None
         pull.pieces.append(piece)
-        local = pull.local_blocks[piece.first - pull.skip : piece.last - pull.skip]
-        local_ids, remote_ids = order_pairs(local, piece.remote_blocks)
+        into = piece.local_blocks if piece.slots is None else piece.slots
+        local_ids, remote_ids = order_pairs(into, piece.remote_blocks)
         descriptors = count_descriptors(local_ids, remote_ids, connection.reads_whole_blocks)
         pull.num_descriptors += len(connection.sources) * descriptors
         handles: list[Handle] = []
@@ -473,6 +549,8 @@ class PeerLink:
                 handles.append(self._agent.make_read(source.local, local_ids, source.remote, remote_ids))
         except TransferError as error:
             release_all([partial(self._agent.release, handle) for handle in handles])
+            if piece.slots is not None:
+                self._give_back(piece, connection)
             self._fail(pull, "error", str(error))
             return
         piece.reads = len(handles)
@@ -486,8 +564,42 @@ class PeerLink:
         piece.reads -= 1
         if piece.reads:
             return
+        if piece.slots is None:
+            self._filled(piece)
+            return
+        assert self._connection is not None
+        if piece.pull.reported:  # its blocks may be others' by now
+            self._give_back(piece, self._connection)
+            return
+        self._repack(piece, piece.slots, self._connection)
+
+    def _repack(self, piece: Piece, slots: np.ndarray, connection: Connection) -> None:
+        assert connection.staging is not None
+        piece.is_repacking = True
+        first, end = piece.rows
+        skip = first - piece.first * piece.pull.sizes.theirs
+        has_ended = connection.staging.repack(slots, skip, end - first, piece.local_blocks)
+        flight = Flight(has_ended, partial(self._repacked, piece, connection))
+        self._flights.append(flight)
+        if has_ended():
+            self._end(flight)
+            flight.done()
+
+    def _repacked(self, piece: Piece, connection: Connection) -> None:
+        self._give_back(piece, connection)
+        self._filled(piece)
+
+    def _give_back(self, piece: Piece, connection: Connection) -> None:
+        """Nothing lands in its slots any more, and nobody needs what is in them."""
+        assert piece.slots is not None and connection.staging is not None
+        slots, piece.slots, piece.is_repacking = piece.slots, None, False
+        self._staged.remove(piece)
+        connection.staging.give_back(slots)
+
+    def _filled(self, piece: Piece) -> None:
+        """Its rows are in our blocks."""
         if piece.pull.reported:
-            if not piece.pull.is_read:
+            if not piece.pull.is_written:
                 self._settle(piece.pull)
             return
         self._to_verify.append(piece)
@@ -530,28 +642,29 @@ class PeerLink:
             self._verify()
 
     def _finish(self, pull: Pull) -> None:
+        pull.reported = True
         del self._pulls[pull.pull_id]
         assert self._connection is not None and self._status is not None
         block_bytes = sum(source.span.num_bytes for source in self._connection.sources)
         self._emit(
             PullDone(
                 pull.pull_id,
-                len(pull.local_blocks) * block_bytes,
+                max(pull.end - pull.first, 0) * block_bytes,
                 pull.num_descriptors,
                 self._status.transport,
                 time.monotonic() - pull.started,
-                (pull.early - pull.skip) * block_bytes,
+                (pull.early - pull.first) * block_bytes,
                 pull.read_s,
                 pull.verified_at,
             )
         )
 
     def _fail(self, pull: Pull, reason: str, detail: str) -> None:
-        """It settles at once where no read is under way."""
-        pull.reported, settled = True, not pull.is_read
+        """It settles at once where nothing is under way into its blocks."""
+        pull.reported, settled = True, not pull.is_written
         if settled:
             del self._pulls[pull.pull_id]
-        self._emit(PullFailed(pull.pull_id, reason, detail, settled, pull.verified - pull.skip, pull.is_complete))
+        self._emit(PullFailed(pull.pull_id, reason, detail, settled, pull.num_verified, pull.is_complete))
 
     def _fail_all(self, reason: str, detail: str) -> None:
         for pull in list(self._pulls.values()):

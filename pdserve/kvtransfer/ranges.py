@@ -1,4 +1,5 @@
-"""Descriptor arithmetic: which byte ranges of which peer's blocks fill ours. Pure; touches no memory and no transport.
+"""Descriptor arithmetic: which byte ranges, and which rows, of which peer's blocks fill ours. Pure; touches no memory
+and no transport.
 
 A block is contiguous and its KV heads are its outermost axis (configs/kv_layout.py), so any run of heads is one range:
 `HeadRange`. With equal tensor parallelism there is one range, the whole block; with unequal, one per peer rank that
@@ -13,6 +14,27 @@ import numpy as np
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.protocol import RankPool
 from pdserve.kvtransfer.agent import Pieces
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """Tokens of our blocks and of a peer's, powers of two. Both sides count a prompt's blocks from its first token."""
+
+    ours: int
+    theirs: int
+
+    @property
+    def step(self) -> int:
+        """So many of theirs end where one of ours ends."""
+        return max(1, self.ours // self.theirs)
+
+    def cover(self, first: int, last: int) -> tuple[int, int]:
+        """`(first, last)` of theirs that hold the rows of ours from `first` to before `last`."""
+        return first * self.ours // self.theirs, -(-last * self.ours // self.theirs)
+
+    def filled(self, count: int) -> int:
+        """How many of ours the first `count` of theirs fill."""
+        return count * self.theirs // self.ours
 
 
 @dataclass(frozen=True)
@@ -83,7 +105,7 @@ def remote_pieces(pool: RankPool, block_bytes: int, num_blocks: int, span: HeadR
     )
 
 
-def order_pairs(local_ids: Sequence[int], remote_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+def order_pairs(local_ids: Sequence[int] | np.ndarray, remote_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Both lists as int32, pairs kept, sorted by remote id so that neighbours meet and merge."""
     local, remote = np.asarray(local_ids, np.int32), np.asarray(remote_ids, np.int32)
     order = np.argsort(remote, kind="stable")

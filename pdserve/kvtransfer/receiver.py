@@ -15,6 +15,7 @@ from pdserve.kvtransfer.connection import OwnPool, check_compatible
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.peer_link import LinkEvent, PeerLink, Pull
+from pdserve.kvtransfer.ranges import BlockSizes
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,10 @@ class RankReceiver:
         self._events: list[ReceiverEvent] = []
         self._closed = False
         agent.attach()
+
+    @property
+    def block_size(self) -> int:
+        return self._own.layout.block_size
 
     def connect(self, meta: PoolMeta) -> None:
         detail = check_compatible(self._own, self._agent.kind, meta)
@@ -80,7 +85,8 @@ class RankReceiver:
             if refusal is None:
                 link = self._links[engine_id, incarnation]
                 self._pulling[pull_id] = link
-                link.begin(Pull(pull_id, skip, local_blocks, time.monotonic(), deadline_s))
+                sizes = BlockSizes(self.block_size, link.meta.block_size)
+                link.begin(Pull(pull_id, sizes, skip, local_blocks, time.monotonic(), deadline_s))
                 return
         self.emit(PullFailed(pull_id, *refusal, settled=True), "")
 
@@ -178,6 +184,8 @@ def _malformed(ticket: Ticket, meta: PoolMeta) -> str:
     """Empty, or why the ticket cannot be one of this pool."""
     if len(ticket.generations) != len(ticket.block_ids):
         return f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} generations"
+    if ticket.block_size != meta.block_size:
+        return f"the ticket's blocks have {ticket.block_size} tokens, the peer's pool {meta.block_size}"
     if any(not 0 <= block < meta.num_blocks for block in ticket.block_ids):
         return f"the ticket names blocks outside the peer's pool of {meta.num_blocks}"
     return ""

@@ -147,6 +147,7 @@ class Sender:
             incarnation=self._meta.incarnation,
             key=key,
             content=content,
+            block_size=self._meta.block_size,
             block_ids=blocks,
             generations=tuple(self._generations[list(blocks)].tolist()),
             num_tokens=num_tokens,

@@ -70,15 +70,15 @@ def test_scales_lie_behind_the_rows() -> None:
 def test_the_digest_says_whether_bytes_mean_the_same() -> None:
     base = layout().compat_digest("model")
     assert base == layout(heads=(0, 1)).compat_digest("model")  # a rank with other heads
+    assert base == layout(block_size=32).compat_digest("model")  # rows pass through a staging ring
     assert base == layout().compat_digest("model") and len(base) == 32
     others = [
         layout().compat_digest("other"),
         layout(num_layers=4).compat_digest("model"),
         layout(head_dim=16).compat_digest("model"),
-        layout(block_size=32).compat_digest("model"),
         layout(dtype="float16").compat_digest("model"),
     ]
-    assert len({base, *others}) == 6
+    assert len({base, *others}) == 5
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ def ticket() -> Ticket:
         incarnation=1,
         key=key,
         content=b"",
+        block_size=16,
         block_ids=(1,),
         generations=(1,),
         num_tokens=1,

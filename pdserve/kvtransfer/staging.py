@@ -1,0 +1,155 @@
+"""The staging ring: registered memory that rows from peers of another block size pass through, on their way into ours.
+
+A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in slots of that peer's block size, from
+before its read until its rows were moved on by `ops.repack`. Knows no pulls, tickets or generations. Made by
+`build.py`; used by the threads of `peer_link.PeerLink`, each through a `Staging` of its own.
+
+    run:  free -take-> taken: read into -> repacked from -give_back-> free
+
+Nobody waits with a run in its hands, so no two pulls wait for each other. A peer that is frozen keeps what it has, so
+each may hold as many runs as would stay free: half of the ring at most, and of what several frozen ones leave, half
+again.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.kernels.ops import Ops, ops_for
+from pdserve.kvtransfer.agent import TransferAgent, TransferError
+
+NUM_RUNS = 8
+LARGEST_BLOCK = 128
+"""A run is a multiple of it where there is memory for so much, so that it holds whole blocks of any size."""
+
+
+class StagingRing:
+    """pool, layout: ours, which rows are moved to. num_bytes: at most; taken and registered by the first `open`."""
+
+    def __init__(self, agent: TransferAgent, pool: Tensor, layout: KVLayout, num_bytes: int) -> None:
+        self.layout, self.pool = layout, pool
+        self.run_tokens = _run_tokens(num_bytes // NUM_RUNS // layout.token_bytes)
+        self._agent, self._num_bytes = agent, num_bytes
+        self._memory: Tensor | None = None
+        self._free = list(range(NUM_RUNS))
+        self._held: dict[Staging, int] = {}
+        self._waiting: dict[Staging, None] = {}
+        self._lock = threading.Lock()
+
+    def open(self, block_size: int, wake: Callable[[], None]) -> "Staging":
+        """For a peer whose blocks have block_size tokens. wake: called from any thread when a `take` that found nothing
+        may be tried again. TransferError when there is no such ring.
+        """
+        largest = max(block_size, self.layout.block_size)
+        if self.run_tokens % largest or not self.run_tokens:
+            needed = NUM_RUNS * largest * self.layout.token_bytes
+            raise TransferError(
+                "error",
+                f"transfer.staging_bytes ({self._num_bytes}) is too little for blocks of {block_size} and "
+                f"{self.layout.block_size} tokens: set it to {needed} at least",
+            )
+        with self._lock:
+            if self._memory is None:
+                self._memory = self._allocate()
+        return Staging(self, self._memory, block_size, wake)
+
+    def _allocate(self) -> Tensor:
+        num_elements = NUM_RUNS * self.run_tokens * self.layout.token_bytes // self.pool.element_size()
+        try:
+            memory = torch.empty(num_elements, dtype=self.pool.dtype, device=self.pool.device)
+            self._agent.register(memory)
+        except (TransferError, RuntimeError) as error:  # torch says on CPU by the latter that memory lacks
+            raise TransferError("error", f"no staging ring of {self._num_bytes} bytes: {error}") from error
+        return memory
+
+    def take(self, user: "Staging") -> int | None:
+        """A free run; None when the user must wait: it is woken."""
+        with self._lock:
+            if self._held.get(user, 0) < len(self._free):
+                self._held[user] = self._held.get(user, 0) + 1
+                return self._free.pop()
+            self._waiting[user] = None
+            return None
+
+    def give_back(self, user: "Staging", run: int) -> None:
+        """Nothing reads from it or writes into it any more."""
+        with self._lock:
+            assert run not in self._free, f"run {run} given back twice"
+            self._free.append(run)
+            self._held[user] -= 1
+            if not self._held[user]:
+                del self._held[user]
+            waiting, self._waiting = list(self._waiting), {}
+        for each in waiting:
+            each.wake()
+
+
+class Staging:
+    """The ring as one link uses it. slots: `[num_slots, heads, layers, planes, the peer's block size, row width]`."""
+
+    def __init__(self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]) -> None:
+        self.wake = wake
+        self.slots = memory.view(-1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape)
+        self._ring, self._pool = ring, ring.pool
+        self._per_run = ring.run_tokens // block_size
+        self._ops: Ops = ops_for(memory.device)
+        self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
+        if self._stream is not None:
+            self._compile()
+
+    def take(self, remote_blocks: Sequence[int]) -> np.ndarray | None:
+        """Slots for the first of these blocks, as many as a run has, in their order; None: see `StagingRing.take`.
+        Neighbours at the peer get neighbours.
+        """
+        run = self._ring.take(self)
+        if run is None:
+            return None
+        order = np.argsort(np.asarray(remote_blocks[: self._per_run]), kind="stable")
+        slots = np.empty(len(order), np.int32)
+        slots[order] = run * self._per_run + np.arange(len(order))
+        return slots
+
+    def give_back(self, slots: np.ndarray) -> None:
+        """What `take` returned, quiet now."""
+        self._ring.give_back(self, int(slots[0]) // self._per_run)
+
+    def repack(self, slots: np.ndarray, skip: int, num_rows: int, blocks: Sequence[int]) -> Callable[[], bool]:
+        """Move num_rows rows, from row `skip` of these slots on, to our blocks, from the beginning of the first on.
+        Returns what tells whether it is done; our blocks may be written until then.
+        """
+        with self._on_stream():
+            source_ids, block_ids = self._ids(slots), self._ids(blocks)
+            self._ops.repack(self.slots, source_ids, self._pool, block_ids, skip, num_rows)
+            if self._stream is None:
+                return lambda: True
+            return self._stream.record_event().query
+
+    def close(self) -> None:
+        """Waits until no repack runs; runs that are still taken may be given back later."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _on_stream(self) -> Any:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+    def _ids(self, ids: Sequence[int] | np.ndarray) -> Tensor:
+        return torch.as_tensor(ids, dtype=torch.int32).to(self._pool.device, non_blocking=True)
+
+    def _compile(self) -> None:
+        """Now, not in the first pull: the kernel is compiled for each pair of sizes."""
+        with self._on_stream():
+            source, target = torch.zeros_like(self.slots[:1]), torch.zeros_like(self._pool[:1])
+            first = self._ids([0])
+            self._ops.repack(source, first, target, first, 0, 1)
+        self.close()
+
+
+def _run_tokens(fitting: int) -> int:
+    """Whole blocks of any size up to LARGEST_BLOCK, or of as many sizes as fit."""
+    return fitting - fitting % min(LARGEST_BLOCK, 1 << max(fitting.bit_length() - 1, 0))
