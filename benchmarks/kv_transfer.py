@@ -7,6 +7,7 @@
 A source and a sink process, each with a pool and a connector, as engines have them. A hand-over is timed from `pull` to
 the event that says its bytes are there and its generations were verified. "aged" pools have served 2,000 random
 requests before, so that a prompt's blocks are scattered. The bytes of the first hand-over of every case are checked.
+Between blocks of different sizes (--sink-block-sizes) they pass through the sink's staging ring.
 With --ray the same bytes also go through Ray's object store: gathered, returned by one actor, scattered by another.
 """
 
@@ -58,11 +59,12 @@ def _call(function: str, *arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What one pair of processes measures. tls: UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda". netns: network
-    namespaces that source and sink enter; empty: neither does."""
+    """What one pair of processes measures. layouts: of source and sink; num_tokens: that each pool has room for. tls:
+    UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda". netns: network namespaces that source and sink enter;
+    empty: neither does."""
 
-    layout: KVLayout
-    num_blocks: int
+    layouts: tuple[KVLayout, KVLayout]
+    num_tokens: int
     tokens: tuple[int, ...]
     ages: tuple[str, ...]
     repeats: int
@@ -88,16 +90,17 @@ class Side:
         device = torch.device(case.device, rank) if case.device == "cuda" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self.case = case
-        words = case.layout.block_bytes // WORD.itemsize
-        self.words = torch.zeros(case.num_blocks, words, dtype=WORD, device=device)
-        self.blocks = BlockManager(case.num_blocks)
+        self.case, self.layout = case, case.layouts[rank]
+        self.num_blocks = self.layout.num_blocks_for(case.num_tokens) + 1
+        words = self.layout.block_bytes // WORD.itemsize
+        self.words = torch.zeros(self.num_blocks, words, dtype=WORD, device=device)
+        self.blocks = BlockManager(self.num_blocks)
         self._woken = threading.Event()
         dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[
-            case.layout.group.dtype
+            self.layout.group.dtype
         ]
-        pool = self.words.view(dtype).view(case.num_blocks, *case.layout.block_shape)
-        memory = PoolMemory(pool, self.blocks.generations, case.layout, "benchmark")
+        pool = self.words.view(dtype).view(self.num_blocks, *self.layout.block_shape)
+        memory = PoolMemory(pool, self.blocks.generations, self.layout, "benchmark")
         config = TransferConfig(
             ucx_tls=case.tls, progress_delay_us=case.progress_delay_us, lease_s=DEADLINE_S, pull_deadline_s=DEADLINE_S
         )
@@ -142,8 +145,8 @@ def source(case: Case, commands: Connection) -> None:
     """Publishes as many tokens as it is told, ages, ends."""
     case.enter_netns(0)
     side = Side(case, 0)
-    for start in range(0, case.num_blocks, 64):
-        ids = torch.arange(start, min(start + 64, case.num_blocks), device=side.words.device)
+    for start in range(0, side.num_blocks, 64):
+        ids = torch.arange(start, min(start + 64, side.num_blocks), device=side.words.device)
         side.words[start : start + 64] = contents(ids, side.words.shape[1])
     if case.device == "cuda":
         torch.cuda.synchronize()
@@ -157,7 +160,7 @@ def source(case: Case, commands: Connection) -> None:
             side.age(0)
             commands.send(None)
             continue
-        owned = side.blocks.allocate(case.layout.num_blocks_for(command))
+        owned = side.blocks.allocate(side.layout.num_blocks_for(command))
         commands.send(side.sender.publish(next(keys), owned, command, b""))
     side.close()
 
@@ -199,7 +202,7 @@ def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Itera
     for repeat in range(side.case.repeats + 1):  # the first warms up
         commands.send(num_tokens)
         ticket = commands.recv()
-        local = side.blocks.allocate(len(ticket.block_ids))
+        local = side.blocks.allocate(side.layout.num_blocks_for(num_tokens))
         began = time.perf_counter()
         side.receiver.pull(next(pull_ids), ticket, local, 0, DEADLINE_S)
         done: PullDone | PullFailed = side.wait(PullDone, PullFailed)
@@ -207,7 +210,7 @@ def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Itera
         if isinstance(done, PullFailed):
             raise ValueError(f"a pull failed: {done.reason}: {done.detail}")
         if repeat == 0:
-            _check(side, local, ticket.block_ids)
+            _check(side, local, ticket.block_ids, num_tokens)
         else:
             seconds.append(ended - began)
             descriptors.append(done.num_descriptors)
@@ -215,7 +218,8 @@ def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Itera
     num_bytes = done.num_bytes
     return {
         "tokens": num_tokens,
-        "block_size": side.case.layout.block_size,
+        "block_size": side.case.layouts[0].block_size,
+        "to_block_size": side.layout.block_size,
         "bytes": num_bytes,
         "transport": done.transport,
         "tls": side.case.tls or "default",
@@ -227,11 +231,22 @@ def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Itera
     }
 
 
-def _check(side: Side, local: list[int], remote: tuple[int, ...]) -> None:
-    ids = torch.tensor(remote, device=side.words.device)
-    for ours, theirs in zip(torch.tensor(local).split(64), ids.split(64), strict=True):
-        if not torch.equal(side.words[ours.to(ids.device)], contents(theirs, side.words.shape[1])):
+def _check(side: Side, local: list[int], remote: tuple[int, ...], num_tokens: int) -> None:
+    device, (theirs, ours) = side.words.device, side.case.layouts
+    step = 8 * max(theirs.block_size, ours.block_size)
+    for first in range(0, num_tokens, step):
+        count = min(step, num_tokens - first)
+        sent = torch.tensor(remote[first // theirs.block_size :][: theirs.num_blocks_for(count)], device=device)
+        arrived = torch.tensor(local[first // ours.block_size :][: ours.num_blocks_for(count)], device=device)
+        wanted = _rows(contents(sent, theirs.block_bytes // WORD.itemsize), theirs)
+        if not torch.equal(_rows(side.words[arrived], ours)[:count], wanted[:count]):
             raise ValueError("the bytes that arrived are not those of the source")
+
+
+def _rows(blocks: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """[blocks, words] as [tokens, heads * layers * planes, words]."""
+    heads, layers, planes, block_size, _ = layout.block_shape
+    return blocks.view(len(blocks), heads * layers * planes, block_size, -1).transpose(1, 2).flatten(0, 1)
 
 
 def run_case(case: Case) -> Iterator[Json]:
@@ -317,15 +332,27 @@ def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
 
 def table(rows: list[Json]) -> str:
     """Markdown."""
-    head = ["tokens", "MiB", "block size", "pool", "UCX_TLS", "transport", "descriptors", "ms", "worst", "GB/s"]
+    head = ["tokens", "MiB", "block size", "to", "pool", "UCX_TLS", "transport", "descriptors", "ms", "worst", "GB/s"]
     more = [name for name in ("plain copy", "object store") if any(name in row for row in rows)]
     lines = [
         "| " + " | ".join([*head, *(f"{name}, GB/s" for name in more)]) + " |",
         "|" + "---|" * (len(head) + len(more)),
     ]
     for row in rows:
-        cells = [f"{row['tokens']:,}", f"{row['bytes'] / 2**20:,.1f}", str(row["block_size"]), row["pool"], row["tls"]]
-        cells += [row["transport"], f"{row['descriptors']:,.0f}", f"{row['ms']:.2f}", f"{row['ms_worst']:.2f}"]
+        cells = [
+            f"{row['tokens']:,}",
+            f"{row['bytes'] / 2**20:,.1f}",
+            str(row["block_size"]),
+            str(row["to_block_size"]),
+        ]
+        cells += [
+            row["pool"],
+            row["tls"],
+            row["transport"],
+            f"{row['descriptors']:,.0f}",
+            f"{row['ms']:.2f}",
+            f"{row['ms_worst']:.2f}",
+        ]
         cells += [f"{row['gb_per_s']:.1f}", *(f"{row['bytes'] / row[name] / 1e6:.1f}" for name in more)]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
@@ -338,6 +365,9 @@ def main() -> int:
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--tokens", type=integer(1), nargs="+", default=[1024, 8192])
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128], choices=[16, 32, 64, 128])
+    parser.add_argument(
+        "--sink-block-sizes", type=int, nargs="+", choices=[16, 32, 64, 128], help="each with each (default: the same)"
+    )
     parser.add_argument("--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order")
     parser.add_argument("--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX")
     parser.add_argument("--netns", nargs=2, default=[], metavar=("SOURCE", "SINK"), help="network namespaces (root)")
@@ -361,14 +391,19 @@ def main() -> int:
         parser.error(str(error))
     cases = []
     for tls, block_size in itertools.product(options.tls, options.block_sizes):
-        heads = tuple(range(spec.num_kv_heads))
         layout = KVLayout.uniform(
-            num_layers=spec.num_layers, heads=heads, head_dim=spec.head_dim, block_size=block_size, dtype=options.dtype
+            num_layers=spec.num_layers,
+            heads=tuple(range(spec.num_kv_heads)),
+            head_dim=spec.head_dim,
+            block_size=block_size,
+            dtype=options.dtype,
         )
-        num_blocks = layout.num_blocks_for(pool_tokens) + 1
         wanted = tuple(options.tokens), tuple(options.ages), options.repeats
         chosen = None if tls == "default" else tls
-        cases.append(Case(layout, num_blocks, *wanted, device, chosen, options.progress_delay_us, tuple(options.netns)))
+        for size in options.sink_block_sizes or [block_size]:
+            layouts = layout, KVLayout(groups=layout.groups, block_size=size)
+            delay_us, netns = options.progress_delay_us, tuple(options.netns)
+            cases.append(Case(layouts, pool_tokens, *wanted, device, chosen, delay_us, netns))
     rows: list[Json] = []
     with tqdm(total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False) as bar:
         for case in cases:
@@ -380,8 +415,9 @@ def main() -> int:
                 for row in measured:  # now that both processes are gone
                     row["plain copy"] = plain_copy_ms(row["bytes"], device, options.repeats)
                     if options.ray:
-                        blocks = case.layout.num_blocks_for(row["tokens"])
-                        row["object store"] = object_store_ms(blocks, case.layout.block_bytes, options.repeats)
+                        layout = case.layouts[0]
+                        blocks = layout.num_blocks_for(row["tokens"])
+                        row["object store"] = object_store_ms(blocks, layout.block_bytes, options.repeats)
                     append(options.out, {"benchmark": "kv_transfer", **row, **circumstances(options.commit)})
                     rows.append(row)
             except ValueError as error:

@@ -42,6 +42,16 @@ def test_a_pool_that_holds_one_prompt(tiny_llama: Path, monkeypatch: pytest.Monk
     assert run(monkeypatch, *arguments) == 0
 
 
+def test_blocks_of_other_sizes_at_the_sink(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = ["--model", tiny_llama, "--tokens", 100, "--block-sizes", 16, 64, "--sink-block-sizes", 32, 64]
+    assert run(monkeypatch, *arguments, "--ages", "aged", "--repeats", 1, "--out", out) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    sizes = [(row["block_size"], row["to_block_size"]) for row in rows]
+    assert sizes == [(16, 32), (16, 64), (64, 32), (64, 64)]
+    assert all(row["gb_per_s"] > 0 for row in rows), "and the bytes of the first were compared"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -61,13 +71,13 @@ def test_mistakes_are_told(
 def test_wrong_bytes_are_noticed() -> None:
     """By the check that every case begins with."""
     layout = KVLayout.uniform(num_layers=1, heads=(0,), head_dim=8, block_size=16, dtype="float32")
-    case = kv_transfer.Case(layout, 8, (16,), ("fresh",), 1, "cpu", None, 1000)
+    case = kv_transfer.Case((layout, layout), 112, (16,), ("fresh",), 1, "cpu", None, 1000)
     side = kv_transfer.Side(case, 1)
     try:
         side.words[2] = kv_transfer.contents(torch.tensor([5]), side.words.shape[1])[0]
-        kv_transfer._check(side, [2], (5,))
+        kv_transfer._check(side, [2], (5,), 16)
         side.words[2, -1] += 1
         with pytest.raises(ValueError, match="not those of the source"):
-            kv_transfer._check(side, [2], (5,))
+            kv_transfer._check(side, [2], (5,), 16)
     finally:
         side.close()
