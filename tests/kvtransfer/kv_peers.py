@@ -27,10 +27,24 @@ def key(name: str, attempt: int = 0) -> RequestKey:
     return RequestKey(router_id="router", session=1, request_id=name, attempt=attempt)
 
 
-def pattern(seed: int, num_blocks: int = NUM_BLOCKS) -> torch.Tensor:
+def layout_of(block_size: int) -> KVLayout:
+    return KVLayout(groups=LAYOUT.groups, block_size=block_size)
+
+
+def empty_pool(block_size: int) -> torch.Tensor:
+    """Room for as many tokens, whatever the block size."""
+    return torch.zeros(NUM_BLOCKS * LAYOUT.block_size // block_size, *layout_of(block_size).block_shape)
+
+
+def pattern(seed: int, block_size: int = LAYOUT.block_size) -> torch.Tensor:
     """The content of a source pool: every block differs."""
     generator = torch.Generator().manual_seed(seed)
-    return torch.rand(num_blocks, *LAYOUT.block_shape, generator=generator)
+    return torch.rand(empty_pool(block_size).shape, generator=generator)
+
+
+def rows(blocks: torch.Tensor) -> torch.Tensor:
+    """[blocks, heads, layers, 2, block size, width] as [tokens, heads, layers, 2, width]."""
+    return blocks.movedim(4, 1).flatten(0, 1)
 
 
 class Engine:
@@ -45,11 +59,12 @@ class Engine:
         pool: torch.Tensor | None = None,
         fingerprint: str = "model",
         registry: Any = None,
+        block_size: int = LAYOUT.block_size,
     ) -> None:
-        self.pool = pool if pool is not None else torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape)
+        self.pool = pool if pool is not None else empty_pool(block_size)
         self.generations = np.arange(100, 100 + self.pool.shape[0], dtype=np.int64)
         self.wakes = 0
-        memory = PoolMemory(self.pool, self.generations, LAYOUT, fingerprint)
+        memory = PoolMemory(self.pool, self.generations, layout_of(block_size), fingerprint)
         self.sender, self.receiver = build_connector(
             config, memory, engine_id, incarnation, self._wake, registry=registry
         )
@@ -87,12 +102,24 @@ class Engine:
 class LocalSource:
     """A source engine in this process."""
 
-    def __init__(self, engine_id: str, config: TransferConfig, *, incarnation: int = 1, seed: int = 0) -> None:
-        self.engine = Engine(engine_id, config, incarnation=incarnation, pool=pattern(seed))
+    def __init__(
+        self,
+        engine_id: str,
+        config: TransferConfig,
+        *,
+        incarnation: int = 1,
+        seed: int = 0,
+        block_size: int = LAYOUT.block_size,
+    ) -> None:
+        pool = pattern(seed, block_size)
+        self.engine = Engine(engine_id, config, incarnation=incarnation, pool=pool, block_size=block_size)
         self.meta = self.engine.sender.meta()
+        self.block_size = block_size
 
-    def publish(self, request: RequestKey, block_ids: list[int]) -> Ticket:
-        return self.engine.sender.publish(request, block_ids, len(block_ids) * LAYOUT.block_size, b"content")
+    def publish(self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None) -> Ticket:
+        """num_tokens: fewer than the blocks hold."""
+        num_tokens = num_tokens or len(block_ids) * self.block_size
+        return self.engine.sender.publish(request, block_ids, num_tokens, b"content")
 
     def publish_part(self, request: RequestKey, block_ids: list[int]) -> None:
         self.engine.sender.publish_part(request, block_ids, b"content")
@@ -152,6 +179,7 @@ class ProcessSource:
     config: TransferConfig
     incarnation: int = 1
     seed: int = 0
+    block_size: int = LAYOUT.block_size
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -161,6 +189,7 @@ class ProcessSource:
             "config": self.config,
             "incarnation": self.incarnation,
             "seed": self.seed,
+            "block_size": self.block_size,
         }
         self.process = context.Process(target=_child, args=(theirs, os.getpid(), arguments), daemon=True)
         self.process.start()
@@ -175,8 +204,8 @@ class ProcessSource:
         self._pipe.send((name, values))
         return self._receive(20.0)
 
-    def publish(self, request: RequestKey, block_ids: list[int]) -> Ticket:
-        return self._call("publish", request, block_ids)
+    def publish(self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None) -> Ticket:
+        return self._call("publish", request, block_ids, num_tokens)
 
     def publish_part(self, request: RequestKey, block_ids: list[int]) -> None:
         self._call("publish_part", request, block_ids)

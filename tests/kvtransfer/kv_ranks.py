@@ -18,14 +18,14 @@ from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import PoolMemory, Unpinned
 
-HEADS, BLOCK_SIZE, NUM_BLOCKS = 4, 16, 24
+HEADS, BLOCK_SIZE, NUM_TOKENS = 4, 16, 24 * 16
 CONFIG = {name: TransferConfig(connector=name, lease_s=20.0) for name in ("local", "nixl")}
 
 
-def content() -> torch.Tensor:
+def content(block_size: int = BLOCK_SIZE) -> torch.Tensor:
     """All heads of P's pool: [blocks, heads, layers, 2, block size, head dim]."""
     generator = torch.Generator().manual_seed(3)
-    return torch.rand(NUM_BLOCKS, HEADS, 2, 2, BLOCK_SIZE, 8, generator=generator)
+    return torch.rand(NUM_TOKENS // block_size, HEADS, 2, 2, block_size, 8, generator=generator)
 
 
 def heads_of(rank: int, degree: int) -> tuple[int, ...]:
@@ -36,20 +36,24 @@ def heads_of(rank: int, degree: int) -> tuple[int, ...]:
 class Ranks:
     """A tensor parallel engine whose ranks all live in this process. filled: its pools hold `content`."""
 
-    def __init__(self, engine_id: str, config: TransferConfig, degree: int, filled: bool) -> None:
+    def __init__(
+        self, engine_id: str, config: TransferConfig, degree: int, filled: bool, block_size: int = BLOCK_SIZE
+    ) -> None:
         self.pools: list[torch.Tensor] = []
-        self.generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
+        self.block_size, num_blocks = block_size, NUM_TOKENS // block_size
+        self.generations = np.arange(100, 100 + num_blocks, dtype=np.int64)
         for rank in range(degree):
             heads = heads_of(rank, degree)
-            layout = KVLayout.uniform(num_layers=2, heads=heads, head_dim=8, block_size=BLOCK_SIZE, dtype="float32")
-            pool = content()[:, list(heads)].contiguous() if filled else torch.zeros(NUM_BLOCKS, *layout.block_shape)
+            layout = KVLayout.uniform(num_layers=2, heads=heads, head_dim=8, block_size=block_size, dtype="float32")
+            whole = content(block_size) if filled else torch.zeros_like(content(block_size))
+            pool = whole[:, list(heads)].contiguous()
             self.pools.append(pool)
             if rank == 0:
                 memory = PoolMemory(pool, self.generations, layout, "model")
                 self.sender, self.receiver = build_connector(config, memory, engine_id, 1, lambda: None)
                 others, receivers = [], []
             else:
-                memory = PoolMemory(pool, np.zeros(NUM_BLOCKS, np.int64), layout, "model")
+                memory = PoolMemory(pool, np.zeros(num_blocks, np.int64), layout, "model")
                 rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)
                 others.append(rank_pool)
                 receivers.append(receiver)
@@ -61,7 +65,7 @@ class Ranks:
         return self.sender.meta()
 
     def publish(self, name: str, block_ids: list[int]) -> Ticket:
-        return self.sender.publish(key(name), block_ids, len(block_ids) * BLOCK_SIZE, b"content")
+        return self.sender.publish(key(name), block_ids, len(block_ids) * self.block_size, b"content")
 
     def bump(self, block: int) -> None:
         self.generations[block] += 1
@@ -86,11 +90,11 @@ class Ranks:
         self.sender.close()
 
 
-def _child(pipe: Connection, parent: int, degree: int) -> None:
+def _child(pipe: Connection, parent: int, degree: int, block_size: int) -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: never outlive the tests
     if os.getppid() != parent:
         return
-    ranks = Ranks("p", CONFIG["nixl"], degree, filled=True)
+    ranks = Ranks("p", CONFIG["nixl"], degree, filled=True, block_size=block_size)
     while True:
         name, values = pipe.recv()
         pipe.send(getattr(ranks, name)(*values))
@@ -101,10 +105,10 @@ def _child(pipe: Connection, parent: int, degree: int) -> None:
 class Elsewhere:
     """The same in a process of its own."""
 
-    def __init__(self, degree: int) -> None:
+    def __init__(self, degree: int, block_size: int = BLOCK_SIZE) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(theirs, os.getpid(), degree), daemon=True)
+        self._process = context.Process(target=_child, args=(theirs, os.getpid(), degree, block_size), daemon=True)
         self._process.start()
 
     def __getattr__(self, name: str) -> Any:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from kvtransfer.kv_ranks import CONFIG, Elsewhere, Ranks, content, heads_of
+from kvtransfer.kv_peers import rows
+from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, heads_of
 
 from pdserve.engine.protocol import PeerStatus, PoolMeta
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
@@ -25,9 +26,13 @@ def transport(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Ranks]]:
-    from_degree, to_degree = request.param
-    source = Ranks("p", CONFIG["local"], from_degree, filled=True) if transport == "local" else Elsewhere(from_degree)
-    sink = Ranks(f"d{next(_names)}", CONFIG[transport], to_degree, filled=False)
+    from_degree, to_degree, *sizes = request.param
+    p_size, d_size = sizes or (BLOCK_SIZE, BLOCK_SIZE)
+    if transport == "local":
+        source = Ranks("p", CONFIG["local"], from_degree, True, p_size)
+    else:
+        source = Elsewhere(from_degree, p_size)
+    sink = Ranks(f"d{next(_names)}", CONFIG[transport], to_degree, False, d_size)
     try:
         sink.receiver.connect(source.meta())
         status = sink.wait(PeerStatus)
@@ -65,6 +70,29 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation", failed
     if not failed.settled:
         sink.wait(PullSettled)
+
+
+@pytest.mark.parametrize("pair", [(1, 2, 64, 16), (2, 1, 16, 64)], indirect=True, ids=["1to2", "2to1"])
+def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]) -> None:
+    source, sink = pair
+    theirs, ours, skip = ([4, 0, 2], [9, 1, 2, 3, 11, 7, 20, 5, 6, 21, 23, 10], 3)
+    if sink.block_size > 16:
+        theirs, ours, skip = [5, 6, 7, 20, 2, 3, 9, 8, 1, 0, 10, 11], [4, 0, 2], 1
+    sink.receiver.pull(1, source.publish("a", theirs), ours[skip:], skip, 10.0)
+    done = sink.wait(PullDone, PullFailed)
+    assert isinstance(done, PullDone), done
+    whole, first = rows(content(192 // len(theirs))[theirs]), skip * sink.block_size
+    for rank, pool in enumerate(sink.pools):
+        heads = list(heads_of(rank, len(sink.pools)))
+        assert torch.equal(rows(pool[ours[skip:]]), whole[first:, heads])
+        others = [block for block in range(len(pool)) if block not in ours[skip:]]
+        assert not pool[others].any()
+
+    reused = source.publish("b", theirs)
+    source.bump(theirs[-1])
+    sink.receiver.pull(2, reused, ours, 0, 10.0)
+    failed = sink.wait(PullDone, PullFailed)
+    assert isinstance(failed, PullFailed) and failed.reason == "stale-generation", failed
 
 
 @pytest.mark.parametrize("transport", ["local"], indirect=True)
