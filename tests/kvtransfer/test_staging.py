@@ -485,6 +485,6 @@ def test_a_ring_that_cannot_be_registered_is_told(source: LocalSource, monkeypat
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (100, 64), (127, 64), (128, 128), (700, 640)])
 def test_a_run_holds_whole_blocks_of_any_size(num_tokens: int, expected: int) -> None:
     ring = StagingRing(
-        LocalAgent(f"ring-{num_tokens}"), torch.empty(0), LAYOUT, NUM_RUNS * num_tokens * LAYOUT.token_bytes
+        LocalAgent(f"ring-{next(_names)}"), torch.empty(0), LAYOUT, NUM_RUNS * num_tokens * LAYOUT.token_bytes
     )
     assert ring.run_tokens == expected

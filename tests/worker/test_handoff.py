@@ -41,6 +41,62 @@ def test_split_equals_one_engine(pair: Pair, llm: LLM, length: int, sampling: Sa
     pair.assert_empty()
 
 
+@pytest.fixture
+def unequal(tiny_llama, llm: LLM, request: pytest.FixtureRequest) -> Iterator[Pair]:
+    """P and D of other block sizes; a ring with runs of 128 tokens."""
+    p_size, d_size = request.param
+    ring = 8 * 128 * llm.engine.layout.token_bytes
+    pair = Pair(tiny_llama, p={"block_size": p_size}, d={"block_size": d_size}, staging_bytes=ring)
+    yield pair
+    pair.close()
+
+
+SIZES = [(16, 64), (64, 16), (128, 32), (32, 128)]
+
+
+@pytest.mark.parametrize("unequal", SIZES, indirect=True, ids=str)
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_split_over_other_block_sizes_equals_one_engine(unequal: Pair, llm: LLM, sampling: SamplingParams) -> None:
+    for length in (1, 16, 31, 64, 65, 100, 203, 400):
+        prompt = prompt_of(length)
+        assert unequal.split(prompt, sampling) == expected(llm, prompt, sampling)
+    assert {e.source for e in unequal.d.events if isinstance(e, Arrived)} == {"p2p"}
+    unequal.assert_empty()
+
+
+@pytest.mark.parametrize("unequal", SIZES, indirect=True, ids=str)
+def test_a_cached_prefix_may_end_inside_a_block_of_p(unequal: Pair, llm: LLM) -> None:
+    p_size, d_size = (worker.engine.config.block_size for worker in (unequal.p, unequal.d))
+    token_bytes = unequal.d.engine.layout.token_bytes
+    shared = prompt_of(170)
+    for seed in (1, 2):
+        prompt = shared + prompt_of(100, seed)
+        assert unequal.split(prompt, GREEDY) == expected(llm, prompt, GREEDY)
+    first, second = [e for e in unequal.d.events if isinstance(e, Arrived)]
+    cached = 170 // d_size * d_size
+    assert (first.source, second.source, second.cached_tokens) == ("p2p", "p2p", cached)
+    assert first.num_bytes == -(-270 // p_size) * p_size * token_bytes
+    assert second.num_bytes == (-(-270 // p_size) - cached // p_size) * p_size * token_bytes
+    again = shared + prompt_of(100, 1)
+    assert unequal.split(again, GREEDY) == expected(llm, again, GREEDY)
+    unequal.assert_empty()
+
+
+@pytest.mark.parametrize("unequal", SIZES[:2], indirect=True, ids=str)
+def test_a_frozen_peer_of_another_block_size_costs_no_quarantine(unequal: Pair, llm: LLM) -> None:
+    """Its bytes may land in the ring alone."""
+    prompt = prompt_of(50)
+    unequal.d.loop.decode._deadline_s = 0.2
+    handoff, first = unequal.prefill(prompt, GREEDY)
+    unequal.p.sender._agent.faults.frozen = True
+    key = unequal.decode(handoff, prompt, GREEDY, first)
+    rest = unequal.finish(key)
+    assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
+    assert unequal.d.engine.blocks.num_quarantined == 0
+    unequal.p.sender._agent.faults.frozen = False
+    unequal.assert_empty()
+
+
 def test_kv_moved_and_is_reported(pair: Pair) -> None:
     prompt = prompt_of(100)
     began = time.time()

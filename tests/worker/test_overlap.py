@@ -106,6 +106,25 @@ def test_overlapped_equals_one_engine(pair: Pair, llm: LLM, length: int, samplin
     pair.assert_empty()
 
 
+@pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (32, 16)], ids=str)
+def test_overlapped_over_other_block_sizes_equals_one_engine(
+    tiny_llama: Path, llm: LLM, sizes: tuple[int, int]
+) -> None:
+    """Parts end inside D's blocks, and D's cached prefixes inside P's."""
+    ring = 8 * 64 * llm.engine.layout.token_bytes
+    p = {"max_num_batched_tokens": CHUNK, "block_size": sizes[0]}
+    pair = Pair(tiny_llama, p=p, d={"block_size": sizes[1]}, staging_bytes=ring)
+    shared = prompt_of(120)
+    for length, sampling in itertools.product((1, 49, 160, 203), (GREEDY, SAMPLED)):
+        request = Overlapped(pair, shared[:length] + prompt_of(max(length - 120, 0), length), sampling)
+        assert request.run() == expected(llm, request.prompt, sampling)
+        assert request.arrived.source in ("p2p", "cache")
+    early = [e.num_early_bytes for e in pair.d.events if isinstance(e, Arrived)]
+    assert max(early) >= 64 * pair.d.engine.layout.token_bytes
+    pair.assert_empty()
+    pair.close()
+
+
 def test_all_but_the_last_chunk_has_moved_when_the_prompt_is_computed(pair: Pair, llm: LLM) -> None:
     request = Overlapped(pair, prompt_of(200), GREEDY)
     pair.until(lambda: request.handoff is not None)
