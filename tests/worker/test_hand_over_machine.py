@@ -3,7 +3,8 @@
 The engines run a model on paper (engine/harness.py): its rows are functions of the tokens before them, move as late as
 a device may, and are checked by whoever reads them, so a stale or foreign byte that is accepted fails the step that
 reads it. Links and mailboxes are the real ones, with threads of their own; the transport is the in-process one, which
-can be slow, frozen and dead. After every event the books are checked on both sides; in the end all comes to rest.
+can be slow, frozen and dead. Half of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens,
+whose repacks can be slow. After every event the books are checked on both sides; in the end all comes to rest.
 """
 
 import itertools
@@ -30,7 +31,7 @@ from hypothesis.stateful import (
 )
 from pair import Worker, owned, submit
 
-from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.schema import PoolConfig, TransferConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import (
@@ -51,13 +52,41 @@ from pdserve.engine.protocol import (
 from pdserve.engine.scheduler import Plan
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local_pool import LocalPoolServer
+from pdserve.kvtransfer.staging import NUM_RUNS, Staging
 
 EXAMPLES = int(os.environ.get("PDSERVE_MACHINE_EXAMPLES", "25"))
 POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1)
-TRANSFER = TransferConfig(connector="local", lease_s=0.4, pull_deadline_s=0.2, max_reserved_fraction=0.7, pool=POOL)
+ROW_BYTES = 8
+TRANSFER = TransferConfig(
+    connector="local",
+    lease_s=0.4,
+    pull_deadline_s=0.2,
+    max_reserved_fraction=0.7,
+    staging_bytes=NUM_RUNS * 32 * ROW_BYTES,
+    pool=POOL,
+)
 REST_S = 20.0
 ROUTER = "router"
 _names = itertools.count()
+
+
+class SlowStaging:
+    """Repacks take delay_s, and move their rows at the end of it."""
+
+    delay_s = 0.0
+    repack = Staging.repack
+
+    @classmethod
+    def start(cls, *arguments: Any) -> Callable[[], bool]:
+        ends, is_done = time.monotonic() + cls.delay_s, False
+
+        def has_ended() -> bool:
+            nonlocal is_done
+            if not is_done and time.monotonic() >= ends:
+                is_done = cls.repack(*arguments)()
+            return is_done
+
+        return has_ended
 
 
 class PaperWorker(Worker):
@@ -67,7 +96,8 @@ class PaperWorker(Worker):
     def memory(self) -> PoolMemory:
         """The paper's rows, 8 bytes each, as a pool."""
         rows: Any = self.engine.runner.rows  # type: ignore[attr-defined]
-        layout = KVLayout.uniform(num_layers=1, heads=(0,), head_dim=1, block_size=rows.shape[1], dtype="float32")
+        row = LayerGroup(layers=(0,), heads=(0,), planes=1, row_width=ROW_BYTES // 4, dtype="float32")
+        layout = KVLayout(groups=(row,), block_size=rows.shape[1])
         pool = torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
         return PoolMemory(pool, self.engine.blocks.generations, layout, "paper")
 
@@ -108,14 +138,22 @@ class HandOver(RuleBasedStateMachine):
         seed=st.integers(0, 1 << 30),
         p_blocks=st.integers(14, 30),
         d_blocks=st.integers(14, 30),
+        block_sizes=st.sampled_from([(16, 16), (16, 16), (16, 32), (32, 16)]),
         two=st.booleans(),
     )
-    def begin(self, seed: int, p_blocks: int, d_blocks: int, two: bool, with_pool: bool) -> None:
+    def begin(
+        self, seed: int, p_blocks: int, d_blocks: int, block_sizes: tuple[int, int], two: bool, with_pool: bool
+    ) -> None:
+        """p_blocks, d_blocks: as if blocks had 16 tokens."""
         self.rng = random.Random(seed)
+        SlowStaging.delay_s = 0.0
         self.shared = LocalPoolServer() if with_pool else None
         self.session = 1
-        self.common = {"device": "cpu", "block_size": 16, "async_scheduling": two, "max_num_seqs": 8}
-        self.sizes = {"P": p_blocks, "D": d_blocks}
+        self.common = {"device": "cpu", "async_scheduling": two, "max_num_seqs": 8}
+        self.sizes = {
+            name: {"block_size": size, "num_kv_blocks": 1 + blocks * 16 // size}
+            for name, blocks, size in zip("PD", (p_blocks, d_blocks), block_sizes, strict=True)
+        }
         self.asked: list[Asked] = []
         self.prefixes = [[self.rng.randrange(256) for _ in range(96)] for _ in range(3)]
         self.p, self.d = self._start("P"), self._start("D")
@@ -129,8 +167,8 @@ class HandOver(RuleBasedStateMachine):
             "prefill" if name == "P" else "decode",
             TRANSFER,
             self.shared,
-            num_kv_blocks=self.sizes[name],
             max_num_batched_tokens=budget,
+            **self.sizes[name],
             **self.common,
         )
         worker.command(Subscribe(router_id=ROUTER, session=self.session))
@@ -266,6 +304,7 @@ class HandOver(RuleBasedStateMachine):
     def go_wrong(self, kind: str) -> None:
         if kind == "slow":
             self.p.faults.delay_s = self.rng.choice([0.0, 0.005, 0.05, 0.4])
+            SlowStaging.delay_s = self.rng.choice([0.0, 0.0, 0.005, 0.05, 0.4])
         elif kind in ("freeze", "thaw"):
             self.p.faults.frozen = kind == "freeze"
         elif kind == "P dies":
@@ -377,10 +416,10 @@ class HandOver(RuleBasedStateMachine):
         for link in list(self.d.receiver._ranks[0]._links.values()):
             for pull in list(link._pulls.values()):
                 for piece in list(pull.pieces):
-                    if piece.reads:
-                        written = pull.local_blocks[piece.first - pull.skip : piece.last - pull.skip]
+                    if piece.is_written:
+                        written = piece.local_blocks
                         bad = [b for b in written if b not in reserved and b not in blocks._quarantined]
-                        assert not (bad and piece.reads), f"blocks {bad} are not kept for the read that fills them"
+                        assert not (bad and piece.is_written), f"blocks {bad} are not kept for what fills them"
 
     def teardown(self) -> None:
         if not hasattr(self, "p"):
@@ -395,17 +434,19 @@ class HandOver(RuleBasedStateMachine):
     def _come_to_rest(self) -> None:
         """No command but hand-overs comes any more; the peers live: everything ends, and every block is free."""
         self._letters("kept")
-        self.p.faults.frozen, self.p.faults.delay_s = False, 0.0
+        self.p.faults.frozen, self.p.faults.delay_s, SlowStaging.delay_s = False, 0.0, 0.0
         self._pool_goes_wrong("pool well")
         limit = time.monotonic() + REST_S
         decode, sender = self.d.loop.decode, self.p.sender
+        ring = self.d.receiver._ranks[0]._own.ring
         assert decode is not None
         while True:
             self.work(2, 2, 0)
             for asked in self._open(lambda each: each.handoff is not None and not each.is_handed_over):
                 self._hand_over(asked)
             rests = not any(w.engine.has_work or owned(w) for w in (self.p, self.d))
-            if rests and not self._open() and not decode._imports and not sender._prompts:
+            is_empty = not decode._imports and not sender._prompts and len(ring._free) == NUM_RUNS
+            if rests and not self._open() and is_empty:
                 break
             assert time.monotonic() < limit, (
                 self._open(),
@@ -413,6 +454,7 @@ class HandOver(RuleBasedStateMachine):
                 sender._prompts,
                 owned(self.p),
                 owned(self.d),
+                ring._held,
             )
             time.sleep(0.001)
         self.books_add_up()
@@ -423,12 +465,18 @@ def run(model: Path, examples: int, steps: int) -> None:
     HandOver.model = model
     phases = [Phase.explicit, Phase.reuse, Phase.generate]
     checks = list(HealthCheck)
-    run_state_machine_as_test(
-        HandOver,
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks, phases=phases
-        ),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Staging, "repack", lambda *arguments: SlowStaging.start(*arguments))
+        run_state_machine_as_test(
+            HandOver,
+            settings=settings(
+                max_examples=examples,
+                stateful_step_count=steps,
+                deadline=None,
+                suppress_health_check=checks,
+                phases=phases,
+            ),
+        )
 
 
 def test_every_order_of_events(tiny_llama: Path) -> None:
