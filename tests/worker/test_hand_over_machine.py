@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -71,20 +71,24 @@ _names = itertools.count()
 
 
 class SlowStaging:
-    """Repacks take delay_s, and move their rows at the end of it."""
+    """Repacks take delay_s, and move their rows at the end of it. running: (address of the pool, blocks) of those under
+    way.
+    """
 
     delay_s = 0.0
     repack = Staging.repack
+    running: ClassVar[dict[int, tuple[int, tuple[int, ...]]]] = {}
 
     @classmethod
-    def start(cls, *arguments: Any) -> Callable[[], bool]:
-        ends, is_done = time.monotonic() + cls.delay_s, False
+    def start(cls, staging: Staging, slots: Any, skip: int, num_rows: int, blocks: Any) -> Callable[[], bool]:
+        ends, number = time.monotonic() + cls.delay_s, next(_names)
+        cls.running[number] = staging._pool.data_ptr(), tuple(blocks)
 
         def has_ended() -> bool:
-            nonlocal is_done
-            if not is_done and time.monotonic() >= ends:
-                is_done = cls.repack(*arguments)()
-            return is_done
+            if number in cls.running and time.monotonic() >= ends:
+                cls.repack(staging, slots, skip, num_rows, blocks)
+                del cls.running[number]
+            return number not in cls.running
 
         return has_ended
 
@@ -146,7 +150,7 @@ class HandOver(RuleBasedStateMachine):
     ) -> None:
         """p_blocks, d_blocks: as if blocks had 16 tokens."""
         self.rng = random.Random(seed)
-        SlowStaging.delay_s = 0.0
+        SlowStaging.delay_s = self.rng.choice([0.0, 0.005, 0.03])
         self.shared = LocalPoolServer() if with_pool else None
         self.session = 1
         self.common = {"device": "cpu", "async_scheduling": two, "max_num_seqs": 8}
@@ -420,6 +424,10 @@ class HandOver(RuleBasedStateMachine):
                         written = piece.local_blocks
                         bad = [b for b in written if b not in reserved and b not in blocks._quarantined]
                         assert not (bad and piece.is_written), f"blocks {bad} are not kept for what fills them"
+        own = self.d.memory().pool.data_ptr()
+        for number, (pool, written) in list(SlowStaging.running.items()):
+            bad = [b for b in written if pool == own and b not in reserved and b not in blocks._quarantined]
+            assert not (bad and number in SlowStaging.running), f"rows are being moved to blocks {bad}"
 
     def teardown(self) -> None:
         if not hasattr(self, "p"):
