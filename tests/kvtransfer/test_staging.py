@@ -437,6 +437,25 @@ def test_a_ticket_in_blocks_of_another_size_than_the_pools_is_an_error(sink: Eng
     assert failed.reason == "error" and "17 tokens" in failed.detail
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_rows_arrive_on_a_device(sizes: tuple[int, int]) -> None:
+    """Both pools on one; repacks on streams of their own."""
+    source = Engine(f"p{next(_names)}", LOCAL, pool=pattern(5, sizes[0]).cuda(), block_size=sizes[0])
+    sink = Engine(f"d{next(_names)}", LOCAL, pool=torch.zeros_like(pattern(5, sizes[1])).cuda(), block_size=sizes[1])
+    try:
+        assert sink.connect(source.sender.meta()).connected
+        for num_tokens in (1, 100, 960):
+            theirs, local = blocks_for(num_tokens, sizes[0], 3, 5), blocks_for(num_tokens, sizes[1], 5, 2)
+            ticket = source.sender.publish(name(), theirs, num_tokens, b"content")
+            assert isinstance(pull(sink, ticket, local), PullDone)
+            assert has_rows(sink, local, rows(source.pool[theirs])[:num_tokens])
+        assert num_free(sink) == NUM_RUNS
+    finally:
+        sink.close()
+        source.close()
+
+
 # --- the ring ---
 
 
