@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "parallel": set(),
     "models": {"kernels", "parallel"},
     "engine": {"models", "kernels", "parallel", "text"},
-    "kvtransfer": {"engine"},
+    "kvtransfer": {"engine", "kernels"},
     "prefill": {"engine", "kvtransfer"},
     "decode": {"engine", "kvtransfer"},
     "worker": {"engine", "kvtransfer", "prefill", "decode"},
@@ -31,6 +31,7 @@ ALLOWED: dict[str, set[str]] = {
 ONLY: dict[tuple[str, str], set[str]] = {
     ("router", "engine"): {"pdserve.engine.protocol"},
     ("kvtransfer", "engine"): {"pdserve.engine.protocol"},
+    ("kvtransfer", "kernels"): {"pdserve.kernels.ops"},
     ("cluster", "engine"): {"pdserve.engine.protocol"},
     ("cluster", "models"): {"pdserve.models.checkpoint"},
     ("bench", "engine"): {"pdserve.engine.llm"},

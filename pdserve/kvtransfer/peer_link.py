@@ -81,7 +81,7 @@ class Pull:
     those before it hold what was published, since verified_at (seconds since the epoch); early: those when the ticket
     was complete. deadline, started: monotonic, the latter of the complete ticket; patience: how long one read may take
     before. read_s: pieces were on their way, from post to verified, overlaps counted once; read_until: monotonic, the
-    end of the last. reported: its end was told already.
+    end of the last. reported: its end was told already. is_advancing: `_advance` is at it.
     """
 
     pull_id: int

@@ -6,6 +6,7 @@ import pytest
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.protocol import RankPool
 from pdserve.kvtransfer.ranges import (
+    BlockSizes,
     HeadRange,
     count_descriptors,
     local_pieces,
@@ -21,6 +22,16 @@ def layout(heads: tuple[int, ...]) -> KVLayout:
 
 def rank_pool(heads: tuple[int, ...], address: int = 0) -> RankPool:
     return RankPool(agent_name="p", agent_metadata=b"", pool_address=address, memory="DRAM", device_id=0, heads=heads)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "step", "covered", "filled"),
+    [(16, 16, 1, (3, 5), 5), (64, 16, 4, (12, 20), 1), (16, 64, 1, (0, 2), 20), (32, 128, 1, (0, 2), 20)],
+)
+def test_blocks_of_other_sizes(ours: int, theirs: int, step: int, covered: tuple[int, int], filled: int) -> None:
+    """Ours from 3 to before 5 of them; five of theirs."""
+    sizes = BlockSizes(ours, theirs)
+    assert (sizes.step, sizes.cover(3, 5), sizes.filled(5)) == (step, covered, filled)
 
 
 def test_equal_heads_are_one_whole_block() -> None:
