@@ -154,9 +154,9 @@ class RankReceiver:
                 return  # the end of a superseded incarnation must not look like the end of the living one
             if isinstance(event, PullDone | PullFailed):
                 self._pulling.pop(event.pull_id, None)
+            self._count(event, transport)
             self._events.append(event)
             wake = not self._closed
-        self._count(event, transport)
         if wake:
             self._wake()
 
