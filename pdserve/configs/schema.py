@@ -184,7 +184,7 @@ class TransferConfig(Config):
     max_pinned_fraction: float = Field(0.5, gt=0, le=1)
     max_reserved_fraction: float = Field(0.5, gt=0, le=1)
     max_quarantined_fraction: float = Field(0.25, gt=0, le=1)
-    staging_bytes: int = Field(512 << 20, ge=1)
+    staging_bytes: int = Field(1 << 30, ge=1)
     pool: PoolConfig = PoolConfig()
 
 
