@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 PROBE_DEADLINE_S = 10.0
 LONG_PROBE_FROM = 10e9  # bytes a second; below, one read of PROBE_BYTES tells the rate well enough
 LONG_PROBE_READS = 16
+VERIFIED_TOGETHER = 4  # pieces from the staging ring, while more come: a generation read costs as much as moving one
 QUIET_AFTER_REMOVAL_S = 0.05
 SEVER_AFTER_S = 30.0
 MIN_SLEEP_S, MAX_SLEEP_S = 30e-6, 5e-3
@@ -170,6 +171,11 @@ class Piece:
         first, end = self.rows
         ours = self.pull.sizes.ours
         return self.pull.local_blocks[first // ours - self.pull.skip : -(-end // ours) - self.pull.skip]
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether its bytes are on their way to these."""
+        return self.reads > 0 or self.is_repacking
 
     @property
     def is_written(self) -> bool:
@@ -603,7 +609,10 @@ class PeerLink:
                 self._settle(piece.pull)
             return
         self._to_verify.append(piece)
-        self._verify()
+        assert self._connection is not None
+        more = self._connection.staging is not None and any(each.is_moving for each in piece.pull.pieces)
+        if not more or len(self._to_verify) >= VERIFIED_TOGETHER:
+            self._verify()
 
     def _verify(self) -> None:
         """Read the generations of all pieces whose data is complete, in one read, posted after the last byte of

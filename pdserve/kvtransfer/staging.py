@@ -124,7 +124,9 @@ class Staging:
         Returns what tells whether it is done; our blocks may be written until then.
         """
         with self._on_stream():
-            source_ids, block_ids = self._ids(slots), self._ids(blocks)
+            padding = -len(slots) % 4  # Triton compiles once more for ids that are not 16-byte aligned
+            ids = self._ids([*slots.tolist(), *[0] * padding, *blocks])
+            source_ids, block_ids = ids[: len(slots)], ids[len(slots) + padding :]
             self._ops.repack(self.slots, source_ids, self._pool, block_ids, skip, num_rows)
             if self._stream is None:
                 return lambda: True
@@ -138,7 +140,7 @@ class Staging:
     def _on_stream(self) -> Any:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
-    def _ids(self, ids: Sequence[int] | np.ndarray) -> Tensor:
+    def _ids(self, ids: Sequence[int]) -> Tensor:
         return torch.as_tensor(ids, dtype=torch.int32).to(self._pool.device, non_blocking=True)
 
     def _compile(self) -> None:
