@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from pdserve.configs.kv_layout import KVLayout
+from pdserve.engine.device_memory import OutOfMemory, zeros
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.kvtransfer.agent import TransferAgent, TransferError
 
@@ -62,10 +63,11 @@ class StagingRing:
     def _allocate(self) -> Tensor:
         num_elements = NUM_RUNS * self.run_tokens * self.layout.token_bytes // self.pool.element_size()
         try:
-            memory = torch.empty(num_elements, dtype=self.pool.dtype, device=self.pool.device)
+            memory = zeros((num_elements,), self.pool.dtype, self.pool.device)
             self._agent.register(memory)
-        except (TransferError, RuntimeError) as error:  # torch says on CPU by the latter that memory lacks
-            raise TransferError("error", f"no staging ring of {self._num_bytes} bytes: {error}") from error
+        except (TransferError, OutOfMemory) as error:
+            reason = str(error) or "the memory lacks; lower transfer.staging_bytes"
+            raise TransferError("error", f"no staging ring of {self._num_bytes} bytes: {reason}") from error
         return memory
 
     def take(self, user: "Staging") -> int | None:

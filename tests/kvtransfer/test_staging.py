@@ -484,6 +484,18 @@ def test_a_ring_that_is_too_small_is_told(source: LocalSource) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(16, 64)], indirect=True)
+def test_a_ring_that_memory_lacks_for_is_told(source: LocalSource) -> None:
+    sink = Engine(f"d{next(_names)}", LOCAL.model_copy(update={"staging_bytes": 1 << 50}), block_size=64)
+    try:
+        status = sink.connect(source.meta)
+        assert (
+            not status.connected and f"{1 << 50} bytes: the memory lacks; lower transfer.staging_bytes" in status.detail
+        )
+    finally:
+        sink.close()
+
+
+@pytest.mark.parametrize("sizes", [(16, 64)], indirect=True)
 def test_a_ring_that_cannot_be_registered_is_told(source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
     sink = Engine(f"d{next(_names)}", LOCAL, block_size=64)
 
