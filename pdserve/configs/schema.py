@@ -5,6 +5,7 @@ is an error that names the nearest known one. Torch-free. Knows nothing of Ray.
 """
 
 import difflib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,9 @@ Role = Literal["prefill", "decode", "both"]
 class Config(BaseModel):
     """Base of all configuration: frozen, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), hide_input_in_errors=True
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -204,6 +207,15 @@ class RouterConfig(Config):
     split_min_tokens: prompts shorter than this are not split. max_attempts: workers tried in a row without a new token.
     worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: so is a leg
     without events.
+
+    Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being answered, and prompt tokens
+    that no worker has computed yet; more are refused with 429. max_prompt_tokens: of one prompt, below what the model
+    takes. client_timeout_s: a client has so long to send its body, and to take something of a stream that is full.
+
+    api_key_env: the name of an environment variable with API keys, separated by commas. api_keys_file: a file on each
+    node that has routers, one key a line; read again when it changes. Without either, everybody may ask.
+    metrics_need_key: /metrics asks for a key too. salt_by_key: prompts share cached prefixes with those of the same key
+    only.
     """
 
     replicas: int = Field(1, ge=1)
@@ -216,6 +228,36 @@ class RouterConfig(Config):
     max_attempts: int = Field(3, ge=1)
     worker_silence_s: float = Field(15.0, gt=0)
     attempt_deadline_s: float = Field(300.0, gt=0)
+    max_concurrent_prompts: int = Field(8192, ge=1)
+    max_queued_tokens: int = Field(8 << 20, ge=1)
+    max_prompt_tokens: int | None = Field(None, ge=1)
+    client_timeout_s: float = Field(120.0, gt=0)
+    api_key_env: str | None = None
+    api_keys_file: str | None = None
+    metrics_need_key: bool = False
+    salt_by_key: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_keys(cls, data: Any) -> Any:
+        """No message may repeat what was given here: it may be a key."""
+        given = data if isinstance(data, dict) else {}
+        name = given.get("api_key_env")
+        is_name = name is None or (isinstance(name, str) and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name))
+        if not is_name or any(key in given for key in ("api_key", "api_keys")):
+            raise ValueError(
+                "API keys do not belong into this file, which Ray's dashboard shows: export them in an environment "
+                "variable and write its name in router.api_key_env, or put them into a file on each router's node, one "
+                "a line, and write its path in router.api_keys_file"
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> "RouterConfig":
+        for name in ("salt_by_key", "metrics_need_key"):
+            if getattr(self, name) and not (self.api_key_env or self.api_keys_file):
+                raise ValueError(f"router.{name} needs API keys: set router.api_key_env or router.api_keys_file")
+        return self
 
 
 class ClusterConfig(Config):

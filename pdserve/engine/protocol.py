@@ -100,7 +100,7 @@ def _is_list(value: Any) -> bool:
 
 
 # name -> (lowest, highest, None allowed)
-_INTEGERS: dict[str, tuple[int, int, bool]] = {
+INTEGERS: dict[str, tuple[int, int, bool]] = {
     "n": (1, 1 << 16, False),
     "top_k": (-1, 1 << 31, False),
     "seed": (-(1 << 63), MAX_SEED, True),
@@ -111,7 +111,7 @@ _INTEGERS: dict[str, tuple[int, int, bool]] = {
 }
 
 # name -> (lowest, highest, lowest itself allowed)
-_NUMBERS: dict[str, tuple[float, float, bool]] = {
+NUMBERS: dict[str, tuple[float, float, bool]] = {
     "temperature": (0.0, 100.0, True),
     "top_p": (0.0, 1.0, False),
     "min_p": (0.0, 1.0, True),
@@ -122,7 +122,7 @@ _NUMBERS: dict[str, tuple[float, float, bool]] = {
 
 
 def _check_integers(params: SamplingParams) -> None:
-    for name, (low, high, optional) in _INTEGERS.items():
+    for name, (low, high, optional) in INTEGERS.items():
         value = getattr(params, name)
         if value is None and optional:
             continue
@@ -131,7 +131,7 @@ def _check_integers(params: SamplingParams) -> None:
 
 
 def _check_numbers(params: SamplingParams) -> None:
-    for name, (low, high, closed) in _NUMBERS.items():
+    for name, (low, high, closed) in NUMBERS.items():
         value = getattr(params, name)
         if not _is_number(value) or value > high or value < low or (value == low and not closed):
             raise ValueError(f"{name} must be a number in {'[' if closed else '('}{low:g}, {high:g}], not {value!r}")

@@ -8,7 +8,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,11 +22,13 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import check_request_id
+from pdserve.router.auth import ApiKeys
 from pdserve.router.dispatch import Chunk
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import exposition
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
+from pdserve.router.openapi import openapi_document
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder, event_bytes
 from pdserve.router.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
@@ -46,15 +49,19 @@ class _ClientGone(Exception):
 def build_app(
     fleet: Fleet, tokenizer: Tokenizer, config: RouterConfig, model_name: str, service: Service | None = None
 ) -> Starlette:
-    """model_name: what clients send as `model`. service: to share one with a Python handle; made here by default."""
-    api = _Api(service or Service(fleet, tokenizer, config, model_name))
+    """model_name: what clients send as `model`. service: to share one with a Python handle; made here by default.
+    Raises ValueError when the API keys that the configuration speaks of cannot be read."""
+    api = _Api(service or Service(fleet, tokenizer, config, model_name), ApiKeys(config))
     routes = [
         Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
         Route("/v1/chat/completions", api.endpoint(api.chat), methods=["POST"]),
         Route("/v1/models", api.endpoint(api.models), methods=["GET"]),
         Route("/v1/models/{name:path}", api.endpoint(api.model), methods=["GET"]),
-        Route("/health", api.endpoint(api.health), methods=["GET"]),
-        Route("/metrics", api.endpoint(api.metrics), methods=["GET"]),
+        # open: load balancers have no keys, and learn a yes or no
+        Route("/health", api.endpoint(api.health, is_open=True), methods=["GET"]),
+        # open by default, as with vLLM: scrapers have no keys, and the page has counts, but nothing of any request
+        Route("/metrics", api.endpoint(api.metrics, is_open=not config.metrics_need_key), methods=["GET"]),
+        Route("/openapi.json", api.endpoint(api.openapi, is_open=True), methods=["GET"]),
     ]
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.state.service = api.service
@@ -62,17 +69,20 @@ def build_app(
 
 
 class _Api:
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, keys: ApiKeys) -> None:
         self.service = service
+        self._keys = keys
 
-    def endpoint(self, handler: Endpoint) -> Endpoint:
-        """The handler with its errors in OpenAI's form."""
+    def endpoint(self, handler: Endpoint, is_open: bool = False) -> Endpoint:
+        """The handler, for those who have a key, with its errors in OpenAI's form. is_open: for everybody."""
 
         async def call(request: Request) -> Response:
             try:
+                if not is_open:
+                    request.state.tenant = self._keys.check(request.headers.get("authorization"))
                 return await handler(request)
             except ApiError as error:
-                self.service.metrics.rejections.labels(str(error.status)).inc()
+                self.service.metrics.rejections.labels(str(error.status), error.reason).inc()
                 return _error(error)
             except (_ClientGone, ClientDisconnect):
                 return Response(status_code=CLIENT_CLOSED)
@@ -84,7 +94,7 @@ class _Api:
 
     async def completions(self, request: Request) -> Response:
         received, shows_timeline = time.perf_counter(), _shows_timeline(request)
-        call = parse(await _read_body(request, self.service.config.max_body_bytes), CompletionRequest)
+        call = parse(await self._body(request), CompletionRequest)
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
         generation = await self.service.admit(
@@ -95,13 +105,15 @@ class _Api:
             cache_salt=call.cache_salt or "",
             add_special_tokens=call.add_special_tokens is not False,
             received=received,
+            tenant=self._tenant(request),
         )
-        responder = CompletionResponder(call, generation, self.service.tokenizer, shows_timeline)
-        return await _answer(request, generation, responder, bool(call.stream))
+        with _closing_on_error(generation):
+            responder = CompletionResponder(call, generation, self.service.tokenizer, shows_timeline)
+            return await self._answer(request, generation, responder, bool(call.stream))
 
     async def chat(self, request: Request) -> Response:
         received, shows_timeline = time.perf_counter(), _shows_timeline(request)
-        call = parse(await _read_body(request, self.service.config.max_body_bytes), ChatRequest)
+        call = parse(await self._body(request), ChatRequest)
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
         sampling = call.sampling()
@@ -115,9 +127,12 @@ class _Api:
             priority=call.priority or 0,
             cache_salt=call.cache_salt or "",
             received=received,
+            named="messages",
+            tenant=self._tenant(request),
         )
-        responder = ChatResponder(call, generation, self.service.tokenizer, shows_timeline)
-        return await _answer(request, generation, responder, bool(call.stream))
+        with _closing_on_error(generation):
+            responder = ChatResponder(call, generation, self.service.tokenizer, shows_timeline)
+            return await self._answer(request, generation, responder, bool(call.stream))
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -133,6 +148,41 @@ class _Api:
     async def metrics(self, request: Request) -> Response:
         page = exposition(self.service.metrics, self.service.fleet)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
+
+    async def openapi(self, request: Request) -> Response:
+        return _json(openapi_document(self.service.config, self.service.model_name, self._keys.required))
+
+    def _tenant(self, request: Request) -> str:
+        return str(request.state.tenant) if self.service.config.salt_by_key else ""
+
+    async def _body(self, request: Request) -> bytes:
+        config = self.service.config
+        try:
+            async with asyncio.timeout(config.client_timeout_s):
+                return await _read_body(request, config.max_body_bytes)
+        except TimeoutError:
+            message = (
+                f"the body did not come within {config.client_timeout_s:g} s: send it faster, or raise "
+                "router.client_timeout_s"
+            )
+            raise ApiError(message, status=408, code="body_timeout") from None
+
+    async def _answer(self, request: Request, generation: Generation, responder: Responder, streams: bool) -> Response:
+        watch = _ClientWatch(request.receive)
+        try:
+            if not streams:
+                results = await watch.unless_gone(generation.collect())
+                answer = _json(responder.whole(results))
+                generation.served()
+                watch.close()
+                return answer
+            batches = generation.stream()
+            # the first tokens decide between an error status and a stream
+            first = await watch.unless_gone(anext(batches))
+            return _EventStream(generation, batches, first, responder, watch, self.service.config.client_timeout_s)
+        except BaseException:
+            watch.close()
+            raise
 
     def _model_card(self) -> dict[str, Any]:
         workers = self.service.fleet.decode_workers
@@ -175,23 +225,14 @@ def _shows_timeline(request: Request) -> bool:
     return given == "1"
 
 
-async def _answer(request: Request, generation: Generation, responder: Responder, streams: bool) -> Response:
-    watch = _ClientWatch(request.receive)
+@contextmanager
+def _closing_on_error(generation: Generation) -> Iterator[None]:
+    """Nothing of it stays at workers, nor its places in admission, when no response comes to own it."""
     try:
-        if streams:
-            batches = generation.stream()
-            # the first tokens decide between an error status and a stream
-            first = await watch.unless_gone(anext(batches))
-            return _EventStream(generation, batches, first, responder, watch)
-        results = await watch.unless_gone(generation.collect())
+        yield
     except BaseException:
         generation.close()
-        watch.close()
         raise
-    watch.close()
-    answer = _json(responder.whole(results))
-    generation.served()
-    return answer
 
 
 class _ClientWatch:
@@ -212,6 +253,7 @@ class _ClientWatch:
             await _stop(task)
 
     def close(self) -> None:
+        """Listen no more; work that is under way is stopped as if the client had left."""
         self._gone.cancel()
 
 
@@ -228,7 +270,12 @@ async def _stop(task: asyncio.Future[Any]) -> None:
 
 
 class _EventStream(Response):
-    """Server-sent events of one generation. Ends it, whatever ends the stream."""
+    """Server-sent events of one generation. Ends it, whatever ends the stream.
+
+    While the client does not read, `send` waits, once the connection's buffers are full; what the generation makes
+    meanwhile is kept (never more than it may make at all) and goes out as one event. A client that takes nothing for
+    timeout_s is given up.
+    """
 
     media_type = "text/event-stream"
 
@@ -239,6 +286,7 @@ class _EventStream(Response):
         first: list[Chunk],
         responder: Responder,
         watch: _ClientWatch,
+        timeout_s: float,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
@@ -247,6 +295,10 @@ class _EventStream(Response):
         self._first: list[Chunk] | None = first
         self._responder = responder
         self._watch = watch
+        self._timeout_s = timeout_s
+        self._num_sends = 0
+        self._sending = False
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look, 0)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -255,9 +307,18 @@ class _EventStream(Response):
         except (_ClientGone, OSError):
             logger.debug("client left %s", self._generation.request_id)
         finally:
+            self._timer.cancel()
             self._generation.close()
             self._watch.close()
             await self._batches.aclose()
+
+    def _look(self, num_sends: int) -> None:
+        """Whether the send of the last look still waits."""
+        if self._sending and self._num_sends == num_sends:
+            logger.warning("the client of %s read nothing for %g s", self._generation.request_id, self._timeout_s)
+            self._watch.close()
+            return
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look, self._num_sends)
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
@@ -265,7 +326,10 @@ class _EventStream(Response):
         while more:
             body, more = await self._next()
             if body:
+                self._num_sends += 1
+                self._sending = True
                 await send({"type": "http.response.body", "body": body, "more_body": more})
+                self._sending = False
 
     async def _next(self) -> tuple[bytes, bool]:
         """What to write next, and whether more follows. Never raises: the answer has begun."""
@@ -292,7 +356,9 @@ def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -
 
 
 def _error(error: ApiError) -> Response:
-    headers = None if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return _json(error.body(), error.status, headers)
 
 

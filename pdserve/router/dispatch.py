@@ -37,6 +37,7 @@ from pdserve.engine.protocol import (
     Ticket,
     TokenLogprob,
 )
+from pdserve.router.admission import Seat
 from pdserve.router.choose import Chooser, Demand, NoWorker, Plan
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
@@ -101,9 +102,10 @@ class _LegFailed(Exception):
 
 
 class RequestRun:
-    def __init__(self, dispatcher: Dispatcher, job: Job) -> None:
+    def __init__(self, dispatcher: Dispatcher, job: Job, seat: Seat) -> None:
         self._shared = dispatcher
         self._job = job
+        self._seat = seat
         sampling = job.sampling
         self.record = RequestRecord(sampling.n, sampling.logprobs is not None)
         self._texts = [
@@ -195,6 +197,7 @@ class RequestRun:
 
     def close(self) -> None:
         """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
+        self._seat.leave()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -299,6 +302,7 @@ class RequestRun:
             self._hand_off(leg, event.ticket)
         elif isinstance(event, PromptScored):
             self.record.score(event)
+            self._seat.computed()
         elif isinstance(event, Arrived):
             self._arrived(event)
         else:

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 FailureKind = Literal["invalid", "overloaded", "unavailable", "internal"]
 
+LONGEST_MESSAGE = 2000
+LONGEST_PARAM = 200
+
 _STATUS: dict[str, tuple[int, str, str | None]] = {
     "invalid": (400, "invalid_request_error", None),
     "overloaded": (429, "rate_limit_error", "overloaded"),
@@ -31,13 +34,20 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: int | None = None,
     ) -> None:
+        if len(message) > LONGEST_MESSAGE:  # it repeats something that was sent, which may be megabytes
+            message = f"{message[:LONGEST_MESSAGE]} ... ({len(message)} characters)"
         super().__init__(message)
         self.message = message
         self.status = status
         self.kind = kind
-        self.param = param
+        self.param = param if param is None else param[:LONGEST_PARAM]
         self.code = code
         self.retry_after = retry_after
+
+    @property
+    def reason(self) -> str:
+        """A label for metrics; of a small set, whatever clients send."""
+        return self.code or self.kind
 
     def body(self) -> dict[str, Any]:
         return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}

@@ -62,7 +62,9 @@ class RouterMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Prompts by how they ended.", "outcome")
-        self.rejections = self._counter("rejections", "HTTP requests refused before any work, by status.", "status")
+        self.rejections = self._counter(
+            "rejections", "HTTP requests answered with an error, by status and reason.", "status", "reason"
+        )
         self.plans = self._counter("plans", "Attempts by plan: split over prefill and decode, or whole.", "plan")
         self.failovers = self._counter("failovers", "Attempts that failed and were tried again, by reason.", "reason")
         self.arrivals = self._counter("kv_arrivals", "How decode workers came by a prompt's KV.", "source")
@@ -72,6 +74,7 @@ class RouterMetrics:
             "pdserve_router_generation_tokens", "Accepted generated tokens.", self.registry
         )
         self.running = Gauge("pdserve_router_running", "Prompts being answered.", registry=self.registry)
+        self.queued = Gauge("pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry)
         self.stale_events = Gauge("pdserve_router_stale_events", "Events of ended legs.", registry=self.registry)
         self.workers = Gauge("pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry)
         self.ttft = self._histogram("time_to_first_token", "From admission to a choice's first token.", _LATENCY_S)

@@ -128,12 +128,12 @@ class ChatRequest(_Request, kw_only=True):
 R = TypeVar("R", bound=_Request)
 
 # asked of a platform, not of a model: accepted and ignored
-_IGNORED = frozenset(
+IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
 )
 
 # not supported, but these values ask for nothing
-_NEUTRAL: dict[str, Any] = {
+NEUTRAL: dict[str, Any] = {
     "allowed_token_ids": [],
     "bad_words": [],
     "continue_final_message": False,
@@ -169,13 +169,13 @@ def parse(body: bytes, kind: type[R]) -> R:
     """Raises ApiError (400) naming the parameter."""
     try:
         data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
     given = {name: value for name, value in data.items() if value is not None}
-    for name in given.keys() - kind.__struct_fields__ - _IGNORED:
-        if name not in _NEUTRAL or given.pop(name) != _NEUTRAL[name]:
+    for name in given.keys() - kind.__struct_fields__ - IGNORED:
+        if name not in NEUTRAL or given.pop(name) != NEUTRAL[name]:
             raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
     try:
         return msgspec.convert(given, kind, str_keys=True)

@@ -7,6 +7,7 @@ no framework. Called by `router.app` and by the Python handle (`cluster/client.p
 
 import asyncio
 import itertools
+import math
 import secrets
 import time
 import uuid
@@ -19,6 +20,7 @@ import msgspec
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import FinishReason, SamplingParams, TokenLogprob
+from pdserve.router.admission import Admission, Seat
 from pdserve.router.choose import Chooser
 from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
@@ -36,6 +38,11 @@ INLINE_CHARS = 4096
 MAX_CHOICES = 8192
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
+MAX_SALT_CHARS = 256
+MAX_PRIORITY = 2**31 - 1  # and as far below zero
+
+# No token of the usual vocabularies is longer (theirs are 128 spaces): a longer text is refused before it is tokenised.
+MAX_TOKEN_CHARS = 128
 
 
 @dataclass(slots=True)
@@ -164,6 +171,8 @@ class Service:
         self.model_name = model_name
         self.metrics = RouterMetrics()
         chooser = Chooser(config.split_min_tokens)
+        self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens)
+        self.metrics.queued.set_function(lambda: self.admission.queued_tokens)
         self._dispatcher = Dispatcher(fleet, chooser, tokenizer, config, self.metrics, resume_wait_s)
         self._numbers = itertools.count()
 
@@ -185,14 +194,20 @@ class Service:
         cache_salt: str = "",
         add_special_tokens: bool = True,
         received: float | None = None,
+        named: str = "prompt",
+        tenant: str = "",
     ) -> Generation:
-        """Check everything and prepare; no worker hears of it before the first iteration. request_id: what answers and
-        the workers' logs name it by; need not be unique, a new one by default. received: perf_counter() when the call
-        came; now by default. Raises ApiError (400 naming the parameter; 503 when no worker is there)."""
+        """Check everything and prepare; no worker hears of it before the first iteration, and the caller must iterate
+        or `close` it: it holds places in `admission`. request_id: what answers and the workers' logs name it by; need
+        not be unique, a new one by default. received: perf_counter() when the call came; now by default. named: what
+        errors call the prompt. tenant: shares cached prefixes with itself only, whatever the salt. Raises ApiError (400 naming the parameter; 429 when there is too much to do; 503 when no
+        worker is there)."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         self.check_num_choices(sampling.n, len(prompts))
         self._check_sampling(sampling)
+        _check_scheduling(priority, cache_salt)
+        cache_salt = f"{tenant}:{cache_salt}" if tenant else cache_salt
         limits = self.limits()
         try:
             sampling.check_vocab(limits.vocab_size)
@@ -200,20 +215,43 @@ class Service:
             raise value_error(error, SamplingParams.__struct_fields__) from error
         if not prompts:
             raise ApiError("prompt is empty: send a text, a list of token ids, or a list of these", param="prompt")
-        ids = [await self._tokenise(prompt, add_special_tokens, limits) for prompt in prompts]
-        jobs = [
-            Job(
-                f"{request_id[:200]}-{next(self._numbers)}",
-                prompt,
-                _complete(sampling, len(prompt), limits.max_tokens),
-                received,
-                number,
-                priority,
-                cache_salt,
-            )
-            for number, prompt in enumerate(ids)
-        ]
-        return Generation(request_id, sampling.n, [RequestRun(self._dispatcher, job) for job in jobs], ids)
+        seats = self.admission.enter(len(prompts))
+        try:
+            ids = [await self._tokenise(prompt, add_special_tokens, limits, named) for prompt in prompts]
+            self.admission.check_tokens(sum(map(len, ids)))
+            runs = [
+                self._run(request_id, prompt, number, seat, received, priority, cache_salt, sampling, limits)
+                for number, (prompt, seat) in enumerate(zip(ids, seats, strict=True))
+            ]
+        except BaseException:
+            for seat in seats:
+                seat.leave()
+            raise
+        return Generation(request_id, sampling.n, runs, ids)
+
+    def _run(
+        self,
+        request_id: str,
+        prompt: tuple[int, ...],
+        number: int,
+        seat: Seat,
+        received: float,
+        priority: int,
+        cache_salt: str,
+        sampling: SamplingParams,
+        limits: Limits,
+    ) -> RequestRun:
+        job = Job(
+            f"{request_id[:200]}-{next(self._numbers)}",
+            prompt,
+            _complete(sampling, len(prompt), limits.max_tokens),
+            received,
+            number,
+            priority,
+            cache_salt,
+        )
+        seat.fill(len(prompt))
+        return RequestRun(self._dispatcher, job, seat)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
@@ -242,7 +280,8 @@ class Service:
             raise ApiError("messages is empty: send at least one message", param="messages")
         apply = self.tokenizer.apply_chat_template
         try:
-            return await asyncio.to_thread(apply, messages, add_generation_prompt, tools, **(variables or {}))
+            with self.admission.preparing():
+                return await asyncio.to_thread(apply, messages, add_generation_prompt, tools, **(variables or {}))
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
 
@@ -252,20 +291,33 @@ class Service:
             message = f"n must be at most {self.config.max_n}, not {n}: ask for fewer choices, or raise router.max_n"
             raise ApiError(message, param="n")
         if n * num_prompts > MAX_CHOICES:
-            message = f"n ({n}) times the number of prompts ({num_prompts}) must be at most {MAX_CHOICES}"
+            message = (
+                f"n ({n}) times the number of prompts ({num_prompts}) must be at most {MAX_CHOICES}: spread them over "
+                "several requests"
+            )
             raise ApiError(message, param="n" if num_prompts == 1 else "prompt")
 
     def _check_sampling(self, sampling: SamplingParams) -> None:
         if len(sampling.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
-            message = f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
+            message = (
+                f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters: send fewer or "
+                "shorter ones"
+            )
             raise ApiError(message, param="stop")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling, name)
             if value is not None and value > self.config.max_logprobs:
-                raise ApiError(f"{name} ({value}) must not exceed {self.config.max_logprobs}", param=name)
+                message = (
+                    f"{name} ({value}) must not exceed {self.config.max_logprobs}: ask for fewer, or raise "
+                    "router.max_logprobs"
+                )
+                raise ApiError(message, param=name)
 
-    async def _tokenise(self, prompt: Prompt, add_special_tokens: bool, limits: Limits) -> tuple[int, ...]:
+    async def _tokenise(self, prompt: Prompt, add_special_tokens: bool, limits: Limits, named: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
+            if len(prompt) > limits.max_tokens * MAX_TOKEN_CHARS:
+                least = math.ceil(len(prompt) / MAX_TOKEN_CHARS)
+                raise _context_length_error(limits.max_tokens, least, 1, named, "at least ")
             encode = self.tokenizer.encode
             try:
                 if len(prompt) <= INLINE_CHARS:
@@ -273,22 +325,36 @@ class Service:
                 else:
                     ids = await asyncio.to_thread(encode, prompt, add_special_tokens)
             except ValueError as error:
-                raise ApiError(str(error), param="prompt") from error
+                raise ApiError(str(error), param=named) from error
         else:
             ids = list(prompt)
         if not ids:
-            raise ApiError("prompt is empty: it needs at least one token", param="prompt")
+            raise ApiError(f"{named} is empty: it needs at least one token", param=named)
         if min(ids) < 0 or max(ids) >= limits.vocab_size:
-            raise ApiError(f"prompt holds token ids outside the vocabulary 0..{limits.vocab_size - 1}", param="prompt")
+            message = f"{named} holds token ids outside the vocabulary 0..{limits.vocab_size - 1}"
+            raise ApiError(message, param=named)
         if len(ids) >= limits.max_tokens:
-            raise _context_length_error(limits.max_tokens, len(ids), 1, "prompt")
+            raise _context_length_error(limits.max_tokens, len(ids), 1, named)
+        most = self.config.max_prompt_tokens
+        if most is not None and len(ids) > most:
+            message = f"{named} has {len(ids)} tokens, more than {most}: shorten it, or raise router.max_prompt_tokens"
+            raise ApiError(message, param=named, code="context_length_exceeded")
         return tuple(ids)
 
 
-def _context_length_error(limit: int, num_prompt: int, num_generated: int, param: str) -> ApiError:
+def _check_scheduling(priority: int, cache_salt: str) -> None:
+    if abs(priority) > MAX_PRIORITY:
+        message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, the lowest runs first, not {priority}"
+        raise ApiError(message, param="priority")
+    if len(cache_salt) > MAX_SALT_CHARS:
+        message = f"cache_salt must have at most {MAX_SALT_CHARS} characters, not {len(cache_salt)}: send a hash of it"
+        raise ApiError(message, param="cache_salt")
+
+
+def _context_length_error(limit: int, num_prompt: int, num_generated: int, param: str, about: str = "") -> ApiError:
     message = (
-        f"a request may have {limit} tokens, but this one has {num_prompt} in the prompt and asks for {num_generated}: "
-        "shorten the prompt or lower max_tokens"
+        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt and asks for "
+        f"{num_generated}: shorten the prompt or lower max_tokens"
     )
     return ApiError(message, param=param, code="context_length_exceeded")
 
