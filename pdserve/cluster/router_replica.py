@@ -46,7 +46,7 @@ class RouterReplica:
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
         self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service)
-        self._http = HttpServer(self._app, address) if address is not None else None
+        self._http = HttpServer(self._app, address, config.router.client_timeout_s) if address is not None else None
         # Of several routers on one port, the kernel gives a new one connections as soon as it listens; Serve's proxies
         # do so when this constructor ends.
         if not await self._fleet.until_decode_worker(FIRST_WORKER_S):

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
+from pdserve.cluster import http_server
 from pdserve.cluster.http_server import Address, HttpServer
 
 ANYWHERE = Address("127.0.0.1", 0)
@@ -30,8 +31,8 @@ async def ask(port: int) -> str:
 
 
 async def test_two_servers_share_a_port_and_one_goes_on_alone() -> None:
-    first = HttpServer(named("first"), ANYWHERE)
-    second = HttpServer(named("second"), Address("127.0.0.1", first.port))
+    first = HttpServer(named("first"), ANYWHERE, 60)
+    second = HttpServer(named("second"), Address("127.0.0.1", first.port), 60)
     first.start()
     second.start()
     async with asyncio.timeout(10):
@@ -48,7 +49,7 @@ async def test_two_servers_share_a_port_and_one_goes_on_alone() -> None:
 
 async def test_closing_waits_for_answers_that_are_being_written() -> None:
     gate = asyncio.Event()
-    server = HttpServer(named("late", gate), ANYWHERE)
+    server = HttpServer(named("late", gate), ANYWHERE, 60)
     server.start()
     answer = asyncio.create_task(ask(server.port))
     await asyncio.sleep(0.2)
@@ -65,4 +66,51 @@ async def test_a_port_of_somebody_else_is_an_error() -> None:
         other.bind(("127.0.0.1", 0))
         other.listen()
         with pytest.raises(OSError, match="in use"):
-            HttpServer(named("x"), Address("127.0.0.1", other.getsockname()[1]))
+            HttpServer(named("x"), Address("127.0.0.1", other.getsockname()[1]), 60)
+
+
+async def opened(server: HttpServer) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A connection, as soon as the server listens."""
+    async with asyncio.timeout(5):
+        while True:
+            try:
+                return await asyncio.open_connection("127.0.0.1", server.port)
+            except ConnectionRefusedError:
+                await asyncio.sleep(0.01)
+
+
+async def until_closed(reader: asyncio.StreamReader) -> bytes:
+    return await asyncio.wait_for(reader.read(), 5)
+
+
+async def test_headers_that_do_not_end_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "HEAD_DEADLINE_S", 0.3)
+    server = HttpServer(named("x"), Address("127.0.0.1", 0, keep_alive_s=1), 60)
+    server.start()
+    reader, writer = await opened(server)
+    for _ in range(3):
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")  # whole ones take no harm
+        assert (await reader.readuntil(b"\r\n\r\nx")).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(0.2)
+    writer.write(b"GET / HTTP/1.1\r\n")
+    for _ in range(4):  # a byte now and then is no sign of life
+        await asyncio.sleep(0.1)
+        writer.write(b"a")
+    assert (await until_closed(reader)).endswith(b"content-length: 0\r\n\r\n")
+    for opening in (b"", b"\r\n"):  # opened for nothing
+        reader, writer = await opened(server)
+        writer.write(opening)
+        assert await until_closed(reader) == b""
+    await server.close()
+
+
+async def test_headers_that_are_too_long_are_refused() -> None:
+    server = HttpServer(named("x"), ANYWHERE, 60)
+    server.start()
+    reader, writer = await opened(server)
+    writer.write(b"GET / HTTP/1.1\r\n")
+    for _ in range(10):
+        writer.write(b"x-y: " + b"z" * 8000 + b"\r\n")
+        await asyncio.sleep(0.01)
+    assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 ")
+    await server.close()

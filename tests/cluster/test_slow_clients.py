@@ -1,0 +1,100 @@
+"""Clients that do not read or do not send, over real sockets, against the router's app and fake workers."""
+
+import asyncio
+import json
+import socket
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import pytest
+from cluster.test_http_server import opened
+from router.conftest import make, tokenizer
+from router.harness import MODEL, Harness, until
+
+from pdserve.cluster.http_server import Address, HttpServer
+
+Make = Callable[..., Harness]
+TIMEOUT_S = 1.0
+NUM_TOKENS = 20_000
+
+__all__ = ["make", "tokenizer"]
+
+
+@pytest.fixture
+async def served(make: Make) -> AsyncIterator[tuple[Harness, HttpServer]]:  # noqa: F811
+    harness = make(0, 1, client_timeout_s=TIMEOUT_S)
+    harness.decodes[0].max_tokens = 2 * NUM_TOKENS
+    await harness.start()
+    server = HttpServer(harness.app, Address("127.0.0.1", 0), TIMEOUT_S)
+    server.start()
+    _, writer = await opened(server)
+    writer.close()
+    yield harness, server
+    began = time.monotonic()
+    await asyncio.wait_for(server.close(), 20)
+    assert time.monotonic() - began < 10, "an answer that nobody reads kept the server"
+
+
+def deaf(port: int, body: dict[str, Any]) -> socket.socket:
+    """Has sent its request, and reads nothing."""
+    client = socket.socket()
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    client.connect(("127.0.0.1", port))
+    data = json.dumps(body).encode()
+    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+    return client
+
+
+def body(**options: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": [5, 6], "seed": 1, "ignore_eos": True, **options}
+
+
+async def test_a_client_that_reads_nothing_stalls_nobody_and_is_given_up(served: tuple[Harness, HttpServer]) -> None:
+    harness, server = served
+    long = body(max_tokens=NUM_TOKENS, stream=True, return_token_ids=True, logprobs=20)
+    client = deaf(server.port, long)
+    admission = harness.service.admission
+    await until(lambda: admission.num_prompts == 1)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=10) as http:
+        for _ in range(5):
+            answer = await http.post("/v1/completions", json=body(max_tokens=8))
+            assert answer.status_code == 200
+    assert admission.num_prompts == 1, "it is still there: its time is not over"
+    await until(lambda: admission.num_prompts == 0, 10)
+    assert harness.world.held() == 0 and admission.queued_tokens == 0
+    client.close()
+
+
+async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer]) -> None:
+    harness, server = served
+    client = deaf(server.port, body(max_tokens=3000, stream=True, logprobs=5))
+    client.setblocking(False)
+    received, began = bytearray(), time.monotonic()
+    while not received.endswith(b"0\r\n\r\n"):
+        if time.monotonic() - began < 3 * TIMEOUT_S:
+            await asyncio.sleep(0.05)
+        received += await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 20_000), 10)
+    assert time.monotonic() - began > 3 * TIMEOUT_S and b"data: [DONE]" in received
+    client.close()
+
+
+async def test_a_body_that_does_not_come_is_refused(served: tuple[Harness, HttpServer]) -> None:
+    harness, server = served
+    reader, writer = await opened(server)
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+    head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+    assert head.startswith(b"HTTP/1.1 408 ")
+    error = json.loads(await reader.readuntil(b"}}"))["error"]
+    assert error["code"] == "body_timeout" and "router.client_timeout_s" in error["message"]
+    writer.close()
+
+
+async def test_a_whole_answer_that_nobody_reads_does_not_keep_the_server(served: tuple[Harness, HttpServer]) -> None:
+    harness, server = served
+    client = deaf(server.port, body(max_tokens=5000, logprobs=20))
+    await until(lambda: harness.service.admission.num_prompts == 1)
+    await until(lambda: harness.service.admission.num_prompts == 0, 20)
+    await asyncio.sleep(0.2)  # the fixture closes the server now
+    assert client.fileno() >= 0
