@@ -321,8 +321,9 @@ class _EventStream(Response):
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look, self._num_sends)
 
     async def _send_all(self, send: Send) -> None:
+        self._sending = True
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        more = True
+        self._sending, more = False, True
         while more:
             body, more = await self._next()
             if body:

@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 
 import httpx
 import pytest
@@ -93,10 +94,12 @@ async def test_headers_that_do_not_end_are_refused(monkeypatch: pytest.MonkeyPat
         assert (await reader.readuntil(b"\r\n\r\nx")).startswith(b"HTTP/1.1 200")
         await asyncio.sleep(0.2)
     writer.write(b"GET / HTTP/1.1\r\n")
-    for _ in range(4):  # a byte now and then is no sign of life
-        await asyncio.sleep(0.1)
+    for _ in range(2):  # a byte now and then is no sign of life
+        await asyncio.sleep(0.12)
         writer.write(b"a")
+    began = time.monotonic()
     assert (await until_closed(reader)).endswith(b"content-length: 0\r\n\r\n")
+    assert time.monotonic() - began < 0.2
     for opening in (b"", b"\r\n"):  # opened for nothing
         reader, writer = await opened(server)
         writer.write(opening)

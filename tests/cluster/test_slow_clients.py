@@ -19,6 +19,8 @@ Make = Callable[..., Harness]
 TIMEOUT_S = 1.0
 NUM_TOKENS = 20_000
 
+clients: list[socket.socket] = []
+
 __all__ = ["make", "tokenizer"]
 
 
@@ -32,15 +34,19 @@ async def served(make: Make) -> AsyncIterator[tuple[Harness, HttpServer]]:  # no
     _, writer = await opened(server)
     writer.close()
     yield harness, server
+    assert all(client.fileno() >= 0 for client in clients), "it must be the server who ends it"
     began = time.monotonic()
     await asyncio.wait_for(server.close(), 20)
     assert time.monotonic() - began < 10, "an answer that nobody reads kept the server"
+    while clients:
+        clients.pop().close()
 
 
 def deaf(port: int, body: dict[str, Any]) -> socket.socket:
     """Has sent its request, and reads nothing."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    clients.append(client)
     client.connect(("127.0.0.1", port))
     data = json.dumps(body).encode()
     client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
@@ -54,7 +60,7 @@ def body(**options: Any) -> dict[str, Any]:
 async def test_a_client_that_reads_nothing_stalls_nobody_and_is_given_up(served: tuple[Harness, HttpServer]) -> None:
     harness, server = served
     long = body(max_tokens=NUM_TOKENS, stream=True, return_token_ids=True, logprobs=20)
-    client = deaf(server.port, long)
+    deaf(server.port, long)
     admission = harness.service.admission
     await until(lambda: admission.num_prompts == 1)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{server.port}", timeout=10) as http:
@@ -64,7 +70,6 @@ async def test_a_client_that_reads_nothing_stalls_nobody_and_is_given_up(served:
     assert admission.num_prompts == 1, "it is still there: its time is not over"
     await until(lambda: admission.num_prompts == 0, 10)
     assert harness.world.held() == 0 and admission.queued_tokens == 0
-    client.close()
 
 
 async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer]) -> None:
@@ -77,7 +82,6 @@ async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer])
             await asyncio.sleep(0.05)
         received += await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 20_000), 10)
     assert time.monotonic() - began > 3 * TIMEOUT_S and b"data: [DONE]" in received
-    client.close()
 
 
 async def test_a_body_that_does_not_come_is_refused(served: tuple[Harness, HttpServer]) -> None:
@@ -93,8 +97,6 @@ async def test_a_body_that_does_not_come_is_refused(served: tuple[Harness, HttpS
 
 async def test_a_whole_answer_that_nobody_reads_does_not_keep_the_server(served: tuple[Harness, HttpServer]) -> None:
     harness, server = served
-    client = deaf(server.port, body(max_tokens=5000, logprobs=20))
+    deaf(server.port, body(max_tokens=NUM_TOKENS, logprobs=20))
     await until(lambda: harness.service.admission.num_prompts == 1)
     await until(lambda: harness.service.admission.num_prompts == 0, 20)
-    await asyncio.sleep(0.2)  # the fixture closes the server now
-    assert client.fileno() >= 0

@@ -446,6 +446,8 @@ class Client:
     def __init__(self, harness: Harness, path: str, body: dict[str, Any]) -> None:
         self.sent: list[bytes] = []
         self.status = 0
+        self.taking = asyncio.Event()
+        self.taking.set()
         self._gone = asyncio.Event()
         self._body = json.dumps(body).encode()
         self._begun = False
@@ -463,6 +465,7 @@ class Client:
 
     async def _send(self, message: Any) -> None:
         await asyncio.sleep(0)
+        await self.taking.wait()
         self.status = message.get("status", self.status)
         self.sent.append(message.get("body", b""))
 
@@ -558,3 +561,11 @@ async def test_httpx_sees_the_stream_headers(make: Make) -> None:
     async with harness.http() as http, http.stream("POST", "/v1/completions", json=GOOD | {"stream": True}) as answer:
         assert answer.headers["cache-control"] == "no-cache" and "content-length" not in answer.headers
         assert isinstance(answer, httpx.Response) and (await answer.aread()).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_stream_that_is_not_taken_is_given_up(make: Make) -> None:
+    harness = await make(0, 1, client_timeout_s=0.2).start()
+    client = Client(harness, "/v1/completions", GOOD | {"stream": True, "ignore_eos": True, "max_tokens": 200})
+    client.taking.clear()
+    await asyncio.wait_for(client.call, 5)
+    assert harness.service.admission.num_prompts == 0 and harness.world.held() == 0
