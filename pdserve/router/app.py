@@ -28,8 +28,8 @@ from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import exposition
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
-from pdserve.router.openapi import openapi_document
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder, event_bytes
+from pdserve.router.openapi import openapi_document
 from pdserve.router.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 

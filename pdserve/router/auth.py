@@ -1,8 +1,8 @@
 """Who may ask: API keys from an environment variable or a file, compared in constant time.
 
-A key never leaves this file: not in errors, logs, timelines or metrics; what goes to workers is a one-way tag of it. The
-file is looked at again once a second, so keys change without a restart. Knows no HTTP framework and no Ray. Made by
-`cluster.router_replica`, asked by `router.app`; `pdserve up` reads once too, to complain early.
+A key never leaves this file: not in errors, logs, timelines or metrics; what goes to workers is a one-way tag of it.
+The key file is looked at again once a second, so keys change without a restart. Knows no HTTP framework and no Ray.
+Made and asked by `router.app`; `pdserve up` reads once too, to complain early.
 """
 
 import hashlib

@@ -173,7 +173,7 @@ def parse(body: bytes, kind: type[R]) -> R:
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(data, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
-    given = {name: value for name, value in data.items() if value is not None}
+    given = {name: _whole(value) for name, value in data.items() if value is not None}
     for name in given.keys() - kind.__struct_fields__ - IGNORED:
         if name not in NEUTRAL or given.pop(name) != NEUTRAL[name]:
             raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
@@ -181,6 +181,11 @@ def parse(body: bytes, kind: type[R]) -> R:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 2.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _unknown(name: str, kind: type[_Request]) -> str:

@@ -85,7 +85,7 @@ def _paths(security: Json, metrics_security: Json) -> Json:
 
 def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
     success = _body(answer, "The answer; with stream: true, server-sent events, the last of which is [DONE].")
-    success["content"]["text/event-stream"] = {"schema": STRING}
+    success["content"]["text/event-stream"] = {}
     return {
         "parameters": [
             {"name": "x-request-id", "in": "header", "schema": STRING | {"pattern": "^[!-~]{1,256}$"}},

@@ -200,8 +200,8 @@ class Service:
         """Check everything and prepare; no worker hears of it before the first iteration, and the caller must iterate
         or `close` it: it holds places in `admission`. request_id: what answers and the workers' logs name it by; need
         not be unique, a new one by default. received: perf_counter() when the call came; now by default. named: what
-        errors call the prompt. tenant: shares cached prefixes with itself only, whatever the salt. Raises ApiError (400 naming the parameter; 429 when there is too much to do; 503 when no
-        worker is there)."""
+        errors call the prompt. tenant: shares cached prefixes with itself only, whatever the salt. Raises ApiError (400
+        naming the parameter; 429 when there is too much to do; 503 when no worker is there)."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         self.check_num_choices(sampling.n, len(prompts))
@@ -278,6 +278,10 @@ class Service:
         """Token ids of a conversation by the model's chat template. Raises ApiError (400)."""
         if not messages:
             raise ApiError("messages is empty: send at least one message", param="messages")
+        for name in ("self", "messages", "add_generation_prompt", "tools"):
+            if name in (variables or {}):
+                message = f"chat_template_kwargs must not set {name!r}: the server sets it"
+                raise ApiError(message, param="chat_template_kwargs")
         apply = self.tokenizer.apply_chat_template
         try:
             with self.admission.preparing():

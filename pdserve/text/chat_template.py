@@ -63,7 +63,7 @@ class ChatTemplate:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the model's chat template refuses these messages: {error}") from error
-        except (TypeError, KeyError, AttributeError) as error:
+        except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # a template that indexes into what a message does not have
             raise ValueError(f"the model's chat template fails on these messages: {error!r}") from error
 

@@ -25,7 +25,7 @@ __all__ = ["make", "tokenizer"]
 
 
 @pytest.fixture
-async def served(make: Make) -> AsyncIterator[tuple[Harness, HttpServer]]:  # noqa: F811
+async def served(make: Make) -> AsyncIterator[tuple[Harness, HttpServer]]:
     harness = make(0, 1, client_timeout_s=TIMEOUT_S)
     harness.decodes[0].max_tokens = 2 * NUM_TOKENS
     await harness.start()
@@ -73,7 +73,7 @@ async def test_a_client_that_reads_nothing_stalls_nobody_and_is_given_up(served:
 
 
 async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer]) -> None:
-    harness, server = served
+    _, server = served
     client = deaf(server.port, body(max_tokens=3000, stream=True, logprobs=5))
     client.setblocking(False)
     received, began = bytearray(), time.monotonic()
@@ -85,7 +85,7 @@ async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer])
 
 
 async def test_a_body_that_does_not_come_is_refused(served: tuple[Harness, HttpServer]) -> None:
-    harness, server = served
+    _, server = served
     reader, writer = await opened(server)
     writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
