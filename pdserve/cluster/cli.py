@@ -32,6 +32,7 @@ from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.cluster.http_server import KEEP_ALIVE_S, Address
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
+from pdserve.router.auth import ApiKeys
 
 BUILDER = "pdserve.cluster.app:build"
 READY_POLL_S = 0.25
@@ -138,6 +139,8 @@ def _serve(
     application = document["applications"][0]
     name = application.get("name", "default")
     own_ray = "RAY_ADDRESS" not in os.environ
+    if own_ray:
+        ApiKeys(config.router)  # says now what each router would say later; it reads the same here
     prefix = application.get("route_prefix", "/")
     serves_own = own_ray and not haproxy
     reasons = serve_options(http, prefix) if serves_own else []
@@ -154,7 +157,9 @@ def _serve(
         url = f"http://{http['host']}:{http.get('port', 8000)}{prefix.rstrip('/')}"
         for line in _until_ready(name, url, timeout_s):
             print(line, flush=True)
-        print(greeting(url, config.model.served_name, time.monotonic() - began, reasons), flush=True)
+        print(greeting(url, config, time.monotonic() - began, reasons), flush=True)
+        for line in open_doors(http["host"], config):
+            print(f"pdserve: {line}", flush=True)
         while True:
             time.sleep(3600)
     finally:
@@ -232,9 +237,23 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def greeting(url: str, model: str, seconds: float, reasons: Sequence[str]) -> str:
+def has_keys(config: ClusterConfig) -> bool:
+    return bool(config.router.api_key_env or config.router.api_keys_file)
+
+
+def open_doors(host: str, config: ClusterConfig) -> Iterator[str]:
+    """What lets strangers ask."""
+    if host not in ("localhost", "::1") and not host.startswith("127.") and not has_keys(config):
+        yield (
+            f"http_options.host {host} can be reached from elsewhere, and everybody may ask: set router.api_keys_file "
+            "or router.api_key_env (docs/security.md)"
+        )
+
+
+def greeting(url: str, config: ClusterConfig, seconds: float, reasons: Sequence[str]) -> str:
     """reasons: for Serve's HTTP server (`serve_options`)."""
-    body = f'{{"model": "{model}", "prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
+    key = " -H 'authorization: Bearer KEY'" if has_keys(config) else ""
+    body = f'{{"model": "{config.model.served_name}", "prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
     slower = (
         f"HTTP goes through Serve's Python proxy, 6 to 8 ms a request slower than the routers' own server, which does "
         f"not know {', '.join(reasons)}.\n"
@@ -243,7 +262,7 @@ def greeting(url: str, model: str, seconds: float, reasons: Sequence[str]) -> st
     )
     return (
         f"pdserve: ready after {seconds:.1f} s. Try\n\n"
-        f"  curl -N {url}/v1/completions -H 'content-type: application/json' -d '{body}'\n\n"
+        f"  curl -N {url}/v1/completions -H 'content-type: application/json'{key} -d '{body}'\n\n"
         f"{slower}Ctrl-C stops it."
     )
 
@@ -275,8 +294,10 @@ def findings(path: Path) -> Iterator[tuple[str, str]]:
     else:
         yield "hint", "no haproxy: routers of several nodes are behind Serve's Python proxy, which costs 6 ms a request"
     try:
-        _, config = load(path)
+        document, config = load(path)
         yield "ok", f"{path} is valid: {config.mode}, model {config.model.resolved_path}"
+        for text in open_doors((document.get("http_options") or {}).get("host", "127.0.0.1"), config):
+            yield "hint", text
     except (ValueError, OSError) as error:
         yield "error", str(error)
 

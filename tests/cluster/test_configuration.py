@@ -195,10 +195,25 @@ def test_routers_serve_http_themselves_unless_the_file_asks_for_what_only_serve_
 
 
 def test_the_greeting_names_what_brought_serves_slower_server() -> None:
-    assert "proxy" not in cli.greeting("http://x:1", "m", 1.0, [])
-    shown = cli.greeting("http://x:1", "m", 1.0, ["http_options.root_path", "route_prefix /llm"])
+    assert "proxy" not in cli.greeting("http://x:1", ClusterConfig(), 1.0, [])
+    shown = cli.greeting("http://x:1", ClusterConfig(), 1.0, ["http_options.root_path", "route_prefix /llm"])
     assert "Serve's Python proxy" in shown and "does not know http_options.root_path, route_prefix /llm." in shown
 
 
 def test_with_haproxy_a_stopping_router_does_not_wait_for_half_a_minute() -> None:
     assert float(cli.settings(haproxy=True)["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]) <= 5
+
+
+def test_rays_token_authentication_is_on_by_default() -> None:
+    assert cli.settings(False)["RAY_AUTH_MODE"] == cli.settings(True)["RAY_AUTH_MODE"] == "token"
+
+
+def test_an_address_that_strangers_reach_without_keys_is_remarked() -> None:
+    keyed = ClusterConfig.model_validate({"router": {"api_key_env": "KEYS"}})
+    for host in ("0.0.0.0", "::", "10.1.2.3", "node-7"):
+        (line,) = cli.open_doors(host, ClusterConfig())
+        assert host in line and "router.api_keys_file" in line
+        assert not list(cli.open_doors(host, keyed))
+    for host in ("127.0.0.1", "localhost", "::1"):
+        assert not list(cli.open_doors(host, ClusterConfig()))
+    assert "authorization: Bearer KEY" in cli.greeting("http://x:1", keyed, 1.0, [])

@@ -5,13 +5,16 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 
@@ -22,11 +25,15 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
+ISOLATED = {"RAY_AUTH_MODE": "disabled"}
+
+
 @contextmanager
-def up(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def up(*arguments: str, env: Mapping[str, str] = ISOLATED) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process once it is ready, and what it has said."""
     command = [sys.executable, "-m", "pdserve.cluster.cli", "up", *arguments, "--timeout", "120"]
-    environment = os.environ | {"RAY_AUTH_MODE": "disabled", "PYTHONPATH": str(ROOT)}
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    environment = inherited | {"PYTHONPATH": str(ROOT)} | dict(env)
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
         said = ""
         assert process.stdout is not None
@@ -80,3 +87,59 @@ def test_options_of_serves_server_are_named_and_work(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
             assert answer.status == 200
         assert seconds_to_stop(process) < 15
+
+
+def status_of(url: str, key: str | None = None) -> int:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def joins(address: str, env: Mapping[str, str]) -> bool:
+    """Whether a driver may run code there."""
+    script = f"import ray; ray.init({address!r}); assert ray.get(ray.remote(lambda: 7).remote()) == 7"
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    done = subprocess.run([sys.executable, "-c", script], env=inherited | dict(env), capture_output=True, timeout=120)
+    return done.returncode == 0
+
+
+def test_api_keys_of_the_environment_and_rays_token_by_default(tmp_path: Path) -> None:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    document["applications"][0]["args"]["router"] = {"api_key_env": "KEYS_OF_THE_TEST"}
+    path, port = tmp_path / "cluster.yaml", free_port()
+    path.write_text(yaml.safe_dump(document))
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # Ray's sockets want a short name
+        home = {"HOME": str(tmp_path), "RAY_TMPDIR": folder}
+        with up(str(path), "--port", port, env=home | {"KEYS_OF_THE_TEST": "one-key,other-key"}) as (process, said):
+            assert "Bearer KEY" in said and "-key" not in said
+            url = f"http://127.0.0.1:{port}"
+            assert [status_of(f"{url}/v1/models", key) for key in (None, "x", "one-key", "other-key")] == [
+                *(401, 401),
+                *(200, 200),
+            ]
+            assert status_of(f"{url}/health") == 200
+            lines = [child.cmdline() for child in psutil.Process(process.pid).children(recursive=True)]
+            addresses = {part.partition("=")[2] for line in lines for part in line if part.startswith("--gcs-address=")}
+            (address,) = addresses
+            assert not joins(address, {"RAY_AUTH_MODE": "disabled"})
+            assert not joins(address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
+            assert joins(address, home | {"RAY_AUTH_MODE": "token"})
+            assert not any("one-key" in part for line in lines for part in line), "a command line is for all to see"
+            process.send_signal(signal.SIGINT)
+            assert process.stdout is not None
+            process.stdout.read()
+        found = [file for file in Path(folder).rglob("*") if file.is_file() and b"one-key" in file.read_bytes()]
+        assert not found, "no log of Ray's has it"
+
+
+def test_keys_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    document["applications"][0]["args"]["router"] = {"api_key_env": "KEYS_OF_THE_TEST"}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", free_port()]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "variable KEYS_OF_THE_TEST is not set" in done.stderr
