@@ -142,6 +142,11 @@ class PoolConfig(Config):
             host, _, port = self.address.rpartition(":")
             if not host or not port.isdigit() or not 0 < int(port) < 65536:
                 raise ValueError(f"pool.address must be host:port, as 127.0.0.1:5755, not {self.address!r}")
+            if self.mode == "start" and host != "localhost" and not host.startswith("127."):
+                raise ValueError(
+                    f"pool.address of a started server must be on loopback, as 127.0.0.1:{port}, not {host}: it is for "
+                    "this host, and believes whoever reaches it"
+                )
         if self.disk_folder is not None and self.mode != "start":
             raise ValueError(
                 "pool.disk_folder belongs to a server started here: set pool.mode: start, or give the folder to the "
