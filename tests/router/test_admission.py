@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import openai
 import pytest
 from router.harness import MODEL, Harness, until
 
@@ -34,7 +35,7 @@ def is_free(harness: Harness) -> bool:
 @pytest.mark.parametrize("chat", [False, True])
 async def test_too_many_prompts_at_once(make: Make, chat: bool) -> None:
     harness = await make(1, 1, max_concurrent_prompts=2).start()
-    harness.prefills[0].step_s = 0.1
+    harness.prefills[0].step_s = 0.5
     http = harness.http()
     two = asyncio.create_task(http.post("/v1/completions", json=GOOD | {"prompt": [PROMPT, PROMPT]}))
     await until(lambda: len(harness.prefills[0].submits()) == 2)
@@ -64,7 +65,7 @@ async def test_more_prompts_than_there_ever_will_be(make: Make) -> None:
 
 async def test_too_many_queued_tokens(make: Make) -> None:
     harness = await make(1, 1, max_queued_tokens=30).start()
-    harness.prefills[0].step_s = harness.decodes[0].step_s = 0.1
+    harness.prefills[0].step_s = harness.decodes[0].step_s = 0.5
     http = harness.http()
     first = asyncio.create_task(http.post("/v1/completions", json=GOOD))
     await until(lambda: harness.service.admission.queued_tokens == 20)
@@ -78,6 +79,22 @@ async def test_too_many_queued_tokens(make: Make) -> None:
     assert not first.done(), "computed prompts do not wait any more"
     assert (await http.post("/v1/completions", json=GOOD)).status_code == 200
     assert (await first).status_code == (await small).status_code == 200 and is_free(harness)
+
+
+async def test_openais_client_knows_that_it_is_too_much(make: Make) -> None:
+    harness = await make(0, 1, max_concurrent_prompts=1).start()
+    harness.decodes[0].step_s = 0.3
+    client, retrying = harness.openai(), harness.openai().with_options(max_retries=5)
+    params: Any = {"model": MODEL, "messages": CHAT["messages"], "max_tokens": 2}
+    first = asyncio.create_task(client.chat.completions.create(**params))
+    await until(lambda: harness.service.admission.num_prompts == 1)
+    for stream in (False, True):
+        with pytest.raises(openai.RateLimitError) as caught:
+            await client.chat.completions.create(**params, stream=stream)
+        assert int(caught.value.response.headers["retry-after"]) >= 1
+    later = await retrying.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2)
+    assert later.usage is not None and (await first).usage is not None, "it came again by itself"
+    assert is_free(harness)
 
 
 async def test_a_call_alone_may_be_longer_than_the_queue(make: Make) -> None:
