@@ -259,6 +259,10 @@ class RouterConfig(Config):
 
     @model_validator(mode="after")
     def _check_keys(self) -> "RouterConfig":
+        if self.api_keys_file is not None and not Path(self.api_keys_file).is_absolute():
+            raise ValueError(
+                "router.api_keys_file must be an absolute path, as /etc/pdserve/keys: routers start in folders of Ray's"
+            )
         for name in ("salt_by_key", "metrics_need_key"):
             if getattr(self, name) and not (self.api_key_env or self.api_keys_file):
                 raise ValueError(f"router.{name} needs API keys: set router.api_key_env or router.api_keys_file")

@@ -197,13 +197,19 @@ class _Api:
 
 
 async def _read_body(request: Request, limit: int) -> bytes:
-    body = bytearray()
+    told, body = request.headers.get("content-length", ""), bytearray()
+    if told.isdecimal() and int(told[:20]) > limit:
+        raise _too_large(limit)
     async for part in request.stream():
         body += part
         if len(body) > limit:
-            message = f"the body is larger than {limit} bytes: send less, or raise router.max_body_bytes"
-            raise ApiError(message, status=413, code="body_too_large")
+            raise _too_large(limit)
     return bytes(body)
+
+
+def _too_large(limit: int) -> ApiError:
+    message = f"the body is larger than {limit} bytes: send less, or raise router.max_body_bytes"
+    return ApiError(message, status=413, code="body_too_large")
 
 
 def _request_id(request: Request, prefix: str) -> str:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
@@ -321,6 +321,13 @@ async def test_other_error_statuses(make: Make) -> None:
     answer = await http.post("/v1/completions", json=GOOD | {"model": "other"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     answer = await http.post("/v1/completions", content=b"x" * 3000)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
+
+    async def parts() -> AsyncIterator[bytes]:  # of unknown length
+        for _ in range(2):
+            yield b"x" * 1500
+
+    answer = await http.post("/v1/completions", content=parts())
     assert (answer.status_code, answer.json()["error"]["code"]) == (413, "body_too_large")
     for body in (b"{", b"[]", b'{"model": "\xff"}'):
         answer = await http.post("/v1/completions", content=body)

@@ -202,6 +202,7 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         {"api_key_env": "sk-secret"},
         {"api_key_env": ["sk-secret"]},
         {"api_keys_file": ["sk-secret"]},
+        {"api_keys_file": "sk-secret"},
     ],
 )
 def test_keys_in_the_yaml_are_refused_and_not_repeated(router: dict[str, Any]) -> None:
