@@ -20,7 +20,7 @@ import msgspec
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import FinishReason, SamplingParams, TokenLogprob
-from pdserve.router.admission import Admission, Seat
+from pdserve.router.admission import Admission
 from pdserve.router.choose import Chooser
 from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
@@ -219,39 +219,26 @@ class Service:
         try:
             ids = [await self._tokenise(prompt, add_special_tokens, limits, named) for prompt in prompts]
             self.admission.check_tokens(sum(map(len, ids)))
-            runs = [
-                self._run(request_id, prompt, number, seat, received, priority, cache_salt, sampling, limits)
-                for number, (prompt, seat) in enumerate(zip(ids, seats, strict=True))
+            jobs = [
+                Job(
+                    f"{request_id[:200]}-{next(self._numbers)}",
+                    prompt,
+                    _complete(sampling, len(prompt), limits.max_tokens),
+                    received,
+                    number,
+                    priority,
+                    cache_salt,
+                )
+                for number, prompt in enumerate(ids)
             ]
+            runs = [RequestRun(self._dispatcher, job, seat) for job, seat in zip(jobs, seats, strict=True)]
         except BaseException:
             for seat in seats:
                 seat.leave()
             raise
+        for seat, prompt in zip(seats, ids, strict=True):
+            seat.fill(len(prompt))
         return Generation(request_id, sampling.n, runs, ids)
-
-    def _run(
-        self,
-        request_id: str,
-        prompt: tuple[int, ...],
-        number: int,
-        seat: Seat,
-        received: float,
-        priority: int,
-        cache_salt: str,
-        sampling: SamplingParams,
-        limits: Limits,
-    ) -> RequestRun:
-        job = Job(
-            f"{request_id[:200]}-{next(self._numbers)}",
-            prompt,
-            _complete(sampling, len(prompt), limits.max_tokens),
-            received,
-            number,
-            priority,
-            cache_salt,
-        )
-        seat.fill(len(prompt))
-        return RequestRun(self._dispatcher, job, seat)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
