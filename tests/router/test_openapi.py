@@ -116,7 +116,9 @@ def test_what_the_document_forbids_is_refused(server: _Server, path: str, method
 
 # What depends on two fields, on the model and its template
 NARROWER: dict[str, Any] = {
-    "prompt": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"enum": [3, 99, 402]}, "minItems": 1}]},
+    "prompt": {
+        "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"enum": [3, 99, 402]}, "minItems": 1}]
+    },
     "messages": {
         "type": "array",
         "minItems": 1,
