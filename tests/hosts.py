@@ -22,13 +22,14 @@ from pdserve.engine.protocol import Command
 from pdserve.router.link import WorkerLost
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
-_spawn = multiprocessing.get_context("spawn")  # a fork after a NIXL agent exists hangs
+# Importing torch is nearly all of a host's start: hosts are forked from a server that has done so once. (It holds no
+# NIXL agent: a fork after one exists hangs. It sees the environment as it was at the first host's start.)
+_forks = multiprocessing.get_context("forkserver")
+_forks.set_forkserver_preload(["pdserve.worker.host"])
 
 
-def _serve(
-    config: WorkerConfig, worker_id: str, incarnation: int, address: str, shell: Path | None, ready, parent: int
-) -> None:
-    die_with_parent(parent)
+def _serve(config: WorkerConfig, worker_id: str, incarnation: int, address: str, shell: Path | None, ready) -> None:
+    die_with_parent(os.getppid())  # the server, which ends with the test run
     os.environ["OMP_NUM_THREADS"] = "1"
     from pdserve.worker.host import EngineHost
 
@@ -50,9 +51,9 @@ class Host:
         self.shell = shells / f"{worker_id}.sock" if shells is not None else None
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
         self.address = f"ipc://{self._folder.name}/engine"
-        self._ready = _spawn.Event()
-        arguments = (config, worker_id, time.time_ns(), self.address, self.shell, self._ready, os.getpid())
-        self.process = _spawn.Process(target=_serve, args=arguments, daemon=True)
+        self._ready = _forks.Event()
+        arguments = (config, worker_id, time.time_ns(), self.address, self.shell, self._ready)
+        self.process = _forks.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
 
     def wait(self, seconds: float = 60.0) -> None:
@@ -127,3 +128,6 @@ class LocalLink:
                 yield batch
         except EngineGone as error:
             raise WorkerLost(str(error)) from error
+
+    def close(self) -> None:
+        self.client.close(stop=False)

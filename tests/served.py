@@ -13,10 +13,13 @@ import httpx
 import uvicorn
 from hosts import Host, LocalLink
 from prometheus_client.parser import text_string_to_metric_families
+from shell import ShellLink
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.app import build_app
 from pdserve.router.fleet import Fleet
+from pdserve.router.service import Service
+from pdserve.router.worker_state import WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parent.parent / "demo" / "pdserve-demo"
@@ -30,6 +33,26 @@ class Cluster:
         self.url = url
         self.fleet = fleet
         self.client = httpx.AsyncClient(base_url=url, timeout=60)
+        self._links: list[LocalLink | ShellLink] = []
+
+    def join(self, worker: Host) -> None:
+        link = LocalLink(worker) if worker.shell is None else ShellLink(worker.worker_id, worker.shell)
+        self._links.append(link)
+        self.fleet.join(link)
+
+    async def settled(self, *workers: Host) -> None:
+        """Every worker said Hello, and every decode worker is connected to every prefill worker."""
+        ids = {worker.worker_id for worker in workers}
+        async with asyncio.timeout(30):
+            while not _settled([state for state in self.fleet.workers if state.worker_id in ids], len(ids)):
+                await asyncio.sleep(0.02)
+
+    async def close(self) -> None:
+        """Workers abort what is left."""
+        await self.client.aclose()
+        await self.fleet.close()
+        for link in self._links:
+            link.close()
 
     async def complete(self, **body: object) -> dict:
         answer = await self.client.post("/v1/completions", json={"model": MODEL, **body})
@@ -48,38 +71,35 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(*workers: Host) -> AsyncIterator[Cluster]:
-    fleet = Fleet()
-    app = build_app(fleet, Tokenizer.load(DEMO), RouterConfig(), MODEL)
+async def cluster(
+    *workers: Host, config: RouterConfig | None = None, resume_wait_s: float = 60.0
+) -> AsyncIterator[Cluster]:
+    fleet, tokenizer, config = Fleet(), Tokenizer.load(DEMO), config or RouterConfig()
+    service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s)
+    app = build_app(fleet, tokenizer, config, MODEL, service)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off"))
     serving = asyncio.create_task(server.serve())
-    links = [LocalLink(worker) for worker in workers]
+    running = Cluster(f"http://127.0.0.1:{port}", fleet)
     try:
-        for link in links:
-            fleet.join(link)
-        async with asyncio.timeout(30):
-            while not server.started or not _settled(fleet, workers):
-                await asyncio.sleep(0.02)
-        running = Cluster(f"http://127.0.0.1:{port}", fleet)
+        for worker in workers:
+            running.join(worker)
+        await running.settled(*workers)
+        while not server.started:
+            await asyncio.sleep(0.02)
         yield running
-        await running.client.aclose()
     finally:
         server.should_exit = True
         await serving
-        await fleet.close()
-        for link in links:
-            link.client.close(stop=False)
+        await running.close()
 
 
-def _settled(fleet: Fleet, workers: tuple[Host, ...]) -> bool:
-    """Every worker said Hello, and every decode worker is connected to every prefill worker."""
-    states = fleet.workers
+def _settled(states: list[WorkerState], num_workers: int) -> bool:
     prefill = [state for state in states if state.role == "prefill"]
     decode = [state for state in states if state.role == "decode"]
-    return len(states) == len(workers) and all(d.is_connected_to(p) for d in decode for p in prefill)
+    return len(states) == num_workers and all(d.is_connected_to(p) for d in decode for p in prefill)
 
 
 async def blocks_in_use(running: Cluster) -> float:

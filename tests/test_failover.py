@@ -1,0 +1,230 @@
+"""Workers killed under 32 streams of every kind, without Ray: each answer equals an undisturbed one to the byte.
+
+A victim has all requests when it dies; who takes over joins just before. Frozen processes hold a moment still. The same
+over Ray, with nodes: tests/test_failover_ray.py.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+from hosts import Host, hosts
+from processes import freeze
+from routers import RouterProcess
+from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
+from streams import GREEDY, SAMPLED, Ask, kinds, prompts
+
+from pdserve.configs.schema import RouterConfig
+from pdserve.router.worker_state import Leg, WorkerState
+from pdserve.text.tokenizer import Tokenizer
+
+ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts
+CONFIG = RouterConfig(max_attempts=3)
+LONGEST_GAP_S = 5.0
+
+
+class Stage:
+    """The workers by name, and the undisturbed answers of all requests."""
+
+    def __init__(self, workers: list[Host]) -> None:
+        self.workers = {worker.worker_id.split("-")[0]: worker for worker in workers}
+        self.asks: Callable[[], list[Ask]] = list
+        self.expected: list[bytes] = []
+
+    def __getitem__(self, name: str) -> Host:
+        return self.workers[name]
+
+
+@pytest.fixture(scope="module")
+def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+    names = [*(f"P{i}" for i in range(4)), *(f"D{i}" for i in range(6))]
+    with hosts(DEMO, *names, engine=ENGINE, shells=tmp_path_factory.mktemp("shells")) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+async def stage(workers: list[Host]) -> Stage:
+    stage, tokenizer = Stage(workers), Tokenizer.load(DEMO)
+    texts = prompts((160, 800))
+    async with cluster(stage["P0"], stage["D0"]) as running:
+        drafts = [
+            await asyncio.gather(
+                running.complete(**GREEDY, prompt=text), running.complete(**SAMPLED, prompt=text, seed=seed, n=3)
+            )
+            for seed, text in enumerate(texts)
+        ]
+        tokens = [[[c["token_ids"] for c in answer["choices"]] for answer in draft] for draft in drafts]
+
+        def asks() -> list[Ask]:
+            made = [
+                kinds(text, seed, greedy[0], sampled, tokenizer.decode)
+                for seed, (text, (greedy, sampled)) in enumerate(zip(texts, tokens, strict=True))
+            ]
+            return [ask for copy in made for ask in copy]
+
+        stage.asks = asks
+        stage.expected = await asyncio.gather(*(ask.run(running.client, cache_salt="calm") for ask in asks()))
+        assert await running.metric("pdserve_router_failovers_total") == 0
+    return stage
+
+
+@asynccontextmanager
+async def under_way(running: Cluster, stage: Stage) -> AsyncIterator[list[Ask]]:
+    """All requests asked; behind the block every answer has come, as it was without a disturbance."""
+    asks = stage.asks()
+    salt = str(time.time_ns())  # nobody has the prompts' KV
+    tasks = [asyncio.create_task(ask.run(running.client, cache_salt=salt)) for ask in asks]
+    try:
+        yield asks
+        answers = await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    for ask, answer, expected in zip(asks, answers, stage.expected, strict=True):
+        assert answer == expected, ask.name
+    gaps = [ask.longest_gap_s for ask in asks if ask.streams]
+    print(f"longest gap of {len(gaps)} streams: {max(gaps):.2f} s")
+    assert max(gaps) < LONGEST_GAP_S
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(40):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def mid_stream(asks: list[Ask], num_tokens: int) -> bool:
+    """Every stream has so many tokens of some choice."""
+    return all(max(ask.counts.values(), default=0) >= num_tokens for ask in asks if ask.shows_tokens)
+
+
+def state_of(running: Cluster, worker: Host) -> WorkerState:
+    return next(state for state in running.fleet.workers if state.worker_id == worker.worker_id)
+
+
+def legs_of(running: Cluster, worker: Host) -> list[Leg]:
+    return list(state_of(running, worker).legs.values())
+
+
+async def failovers(running: Cluster) -> float:
+    return await running.metric("pdserve_router_failovers_total")
+
+
+async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None:
+    async with cluster(stage["P0"], stage["D0"], config=CONFIG) as running, under_way(running, stage) as asks:
+        await until(lambda: mid_stream(asks, 12))
+        assert [ask for ask in asks if ask.name == "three choices" and 0 < len(ask.ended) < 3]
+        running.join(stage["D1"])
+        await running.settled(stage["P0"], stage["D0"], stage["D1"])
+        assert len(legs_of(running, stage["D0"])) == len(asks)
+        stage["D0"].kill()
+        await until(lambda: mid_stream(asks, 30))
+        running.join(stage["D2"])
+        await running.settled(stage["D2"])
+        assert len(legs_of(running, stage["D1"])) >= len(asks) * 3 // 4  # the others have stopped
+        stage["D1"].kill()
+        await until(lambda: len(legs_of(running, stage["D2"])) > 0)
+        assert await failovers(running) >= len(asks) * 7 // 4
+
+
+async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: Stage) -> None:
+    """Some prompts wait, one is being computed, some are on their way to D, some are there."""
+    p, successor, d = stage["P0"], stage["P1"], stage["D2"]
+    async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
+        await until(lambda: len(legs_of(running, p)) == len(asks))
+        running.join(successor)
+        await running.settled(p, successor, d)
+        await until(lambda: any(leg.handed_off for leg in legs_of(running, p)))
+        waiting = [leg for leg in legs_of(running, p) if not leg.handed_off]
+        assert len(waiting) > len(asks) // 4
+        p.kill()
+        await until(lambda: len(legs_of(running, successor)) > 0)
+        assert await failovers(running) > 0
+
+
+async def test_a_prefill_worker_dies_when_all_is_handed_over_and_nothing_arrived(stage: Stage) -> None:
+    p, d = stage["P1"], stage["D2"]
+    async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
+        await all_handed_over(running, asks, p, d)
+        p.kill()
+        os.kill(d.process.pid, signal.SIGCONT)
+        await until(lambda: mid_stream(asks, 3))
+        assert await failovers(running) == 0  # D recomputes by itself
+
+
+async def test_both_workers_die_between_hand_off_and_arrival(stage: Stage) -> None:
+    p, d, successor = stage["P2"], stage["D3"], stage["D2"]
+    async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
+        await all_handed_over(running, asks, p, d)
+        running.join(successor)
+        await running.settled(successor)
+        p.kill()
+        d.kill()
+        await until(lambda: len(legs_of(running, successor)) == len(asks))
+
+
+async def all_handed_over(running: Cluster, asks: list[Ask], p: Host, d: Host) -> None:
+    """D stands still, P has done its part."""
+    freeze(d.process.pid)
+    await until(lambda: len(legs_of(running, p)) == len(asks) and all(leg.handed_off for leg in legs_of(running, p)))
+
+
+async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> None:
+    alive = [stage["P3"], stage["D2"], stage["D4"]]
+    assert alive[0].shell is not None
+    router = RouterProcess(DEMO, CONFIG, 1.0, alive[0].shell.parent)
+    try:
+        router.wait()
+        async with cluster(*alive) as observer, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
+            async with asyncio.timeout(30):
+                while (await client.get("/health")).status_code != 200:
+                    await asyncio.sleep(0.05)
+            asks = stage.asks()
+            tasks = [asyncio.create_task(ask.run(client, cache_salt="router", max_tokens=1500)) for ask in asks]
+            await until(lambda: mid_stream(asks, 12))
+            while not await blocks_in_use(observer):
+                await asyncio.sleep(0.05)
+            router.close()
+            killed = time.monotonic()
+            while await blocks_in_use(observer):
+                assert time.monotonic() - killed < 3.0, "blocks are still owned"  # workers push once a second
+                await asyncio.sleep(0.02)
+            ends = await asyncio.gather(*tasks, return_exceptions=True)
+            assert sum(isinstance(end, httpx.TransportError) for end in ends) > len(asks) * 3 // 4
+            again = await stage.asks()[0].run(observer.client, cache_salt="again")
+            assert again == stage.expected[0]
+    finally:
+        router.close()
+
+
+async def test_attempts_end_when_one_worker_after_the_other_dies(stage: Stage) -> None:
+    """The successors stand still, so nobody makes progress."""
+    first, second, third = stage["D2"], stage["D4"], stage["D5"]
+    async with cluster(first, config=CONFIG) as running:
+        asks = stage.asks()
+        tasks = [asyncio.create_task(ask.run(running.client)) for ask in asks]
+        await until(lambda: mid_stream(asks, 12))
+        for dies, successor in ((first, second), (second, third)):
+            running.join(successor)
+            await running.settled(successor)
+            freeze(successor.process.pid)
+            dies.kill()
+            await until(lambda successor=successor: len(legs_of(running, successor)) > len(asks) // 2)
+        third.kill()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        cut = [ask for ask in asks if ask.streams and "error" in ask.lines[-2]]
+        assert len(cut) > len(asks) // 2
+        for ask in cut:
+            *_, error, done = ask.lines
+            assert done == "data: [DONE]"
+            told = json.loads(error.removeprefix("data: "))["error"]
+            assert told["message"].startswith("gave up after 3 attempts: its worker was lost"), told
+            assert (told["type"], told["code"]) == ("service_unavailable_error", "no_workers")
+        refused = await running.client.post("/v1/completions", json={"model": MODEL, "prompt": "a"})
+        assert refused.status_code == 503 and refused.headers["retry-after"]
