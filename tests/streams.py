@@ -6,6 +6,7 @@ depends on timing, everything else must be equal to the byte. Knows no workers; 
 
 import json
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,8 +44,8 @@ class Ask:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
     async def run(self, client: httpx.AsyncClient, **more: Any) -> bytes:
-        """The folded answer; AssertionError when it is no whole one."""
-        body = self.body | more
+        """The folded answer; AssertionError when it is no whole one. Nobody has KV of its prompt."""
+        body = self.body | more | {"cache_salt": uuid.uuid4().hex}
         if not self.streams:
             answer = await client.post(self.path, json=body)
             assert answer.status_code == 200, (self.name, answer.text)
@@ -146,6 +147,50 @@ def kinds(prompt: str, seed: int, greedy: list[int], sampled: list[list[int]], d
         Ask("chat", CHAT, GREEDY | usage | {"messages": chat}),
         Ask("chat logprobs", CHAT, SAMPLED | {"messages": chat, "seed": seed, "logprobs": True, "top_logprobs": 2}),
     ]
+
+
+async def drafted(
+    client: httpx.AsyncClient, texts: Sequence[str], decode: Callable[..., str]
+) -> Callable[[], list[Ask]]:
+    """What makes one request of each kind for every text, made for what an undisturbed server says to the texts."""
+
+    async def tokens(body: Json) -> list[list[int]]:
+        answer = await client.post(COMPLETIONS, json={"model": MODEL, **body})
+        assert answer.status_code == 200, answer.text
+        return [choice["token_ids"] for choice in answer.json()["choices"]]
+
+    drafts = [
+        (
+            text,
+            seed,
+            *await tokens(GREEDY | {"prompt": text}),
+            await tokens(SAMPLED | {"prompt": text, "seed": seed, "n": 3}),
+        )
+        for seed, text in enumerate(texts)
+    ]
+    return lambda: [ask for draft in drafts for ask in kinds(*draft, decode)]
+
+
+def mid_stream(asks: Sequence[Ask], num_tokens: int) -> bool:
+    """Every stream has so many tokens of some choice."""
+    return all(max(ask.counts.values(), default=0) >= num_tokens for ask in asks if ask.shows_tokens)
+
+
+def check(asks: Sequence[Ask], answers: Sequence[bytes | BaseException], expected: Sequence[bytes]) -> float:
+    """The longest gap of any stream in seconds, all answers being as expected."""
+    for ask, answer, right in zip(asks, answers, expected, strict=True):
+        if isinstance(answer, BaseException):
+            raise AssertionError(f"{ask.name}: {ask.lines[-2:]}") from answer
+        assert answer == right, f"{ask.name}: {differences(json.loads(answer), json.loads(right))}"
+    return max(ask.longest_gap_s for ask in asks if ask.streams)
+
+
+def differences(answer: Any, right: Any, place: str = "") -> list[str]:
+    """Where two answers differ, and how."""
+    if isinstance(answer, dict) and isinstance(right, dict):
+        keys = sorted({*answer, *right}, key=str)
+        return [d for key in keys for d in differences(answer.get(key), right.get(key), f"{place}.{key}")]
+    return [] if answer == right else [f"{place}: {answer!r} instead of {right!r}"]
 
 
 def ending(choices: list[list[int]], within: int) -> int:

@@ -18,7 +18,7 @@ from hosts import Host, hosts
 from processes import freeze
 from routers import RouterProcess
 from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
-from streams import GREEDY, SAMPLED, Ask, kinds, prompts
+from streams import Ask, check, drafted, mid_stream, prompts
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.worker_state import Leg, WorkerState
@@ -50,26 +50,10 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
 
 @pytest.fixture(scope="module")
 async def stage(workers: list[Host]) -> Stage:
-    stage, tokenizer = Stage(workers), Tokenizer.load(DEMO)
-    texts = prompts((160, 800))
+    stage = Stage(workers)
     async with cluster(stage["P0"], stage["D0"]) as running:
-        drafts = [
-            await asyncio.gather(
-                running.complete(**GREEDY, prompt=text), running.complete(**SAMPLED, prompt=text, seed=seed, n=3)
-            )
-            for seed, text in enumerate(texts)
-        ]
-        tokens = [[[c["token_ids"] for c in answer["choices"]] for answer in draft] for draft in drafts]
-
-        def asks() -> list[Ask]:
-            made = [
-                kinds(text, seed, greedy[0], sampled, tokenizer.decode)
-                for seed, (text, (greedy, sampled)) in enumerate(zip(texts, tokens, strict=True))
-            ]
-            return [ask for copy in made for ask in copy]
-
-        stage.asks = asks
-        stage.expected = await asyncio.gather(*(ask.run(running.client, cache_salt="calm") for ask in asks()))
+        stage.asks = await drafted(running.client, prompts((160, 800)), Tokenizer.load(DEMO).decode)
+        stage.expected = await asyncio.gather(*(ask.run(running.client) for ask in stage.asks()))
         assert await running.metric("pdserve_router_failovers_total") == 0
     return stage
 
@@ -78,30 +62,20 @@ async def stage(workers: list[Host]) -> Stage:
 async def under_way(running: Cluster, stage: Stage) -> AsyncIterator[list[Ask]]:
     """All requests asked; behind the block every answer has come, as it was without a disturbance."""
     asks = stage.asks()
-    salt = str(time.time_ns())  # nobody has the prompts' KV
-    tasks = [asyncio.create_task(ask.run(running.client, cache_salt=salt)) for ask in asks]
+    tasks = [asyncio.create_task(ask.run(running.client)) for ask in asks]
     try:
         yield asks
         answers = await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
-    for ask, answer, expected in zip(asks, answers, stage.expected, strict=True):
-        assert answer == expected, ask.name
-    gaps = [ask.longest_gap_s for ask in asks if ask.streams]
-    print(f"longest gap of {len(gaps)} streams: {max(gaps):.2f} s")
-    assert max(gaps) < LONGEST_GAP_S
+    assert check(asks, answers, stage.expected) < LONGEST_GAP_S
 
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(40):
         while not condition():
             await asyncio.sleep(0.002)
-
-
-def mid_stream(asks: list[Ask], num_tokens: int) -> bool:
-    """Every stream has so many tokens of some choice."""
-    return all(max(ask.counts.values(), default=0) >= num_tokens for ask in asks if ask.shows_tokens)
 
 
 def state_of(running: Cluster, worker: Host) -> WorkerState:
@@ -186,7 +160,7 @@ async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> 
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)
             asks = stage.asks()
-            tasks = [asyncio.create_task(ask.run(client, cache_salt="router", max_tokens=1500)) for ask in asks]
+            tasks = [asyncio.create_task(ask.run(client, max_tokens=1500)) for ask in asks]
             await until(lambda: mid_stream(asks, 12))
             while not await blocks_in_use(observer):
                 await asyncio.sleep(0.05)
@@ -197,7 +171,7 @@ async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> 
                 await asyncio.sleep(0.02)
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             assert sum(isinstance(end, httpx.TransportError) for end in ends) > len(asks) * 3 // 4
-            again = await stage.asks()[0].run(observer.client, cache_salt="again")
+            again = await stage.asks()[0].run(observer.client)
             assert again == stage.expected[0]
     finally:
         router.close()

@@ -1,7 +1,7 @@
 """All workers this router sees: one reader a worker over its event stream, their states, and the commands to them.
 
     join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends
-                                 -> lost: stream ended, broken, or silent; its legs are told at once
+                                 -> lost: stream ended, broken, or silent (sooner, if it left); its legs are told
 
 Knows no tokens and no policies. A lost worker is forgotten; whoever watches the running set (`cluster/`) calls `join`
 again for every running worker, as often as it likes. One object a router process, used from its event loop only.
@@ -40,6 +40,10 @@ from pdserve.router.worker_state import Inbox, Leg, Lost, WorkerState
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
+
+# Workers push once a second. Of one that has left the running set, silence says that it did not leave but is dead: its
+# node may have vanished without closing a connection.
+LEFT_SILENCE_S = 3.0
 
 
 class Fleet:
@@ -301,10 +305,11 @@ class Fleet:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(min(TICK_S, self._silence_s / 4))
-            oldest = time.monotonic() - self._silence_s
+            now = time.monotonic()
             for worker in self.workers:
-                if worker.last_seen < oldest:
-                    self._lose(worker, f"pushed nothing for {self._silence_s:g} s")
+                limit = min(self._silence_s, LEFT_SILENCE_S) if worker.draining else self._silence_s
+                if now - worker.last_seen > limit:
+                    self._lose(worker, f"pushed nothing for {limit:g} s")
             self._introducer.introduce(self._workers.values())
 
 

@@ -13,6 +13,7 @@ from router.fake_worker import FakeWorker
 from router.harness import Harness, until
 
 from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, EventBatch, PeerStatus, SamplingParams, encode
+from pdserve.router import fleet
 from pdserve.router.choose import Chooser, Demand, NoWorker
 from pdserve.router.fleet import Fleet
 
@@ -133,6 +134,21 @@ async def test_a_silent_worker_is_lost(make: Make) -> None:
     assert harness.fleet.worker_ids == {"d1"}
     assert harness.decodes[0].held() == 0  # its stream was closed, so it aborted what it had
     beating.cancel()
+
+
+async def test_a_worker_that_left_and_is_silent_is_lost_sooner(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its node vanished; the fleet's own patience would outlast this test."""
+    monkeypatch.setattr(fleet, "LEFT_SILENCE_S", 0.2)
+    harness = await make(0, 1, worker_silence_s=600.0).start()
+    harness.decodes[0].mute = True
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: harness.decodes[0].submits())
+    harness.add("d9", "decode")
+    await asyncio.sleep(0.4)
+    assert "d0" in harness.fleet.worker_ids
+    harness.fleet.leave("d0")
+    harness.check(await task, PROMPT, sampling())
+    assert harness.fleet.worker_ids == {"d9"}
 
 
 async def test_a_restarted_engine_or_garbage_ends_the_stream(make: Make) -> None:
