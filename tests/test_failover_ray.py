@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 APP, PORT = "failover", 8126
 NUM_TOKENS = 256
-LONGEST_GAP_S = 5.0
+LONGEST_GAP_S, VANISHED_S = 5.0, 8.0
 READY_S, REQUEST_S = 180.0, 90.0
 CONFIG = {
     "model": {"path": str(DEMO)},
@@ -136,7 +136,7 @@ def kill_node(nodes: Nodes, role: str) -> None:
 
 
 def vanish(nodes: Nodes, role: str) -> None:
-    """No connection is closed; it is as if the node's network were cut."""
+    """No connection is closed, as if the node's network were cut: Ray's health checks find out, after 6 s."""
     raylet = nodes.take(role)
     for pid in (*children(raylet), raylet):
         os.kill(pid, signal.SIGSTOP)
@@ -167,7 +167,7 @@ async def test_streams_survive(
         nodes.add(role)
     gap = check(asks, answers, expected)
     print(f"{strike.__name__} of {role} at {num_tokens}: longest gap {gap:.2f} s, {count:g} failovers")
-    assert gap < LONGEST_GAP_S
+    assert gap < (VANISHED_S if strike is vanish else LONGEST_GAP_S)
     assert count > 0 or role == "prefill"
 
 

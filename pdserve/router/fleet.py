@@ -110,10 +110,10 @@ class Fleet:
         """Deliver what is on its way (a second at most), then close all streams; the workers abort what is left."""
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=1.0)
-        tasks = [*self._readers.values(), *self._tasks, *([self._ticker] if self._ticker is not None else [])]
-        self._ticker = None
         for worker in self.workers:
             self._forget(worker, "the router stops")
+        tasks = [*self._readers.values(), *self._tasks, *([self._ticker] if self._ticker is not None else [])]
+        self._ticker = None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -281,6 +281,8 @@ class Fleet:
         for leg in legs:
             leg.inbox.put(leg, Lost(reason))
         self._introducer.lost(worker, self._workers.values())
+        if worker.draining:
+            self._introducer.left(worker.worker_id, self._workers.values())
         self._notify()
 
     def _close_stream(self, worker_id: str) -> None:
@@ -293,7 +295,6 @@ class Fleet:
     def _retire_when_idle(self, worker: WorkerState) -> None:
         if worker.draining and not worker.legs and self._workers.get(worker.worker_id) is worker:
             self._forget(worker, "drained")
-            self._introducer.left(worker.worker_id, self._workers.values())
             self._spawn(self._close_after_sends(worker))
 
     async def _close_after_sends(self, worker: WorkerState) -> None:

@@ -151,6 +151,19 @@ async def test_a_worker_that_left_and_is_silent_is_lost_sooner(make: Make, monke
     assert harness.fleet.worker_ids == {"d9"}
 
 
+async def test_nobody_stays_connected_to_a_worker_that_is_lost_while_it_leaves(make: Make) -> None:
+    harness = await make(1, 1).start()
+    prefill, decode = harness.prefills[0], harness.decodes[0]
+    prefill.mute = True
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: prefill.submits())
+    harness.fleet.leave("p0")
+    assert "p0" in harness.fleet.worker_ids
+    prefill.die()
+    harness.check(await task, PROMPT, sampling())
+    await until(lambda: any(isinstance(command, DisconnectPeer) for command in decode.commands))
+
+
 async def test_a_restarted_engine_or_garbage_ends_the_stream(make: Make) -> None:
     harness = await make(0, 2).start()
     queue = next(iter(harness.decodes[0]._streams.values()))
