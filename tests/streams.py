@@ -16,7 +16,7 @@ from demo.recall import recall_prompts
 
 Json = dict[str, Any]
 
-LENGTH = 96  # tokens of a choice, where nothing ends it before
+LENGTH = 128  # tokens of a choice, where nothing ends it before
 MODEL = "pdserve-demo"
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 

@@ -90,36 +90,46 @@ async def failovers(running: Cluster) -> float:
     return await running.metric("pdserve_router_failovers_total")
 
 
+async def begin(running: Cluster, asks: list[Ask], p: Host, successor: Host, *meets: Host) -> None:
+    """P, which stands still, has all requests, and the successor is there, connected; then P goes on."""
+    await until(lambda: len(legs_of(running, p)) == len(asks))
+    running.join(successor)
+    await running.settled(successor, *meets)
+    os.kill(p.process.pid, signal.SIGCONT)
+
+
 async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None:
-    async with cluster(stage["P0"], stage["D0"], config=CONFIG) as running, under_way(running, stage) as asks:
-        await until(lambda: mid_stream(asks, 12))
-        assert [ask for ask in asks if ask.name == "three choices" and 0 < len(ask.ended) < 3]
-        running.join(stage["D1"])
-        await running.settled(stage["P0"], stage["D0"], stage["D1"])
-        assert len(legs_of(running, stage["D0"])) == len(asks)
-        stage["D0"].kill()
-        await until(lambda: mid_stream(asks, 30))
-        running.join(stage["D2"])
-        await running.settled(stage["D2"])
-        assert len(legs_of(running, stage["D1"])) >= len(asks) * 3 // 4  # the others have stopped
-        stage["D1"].kill()
-        await until(lambda: len(legs_of(running, stage["D2"])) > 0)
-        assert await failovers(running) >= len(asks) * 7 // 4
+    p, first, second, third = stage["P0"], stage["D0"], stage["D1"], stage["D2"]
+    async with cluster(p, first, config=CONFIG) as running:
+        freeze(p.process.pid)
+        async with under_way(running, stage) as asks:
+            await begin(running, asks, p, second)
+            await until(lambda: mid_stream(asks, 12))
+            assert [ask for ask in asks if ask.name == "three choices" and 0 < len(ask.ended) < 3]
+            assert len(legs_of(running, first)) == len(asks)
+            first.kill()
+            await until(lambda: mid_stream(asks, 30))
+            running.join(third)
+            await running.settled(third)
+            assert len(legs_of(running, second)) >= len(asks) * 3 // 4  # the others have stopped
+            second.kill()
+            await until(lambda: len(legs_of(running, third)) > 0)
+            assert await failovers(running) >= len(asks) * 7 // 4
 
 
 async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: Stage) -> None:
     """Some prompts wait, one is being computed, some are on their way to D, some are there."""
     p, successor, d = stage["P0"], stage["P1"], stage["D2"]
-    async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
-        await until(lambda: len(legs_of(running, p)) == len(asks))
-        running.join(successor)
-        await running.settled(p, successor, d)
-        await until(lambda: any(leg.handed_off for leg in legs_of(running, p)))
-        waiting = [leg for leg in legs_of(running, p) if not leg.handed_off]
-        assert len(waiting) > len(asks) // 4
-        p.kill()
-        await until(lambda: len(legs_of(running, successor)) > 0)
-        assert await failovers(running) > 0
+    async with cluster(p, d, config=CONFIG) as running:
+        freeze(p.process.pid)
+        async with under_way(running, stage) as asks:
+            await begin(running, asks, p, successor, d)
+            await until(lambda: any(leg.handed_off for leg in legs_of(running, p)))
+            waiting = [leg for leg in legs_of(running, p) if not leg.handed_off]
+            assert len(waiting) > len(asks) // 4
+            p.kill()
+            await until(lambda: len(legs_of(running, successor)) > 0)
+            assert await failovers(running) > 0
 
 
 async def test_a_prefill_worker_dies_when_all_is_handed_over_and_nothing_arrived(stage: Stage) -> None:
