@@ -24,6 +24,8 @@ from typing import TypeVar
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.protocol import (
     Arrived,
+    CacheChange,
+    CacheState,
     Cancel,
     Command,
     ConnectPeer,
@@ -230,6 +232,8 @@ class Worker:
                 leg.woken.set()
 
     def _take(self, now: float, event: Event) -> None:
+        if isinstance(event, (CacheChange, CacheState)):
+            return
         if isinstance(event, (Hello, PeerStatus, Snapshot)):
             leg: Leg | None = self._own
             if isinstance(event, Snapshot) and self._is_greeted:

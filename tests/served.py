@@ -74,7 +74,7 @@ class Cluster:
 async def cluster(
     *workers: Host, config: RouterConfig | None = None, resume_wait_s: float = 60.0
 ) -> AsyncIterator[Cluster]:
-    fleet, tokenizer, config = Fleet(), Tokenizer.load(DEMO), config or RouterConfig()
+    fleet, tokenizer, config = Fleet(), Tokenizer.load(DEMO), config or RouterConfig(split="always")
     service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, MODEL, service)
     with socket.socket() as probe:

@@ -39,7 +39,7 @@ NUM_WORKERS, NUM_ROUTERS, CONCURRENCY, RETRIES = 4, 2, 12, 4
 POOL = {"num_kv_blocks": 96, "max_num_seqs": 16, "max_num_batched_tokens": 128}
 PULL_DEADLINE_S = 1.0
 TRANSFER = {"pull_deadline_s": PULL_DEADLINE_S, "lease_s": 3.0, "ucx_tls": os.environ.get("PDSERVE_SOAK_TLS")}
-ROUTER = RouterConfig(worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3)
+ROUTER = RouterConfig(split="always", worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3)
 RESUME_WAIT_S = 10.0
 
 # An attempt ends when one of its two legs shows no sign for so long, and its transfer has a deadline of its own.

@@ -209,7 +209,9 @@ class DeploymentConfig(Config):
 class RouterConfig(Config):
     """The HTTP side: replicas, and the limits checked before a worker spends anything.
 
-    split_min_tokens: prompts shorter than this are not split. max_attempts: workers tried in a row without a new token.
+    policy: how workers are scored (docs/routing.md). split: "auto" splits a request when it is predicted to pay,
+    "always" when there is a prefill worker, "never" leaves them idle. split_min_tokens: prompts shorter than this are
+    never split. max_attempts: workers tried in a row without a new token.
     worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: so is a leg
     without events.
 
@@ -229,6 +231,8 @@ class RouterConfig(Config):
     max_n: int = Field(64, ge=1)
     max_logprobs: int = Field(20, ge=0)
     max_body_bytes: int = Field(32 << 20, ge=1024)
+    policy: Literal["default", "prefix", "least-loaded", "round-robin"] = "default"
+    split: Literal["auto", "always", "never"] = "auto"
     split_min_tokens: int = Field(1, ge=1)
     max_attempts: int = Field(3, ge=1)
     worker_silence_s: float = Field(15.0, gt=0)

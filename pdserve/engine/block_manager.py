@@ -18,7 +18,6 @@ and the engine.
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import numpy as np
 
@@ -45,37 +44,12 @@ class FreeSpace:
         return 1 - self.longest_run / self.num_blank if self.num_blank else 0.0
 
 
-class BlockHasher:
-    """128-bit keyed hashes of full blocks, each over its parent, so two are equal only for equal prefixes.
-
-    model: the fingerprint of weights and adapter. Stable over processes and hosts, unlike Python's `hash()`.
-    """
-
-    def __init__(self, model: str, block_size: int) -> None:
-        self.block_size = block_size
-        self._key = blake2b(model.encode(), digest_size=32).digest()
-
-    def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
-        """Append the digests of the full blocks of `tokens` that `hashes` does not hold yet. salt separates tenants."""
-        parent = hashes[-1] if hashes else self._root(salt)
-        for index in range(len(hashes), len(tokens) // self.block_size):
-            block = np.asarray(tokens[index * self.block_size : (index + 1) * self.block_size], dtype="<i4")
-            parent = blake2b(parent + block.tobytes(), digest_size=16, key=self._key).digest()
-            hashes.append(parent)
-
-    def content(self, tokens: Sequence[int], salt: str) -> bytes:
-        """Digest of all of `tokens` with salt and model: what a hand-off ticket's rows hold."""
-        ids = np.asarray(tokens, dtype="<i4").tobytes()
-        return blake2b(self._root(salt) + ids, digest_size=16, key=self._key, person=b"content").digest()
-
-    def _root(self, salt: str) -> bytes:
-        """The parent of a first block. Personalised: else a salt that spells out another tenant's (parent, block) would
-        give that block's digest."""
-        return blake2b(salt.encode(), digest_size=16, key=self._key, person=b"salt").digest()
-
-
 class BlockManager:
-    """Reference-counted blocks with prefix caching (LRU eviction) and contiguity-aware allocation."""
+    """Reference-counted blocks with prefix caching (LRU eviction) and contiguity-aware allocation.
+
+    cache_changes: digests that came into the cache (True) or left it (False) since somebody emptied it; None: nobody
+    asks.
+    """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
         if num_blocks < 2:
@@ -90,6 +64,7 @@ class BlockManager:
         self._lru: OrderedDict[int, None] = OrderedDict()  # free blocks with known content, oldest first
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
+        self.cache_changes: dict[bytes, bool] | None = None
         self._quarantined: dict[int, str] = {}
         self._num_begun = self._num_ended = 0  # steps
         self._retiring: dict[int, int] = {}  # block -> the step, counted from 1, that was the newest when it retired
@@ -154,6 +129,12 @@ class BlockManager:
             assert block not in self._hash_of, f"block {block} committed twice"
             self._block_of[digest] = block
             self._hash_of[block] = digest
+            if self.cache_changes is not None:
+                self.cache_changes[digest] = True
+
+    def cached_digests(self) -> list[bytes]:
+        """All that `match` can find now, in no order; 7 ms for a million."""
+        return list(self._block_of)
 
     # --- ownership ---
 
@@ -255,7 +236,10 @@ class BlockManager:
 
     def _evict(self, block: int) -> None:
         del self._lru[block]
-        del self._block_of[self._hash_of.pop(block)]
+        digest = self._hash_of.pop(block)
+        del self._block_of[digest]
+        if self.cache_changes is not None:
+            self.cache_changes[digest] = False
         self._set_blank(block)
 
     def _pick(self, count: int, after: int | None) -> list[int]:

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.admission import Admission
-from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
+from pdserve.engine.block_hasher import BlockHasher
+from pdserve.engine.block_manager import BlockManager, OutOfBlocks
 from pdserve.engine.model_runner import Fence, StepOutput
 from pdserve.engine.parts import make_parts
 from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
@@ -87,8 +88,8 @@ class StepResult:
     """What a step did that is now complete. The held prompts may be published at once, and the blocks of those written
     in part.
 
-    device_seconds: it took the device (0 on CPU, where all time is the host's). host_seconds: this thread worked for
-    it. ended_at: seconds since the epoch when its end was known.
+    num_sequences: it computed rows of. device_seconds: it took the device (0 on CPU, where all time is the host's).
+    host_seconds: this thread worked for it. ended_at: seconds since the epoch when its end was known.
     """
 
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)
@@ -96,6 +97,7 @@ class StepResult:
     written: list[WrittenPrompt] = field(default_factory=list)
     finished: list[FinishedRows] = field(default_factory=list)
     num_rows: int = 0
+    num_sequences: int = 0
     device_seconds: float = 0.0
     host_seconds: float = 0.0
     ended_at: float = 0.0
@@ -110,6 +112,7 @@ class _StepInFlight:
     began: Fence
     ended: Fence
     num_rows: int
+    num_sequences: int
     families: list[list[Sequence]]
     sampled: SampledTokens | None
     scored: list[tuple[Request, Scores]]
@@ -313,6 +316,7 @@ class Engine:
             began=began,
             ended=self.runner.fence(),
             num_rows=sum(plan.num_tokens.values()),
+            num_sequences=len(plan.num_tokens),
             families=families,
             sampled=sampled,
             scored=scored,
@@ -377,7 +381,9 @@ class Engine:
         began = time.perf_counter()
         self.blocks.end_step()
         seconds = step.ended.seconds_since(step.began)
-        result = StepResult(num_rows=step.num_rows, device_seconds=seconds, ended_at=ended_at)
+        result = StepResult(
+            num_rows=step.num_rows, num_sequences=step.num_sequences, device_seconds=seconds, ended_at=ended_at
+        )
         result.written = [self._written(seq, rows) for seq, rows in step.parts if seq.status is Status.RUNNING]
         for request, scored in step.scored:
             request.prompt_logprobs += scored.fetch()

@@ -4,8 +4,10 @@ Torch-free: the router imports this file and nothing else of the engine. Knows n
 `worker.engine_client` and `cluster`. One rule rules them all: the router's record is the only authority on a request's
 tokens, so every message about a request carries its `RequestKey`, and messages of an older attempt are dropped.
 
-    router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer, Subscribe, RouterLost
-    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed, PeerStatus, Snapshot
+    router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer, Subscribe, Resync,
+                                      RouterLost
+    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed, PeerStatus, Snapshot,
+                                      CacheChange, CacheState
 """
 
 import math
@@ -145,7 +147,7 @@ def _check_booleans(params: SamplingParams) -> None:
 
 # A field added at the end of an array, with a default, does not change it: older readers skip it, newer ones do
 # without.
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
@@ -286,6 +288,13 @@ class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
     session: int
 
 
+class Resync(msgspec.Struct, frozen=True, kw_only=True, tag="resync"):
+    """This stream missed a CacheChange, or a part of a CacheState: send it a new CacheState."""
+
+    router_id: str
+    session: int
+
+
 class RouterLost(msgspec.Struct, frozen=True, kw_only=True, tag="router_lost"):
     """The event stream (router_id, session) ended: all requests it owns are aborted, its later Submits are dropped."""
 
@@ -297,7 +306,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine process leaves its loop and releases its resources."""
 
 
-Command = Submit | Prepare | Cancel | ConnectPeer | DisconnectPeer | Subscribe | RouterLost | Stop
+Command = Submit | Prepare | Cancel | ConnectPeer | DisconnectPeer | Subscribe | Resync | RouterLost | Stop
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
@@ -315,6 +324,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
     PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated
     mode). parts_from: D may be prepared for prompts of so many tokens, which are published in parts (0: none).
+    caches_prefixes: its computed blocks can be found again.
     cut_below: where D's link moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
     """
 
@@ -329,6 +339,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     peers: tuple["PeerStatus", ...] = ()
     parts_from: int = 0
     cut_below: float = 0.0
+    caches_prefixes: bool = True
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -447,7 +458,9 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):
     """The worker's state, pushed by the engine itself about once a second, also when nothing changed: a sign of life.
 
-    queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus families.
+    queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus families. cache_number: of
+    the last CacheChange before this. prefill_tokens_per_s: measured over the latest steps that were mostly prompt; 0:
+    none yet.
     """
 
     role: str
@@ -459,9 +472,33 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     pinned_blocks: int
     quarantined_blocks: int
     metrics: tuple[MetricFamily, ...] = ()
+    cache_number: int = 0
+    prefill_tokens_per_s: float = 0.0
 
 
-Event = Hello | Delta | PromptScored | Handoff | Arrived | Failed | PeerStatus | Snapshot
+CACHE_KEY_BYTES = 8
+
+
+class CacheChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cache_change"):
+    """What this worker's prefix cache gained and lost, to all routers. number: one more than the last one's. stored,
+    dropped: the first CACHE_KEY_BYTES of each block's digest (`engine.block_hasher`), one behind the other."""
+
+    number: int
+    stored: bytes
+    dropped: bytes
+
+
+class CacheState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cache_state"):
+    """All that the prefix cache held behind CacheChange `number`, in parts, counted from 0, to one router; changes may
+    come between two parts. stored: as in CacheChange."""
+
+    number: int
+    part: int
+    final: bool
+    stored: bytes
+
+
+Event = Hello | Delta | PromptScored | Handoff | Arrived | Failed | PeerStatus | Snapshot | CacheChange | CacheState
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):

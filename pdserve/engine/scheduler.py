@@ -16,12 +16,16 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdserve.engine.block_manager import BlockHasher, BlockManager, OutOfBlocks
+from pdserve.engine.block_hasher import BlockHasher
+from pdserve.engine.block_manager import BlockManager, OutOfBlocks
 from pdserve.engine.protocol import RequestKey
 from pdserve.engine.sequence import Sequence, Status
 
 LONG_PROMPT = 2048  # tokens that fill a GPU: beside another prompt both would only wait for each other
 LAST_CHUNK = 2048  # tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed
+QUEUE_LOOK_UPS = (
+    16  # waiting sequences whose cached prefix tells the queue's length: hashing 16 x 8k tokens takes 11 ms
+)
 ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
 
 
@@ -82,6 +86,16 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
+
+    def num_queued_tokens(self) -> int:
+        """Prompt tokens that are still to be computed, of waiting and of half-computed sequences. Cached prefixes are
+        left out: as many of all that wait as of the first in line."""
+        cut = sum(seq.num_uncomputed for seq in self.running if seq.num_uncomputed > 1)
+        first = self.waiting[:QUEUE_LOOK_UPS]
+        looked_at = sum(seq.num_uncomputed for seq in first)
+        cached = sum(len(self._cached_prefix(seq)) for seq in first if not seq.block_table) * self.hasher.block_size
+        total = sum(seq.num_uncomputed for seq in self.waiting)
+        return cut + (total * (looked_at - cached) // looked_at if looked_at else 0)
 
     def add(self, seq: Sequence) -> None:
         """Queue a waiting sequence: those that own (imported) blocks first, then by priority and arrival."""

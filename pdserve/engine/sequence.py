@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.engine.block_manager import BlockHasher
+from pdserve.engine.block_hasher import BlockHasher
 from pdserve.engine.protocol import FinishReason, RequestKey, SamplingParams, Start, TokenLogprob
 
 

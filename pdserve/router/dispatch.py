@@ -38,10 +38,11 @@ from pdserve.engine.protocol import (
     TokenLogprob,
 )
 from pdserve.router.admission import Seat
-from pdserve.router.choose import Chooser, Demand, NoWorker, Plan
+from pdserve.router.choose import Chooser, Demand, NoWorker, Plan, note_sent
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.prefix_index import PromptBlocks
 from pdserve.router.record import Accepted, LegError, RequestRecord
 from pdserve.router.timeline import PromptTimeline, Timeline, parts_of_time, rounded
 from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
@@ -66,6 +67,7 @@ class Job:
     prompt: int = 0
     priority: int = 0
     cache_salt: str = ""
+    session_id: str = ""
 
 
 class Chunk(msgspec.Struct):
@@ -118,6 +120,7 @@ class RequestRun:
             )
             for _ in range(sampling.n)
         ]
+        self._prompt = PromptBlocks(job.prompt_token_ids, job.cache_salt)
         self._clock = _Clock(dispatcher.metrics, sampling.n)
         self._inbox = Inbox()
         self._legs: list[Leg] = []
@@ -211,12 +214,16 @@ class RequestRun:
         num_prompt = len(self._job.prompt_token_ids)
         num_tokens = num_prompt + (self._job.sampling.max_tokens or 0)
         resumed = self.record.num_tokens > 0
-        return Demand(num_prompt, num_tokens, resumed, frozenset(excluded), self._fingerprint)
+        return Demand(
+            num_prompt, num_tokens, resumed, frozenset(excluded), self._fingerprint, self._prompt, self._job.session_id
+        )
 
     def _begin(self, plan: Plan) -> None:
         self._plan = plan
         self._fingerprint = plan.decode.hello.model_fingerprint
-        self._shared.metrics.plans.labels("split" if plan.prefill is not None else "whole").inc()
+        kind = "split" if plan.prefill is not None else "whole"
+        self._shared.metrics.plans.labels(kind).inc()
+        self._shared.metrics.split_decisions.labels(kind, plan.reason).inc()
         if plan.prefill is None:
             self._submit(plan.decode, "full")
         elif 0 < plan.prefill.hello.parts_from <= len(self._job.prompt_token_ids):
@@ -247,6 +254,7 @@ class RequestRun:
 
     def _open(self, worker: WorkerState, phase: Phase, make: Callable[[RequestKey], Submit | Prepare]) -> Leg:
         attempt, weight = self.record.open_leg(), self._weight(phase)
+        note_sent(self._shared.fleet.workers, worker, self._prompt, phase)
         self._timeline.opened(attempt, worker.worker_id, worker.role, phase)
         leg = self._shared.fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make)
         self._legs.append(leg)

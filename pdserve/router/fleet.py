@@ -20,6 +20,8 @@ import msgspec
 
 from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
+    CacheChange,
+    CacheState,
     Cancel,
     Command,
     Delta,
@@ -29,6 +31,7 @@ from pdserve.engine.protocol import (
     PeerStatus,
     Prepare,
     RequestKey,
+    Resync,
     Snapshot,
     Submit,
     decode_batch,
@@ -53,6 +56,7 @@ class Fleet:
         self.router_id = router_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.changed = asyncio.Event()
         self.num_stale_events = 0
+        self.num_resyncs = 0
         self._silence_s = worker_silence_s
         self._workers: dict[str, WorkerState] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
@@ -243,6 +247,11 @@ class Fleet:
                 worker.peers[event.engine_id, event.incarnation] = event
                 self._introducer.reported(worker, event)
                 self._notify()
+            elif isinstance(event, CacheChange):
+                worker.cached.changed(event)
+                self._keep_whole(worker, None)
+            elif isinstance(event, CacheState):
+                worker.cached.filled(event, worker.last_seen)
             elif not isinstance(event, Hello):
                 self._route(worker, event)
 
@@ -255,8 +264,18 @@ class Fleet:
 
     def _update(self, worker: WorkerState, snapshot: Snapshot) -> None:
         role, worker.snapshot = worker.role, snapshot
+        worker.queue.reported(snapshot.queue_tokens, worker.last_seen)
+        worker.num_others = max(0, snapshot.num_running + snapshot.num_waiting - len(worker.legs))
+        self._keep_whole(worker, snapshot.cache_number)
         if snapshot.role != role:
             self._introduce()
+
+    def _keep_whole(self, worker: WorkerState, cache_number: int | None) -> None:
+        """Ask for the whole cache state again when what came of it has a gap."""
+        if worker.cached.wants_resync(cache_number, worker.last_seen):
+            self.num_resyncs += 1
+            logger.info("asking worker %s for the state of its prefix cache", worker.worker_id)
+            self.post(worker, Resync(router_id=self.router_id, session=worker.session))
 
     def _introduce(self) -> None:
         self._introducer.introduce(self._workers.values())

@@ -66,6 +66,9 @@ class RouterMetrics:
             "rejections", "HTTP requests answered with an error, by status and reason.", "status", "reason"
         )
         self.plans = self._counter("plans", "Attempts by plan: split over prefill and decode, or whole.", "plan")
+        self.split_decisions = self._counter(
+            "split_decisions", "Plans and why they were split or not.", "plan", "reason"
+        )
         self.failovers = self._counter("failovers", "Attempts that failed and were tried again, by reason.", "reason")
         self.arrivals = self._counter("kv_arrivals", "How decode workers came by a prompt's KV.", "source")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
@@ -76,6 +79,9 @@ class RouterMetrics:
         self.running = Gauge("pdserve_router_running", "Prompts being answered.", registry=self.registry)
         self.queued = Gauge("pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry)
         self.stale_events = Gauge("pdserve_router_stale_events", "Events of ended legs.", registry=self.registry)
+        self.cache_resyncs = Gauge(
+            "pdserve_router_cache_resyncs", "Prefix cache states asked for again, after a gap.", registry=self.registry
+        )
         self.workers = Gauge("pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry)
         self.ttft = self._histogram("time_to_first_token", "From admission to a choice's first token.", _LATENCY_S)
         self.itl = self._histogram("inter_token_latency", "Between two messages of a choice.", _TOKEN_S)
@@ -112,6 +118,7 @@ class RouterMetrics:
 def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:
     """The whole /metrics page."""
     metrics.stale_events.set(fleet.num_stale_events)
+    metrics.cache_resyncs.set(fleet.num_resyncs)
     for role in ("prefill", "decode", "both"):
         metrics.workers.labels(role).set(sum(worker.role == role for worker in fleet.workers))
     families: dict[str, tuple[MetricFamily, list[str]]] = {}

@@ -170,7 +170,7 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.metrics = RouterMetrics()
-        chooser = Chooser(config.split_min_tokens)
+        chooser = Chooser(config.split_min_tokens, config.policy, config.split)
         self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens)
         self.metrics.queued.set_function(lambda: self.admission.queued_tokens)
         self._dispatcher = Dispatcher(fleet, chooser, tokenizer, config, self.metrics, resume_wait_s)
@@ -192,6 +192,7 @@ class Service:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str = "",
+        session_id: str = "",
         add_special_tokens: bool = True,
         received: float | None = None,
         named: str = "prompt",
@@ -200,8 +201,9 @@ class Service:
         """Check everything and prepare; no worker hears of it before the first iteration, and the caller must iterate
         or `close` it: it holds places in `admission`. request_id: what answers and the workers' logs name it by; need
         not be unique, a new one by default. received: perf_counter() when the call came; now by default. named: what
-        errors call the prompt. tenant: shares cached prefixes with itself only, whatever the salt. Raises ApiError (400
-        naming the parameter; 429 when there is too much to do; 503 when no worker is there)."""
+        errors call the prompt. tenant: shares cached prefixes with itself only, whatever the salt. session_id: prompts
+        of one go to one worker where nothing speaks against it. Raises ApiError (400 naming the parameter; 429 when
+        there is too much to do; 503 when no worker is there)."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         self.check_num_choices(sampling.n, len(prompts))
@@ -228,6 +230,7 @@ class Service:
                     number,
                     priority,
                     cache_salt,
+                    session_id,
                 )
                 for number, prompt in enumerate(ids)
             ]

@@ -20,6 +20,9 @@ from pdserve.engine.protocol import (
     Snapshot,
 )
 from pdserve.router.link import WorkerLink
+from pdserve.router.prefix_index import CachedBlocks
+from pdserve.router.prompt_queue import PromptQueue
+from pdserve.router.stall_budget import StallBudget
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,9 @@ class Leg:
 @dataclass(slots=True, eq=False)
 class WorkerState:
     """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens:
-    weight of this router's legs there. last_seen: seconds of the event loop's clock."""
+    weight of this router's legs there. last_seen: monotonic seconds. cached: what its prefix cache holds. queue: prompt
+    tokens that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole
+    prompts took from its decodes."""
 
     link: WorkerLink
     session: int
@@ -94,6 +99,10 @@ class WorkerState:
     legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
     outstanding_tokens: int = 0
     draining: bool = False
+    cached: CachedBlocks = field(default_factory=CachedBlocks)
+    queue: PromptQueue = field(default_factory=PromptQueue)
+    num_others: int = 0
+    stalls: StallBudget = field(default_factory=StallBudget)
 
     @property
     def worker_id(self) -> str:
@@ -115,6 +124,11 @@ class WorkerState:
     @property
     def can_decode(self) -> bool:
         return self.role in ("decode", "both")
+
+    @property
+    def num_decodes(self) -> int:
+        """Sequences that it decodes, or soon will: about one a leg."""
+        return len(self.legs) + self.num_others
 
     @property
     def token_limit(self) -> int:

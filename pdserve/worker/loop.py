@@ -34,6 +34,7 @@ from pdserve.engine.protocol import (
     Prepare,
     PromptScored,
     RequestKey,
+    Resync,
     RouterLost,
     Snapshot,
     Stop,
@@ -43,9 +44,11 @@ from pdserve.engine.protocol import (
 from pdserve.kvtransfer.connector import KVReceiver, KVSender
 from pdserve.kvtransfer.pool import KVPool
 from pdserve.prefill.phase import PrefillPhase
+from pdserve.worker.cache_report import CacheReport
 from pdserve.worker.leg_clock import LegClock
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.pool_phase import PoolPhase
+from pdserve.worker.prefill_speed import PrefillSpeed
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +112,8 @@ class WorkerLoop:
             else None
         )
         self._sessions: set[Session] = set()
+        self._cache = CacheReport(engine.blocks)
+        self._speed = PrefillSpeed()
         self._keys: dict[Session, dict[RequestKey, LegClock]] = defaultdict(dict)
         self._device_seconds = 0.0
         self._turn_began: float | None = None  # of the last turn, when it computed a step
@@ -137,6 +142,8 @@ class WorkerLoop:
                 self._disconnect(command)
             case Subscribe():
                 self._subscribe((command.router_id, command.session))
+            case Resync():
+                self._resync((command.router_id, command.session))
             case RouterLost():
                 self._router_lost((command.router_id, command.session))
             case Stop():
@@ -256,12 +263,18 @@ class WorkerLoop:
                 peers=tuple(self._peers.values()),
                 parts_from=engine.scheduler.parts_from if self._sender and self._overlap else 0,
                 cut_below=FAST_LINK if self._overlap == "auto" else float("inf"),
+                caches_prefixes=engine.blocks.enable_caching,
             )
         )
-        self._outgoing[session].append(self.snapshot())
+        self._outgoing[session] += [self._cache.begin(session), self.snapshot()]
+
+    def _resync(self, session: Session) -> None:
+        if session in self._sessions:
+            self._outgoing[session].append(self._cache.begin(session))
 
     def _router_lost(self, session: Session) -> None:
         self._sessions.discard(session)
+        self._cache.forget(session)
         for key, clock in self._keys.pop(session, {}).items():
             self._count_cancelled(clock, None)
             if self.pool is not None:
@@ -289,10 +302,10 @@ class WorkerLoop:
         self._turn_began = began if stepped else None
         self._forget_finished()
         self._flush()
-        if stepped:
+        if stepped or self._cache.has_parts:
             return 0.0
         polls = busy or (self.decode and self.decode.waits_for_blocks)
-        return 0.002 if polls else max(0.0, self._next_snapshot() - time.monotonic())
+        return 0.002 if polls else max(0.0, min(self._next_snapshot(), self._cache.due()) - time.monotonic())
 
     def _check_at_rest(self, busy: bool) -> None:
         now = time.monotonic()
@@ -313,12 +326,14 @@ class WorkerLoop:
             role=self.role,
             num_waiting=len(scheduler.waiting),
             num_running=len(scheduler.running),
-            queue_tokens=sum(seq.num_uncomputed for seq in scheduler.waiting),
+            queue_tokens=scheduler.num_queued_tokens(),
             free_blocks=engine.blocks.num_free,
             total_blocks=engine.blocks.num_usable,
             pinned_blocks=self.prefill.num_pinned_blocks if self.prefill else 0,
             quarantined_blocks=engine.blocks.num_quarantined,
             metrics=self._metrics.families(),
+            cache_number=self._cache.number,
+            prefill_tokens_per_s=self._speed.tokens_per_s,
         )
 
     def _step(self) -> bool:
@@ -330,6 +345,7 @@ class WorkerLoop:
         seconds = result.device_seconds or result.host_seconds  # on CPU the host is the device
         self._device_seconds += seconds
         self._metrics.step_seconds.observe(seconds)
+        self._speed.observe(result.num_rows, result.num_sequences, seconds)
         self._emit_all(result.events)
         self._snapshot_is_stale = True
         if self.prefill is not None:
@@ -393,10 +409,15 @@ class WorkerLoop:
         return msgspec.structs.replace(event, times=times)
 
     def _flush(self) -> None:
+        now = time.monotonic()
+        part = self._cache.next_part()
+        if part is not None:
+            self._outgoing[part[0]].append(part[1])
         for session, events in self._outgoing.items():
             self._send_to(f"{session[0]}/{session[1]}", events)
         self._outgoing.clear()
-        now = time.monotonic()
+        for change in self._cache.changes(now, bool(self._sessions)):
+            self._send_to(ALL_ROUTERS, [change])
         if now < self._next_snapshot():
             return
         self._last_snapshot = now

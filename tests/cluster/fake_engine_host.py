@@ -18,6 +18,7 @@ import zmq
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
+    CacheState,
     Cancel,
     Command,
     Delta,
@@ -75,7 +76,8 @@ class FakeEngineHost:
         self.note(command)
         match command:
             case Subscribe(router_id=router_id, session=session):
-                self.publish(f"{router_id}/{session}", self.hello())
+                state = CacheState(number=0, part=0, final=True, stored=b"")
+                self.publish(f"{router_id}/{session}", self.hello(), state)
             case Submit(key=key):
                 self.requests[key] = command
                 self.positions[key] = len(command.starts[0].forced)

@@ -10,7 +10,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from pdserve.engine.block_manager import NULL_BLOCK, BlockHasher, BlockManager, OutOfBlocks
+from pdserve.engine.block_hasher import BlockHasher
+from pdserve.engine.block_manager import NULL_BLOCK, BlockManager, OutOfBlocks
 
 NUM_BLOCKS = 14
 
@@ -357,3 +358,19 @@ def test_free_space_is_what_counting_block_by_block_gives(seed: int) -> None:
     assert (space.num_blank, space.num_cached) == (len(blank), len(freed) - len(blank))
     assert (space.num_runs, space.longest_run) == (len(runs), max(map(len, runs), default=0))
     assert space.fragmentation == pytest.approx(1 - space.longest_run / len(blank) if blank else 0)
+
+
+def test_changes_of_the_cache_are_noted_for_who_asks() -> None:
+    blocks = BlockManager(4)
+    digests = [bytes([number]) * 16 for number in range(2)]
+    changes: dict[bytes, bool] = {}
+    owned = blocks.allocate(3)
+    blocks.commit(owned[0], digests[0])
+    blocks.cache_changes = changes
+    blocks.commit(owned[1], digests[1])
+    blocks.commit(owned[2], digests[0])  # held already, by the first block
+    assert changes == {digests[1]: True}
+    blocks.release(owned)
+    changes.clear()
+    blocks.allocate(3)  # evicts both
+    assert changes == {digests[0]: False, digests[1]: False} and blocks.cached_digests() == []

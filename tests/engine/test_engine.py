@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine.harness import Driver, alone, make_engine, paper_engine, submit_of
 
-from pdserve.engine import block_manager
+from pdserve.engine import block_hasher
 from pdserve.engine import engine as engine_module
 from pdserve.engine.engine import _sample_row
 from pdserve.engine.protocol import Delta, RequestKey, SamplingParams, Start, Ticket
@@ -177,7 +177,7 @@ def test_waiting_for_blocks_hashes_a_prompt_once(tiny_llama: Path, monkeypatch: 
     request = engine.make_request(submit_of(prompt_of(200), GREEDY))
     taken = engine.blocks.allocate(15)
     assert engine.reserve(request, (Start(0, (1,)),)) is None
-    monkeypatch.setattr(block_manager, "blake2b", None)
+    monkeypatch.setattr(block_hasher, "blake2b", None)
     assert engine.reserve(request, (Start(0, (1,)),)) is None
     engine.blocks.release(taken)
     assert engine.reserve(request, (Start(0, (1,)),)) is not None

@@ -10,6 +10,8 @@ from pdserve.engine.protocol import (
     MAX_SEED,
     PROTOCOL_VERSION,
     Arrived,
+    CacheChange,
+    CacheState,
     Cancel,
     Command,
     ConnectPeer,
@@ -25,6 +27,7 @@ from pdserve.engine.protocol import (
     PromptScored,
     RankPool,
     RequestKey,
+    Resync,
     RouterLost,
     Sample,
     SamplingParams,
@@ -223,6 +226,7 @@ COMMANDS: list[Command] = [
     ConnectPeer(meta=META),
     DisconnectPeer(engine_id="p", incarnation=7),
     Subscribe(router_id="r", session=1),
+    Resync(router_id="r", session=1),
     RouterLost(router_id="r", session=1),
     Stop(),
 ]
@@ -257,7 +261,11 @@ EVENTS = (
         pinned_blocks=6,
         quarantined_blocks=7,
         metrics=(MetricFamily("m", "gauge", "help", (Sample("m", {"a": "b"}, 1.5),)),),
+        cache_number=8,
+        prefill_tokens_per_s=9.5,
     ),
+    CacheChange(number=9, stored=b"12345678", dropped=b""),
+    CacheState(number=9, part=1, final=True, stored=b"1234567812345678"),
 )
 
 

@@ -297,6 +297,26 @@ def test_a_cached_prefix_is_not_computed_again(tiny_llama: Path) -> None:
     assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (51 + 50 + 48 + 48, 80)
 
 
+def test_the_queue_is_told_without_what_is_cached(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = paper_engine(tiny_llama, max_num_seqs=1, max_num_batched_tokens=32)
+    driver, scheduler = Driver(engine), engine.scheduler
+    shared = prompt_of(48)
+    driver.add([*shared, 1, 2, 3], greedy(4))
+    assert scheduler.num_queued_tokens() == 51
+    driver.step()
+    assert scheduler.num_queued_tokens() == 19, "the rest of a prompt that is half computed"
+    driver.run()
+    assert scheduler.num_queued_tokens() == 0
+    monkeypatch.setattr("pdserve.engine.scheduler.QUEUE_LOOK_UPS", 2)
+    for last in (4, 5):
+        driver.add([*shared, last, last], greedy(4))
+    assert scheduler.num_queued_tokens() == 2 + 2
+    driver.add(prompt_of(100, "other"), greedy(4))
+    assert scheduler.num_queued_tokens() == 200 * 4 // 100, "the first two speak for all"
+    driver.run()
+    driver.assert_empty()
+
+
 def preempt_half_way(driver: Driver) -> None:
     """The prompt that is next loses its blocks behind its first chunk, to somebody outside."""
     engine = driver.engine

@@ -24,7 +24,9 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
     made: list[Harness] = []
 
     def build(num_prefill: int = 1, num_decode: int = 1, resume_wait_s: float = 0.3, **config: object) -> Harness:
-        harness = Harness(tokenizer, RouterConfig(**config), num_prefill, num_decode, resume_wait_s)
+        harness = Harness(
+            tokenizer, RouterConfig(**{"split": "always", **config}), num_prefill, num_decode, resume_wait_s
+        )
         made.append(harness)
         return harness
 

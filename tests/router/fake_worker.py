@@ -14,6 +14,7 @@ from typing import Any
 from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
     Arrived,
+    CacheState,
     Cancel,
     Command,
     ConnectPeer,
@@ -114,6 +115,9 @@ class FakeWorker:
         self.protocol = PROTOCOL_VERSION
         self.fingerprint = "model"
         self.mute = False
+        self.cache_number, self.cache_keys = 0, b""
+        self.queue_tokens, self.prefill_tokens_per_s = 0, 0.0
+        self.free_blocks = self.total_blocks = 64
         self.commands: list[Command] = []
         self.tickets: dict[RequestKey, tuple[int, ...]] = {}
         self.prepared: dict[RequestKey, tuple[int, ...]] = {}
@@ -175,12 +179,14 @@ class FakeWorker:
             role=self.role,
             num_waiting=0,
             num_running=len(self._runs),
-            queue_tokens=0,
-            free_blocks=1,
-            total_blocks=1,
+            queue_tokens=self.queue_tokens,
+            free_blocks=self.free_blocks,
+            total_blocks=self.total_blocks,
             pinned_blocks=0,
             quarantined_blocks=0,
             metrics=(family,),
+            cache_number=self.cache_number,
+            prefill_tokens_per_s=self.prefill_tokens_per_s,
         )
 
     async def events(self, router_id: str, session: int) -> AsyncIterator[bytes]:
@@ -188,7 +194,8 @@ class FakeWorker:
             raise WorkerLost("dead")
         queue: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._streams[router_id, session] = queue
-        queue.put_nowait(self._batch([self.hello(), self.snapshot()]))
+        state = CacheState(number=self.cache_number, part=0, final=True, stored=self.cache_keys)
+        queue.put_nowait(self._batch([self.hello(), state, self.snapshot()]))
         try:
             while (data := await queue.get()) is not None:
                 yield data

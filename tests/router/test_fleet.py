@@ -248,7 +248,7 @@ async def test_a_stream_without_hello_is_refused() -> None:
 
 async def test_choosing_filters_scores_and_takes_turns(make: Make) -> None:
     harness = await make(2, 3).start()
-    chooser = Chooser(split_min_tokens=8)
+    chooser = Chooser(split_min_tokens=8, policy="least-loaded", split="always")
     workers = {worker.worker_id: worker for worker in harness.fleet.workers}
 
     def choose(**change: Any) -> tuple[str | None, str]:

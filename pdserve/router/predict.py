@@ -1,0 +1,83 @@
+"""How many milliseconds a worker will need for a request: its queue, the prompt, the transfer, its decodes, its memory.
+
+Pure arithmetic over what workers report (docs/routing.md says where the constants come from). Decides nothing: that is
+`router.choose`.
+"""
+
+from collections.abc import Iterable
+from statistics import median
+
+from pdserve.router.prefix_index import PromptBlocks
+from pdserve.router.worker_state import WorkerState
+
+ASSUMED_TOKENS_PER_S = 10_000.0  # of prefill, while nobody has measured: between a CPU's 2,000 and an H200's 45,000
+ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
+ALIKE = 1.5  # speeds that differ by less are taken for one: else the one that happened to measure more gets it all
+DECODE_TOKENS = 256  # a sequence being decoded costs its neighbours as much time as so many prompt tokens
+NO_BLOCKS_MS = 1000.0  # until running sequences have freed the blocks of a whole request
+
+
+class Predictor:
+    """One moment's view. prompt None: nothing is known of the prompt but its length, so nothing of it is cached."""
+
+    def __init__(
+        self, workers: Iterable[WorkerState], prompt: PromptBlocks | None, num_prompt_tokens: int, now: float
+    ) -> None:
+        measured = [speed for worker in workers if (speed := _measured_speed(worker))]
+        self._typical = median(measured) if measured else ASSUMED_TOKENS_PER_S
+        self._prompt = prompt
+        self._num_prompt_tokens = num_prompt_tokens
+        self._now = now
+        self._cached: dict[str, int] = {}
+
+    def speed(self, worker: WorkerState) -> float:
+        """Prompt tokens a second: the worker's own where it differs from what others do by more than measuring."""
+        own = _measured_speed(worker)
+        return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
+
+    def cached_tokens(self, worker: WorkerState) -> int:
+        """Of the prompt, that need no computing there."""
+        if self._prompt is None:
+            return 0
+        known = self._cached.get(worker.worker_id)
+        if known is None:
+            hello = worker.hello
+            known = self._prompt.num_cached_tokens(worker.cached, hello.model_fingerprint, hello.block_size, self._now)
+            self._cached[worker.worker_id] = known
+        return known
+
+    def uncached_tokens(self, worker: WorkerState) -> int:
+        return self._num_prompt_tokens - self.cached_tokens(worker)
+
+    def queue_ms(self, worker: WorkerState) -> float:
+        """Until the prompts that are there already are computed."""
+        speed = self.speed(worker)
+        return 1000 * worker.queue.left(self._now, speed) / speed
+
+    def compute_ms(self, worker: WorkerState) -> float:
+        return 1000 * self.uncached_tokens(worker) / self.speed(worker)
+
+    def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
+        """To move the rows that `decode` lacks."""
+        pool, link = prefill.pool, decode.link_to(prefill)
+        if pool is None:
+            return 0.0
+        rate = link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S
+        num_bytes = self.uncached_tokens(decode) * pool.block_bytes * max(1, len(pool.ranks)) / pool.block_size
+        return 1000 * num_bytes / rate
+
+    def decode_load_ms(self, worker: WorkerState) -> float:
+        """What the sequences beside it will cost this one."""
+        return 1000 * DECODE_TOKENS * worker.num_decodes / self.speed(worker)
+
+    def memory_ms(self, worker: WorkerState) -> float:
+        """What the wait for blocks may cost, when too few are free for the prompt."""
+        if worker.snapshot is None:
+            return 0.0
+        needed = -(-self.uncached_tokens(worker) // worker.hello.block_size)
+        missing = needed - worker.snapshot.free_blocks
+        return NO_BLOCKS_MS * missing / needed if missing > 0 else 0.0
+
+
+def _measured_speed(worker: WorkerState) -> float:
+    return worker.snapshot.prefill_tokens_per_s if worker.snapshot is not None else 0.0

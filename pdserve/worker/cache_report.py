@@ -1,0 +1,104 @@
+"""Tells routers what the engine's prefix cache holds: all of it to a router that is new, then numbered changes to all.
+
+    subscribe, resync -> CacheState in parts, one a turn            changes -> CacheChange, one a period at most
+
+Nothing happens per token: the block manager notes the last word on each digest, and this reads it now and then. Knows
+no sockets and no policies (docs/routing.md). Used by `worker.loop`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.protocol import CACHE_KEY_BYTES, CacheChange, CacheState
+
+PERIOD_S = 0.1
+KEYS_PER_MESSAGE = 8192  # 64 KB stored and as much dropped
+
+Session = tuple[str, int]
+
+
+class CacheReport:
+    """Makes `blocks` note its changes. Times are monotonic seconds."""
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self._changes: dict[bytes, bool] = {}
+        blocks.cache_changes = self._changes
+        self._states: OrderedDict[Session, _State] = OrderedDict()
+        self._last_told = 0.0
+        self.number = 0
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether a state is being sent: the next turn has more to do."""
+        return bool(self._states)
+
+    def begin(self, session: Session) -> CacheState:
+        """The first part of the whole state; the others come with the next turns. A running one starts anew."""
+        self._states.pop(session, None)
+        state = _State(self.number, self._blocks.cached_digests())
+        part = state.next_part()
+        if not part.final:
+            self._states[session] = state
+        return part
+
+    def forget(self, session: Session) -> None:
+        self._states.pop(session, None)
+
+    def next_part(self) -> tuple[Session, CacheState] | None:
+        """One part for one router; they take turns."""
+        if not self._states:
+            return None
+        session, state = self._states.popitem(last=False)
+        part = state.next_part()
+        if not part.final:
+            self._states[session] = state
+        return session, part
+
+    def changes(self, now: float, anyone: bool) -> list[CacheChange]:
+        """What is due now. anyone: somebody listens; else the changes are forgotten, as whoever comes gets a state."""
+        if not self._changes or now < self.due():
+            return []
+        self._last_told = now
+        noted = list(self._changes.items())
+        self._changes.clear()
+        return [self._change(noted[i : i + KEYS_PER_MESSAGE]) for i in _starts(noted)] if anyone else []
+
+    def due(self) -> float:
+        """When changes are told next; infinite when there are none."""
+        if not self._changes:
+            return float("inf")
+        return 0.0 if len(self._changes) >= KEYS_PER_MESSAGE else self._last_told + PERIOD_S
+
+    def _change(self, noted: list[tuple[bytes, bool]]) -> CacheChange:
+        self.number += 1
+        stored = _keys(digest for digest, is_stored in noted if is_stored)
+        dropped = _keys(digest for digest, is_stored in noted if not is_stored)
+        return CacheChange(number=self.number, stored=stored, dropped=dropped)
+
+
+class _State:
+    """One router's state on its way. digests: of the moment behind change `number`. Changes noted but not yet told are
+    in it too, and are told again: that does no harm."""
+
+    def __init__(self, number: int, digests: list[bytes]) -> None:
+        self._number = number
+        self._digests = digests
+        self._part = 0
+
+    def next_part(self) -> CacheState:
+        start = self._part * KEYS_PER_MESSAGE
+        end = start + KEYS_PER_MESSAGE
+        stored = _keys(self._digests[start:end])
+        part = CacheState(number=self._number, part=self._part, final=end >= len(self._digests), stored=stored)
+        self._part += 1
+        return part
+
+
+def _keys(digests: Iterable[bytes]) -> bytes:
+    return b"".join([digest[:CACHE_KEY_BYTES] for digest in digests])
+
+
+def _starts(noted: list[tuple[bytes, bool]]) -> range:
+    return range(0, len(noted), KEYS_PER_MESSAGE)

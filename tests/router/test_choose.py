@@ -1,0 +1,186 @@
+"""Which worker each policy picks, and what predictions are made of."""
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, get_args
+
+import pytest
+from pydantic import ValidationError
+from router.fake_worker import expected_tokens
+from router.harness import Harness, until
+from router.workers import join, made
+
+from pdserve.configs.schema import RouterConfig
+from pdserve.engine.protocol import SamplingParams
+from pdserve.router.choose import OVERLOADED_MS, Chooser, Demand, note_sent
+from pdserve.router.policies import POLICIES
+from pdserve.router.predict import ASSUMED_TOKENS_PER_S, DECODE_TOKENS, Predictor
+from pdserve.router.prefix_index import PromptBlocks
+from pdserve.router.prompt_queue import UNSEEN_S, PromptQueue
+from pdserve.router.worker_state import WorkerState
+
+Make = Callable[..., Harness]
+PROMPT = tuple(range(3, 203))
+
+
+def whole(policy: str, workers: list[WorkerState], count: int = 12, session: str = "") -> Counter[str]:
+    """How often each worker gets a prompt that is not split."""
+    chooser = Chooser(1 << 20, policy)
+    demand = Demand(len(PROMPT), 220, prompt=PromptBlocks(PROMPT, ""), session=session)
+    return Counter(chooser.choose(workers, demand).decode.worker_id for _ in range(count))
+
+
+def test_the_configuration_names_the_policies_there_are() -> None:
+    names = get_args(RouterConfig.model_fields["policy"].annotation)
+    assert set(names) == set(POLICIES) and RouterConfig().policy == "default"
+    with pytest.raises(ValidationError, match=r"policy\n.*'default', 'prefix', 'least-loaded' or 'round-robin'"):
+        RouterConfig(policy="best")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"router\.policy must be one of round-robin, .*, not 'best'"):
+        Chooser(1, "best")
+
+
+def test_each_policy_looks_at_its_own() -> None:
+    workers = [
+        made("cached", holds=PROMPT[:160], queue_tokens=900, num_running=8),
+        made("idle"),
+        made("busy", queue_tokens=5000),
+    ]
+    workers[1].outstanding_tokens = 10
+    workers[2].outstanding_tokens = 5
+    assert whole("round-robin", workers) == {"cached": 4, "idle": 4, "busy": 4}
+    assert whole("least-loaded", workers) == {"idle": 12}
+    assert whole("prefix", workers) == {"cached": 12}
+    assert whole("default", workers) == {"idle": 12}
+    workers[0] = made("cached", holds=PROMPT[:160], queue_tokens=100)
+    assert whole("default", workers) == {"cached": 12}, "10 ms of queue against 16 ms of computing, twice"
+
+
+@pytest.mark.parametrize(
+    ("better", "worse"),
+    [
+        ({}, {"queue_tokens": 100}),
+        ({}, {"num_running": 1}),
+        ({}, {"free_blocks": 3}),
+        ({"prefill_tokens_per_s": 40_000.0}, {}),
+        ({"holds": PROMPT[:32]}, {}),
+        ({"queue_tokens": 100, "prefill_tokens_per_s": 40_000.0}, {"queue_tokens": 50}),
+        ({"holds": PROMPT, "free_blocks": 1}, {}),
+    ],
+)
+def test_the_default_weighs_every_part(better: dict[str, Any], worse: dict[str, Any]) -> None:
+    assert whole("default", [made("worse", **worse), made("better", **better)]) == {"better": 12}
+
+
+def test_predictions_are_milliseconds_of_what_workers_report() -> None:
+    a = made("a", "prefill", holds=PROMPT[:64], queue_tokens=500, prefill_tokens_per_s=5000.0)
+    b = made("b", "decode", holds=PROMPT[:160], prefill_tokens_per_s=0.0, num_running=3, free_blocks=1)
+    join(a, b, bytes_per_s=2e6)
+    predictor = Predictor([a, b], PromptBlocks(PROMPT, ""), 200, time.monotonic())
+    assert predictor.queue_ms(a) == pytest.approx(100, abs=20)
+    assert predictor.compute_ms(a) == pytest.approx((200 - 64) / 5)
+    assert predictor.speed(b) == 5000, "as others that were measured"
+    assert predictor.decode_load_ms(b) == pytest.approx(3 * DECODE_TOKENS / 5)
+    assert predictor.transfer_ms(b, a) == pytest.approx(40 * 1024 / 16 / 2e6 * 1000)
+    assert predictor.memory_ms(b) == pytest.approx(1000 * 2 / 3) and predictor.memory_ms(a) == 0
+    assert Predictor([], None, 7, 0.0).speed(b) == ASSUMED_TOKENS_PER_S
+
+
+def test_a_split_prefers_the_d_that_has_least_to_pull_and_the_faster_link() -> None:
+    p, near, far = made("p", "prefill"), made("near", "decode"), made("far", "decode")
+    holder = made("holder", "decode", holds=PROMPT[:160])
+    join(p, near, bytes_per_s=1e6)
+    join(p, far, holder, bytes_per_s=1e5)
+
+    def decode_of(workers: list[WorkerState]) -> set[str]:
+        chooser = Chooser(1, split="always")
+        demand = Demand(len(PROMPT), 220, prompt=PromptBlocks(PROMPT, ""))
+        return {chooser.choose(workers, demand).decode.worker_id for _ in range(4)}
+
+    assert decode_of([p, far, near]) == {"near"}
+    assert decode_of([p, far, holder]) == {"holder"}
+
+
+def test_the_queue_fills_by_what_is_sent_and_drains_at_the_workers_speed() -> None:
+    queue = PromptQueue()
+    queue.reported(1000, 10.0)
+    assert queue.left(10.25, 2000.0) == 500 and queue.left(11.0, 2000.0) == 0
+    queue.sent(300, 10.25, 2000.0)
+    assert queue.left(10.3, 2000.0) == pytest.approx(700)
+    queue.reported(100, 10.25 + UNSEEN_S / 2)
+    assert queue.left(10.25 + UNSEEN_S / 2, 2000.0) == 400, "the report was made before it was read there"
+    queue.reported(100, 10.25 + 2 * UNSEEN_S)
+    assert queue.left(10.25 + 2 * UNSEEN_S, 2000.0) == 100
+
+
+def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_more() -> None:
+    def burst(same: bool) -> Counter[str]:
+        workers = [made(f"w{i}") for i in range(4)]
+        chooser, chosen = Chooser(1 << 20), Counter[str]()
+        for number in range(40):
+            tokens = (*range(3, 1003), number) if same else tuple(range(3 + number * 1001, 3 + (number + 1) * 1001))
+            prompt = PromptBlocks(tokens, "")
+            worker = chooser.choose(workers, Demand(len(tokens), 20, prompt=prompt)).decode
+            note_sent(workers, worker, prompt, "full")
+            chosen[worker.worker_id] += 1
+        return chosen
+
+    assert set(burst(same=False).values()) == {10}
+    spread = burst(same=True)
+    assert max(spread.values()) > 20 and sum(spread.values()) == 40
+
+
+def test_a_session_keeps_its_worker_while_others_come_and_go() -> None:
+    workers = [made(f"w{i}") for i in range(8)]
+
+    def owner(session: str, among: list[WorkerState]) -> str:
+        [(worker_id, count)] = whole("default", among, 3, session).items()
+        assert count == 3
+        return worker_id
+
+    owners = {f"s{i}": owner(f"s{i}", workers) for i in range(40)}
+    assert len(set(owners.values())) >= 6
+    gone = [worker for worker in workers if worker.worker_id != "w3"]
+    moved = {session for session, worker_id in owners.items() if owner(session, gone) != worker_id}
+    assert moved == {session for session, worker_id in owners.items() if worker_id == "w3"}
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_session_never_goes_to_an_overloaded_worker(policy: str) -> None:
+    workers = [made("w0"), made("w1")]
+    [home] = whole(policy, workers, 2, "mine")
+    other = ({"w0", "w1"} - {home}).pop()
+    overload = int(2 * OVERLOADED_MS * 10)
+    workers = [made(home, queue_tokens=overload), made(other)]
+    assert whole(policy, workers, 2, "mine") == {other: 2}
+
+
+async def test_the_session_header_and_the_salt_reach_the_choice(make: Make) -> None:
+    harness = await make(0, 4).start()
+    async with harness.http() as client:
+        for number in range(12):
+            body = {"model": "demo", "prompt": [5 + number, 6, 7], "max_tokens": 1}
+            answer = await client.post("/v1/completions", json=body, headers={"x-session-id": "one"})
+            assert answer.status_code == 200
+            await until(lambda: not any(worker.legs for worker in harness.fleet.workers))
+    assert sorted(len(worker.submits()) for worker in harness.decodes) == [0, 0, 0, 12]
+    prompt = tuple(range(3, 103))
+    for salt in ("a", "b"):
+        await harness.service.collect([prompt], SamplingParams(max_tokens=2, seed=1), cache_salt=salt)
+    held = [PromptBlocks(prompt, "a").num_cached_tokens(w.cached, "model", 16, time.monotonic()) for w in _all(harness)]
+    assert sorted(held) == [0, 0, 0, 96]
+
+
+async def test_requests_follow_the_prefix_that_was_sent_before(make: Make) -> None:
+    harness = await make(0, 3, policy="default").start()
+    sampling = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
+    for number in range(9):
+        prompt = (*([10 + number % 3] * 200), number)
+        results = await harness.collect(prompt, sampling)
+        assert results[0].token_ids == expected_tokens(prompt, sampling, 0)[0]
+    for worker in harness.decodes:
+        assert len({submit.prompt_token_ids[0] for submit in worker.submits()}) == len(worker.submits()) / 3
+
+
+def _all(harness: Harness) -> list[WorkerState]:
+    return harness.fleet.workers

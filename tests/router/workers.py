@@ -1,0 +1,39 @@
+"""Workers as a router knows them, made by hand: no link, no stream."""
+
+import time
+from typing import Any
+
+from router.fake_worker import FakeWorker, World
+
+from pdserve.engine.block_hasher import BlockHasher
+from pdserve.engine.protocol import CacheState, PeerStatus, Snapshot
+from pdserve.router.worker_state import WorkerState
+
+
+def made(worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **reported: Any) -> WorkerState:
+    """holds: the tokens whose blocks it has cached; reported: of its Snapshot."""
+    fake = FakeWorker(World(), worker_id, role)
+    fake.max_tokens = 4096
+    now = time.monotonic()
+    worker = WorkerState(fake, 1, fake.hello(), 1, now)
+    digests: list[bytes] = []
+    BlockHasher("model", 16).extend(digests, holds, "")
+    stored = b"".join(digest[:8] for digest in digests)
+    worker.cached.filled(CacheState(number=0, part=0, final=True, stored=stored), now)
+    values = {"num_waiting": 0, "num_running": 0, "queue_tokens": 0, "free_blocks": 1000, "total_blocks": 1000}
+    values |= {"pinned_blocks": 0, "quarantined_blocks": 0, "prefill_tokens_per_s": 10_000.0, **reported}
+    worker.snapshot = Snapshot(role=role, **values)
+    worker.queue.reported(worker.snapshot.queue_tokens, now)
+    worker.num_others = worker.snapshot.num_running
+    return worker
+
+
+def join(prefill: WorkerState, *decodes: WorkerState, bytes_per_s: float = 1e9) -> None:
+    """Connect them."""
+    pool = prefill.pool
+    assert pool is not None
+    for decode in decodes:
+        status = PeerStatus(
+            engine_id=pool.engine_id, incarnation=pool.incarnation, connected=True, bytes_per_s=bytes_per_s
+        )
+        decode.peers[pool.engine_id, pool.incarnation] = status
