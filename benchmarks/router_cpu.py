@@ -153,7 +153,7 @@ def run_router(address: str, port: int, profile: Path | None) -> None:
 
 async def _serve(address: str, port: int) -> None:
     fleet = Fleet(worker_silence_s=1e6)
-    app = build_app(fleet, Tokenizer.load(DEMO), RouterConfig(), MODEL)
+    app = build_app(fleet, Tokenizer.load(DEMO), RouterConfig(split="always"), MODEL)
     config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", access_log=False)
     server = uvicorn.Server(config)
 

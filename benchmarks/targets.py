@@ -60,6 +60,9 @@ def main() -> int:
     parser.add_argument(
         "--sequential", action="store_true", help="pair rows: D pulls when P has computed the whole prompt"
     )
+    parser.add_argument(
+        "--split", choices=["always", "auto"], default="always", help="pair rows: which prompts P computes"
+    )
     parser.add_argument("--from", type=Path, dest="saved", help="show the results of this file; measure nothing")
     parser.add_argument("--url", help="HTTP rows against this running server instead of one started here")
     parser.add_argument("--haproxy", action="store_true", help="start the server with HAProxy in front")
@@ -276,6 +279,7 @@ def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_p
         "mode": "disaggregated" if is_pair else "aggregated",
         "model": model,
         "engine": engine_fields(options),
+        "router": {"split": options.split},
         "transfer": {"overlap": False if options.sequential else "auto"},
         **{role: {"replicas": 1, "num_gpus": num_gpus} for role in ("prefill", "decode")},
     }

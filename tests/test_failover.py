@@ -25,7 +25,7 @@ from pdserve.router.worker_state import Leg, WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
 ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts
-CONFIG = RouterConfig(max_attempts=3)
+CONFIG = RouterConfig(split="always", max_attempts=3)
 LONGEST_GAP_S = 5.0
 
 

@@ -36,7 +36,7 @@ READY_S, REQUEST_S = 180.0, 90.0
 CONFIG = {
     "model": {"path": str(DEMO)},
     "engine": {"device": "cpu", "num_kv_blocks": 2048},
-    "router": {"resources": {"ingress": 0.1}},
+    "router": {"resources": {"ingress": 0.1}, "split": "always"},
     "prefill": {"replicas": 2, "resources": {"prefill": 1}},
     "decode": {"replicas": 2, "resources": {"decode": 1}},
 }
