@@ -140,7 +140,7 @@ def test_pair_rows_have_a_prefill_and_a_decode_worker(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = argparse.Namespace(
-        engine_device="cpu", model=str(tiny_llama), dtype="auto", load_format="dummy", sequential=True
+        engine_device="cpu", model=str(tiny_llama), dtype="auto", load_format="dummy", sequential=True, split="always"
     )
     monkeypatch.setattr(targets, "engine_fields", lambda _: {"device": "cpu"})
     args = targets.cluster_document(options, tmp_path, 1, is_pair=True)["applications"][0]["args"]
