@@ -23,9 +23,7 @@ from pdserve.engine.sequence import Sequence, Status
 
 LONG_PROMPT = 2048  # tokens that fill a GPU: beside another prompt both would only wait for each other
 LAST_CHUNK = 2048  # tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed
-QUEUE_LOOK_UPS = (
-    16  # waiting sequences whose cached prefix tells the queue's length: hashing 16 x 8k tokens takes 11 ms
-)
+QUEUE_LOOK_UPS = 16  # sequences whose cached prefix tells the queue's length: hashing 16 x 8k tokens takes 11 ms
 ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
 
 

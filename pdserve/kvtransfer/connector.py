@@ -103,7 +103,7 @@ class KVSender(Protocol):
     ) -> Ticket:
         """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has waited for the
         device) and which the caller owns, so their generations stand still. It keeps them pinned until `poll` returns
-        Unpinned for the key, or it calls `revoke`. content: `engine.block_manager.BlockHasher.content` of what the rows
+        Unpinned for the key, or it calls `revoke`. content: `engine.block_hasher.BlockHasher.content` of what the rows
         hold. written_at: see Ticket; None: now."""
         ...
 
