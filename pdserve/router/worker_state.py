@@ -1,7 +1,7 @@
 """What the router knows of one worker, and one leg: a Submit that the worker has, with the inbox its events go to.
 
-State, and the small parts that keep some of it (`prefix_index`, `prompt_queue`, `stall_budget`): `router.fleet` fills it
-with what the worker says, `router.choose` with what is sent there; `predict`, `choose` and `peers` read it.
+State, and the small parts that keep some of it (`prefix_index`, `prompt_queue`, `stall_budget`): `router.fleet` fills
+it with what the worker says, `router.choose` with what is sent there; `predict`, `choose` and `peers` read it.
 """
 
 import asyncio
