@@ -323,7 +323,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
     PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated
-    mode). parts_from: D may be prepared for prompts of so many tokens, which are published in parts (0: none).
+    mode). parts_from: D may be prepared for prompts of so many tokens (0: none); long ones are published in parts.
     caches_prefixes: its computed blocks can be found again.
     cut_below: where D's link moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
     """

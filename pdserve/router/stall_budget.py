@@ -4,7 +4,7 @@ Without it, the prompts that come while P's queue is long all go to D at once, a
 for all of them. Owned by `router.worker_state`, asked by `router.split`.
 """
 
-SHARE = 0.2  # of the worker's time
+SHARE = 0.05  # of the worker's time
 BURST_MS = 100.0
 
 
