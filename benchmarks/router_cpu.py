@@ -1,11 +1,11 @@
-"""CPU time of the router process per streamed token: uvicorn and the router in one process, a paced fake engine in
+"""CPU time of the router process per streamed token: uvicorn and the router in one process, a paced engine on paper in
 another.
 
-The fake engine sends what a worker sends, one batch a step with one Delta a stream, over the same wire; clients read
+The engine sends what a worker sends, one batch a step with one Delta a stream, over the same wire; clients read
 raw bytes. What Serve and HAProxy add is not in it, and neither is the engine.
 
-    .venv/bin/python benchmarks/router_cpu.py --out benchmarks/results/router-cpu.jsonl
-    .venv/bin/python benchmarks/router_cpu.py --streams 128 --profile /tmp/router.prof
+    .venv/bin/python -m benchmarks.router_cpu --out benchmarks/results/router-cpu.jsonl
+    .venv/bin/python -m benchmarks.router_cpu --streams 128 --profile /tmp/router.prof
 """
 
 import argparse
@@ -21,30 +21,15 @@ from typing import Any
 
 import httpx
 import uvicorn
-import zmq
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tqdm import tqdm
 
+from benchmarks.paced_engine import PacedEngine
 from pdserve.bench.record import append, git_commit
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import (
-    PROTOCOL_VERSION,
-    Cancel,
-    Command,
-    Delta,
-    Event,
-    EventBatch,
-    Hello,
-    PromptScored,
-    RequestKey,
-    Stop,
-    Submit,
-    Subscribe,
-    decode_command,
-    encode,
-)
+from pdserve.engine.protocol import Command
 from pdserve.router.app import build_app
 from pdserve.router.fleet import Fleet
 from pdserve.text.tokenizer import Tokenizer
@@ -52,78 +37,12 @@ from pdserve.worker.engine_client import EngineClient
 
 MODEL = "pdserve-demo"
 DEMO = Path(__file__).parent.parent / "demo" / MODEL
-VOCAB = 1 << 16
-
-
-class FakeEngine:
-    """One token a step for every request; steps at fixed moments, whatever they cost."""
-
-    def __init__(self, address: str, step_s: float) -> None:
-        self._step_s = step_s
-        self._requests: dict[RequestKey, tuple[int, int]] = {}  # next position, last position
-        self._socket = zmq.Context.instance().socket(zmq.PAIR)
-        self._socket.bind(address)
-        self._target = b""
-        self._stopped = False
-
-    def run(self) -> None:
-        due = time.monotonic() + self._step_s
-        while not self._stopped:
-            wait_ms = 1000 * (due - time.monotonic())
-            if wait_ms > 0 and self._socket.poll(wait_ms):
-                self._handle(decode_command(self._socket.recv()))
-            elif wait_ms <= 0:
-                due += self._step_s
-                self._step()
-
-    def _handle(self, command: Command) -> None:
-        match command:
-            case Subscribe():
-                self._target = f"{command.router_id}/{command.session}".encode()
-                self._send(_hello())
-            case Submit():
-                self._requests[command.key] = 0, (command.sampling.max_tokens or 0) - 1
-            case Cancel():
-                self._requests.pop(command.key, None)
-            case Stop():
-                self._stopped = True
-
-    def _step(self) -> None:
-        events: list[Event] = []
-        for key, (position, last) in list(self._requests.items()):
-            name, attempt = key.request_id, key.attempt
-            if position == 0:
-                events.append(PromptScored(request_id=name, attempt=attempt, cached_tokens=0))
-            token = 3 + hash((name, position)) % 400
-            events.append(Delta(name, attempt, 0, position, (token,), "length" if position == last else None))
-            self._requests[key] = position + 1, last
-            if position == last:
-                del self._requests[key]
-        if events:
-            self._send(*events)
-
-    def _send(self, *events: Event) -> None:
-        batch = EventBatch(worker_id="fake", incarnation=1, events=events)
-        self._socket.send_multipart([self._target, encode(batch)])
-
-
-def _hello() -> Hello:
-    return Hello(
-        protocol=PROTOCOL_VERSION,
-        role="both",
-        model_fingerprint="fake",
-        vocab_size=VOCAB,
-        max_model_len=1 << 20,
-        max_request_tokens=1 << 20,
-        block_size=16,
-        pool=None,
-    )
 
 
 class Link:
     """`router.link.WorkerLink` over the worker's own wire."""
 
-    worker_id = "fake"
+    worker_id = "paced"
 
     def __init__(self, address: str) -> None:
         self._client = EngineClient(address)
@@ -136,7 +55,7 @@ class Link:
 
 
 def run_engine(address: str, step_s: float) -> None:
-    FakeEngine(address, step_s).run()
+    PacedEngine(address, "both", step_s).run()
 
 
 def run_router(address: str, port: int, profile: Path | None) -> None:
@@ -234,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--tokens", type=int, default=200, help="per stream (a lone stream gets 4000)")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="of the fake engine (a lone stream needs 2)")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine (a lone stream needs 2)")
     parser.add_argument("--api", choices=("completions", "chat"), default="completions")
     parser.add_argument("--token-ids", action="store_true", help="ask for token ids, as load generators do")
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")

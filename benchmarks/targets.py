@@ -13,19 +13,15 @@ engine are those of `pdserve bench`. Each result is printed and appended to --ou
 """
 
 import argparse
-import contextlib
 import json
 import multiprocessing
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,10 +29,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from benchmarks.http_share import share_of
 from benchmarks.http_share import table as share_table
+from benchmarks.served_cluster import CLI, environment, free_port, serving
 from benchmarks.stand_in_tokenizer import servable_folder
 from benchmarks.target_table import HttpRow, OfflineRow, Row, choose, read_results, read_rows, render
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields, offline_line, serve_report
@@ -46,9 +41,8 @@ from pdserve.bench.record import Json, append, check_writable, circumstances, gp
 from pdserve.bench.workload import Shape
 
 HERE = Path(__file__).parent
-CLI = [sys.executable, "-m", "pdserve.cluster.cli"]
 DEADLINE_S = 300.0
-STOP_S = 60.0
+JOIN_S = 60.0
 
 
 def main() -> int:
@@ -142,7 +136,7 @@ def start_figures(options: argparse.Namespace) -> Json:
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [*command, "--repeats", "1"], env=_environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+            [*command, "--repeats", "1"], env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
         )
         watchdog = threading.Timer(DEADLINE_S, process.kill)
         watchdog.start()
@@ -160,12 +154,6 @@ def start_figures(options: argparse.Namespace) -> Json:
             process.wait()
     print(f"start: {seconds:.1f} s ({num_cached} kernels in Triton's cache before); {line.strip()}", flush=True)
     return {"seconds": repeated([seconds]), "num_cached_kernels": num_cached}
-
-
-def _environment() -> dict[str, str]:
-    """This process's, with the repository importable."""
-    paths = [str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
 
 
 def _offline(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[Row, Json]]:
@@ -188,7 +176,7 @@ def _offline(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple
             print(f"{row.id}: {offline_line(figures)}", flush=True)
             yield row, figures
     finally:
-        process.join(STOP_S)
+        process.join(JOIN_S)
         process.kill()
 
 
@@ -234,35 +222,13 @@ def _server(options: argparse.Namespace, is_pair: bool) -> Iterator[str]:
     if options.url:
         yield options.url
         return
-    with tempfile.TemporaryDirectory(prefix="pdserve-targets-") as scratch, socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        cluster = Path(scratch) / "cluster.yaml"
-        cluster.write_text(yaml.safe_dump(cluster_document(options, Path(scratch), port, is_pair)))
-        log = Path(scratch) / "log"
-        command = [*CLI, "up", str(cluster), "--timeout", str(DEADLINE_S), *(["--haproxy"] if options.haproxy else [])]
+    with tempfile.TemporaryDirectory(prefix="pdserve-targets-") as scratch:
+        port = free_port()
+        document = cluster_document(options, Path(scratch), port, is_pair)
         began = time.perf_counter()
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                command, env=_environment(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-            )
-            try:
-                _await_ready(process, f"http://127.0.0.1:{port}", log)
-                print(f"pdserve up: ready after {time.perf_counter() - began:.1f} s", flush=True)
-                yield f"http://127.0.0.1:{port}"
-            finally:
-                _stop(process)
-
-
-def _stop(process: subprocess.Popen[Any]) -> None:
-    """SIGTERM (a shell's background jobs ignore SIGINT), then whatever is left of the session it leads."""
-    process.terminate()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(STOP_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+        with serving(document, port, CLI, DEADLINE_S, ["--haproxy"] if options.haproxy else []) as server:
+            print(f"pdserve up: ready after {time.perf_counter() - began:.1f} s", flush=True)
+            yield server.url
 
 
 def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_pair: bool) -> dict[str, Any]:
@@ -288,18 +254,6 @@ def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_p
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [{"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}],
     }
-
-
-def _await_ready(process: subprocess.Popen[Any], url: str, log: Path) -> None:
-    """ValueError with the end of the server's log when it does not come up."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=2):
-                return
-        except (urllib.error.URLError, OSError):
-            time.sleep(0.25)
-    raise ValueError(f"`pdserve up` did not become ready:\n{log.read_text()[-2000:]}")
 
 
 if __name__ == "__main__":

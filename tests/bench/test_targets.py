@@ -10,6 +10,7 @@ import pytest
 from sse_server import Behaviour, served
 
 from benchmarks import targets
+from benchmarks.served_cluster import stop
 from benchmarks.stand_in_tokenizer import make_tokenizer, servable_folder
 from benchmarks.target_table import BEHIND, BETWEEN, REACHED, choose, mark, read_results, read_rows, render
 from pdserve.configs.schema import ClusterConfig
@@ -297,5 +298,5 @@ def test_a_stopped_server_leaves_no_process_of_its_session() -> None:
     script = "sh -c 'trap \"\" TERM; echo ready; sleep 100' & wait"
     server = subprocess.Popen(["sh", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
     assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-    targets._stop(server)
+    stop(server)
     assert server.stdout.read() == b""  # ends when nobody holds it open any more

@@ -1,0 +1,33 @@
+"""benchmarks/cluster_cpu.py: a cluster with engines on paper answers, is measured whole, and leaves nothing."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+from benchmarks.cluster_cpu import spent
+from benchmarks.served_cluster import environment
+
+
+def test_time_is_counted_by_kind_and_from_a_process_s_start() -> None:
+    me = psutil.Process()
+    assert spent({me: 1.0}, {me: 3.5}).total() == 2.5
+    assert spent({}, {me: 3.5}).total() == 3.5
+
+
+def test_one_round(tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "benchmarks.cluster_cpu", "--streams", "4", "--tokens", "100", "--rounds", "1"]
+    command += ["--first-tokens", "3", "--idle-s", "0.5", "--out", str(out)]
+    environ = environment() | {"RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
+    assert done.returncode in (0, 1), done.stderr  # 1: slower than wanted, as a machine that runs tests may be
+    row = json.loads(out.read_text())
+    by_kind = row["median_round"]["by_kind"]
+    assert by_kind["Router"] > 0 and "EngineActor" in by_kind
+    assert row["us_per_token"]["median"] >= row["bare_us_per_token"]["median"] > 0
+    assert 0 < row["ttft_ms"]["p50"] < 1000 and f"{row['us_per_token']['median']:.1f} us" in done.stdout
+    left = [p for p in psutil.process_iter(["cmdline"]) if "paced_engine" in " ".join(p.info["cmdline"] or [])]
+    assert not left
