@@ -63,7 +63,7 @@ class Worker:
         self.sender, self.receiver = sender, receiver
         self.pool = local_pool(shared, transfer.pool, memory, lambda: None) if shared is not None else None
         self.loop = WorkerLoop(
-            self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent, self.pool
+            self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent, self.pool, "pool"
         )
         self.events: list[Event] = []
         self.by_session: dict[str, list[Event]] = defaultdict(list)

@@ -326,6 +326,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     mode). parts_from: D may be prepared for prompts of so many tokens (0: none); long ones are published in parts.
     caches_prefixes: its computed blocks can be found again.
     cut_below: where D's link moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
+    kv_pool: name of the KV pool it uses, equal for workers that share one ("": none), of chunks of pool_chunk tokens.
     """
 
     protocol: int
@@ -340,6 +341,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     parts_from: int = 0
     cut_below: float = 0.0
     caches_prefixes: bool = True
+    kv_pool: str = ""
+    pool_chunk: int = 0
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):
@@ -498,7 +501,27 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     stored: bytes
 
 
-Event = Hello | Delta | PromptScored | Handoff | Arrived | Failed | PeerStatus | Snapshot | CacheChange | CacheState
+class PoolChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pool_change"):
+    """What this worker stored in its KV pool or read there, and what it looked for in vain: of each chunk the key of
+    the block that ends it, as in CacheChange. Hints: the pool is shared, and tells nobody what it drops."""
+
+    found: bytes
+    missed: bytes
+
+
+Event = (
+    Hello
+    | Delta
+    | PromptScored
+    | Handoff
+    | Arrived
+    | Failed
+    | PeerStatus
+    | Snapshot
+    | CacheChange
+    | CacheState
+    | PoolChange
+)
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):

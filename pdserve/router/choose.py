@@ -171,7 +171,7 @@ def note_sent(workers: Iterable[WorkerState], worker: WorkerState, prompt: Promp
     now = time.monotonic()
     if phase != "decode":
         predictor = Predictor(workers, prompt, prompt.num_tokens, now)
-        worker.queue.sent(predictor.uncached_tokens(worker), now, predictor.speed(worker))
+        worker.queue.sent(predictor.computed_tokens(worker), now, predictor.speed(worker))
         if phase == "full" and worker.num_decodes:
             worker.stalls.spend(predictor.compute_ms(worker), now)
     if worker.hello.caches_prefixes:

@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from typing import Any, Literal
+from weakref import WeakValueDictionary
 
 import msgspec
 
@@ -29,6 +30,7 @@ from pdserve.engine.protocol import (
     Failed,
     Hello,
     PeerStatus,
+    PoolChange,
     Prepare,
     RequestKey,
     Resync,
@@ -38,6 +40,7 @@ from pdserve.engine.protocol import (
 )
 from pdserve.router.link import WorkerLink, WorkerLost
 from pdserve.router.peers import Introducer
+from pdserve.router.prefix_index import PooledChunks
 from pdserve.router.worker_state import Inbox, Leg, Lost, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -65,6 +68,7 @@ class Fleet:
         self._session = 0
         self._unready: set[str] = set()
         self._introducer = Introducer(self.post, time.monotonic)
+        self._pools: WeakValueDictionary[str, PooledChunks] = WeakValueDictionary()  # by name, while a worker uses it
 
     @property
     def workers(self) -> list[WorkerState]:
@@ -227,6 +231,8 @@ class Fleet:
         if hello.protocol != PROTOCOL_VERSION:
             raise _ProtocolError(f"it speaks protocol {hello.protocol}, this router {PROTOCOL_VERSION}")
         worker = WorkerState(link, session, hello, batch.incarnation, time.monotonic())
+        if hello.kv_pool:
+            worker.pooled = self._pools.setdefault(hello.kv_pool, PooledChunks())
         worker.peers = {(peer.engine_id, peer.incarnation): peer for peer in hello.peers}
         self._workers[link.worker_id] = worker
         self._unready.discard(link.worker_id)
@@ -252,6 +258,9 @@ class Fleet:
                 self._keep_whole(worker, None)
             elif isinstance(event, CacheState):
                 worker.cached.filled(event, worker.last_seen)
+            elif isinstance(event, PoolChange):
+                if worker.pooled is not None:
+                    worker.pooled.changed(event)
             elif not isinstance(event, Hello):
                 self._route(worker, event)
 

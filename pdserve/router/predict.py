@@ -12,6 +12,8 @@ from pdserve.router.worker_state import WorkerState
 
 ASSUMED_TOKENS_PER_S = 10_000.0  # of prefill, while nobody has measured: between a CPU's 2,000 and an H200's 45,000
 ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
+POOL_BYTES_PER_S = 5e9  # 7 to 8 through shared memory on a CPU, and the lookup
+ASSUMED_BYTES = 131_072  # of a token's rows, where nobody says: Llama-8B's
 ALIKE = 1.5  # speeds that differ by less are taken for one: else the one that happened to measure more gets it all
 DECODE_TOKENS = 256  # a sequence being decoded costs its neighbours as much time as so many prompt tokens
 NO_BLOCKS_MS = 1000.0  # until running sequences have freed the blocks of a whole request
@@ -29,6 +31,7 @@ class Predictor:
         self._num_prompt_tokens = num_prompt_tokens
         self._now = now
         self._cached: dict[str, int] = {}
+        self._pooled: dict[tuple[str, str, int], int] = {}
 
     def speed(self, worker: WorkerState) -> float:
         """Prompt tokens a second: the worker's own where it differs from what others do by more than measuring."""
@@ -49,13 +52,32 @@ class Predictor:
     def uncached_tokens(self, worker: WorkerState) -> int:
         return self._num_prompt_tokens - self.cached_tokens(worker)
 
+    def fetched_tokens(self, worker: WorkerState) -> int:
+        """Of the prompt, that the worker will take from its KV pool: it asks for no less than a chunk."""
+        if self._prompt is None or worker.pooled is None:
+            return 0
+        hello, cached = worker.hello, self.cached_tokens(worker)
+        kind = hello.kv_pool, hello.model_fingerprint, hello.block_size
+        known = self._pooled.get(kind)
+        if known is None:
+            known = self._prompt.num_pooled_tokens(worker.pooled, *kind[1:], hello.pool_chunk)
+            self._pooled[kind] = known
+        return known - cached if known - cached >= hello.pool_chunk else 0
+
+    def computed_tokens(self, worker: WorkerState) -> int:
+        return self.uncached_tokens(worker) - self.fetched_tokens(worker)
+
     def queue_ms(self, worker: WorkerState) -> float:
         """Until the prompts that are there already are computed."""
         speed = self.speed(worker)
         return 1000 * worker.queue.left(self._now, speed) / speed
 
     def compute_ms(self, worker: WorkerState) -> float:
-        return 1000 * self.uncached_tokens(worker) / self.speed(worker)
+        """Until the whole prompt's rows are there: fetched from the KV pool and computed."""
+        pool = worker.pool
+        size = pool.block_bytes * max(1, len(pool.ranks)) / pool.block_size if pool is not None else ASSUMED_BYTES
+        fetch_ms = 1000 * self.fetched_tokens(worker) * size / POOL_BYTES_PER_S
+        return 1000 * self.computed_tokens(worker) / self.speed(worker) + fetch_ms
 
     def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
         """To move the rows that `decode` lacks."""

@@ -1,5 +1,5 @@
-"""Which prefix of a prompt which worker holds: `CachedBlocks`, what one worker's cache was told to hold, and
-`PromptBlocks`, the keys to look a prompt up by.
+"""Which prefix of a prompt which worker holds: `CachedBlocks`, what one worker's cache was told to hold,
+`PooledChunks`, what a KV pool was, and `PromptBlocks`, the keys to look a prompt up by.
 
     UNKNOWN --CacheState part 0--> FILLING --final part--> KNOWN --CacheChange number + 1--> KNOWN
        ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'   (asks for a Resync)
@@ -13,12 +13,13 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 from pdserve.engine.block_hasher import BlockHasher
-from pdserve.engine.protocol import CACHE_KEY_BYTES, CacheChange, CacheState
+from pdserve.engine.protocol import CACHE_KEY_BYTES, CacheChange, CacheState, PoolChange
 
 ASK_AGAIN_S = 5.0
 MAX_KEYS = 1 << 21  # of one worker: 145 MB
 EXPECTED_S = 10.0
 MAX_EXPECTED = 4096
+MAX_POOLED = 1 << 18  # chunks of one KV pool
 FIRST_RUN = 8  # blocks hashed at once; then twice as many, while a worker holds them
 
 _hasher = lru_cache(maxsize=64)(BlockHasher)
@@ -122,6 +123,26 @@ class CachedBlocks:
             self._is_too_large = True
 
 
+class PooledChunks:
+    """Keys of the chunks that workers found in a KV pool they share. What the pool has dropped since is known once one
+    of them misses it."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._keys
+
+    def changed(self, change: PoolChange) -> None:
+        for key in _keys(change.missed):
+            self._keys.pop(key, None)
+        for key in _keys(change.found):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > MAX_POOLED:
+            self._keys.popitem(last=False)
+
+
 class PromptBlocks:
     """The keys of a prompt's full blocks, for each kind of worker, made as far as somebody asks. The last token is
     always computed, so a block that ends with it does not count."""
@@ -145,6 +166,14 @@ class PromptBlocks:
             if found < end:
                 break
         return found * block_size
+
+    def num_pooled_tokens(self, pooled: PooledChunks, fingerprint: str, block_size: int, chunk_tokens: int) -> int:
+        """Of the longest prefix of whole chunks that the pool holds."""
+        per_chunk, found = chunk_tokens // block_size, 0
+        last = (self.num_tokens - 1) // block_size // per_chunk
+        while found < last and self._chain(fingerprint, block_size, end := (found + 1) * per_chunk)[end - 1] in pooled:
+            found += 1
+        return found * chunk_tokens
 
     def keys(self, fingerprint: str, block_size: int, limit: int) -> list[int]:
         """Of the first blocks, at most so many."""

@@ -21,7 +21,7 @@ from pdserve.engine.protocol import (
     Snapshot,
 )
 from pdserve.router.link import WorkerLink
-from pdserve.router.prefix_index import CachedBlocks
+from pdserve.router.prefix_index import CachedBlocks, PooledChunks
 from pdserve.router.prompt_queue import PromptQueue
 from pdserve.router.stall_budget import StallBudget
 
@@ -86,7 +86,8 @@ class Leg:
 @dataclass(slots=True, eq=False)
 class WorkerState:
     """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens:
-    weight of this router's legs there. last_seen: monotonic seconds. cached: what its prefix cache holds. queue: prompt
+    weight of this router's legs there. last_seen: monotonic seconds. cached: what its prefix cache holds. pooled: what
+    the KV pool that it uses holds. queue: prompt
     tokens that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole
     prompts took from its decodes."""
 
@@ -101,6 +102,7 @@ class WorkerState:
     outstanding_tokens: int = 0
     draining: bool = False
     cached: CachedBlocks = field(default_factory=CachedBlocks)
+    pooled: PooledChunks | None = None
     queue: PromptQueue = field(default_factory=PromptQueue)
     num_others: int = 0
     stalls: StallBudget = field(default_factory=StallBudget)

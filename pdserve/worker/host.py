@@ -92,6 +92,7 @@ class EngineHost:
             self._receiver,
             self._send,
             self._pool,
+            self._pool_name(),
         )
         return {
             "model": self._config.model.served_name,
@@ -100,6 +101,11 @@ class EngineHost:
             "block_size": engine.config.block_size,
             "seconds": round(time.monotonic() - began, 2),
         }
+
+    def _pool_name(self) -> str:
+        """Equal for the workers of one host that use one server; a server without address is its worker's own."""
+        address = self._config.transfer.pool.address
+        return f"{self._config.host}/{address}" if address else f"{self._worker_id}/{self._incarnation}"
 
     def run(self) -> None:
         """Serve until a Stop command; raises what a step raised."""

@@ -84,10 +84,12 @@ class WorkerLoop:
         receiver: KVReceiver | None,
         send: Send,
         pool: KVPool | None = None,
+        pool_name: str = "",
     ) -> None:
         self.engine = engine
         self.role = role
         self._overlap = config.overlap
+        self._pool_name = pool_name
         self.stopped = False
         self._metrics = metrics
         self._worker_id = worker_id
@@ -265,9 +267,13 @@ class WorkerLoop:
                 parts_from=min(ANNOUNCE_FROM, engine.scheduler.parts_from) if self._sender and self._overlap else 0,
                 cut_below=FAST_LINK if self._overlap == "auto" else float("inf"),
                 caches_prefixes=engine.blocks.enable_caching,
+                kv_pool=self._pool_name if self.pool else "",
+                pool_chunk=self.pool.chunk_tokens if self.pool else 0,
             )
         )
         self._outgoing[session] += [self._cache.begin(session), self.snapshot()]
+        if self.pool is not None:
+            self._outgoing[session].append(self.pool.report.everything())
 
     def _resync(self, session: Session) -> None:
         if session in self._sessions:
@@ -424,7 +430,8 @@ class WorkerLoop:
         self._last_snapshot = now
         self._snapshot_is_stale = False
         if self._sessions:
-            self._send_to(ALL_ROUTERS, [self.snapshot()])
+            pooled = self.pool.report.changes() if self.pool is not None else None
+            self._send_to(ALL_ROUTERS, [self.snapshot(), *([pooled] if pooled is not None else [])])
 
     def _next_snapshot(self) -> float:
         """Monotonic seconds. Once a second; soon when the work is done, so that what clients look at next is true."""

@@ -13,12 +13,14 @@ and a request waits for the pool as long as the pool's request deadline says.
 import itertools
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.engine import Engine, FinishedRows, Reservation, StepResult
 from pdserve.engine.protocol import Arrived, Event, RequestKey, Start
 from pdserve.engine.sequence import Request
 from pdserve.kvtransfer.pool import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
+from pdserve.worker.pool_report import PoolReport
 
 KNOWN_PREFIXES = 16_384  # remembered, so that what was stored lately is not offered again
 
@@ -36,13 +38,22 @@ class _Ask:
     dropped: bool = False
 
 
+@dataclass(frozen=True)
+class _Store:
+    """chunk_ends: digests of the blocks that end the chunks; the last names the whole prefix."""
+
+    chunk_ends: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+
+
 class PoolPhase:
     """deadline_s: how long a request may wait for rows of the pool."""
 
     def __init__(self, engine: Engine, pool: KVPool, deadline_s: float) -> None:
         self._engine, self._pool, self._deadline_s = engine, pool, deadline_s
         self._asks: dict[int, _Ask] = {}
-        self._stores: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.report = PoolReport()
+        self._stores: dict[int, _Store] = {}
         self._quarantined: dict[int, list[int]] = {}
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._op_ids = itertools.count()
@@ -97,7 +108,16 @@ class PoolPhase:
     def owned(self) -> list[list[int]]:
         """The blocks of everything that is under way."""
         asked = [ask.reservation.block_table for ask in self._asks.values()]
-        return asked + [list(block_ids) for _, block_ids in self._stores.values()]
+        return asked + [list(store.block_ids) for store in self._stores.values()]
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self._pool.chunk_tokens
+
+    def _chunk_ends(self, digests: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
+        """Of the whole chunks of the first num_tokens."""
+        per_chunk = self._pool.chunk_tokens // self._engine.config.block_size
+        return tuple(digests[per_chunk - 1 : num_tokens // self._engine.config.block_size : per_chunk])
 
     def _reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
         """Blocks for the whole chunks that the pool may have and the engine has not; None when it is not worth asking.
@@ -125,6 +145,7 @@ class PoolPhase:
         blocks = self._engine.cancel_reservation(ask.reservation, settled, num_filled)
         if not settled:
             self._quarantined[event.op_id] = blocks
+        self._note_answer(ask, event)
         if ask.dropped:
             return []
         self._engine.add(ask.request, ask.starts)
@@ -141,28 +162,43 @@ class PoolPhase:
         )
         return [(key, arrived)]
 
+    def _note_answer(self, ask: _Ask, event: PoolDone | PoolFailed) -> None:
+        """What it says of the pool: chunks up to some token are there, the next one is not."""
+        if isinstance(event, PoolFailed) and event.reason != "miss":
+            return
+        size = self._engine.config.block_size
+        digests = ask.request.prompt_hashes(self._engine.hasher)
+        ends = self._chunk_ends(digests, len(ask.reservation.block_table) * size)
+        first = ask.reservation.num_cached * size // self.chunk_tokens  # earlier ones were not looked for
+        num_found = event.num_tokens // self.chunk_tokens if isinstance(event, PoolDone) else first
+        self.report.found(ends[first:num_found])
+        self.report.missed(ends[num_found : num_found + 1])
+
     def _store(self, rows: FinishedRows) -> bool:
         """Whether the pool took it; it then owns the blocks."""
         size = self._engine.config.block_size
         count = len(rows.block_ids) * size // self._pool.chunk_tokens * self._pool.chunk_tokens // size
-        if not count or rows.hashes[count - 1] in self._known:
+        chunk_ends = self._chunk_ends(rows.hashes, count * size)
+        if not count or chunk_ends[-1] in self._known:
             return False
-        op_id, block_ids, digest = next(self._op_ids), rows.block_ids[:count], rows.hashes[count - 1]
+        op_id, block_ids = next(self._op_ids), rows.block_ids[:count]
         valid = unchanged(self._engine.blocks.generations, block_ids)
         if not self._pool.store(op_id, rows.token_ids[: count * size], rows.cache_salt, block_ids, valid):
             return False
         self._engine.blocks.release(rows.block_ids[count:])
-        self._stores[op_id] = digest, block_ids
-        self._known[digest] = None
+        self._stores[op_id] = _Store(chunk_ends, block_ids)
+        self._known[chunk_ends[-1]] = None
         if len(self._known) > KNOWN_PREFIXES:
             self._known.popitem(last=False)
         return True
 
     def _stored(self, event: PoolStored | PoolFailed | PoolSettled) -> None:
-        digest, block_ids = self._stores[event.op_id]
+        store = self._stores[event.op_id]
         if isinstance(event, PoolFailed):
-            self._known.pop(digest, None)
+            self._known.pop(store.chunk_ends[-1], None)
             if not event.settled:
                 return
+        elif isinstance(event, PoolStored) and event.num_bytes:
+            self.report.found(store.chunk_ends)
         del self._stores[event.op_id]
-        self._engine.blocks.release(block_ids)
+        self._engine.blocks.release(store.block_ids)

@@ -115,6 +115,7 @@ class FakeWorker:
         self.protocol = PROTOCOL_VERSION
         self.fingerprint = "model"
         self.mute = False
+        self.kv_pool = ""
         self.cache_number, self.cache_keys = 0, b""
         self.queue_tokens, self.prefill_tokens_per_s = 0, 0.0
         self.free_blocks = self.total_blocks = 64
@@ -169,6 +170,8 @@ class FakeWorker:
             pool=self.meta,
             parts_from=self.parts_from,
             cut_below=self.cut_below,
+            kv_pool=self.kv_pool,
+            pool_chunk=32 if self.kv_pool else 0,
         )
 
     def snapshot(self) -> Snapshot:

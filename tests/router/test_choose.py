@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, get_args
 
+import msgspec
 import pytest
 from pydantic import ValidationError
 from router.fake_worker import expected_tokens
@@ -12,11 +13,12 @@ from router.harness import Harness, until
 from router.workers import join, made
 
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import SamplingParams
+from pdserve.engine.block_hasher import BlockHasher
+from pdserve.engine.protocol import PoolChange, SamplingParams
 from pdserve.router.choose import OVERLOADED_MS, Chooser, Demand, note_sent
 from pdserve.router.policies import POLICIES
-from pdserve.router.predict import ASSUMED_TOKENS_PER_S, DECODE_TOKENS, Predictor
-from pdserve.router.prefix_index import PromptBlocks
+from pdserve.router.predict import ASSUMED_TOKENS_PER_S, DECODE_TOKENS, POOL_BYTES_PER_S, Predictor
+from pdserve.router.prefix_index import PooledChunks, PromptBlocks
 from pdserve.router.prompt_queue import UNSEEN_S, PromptQueue
 from pdserve.router.worker_state import WorkerState
 
@@ -184,3 +186,53 @@ async def test_requests_follow_the_prefix_that_was_sent_before(make: Make) -> No
 
 def _all(harness: Harness) -> list[WorkerState]:
     return harness.fleet.workers
+
+
+def pooled(*workers: WorkerState, tokens: tuple[int, ...], chunk: int = 32) -> None:
+    """Their KV pool, which they share, holds the whole chunks of the tokens."""
+    digests: list[bytes] = []
+    BlockHasher("model", 16).extend(digests, tokens, "")
+    shared = PooledChunks()
+    shared.changed(PoolChange(found=b"".join(d[:8] for d in digests[chunk // 16 - 1 :: chunk // 16]), missed=b""))
+    for worker in workers:
+        worker.hello = msgspec.structs.replace(worker.hello, kv_pool="pool", pool_chunk=chunk)
+        worker.pooled = shared
+
+
+def test_what_the_pool_holds_is_fetched_not_computed() -> None:
+    holder, near, far = made("holder", holds=PROMPT[:160]), made("near"), made("far")
+    pooled(holder, near, tokens=PROMPT)
+    predictor = Predictor([holder, near, far], PromptBlocks(PROMPT, ""), len(PROMPT), time.monotonic())
+    assert [predictor.fetched_tokens(worker) for worker in (holder, near, far)] == [32, 192, 0]
+    assert [predictor.computed_tokens(worker) for worker in (holder, near, far)] == [8, 8, 200]
+    size = 1024 / 16  # bytes of a token's rows there
+    assert predictor.compute_ms(near) == pytest.approx(0.8 + 1000 * 192 * size / POOL_BYTES_PER_S)
+    assert predictor.compute_ms(far) == pytest.approx(20.0)
+    assert whole("default", [near, far]) == {"near": 12}
+    note_sent([near, far], near, PromptBlocks(PROMPT, ""), "full")
+    assert near.queue.left(time.monotonic(), 10_000.0) <= 8
+
+
+def test_less_than_a_chunk_is_not_asked_for() -> None:
+    worker = made("worker", holds=PROMPT[:176])
+    pooled(worker, tokens=PROMPT)
+    predictor = Predictor([worker], PromptBlocks(PROMPT, ""), len(PROMPT), time.monotonic())
+    assert predictor.fetched_tokens(worker) == 0 and predictor.computed_tokens(worker) == 24
+
+
+async def test_workers_of_one_pool_share_what_each_says(make: Make) -> None:
+    harness = make()
+    for fake in (*harness.prefills, *harness.decodes):
+        fake.kv_pool = "here"
+    await harness.start()
+    digests: list[bytes] = []
+    BlockHasher("model", 16).extend(digests, PROMPT, "")
+    harness.prefills[0].push(None, [PoolChange(found=digests[1][:8], missed=b"")])
+    prompt = PromptBlocks(PROMPT, "")
+
+    def known() -> list[int]:
+        return [prompt.num_pooled_tokens(w.pooled, "model", 16, 32) for w in harness.fleet.workers if w.pooled]
+
+    await until(lambda: known() == [32, 32])
+    harness.decodes[0].push(None, [PoolChange(found=b"", missed=digests[1][:8])])
+    await until(lambda: known() == [0, 0])

@@ -1,0 +1,51 @@
+"""Tells routers which chunks the KV pool is known to hold: what this worker stored there or read, and what it missed.
+
+The pool's server is shared by a host and tells nobody what it drops, so these are hints, without numbers: a wrong one
+costs a guess (docs/routing.md). Kept by `worker.pool_phase`, sent by `worker.loop`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from pdserve.engine.protocol import CACHE_KEY_BYTES, PoolChange
+
+MAX_KNOWN = 8192  # told to a router that is new: 64 KB
+
+
+class PoolReport:
+    """Digests are those of the blocks that end a chunk (`engine.block_hasher`)."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[bytes, None] = OrderedDict()
+        self._changes: dict[bytes, bool] = {}
+
+    def found(self, digests: Iterable[bytes]) -> None:
+        for digest in digests:
+            if digest not in self._known:
+                self._changes[digest] = True
+            self._known[digest] = None
+            self._known.move_to_end(digest)
+        while len(self._known) > MAX_KNOWN:
+            self._known.popitem(last=False)
+
+    def missed(self, digests: Iterable[bytes]) -> None:
+        """Told even when this worker did not know of them: another one may have said so."""
+        for digest in digests:
+            self._known.pop(digest, None)
+            self._changes[digest] = False
+
+    def everything(self) -> PoolChange:
+        return PoolChange(found=_keys(self._known), missed=b"")
+
+    def changes(self) -> PoolChange | None:
+        """Since the last call; None: nothing."""
+        if not self._changes:
+            return None
+        found = _keys(digest for digest, is_found in self._changes.items() if is_found)
+        missed = _keys(digest for digest, is_found in self._changes.items() if not is_found)
+        self._changes.clear()
+        return PoolChange(found=found, missed=missed)
+
+
+def _keys(digests: Iterable[bytes]) -> bytes:
+    return b"".join([digest[:CACHE_KEY_BYTES] for digest in digests])
