@@ -19,7 +19,7 @@ serve: venv
 test: venv
 	$(BIN)/python -m pytest -m "not slow"
 
-# PDSERVE_SOAK_REQUESTS (10000), PDSERVE_SOAK_SEED (1), PDSERVE_SOAK_TLS (UCX_TLS) choose another length, course, transport.
+# PDSERVE_SOAK_MINUTES (30), PDSERVE_SOAK_REQUESTS (10000 at least), PDSERVE_SOAK_SEED (1), PDSERVE_SOAK_TLS (UCX_TLS): length, course, transport.
 soak: venv
 	$(BIN)/python -m pytest -m slow -s
 

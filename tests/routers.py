@@ -1,4 +1,7 @@
-"""Router processes without Ray: HTTP on a port of their own, workers found by their shells' sockets in a folder."""
+"""Router processes without Ray: HTTP on a port of their own, workers found by their shells' sockets in a folder.
+
+GET /tasks says how many asyncio tasks one has.
+"""
 
 import asyncio
 import multiprocessing
@@ -10,6 +13,9 @@ from pathlib import Path
 import uvicorn
 from processes import die_with_parent
 from shell import watch
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.routing import Route
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.app import build_app
@@ -29,11 +35,16 @@ async def _run(model: Path, config: RouterConfig, resume_wait_s: float, folder: 
     fleet, tokenizer = Fleet(config.worker_silence_s), Tokenizer.load(model)
     service = Service(fleet, tokenizer, config, model.name, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, model.name, service)
+    app.router.routes.append(Route("/tasks", _tasks))
     watching = asyncio.create_task(watch(fleet, folder))
     options = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", access_log=False)
     await uvicorn.Server(options).serve()
     watching.cancel()
     await fleet.close()
+
+
+async def _tasks(request: Request) -> JSONResponse:
+    return JSONResponse(len(asyncio.all_tasks()))
 
 
 class RouterProcess:

@@ -1,8 +1,11 @@
-"""make soak: many requests over tiny pools, several routers and a KV pool, with aborts, kills and freezes of everybody.
+"""make soak: many requests over tiny pools, several routers and a KV pool, with aborts, kills and freezes of everybody,
+bursts that are more than routers take, and wrong requests.
 
 Every token that reaches a client is the right one, every request ends in time, with its answer or a clear error, and in
-the end no block is owned, quarantined or lost. Seeded by PDSERVE_SOAK_SEED (printed; the order of the chaos, not its
-timing against the requests), length by PDSERVE_SOAK_REQUESTS. PDSERVE_SOAK_TLS=tcp: reads that need the other side's
+the end no block is owned, quarantined or lost. After a third of the time one P, one D and one router are only frozen:
+these must not gather memory, descriptors, threads or tasks. Seeded by PDSERVE_SOAK_SEED (printed; the order of the
+chaos, not its timing against the requests); it lasts PDSERVE_SOAK_MINUTES, and until PDSERVE_SOAK_REQUESTS were asked,
+which are asked again when there is time. PDSERVE_SOAK_TLS=tcp: reads that need the other side's
 process, so that freezes leave many of them unsettled (with CMA, UCX's choice here, they end by themselves).
 """
 
@@ -23,7 +26,9 @@ from typing import Any
 
 import httpx
 import pytest
+from bad_input import BAD, Bad
 from hosts import hosts
+from leaks import Holdings, MemoryWatch, holdings
 from prometheus_client.parser import text_string_to_metric_families
 from routers import RouterProcess
 from served import DEMO, MODEL
@@ -35,11 +40,17 @@ from pdserve.engine.llm import LLM, SamplingParams
 
 SEED = int(os.environ.get("PDSERVE_SOAK_SEED", "1"))
 NUM_REQUESTS = int(os.environ.get("PDSERVE_SOAK_REQUESTS", "10000"))
+MINUTES = float(os.environ.get("PDSERVE_SOAK_MINUTES", "30"))
 NUM_WORKERS, NUM_ROUTERS, CONCURRENCY, RETRIES = 4, 2, 12, 4
 POOL = {"num_kv_blocks": 96, "max_num_seqs": 16, "max_num_batched_tokens": 128}
 PULL_DEADLINE_S = 1.0
 TRANSFER = {"pull_deadline_s": PULL_DEADLINE_S, "lease_s": 3.0, "ucx_tls": os.environ.get("PDSERVE_SOAK_TLS")}
-ROUTER = RouterConfig(split="always", worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3)
+ROUTER = RouterConfig(
+    split="always", worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3, max_concurrent_prompts=40
+)
+BURST, BURST_PAUSE_S = 120, (10.0, 30.0)
+BAD_PAUSE_S = (0.1, 1.0)
+SAMPLE_S = 5.0
 RESUME_WAIT_S = 10.0
 
 # An attempt ends when one of its two legs shows no sign for so long, and its transfer has a deadline of its own.
@@ -182,6 +193,41 @@ class Clients:
                     yield event
         assert ended, "a stream ended without [DONE]"
 
+    async def ask_wrongly(self, bad: Bad) -> None:
+        """A wrong request gets its status and a message that names what is wrong; or hears that nobody has time."""
+        began = time.monotonic()
+        router = self._routers[int(began) % len(self._routers)]
+        kills = router.num_kills
+        headers = {"content-type": "application/json"}
+        try:
+            answer = await self._http.request(bad.method, router.url + bad.path, content=bad.body, headers=headers)
+        except httpx.ConnectError:
+            return
+        except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+            assert router.num_kills > kills, f"a living router cut {bad}: {error!r}"
+            return
+        message = answer.json()["error"]["message"]
+        is_told = answer.status_code == bad.status and bad.names.lower() in message.lower()
+        is_put_off = answer.status_code in (429, 503) and float(answer.headers["retry-after"]) > 0
+        assert is_told or is_put_off, f"{bad}: {answer.status_code}, {message}"
+        self.ends["wrong, and told so" if is_told else "wrong, and put off"].append(time.monotonic() - began)
+
+    async def half_a_request(self, rng: random.Random) -> None:
+        """A client that leaves in the middle of what it says."""
+        router = rng.choice(self._routers)
+        body = json.dumps({"model": MODEL, "prompt": [9] * 50, "stream": True}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        whole = head + body
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection("127.0.0.1", router.port)
+            writer.write(whole[: rng.randrange(len(whole) + 1)])
+            await writer.drain()
+            writer.close()
+            await writer.wait_closed()
+
+    async def tasks(self, router: RouterProcess) -> int:
+        return int((await self._http.get(f"{router.url}/tasks")).text)
+
     async def metrics(self, router: RouterProcess) -> list[Any] | None:
         """Samples of a router's page; None when it does not answer."""
         try:
@@ -265,8 +311,12 @@ async def test_soak() -> None:
         clients = Clients(routers, expected)
         try:
             await until_drained(clients, routers)
+            before = await held(clients, routers, victims)
             await run(clients, requests, routers, victims, rng)
             await until_whole(clients, requests, routers)
+            for name, now in (await held(clients, routers, victims)).items():
+                more = now.exceeds(before[name])
+                assert not more, f"{name} holds {more} than before: {before[name]}, {now}"
         finally:
             print(f"\n{clients.table()}\n")
             for message, count in clients.messages.most_common(12):
@@ -274,47 +324,106 @@ async def test_soak() -> None:
             await clients.close()
 
 
+def living(victims: list[Victim]) -> dict[str, Victim]:
+    """One worker of each kind and one router, by kind: those that are spared later."""
+    return {victim.kind: victim for victim in reversed(victims) if victim.kind != "pool"}
+
+
+async def held(clients: Clients, routers: list[RouterProcess], victims: list[Victim]) -> dict[str, Holdings]:
+    """What they hold at rest."""
+    found = {}
+    for name, victim in living(victims).items():
+        assert victim.process.pid is not None
+        found[name] = holdings(victim.process.pid, await clients.tasks(routers[0]) if name == "router" else None)
+    return found
+
+
 async def run(
     clients: Clients, requests: list[Request], routers: list[RouterProcess], victims: list[Victim], rng: random.Random
 ) -> None:
     """All requests amid the chaos; then everything comes to rest."""
     chaos = Chaos(victims, random.Random(rng.random()))
-    gate = asyncio.Semaphore(CONCURRENCY)
-    plans = [(rng.random() < 0.5, rng.uniform(0.01, 0.6) if rng.random() < 0.2 else None) for _ in requests]
-
-    async def one(index: int) -> None:
-        async with gate:
-            await clients.ask(index, requests[index], *plans[index])
-        progress.update()
-
-    async def all_of_them() -> None:
-        await asyncio.gather(*(one(index) for index in range(len(requests))))
-        chaos.stop()
-
     began = time.monotonic()
+    ends = began + 60 * MINUTES
+    watch = MemoryWatch()
     with tqdm(total=len(requests), desc="soak", unit="request") as progress:
-        auditing = asyncio.create_task(audit(clients, routers, victims))
-        asking, striking = asyncio.create_task(all_of_them()), asyncio.create_task(chaos.run())
+        asking = asyncio.create_task(all_of_them(clients, requests, random.Random(rng.random()), ends, progress))
+        striking = asyncio.create_task(chaos.run())
+        asking.add_done_callback(lambda _: chaos.stop())
+        endless = {
+            asyncio.create_task(audit(clients, routers, victims)),
+            asyncio.create_task(bursts(clients, requests, random.Random(rng.random()))),
+            asyncio.create_task(nonsense(clients, random.Random(rng.random()))),
+            asyncio.create_task(spare_and_watch(victims, began + 20 * MINUTES, watch)),
+        }
         try:
             waiting = {asking, striking}
             while waiting:
-                done, waiting = await asyncio.wait({*waiting, auditing}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait({*waiting, *endless}, return_when=asyncio.FIRST_COMPLETED)
                 for task in done:
                     task.result()
-                waiting.discard(auditing)
+                waiting -= done
         finally:
-            for task in (auditing, asking, striking):
+            for task in (asking, striking, *endless):
                 task.cancel()
-            await asyncio.gather(auditing, asking, striking, return_exceptions=True)
-    seconds = time.monotonic() - began
-    print(f"{len(requests)} requests in {seconds:.0f} s: {len(requests) / seconds:.1f} requests/s")
-    print(f"strikes: {dict(sorted(chaos.struck.items()))}")
+            await asyncio.gather(asking, striking, *endless, return_exceptions=True)
+    seconds, asked = time.monotonic() - began, sum(len(times) for times in clients.ends.values())
+    print(f"{asked} requests in {seconds:.0f} s: {asked / seconds:.1f} requests/s")
+    print(f"strikes: {dict(sorted(chaos.struck.items()))}\n{watch.table()}")
     finished = sum(len(times) for end, times in clients.ends.items() if end.startswith("finished"))
-    assert finished > len(requests) // 2
+    assert finished > asked // 2
+    assert any("429" in message for message in clients.messages), "no burst was too much: this was no overload"
+    watch.check()
     print(f"at rest after {await until_drained(clients, routers):.1f} s")
     await asyncio.sleep(2.0)  # workers at rest check their blocks for themselves, and die when one is lost
     for victim in victims:
         victim.check()
+
+
+async def all_of_them(
+    clients: Clients, requests: list[Request], rng: random.Random, ends: float, progress: "tqdm[Any]"
+) -> None:
+    """Each once, and again while there is time."""
+    indices = itertools.count()
+
+    async def client() -> None:
+        while (number := next(indices)) < len(requests) or time.monotonic() < ends:
+            index = number % len(requests)
+            streams, patience = rng.random() < 0.5, rng.uniform(0.01, 0.6) if rng.random() < 0.2 else None
+            await clients.ask(index, requests[index], streams, patience)
+            progress.update()
+
+    async with asyncio.TaskGroup() as group:
+        for _ in range(CONCURRENCY):
+            group.create_task(client())
+
+
+async def bursts(clients: Clients, requests: list[Request], rng: random.Random) -> None:
+    """Now and then more at once than the routers take: they say so, with the time after which to ask again."""
+    while True:
+        await asyncio.sleep(rng.uniform(*BURST_PAUSE_S))
+        chosen = [rng.randrange(len(requests)) for _ in range(BURST)]
+        async with asyncio.TaskGroup() as group:
+            for index in chosen:
+                group.create_task(clients.ask(index, requests[index], rng.random() < 0.5, None))
+
+
+async def nonsense(clients: Clients, rng: random.Random) -> None:
+    while True:
+        await asyncio.sleep(rng.uniform(*BAD_PAUSE_S))
+        await (clients.half_a_request(rng) if rng.random() < 0.2 else clients.ask_wrongly(rng.choice(BAD)))
+
+
+async def spare_and_watch(victims: list[Victim], begins: float, watch: MemoryWatch) -> None:
+    """From `begins` on some live: their memory is watched. Those that are being killed then are spared their next."""
+    await asyncio.sleep(begins - time.monotonic())
+    for victim in living(victims).values():
+        victim.spared = True
+    await asyncio.sleep(LONGEST_FREEZE_S + SAMPLE_S)
+    while True:
+        pids = {name: victim.process.pid for name, victim in living(victims).items()}
+        watch.sample({name: pid for name, pid in pids.items() if pid is not None})
+        await asyncio.sleep(SAMPLE_S)
 
 
 async def until_whole(clients: Clients, requests: list[Request], routers: list[RouterProcess]) -> None:

@@ -41,6 +41,7 @@ class Victim(ABC):
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        self.spared = False  # it is frozen at most
         self._killed = False
 
     @property
@@ -180,7 +181,7 @@ class Chaos:
                 self._well.append(victim)
 
     async def _strike(self, victim: Victim, dice: float, freeze_s: float) -> None:
-        freezes, kills = dice < 0.55, dice > 0.45
+        freezes, kills = dice < 0.55 or victim.spared, dice > 0.45 and not victim.spared
         self.struck[f"{victim.kind} {'frozen ' * freezes}{'killed' * kills}".strip()] += 1
         if freezes:
             victim.freeze()
