@@ -273,6 +273,15 @@ class RouterConfig(Config):
         return self
 
 
+class SloConfig(Config):
+    """What users are promised, as they measure it: ttft_ms: from sending a request to its first token; tpot_ms: mean
+    time between the tokens of a choice behind its first. None: no promise.
+    """
+
+    ttft_ms: float | None = Field(None, gt=0)
+    tpot_ms: float | None = Field(None, gt=0)
+
+
 class ClusterConfig(Config):
     """Everything under `args:` of cluster.yaml.
 
@@ -285,6 +294,7 @@ class ClusterConfig(Config):
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
     router: RouterConfig = RouterConfig()
+    slo: SloConfig = SloConfig()
     prefill: DeploymentConfig = DeploymentConfig()
     decode: DeploymentConfig = DeploymentConfig()
 
