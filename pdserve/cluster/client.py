@@ -28,6 +28,7 @@ from pdserve.router.timeline import PromptTimeline
 APP_NAME = "pdserve"
 ROUTER = "Router"
 MAX_IN_FLIGHT = 256
+OPTIONS: dict[str, type] = {"cache_salt": str, "priority": int, "session_id": str}
 
 Prompt = str | Sequence[int]
 T = TypeVar("T")
@@ -75,9 +76,10 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
 class Client:
     """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
 
-    All take the keywords `priority` (lower runs first) and `cache_salt` (prefix-cache blocks are shared between equal
-    salts only); those for whole answers also `timeline=True` (RequestOutput.timeline). All raise ValueError for what is
-    wrong with the request, and ClusterError when the cluster cannot answer it.
+    All take the keywords `priority` (an int; lower runs first), `session_id` (prompts of one session go to one worker
+    where nothing speaks against it) and `cache_salt` (prefix-cache blocks are shared between equal salts only); those
+    for whole answers also `timeline=True` (RequestOutput.timeline). All raise ValueError for what is wrong with the
+    request, and ClusterError when the cluster cannot answer it.
     """
 
     def __init__(self, app_name: str = APP_NAME) -> None:
@@ -211,10 +213,12 @@ async def _router_handle(app_name: str) -> DeploymentHandle:
 
 
 def _ask(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]) -> Ask:
-    known = ["cache_salt", "priority"] if stream else ["cache_salt", "priority", "timeline"]
-    unknown = options.keys() - set(known)
-    if unknown:
-        raise ValueError(f"unknown keyword {min(unknown)!r}: known are {', '.join(known)}")
+    known = OPTIONS if stream else OPTIONS | {"timeline": bool}
+    for name, value in options.items():
+        if name not in known:
+            raise ValueError(f"unknown keyword {name!r}: known are {', '.join(known)}")
+        if type(value) is not known[name]:  # True is no priority
+            raise ValueError(f"{name} must be of type {known[name].__name__}, not {value!r}")
     return Ask(
         prompt=prompt if isinstance(prompt, str) else list(prompt),
         sampling=sampling or SamplingParams(),

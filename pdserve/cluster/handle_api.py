@@ -13,7 +13,7 @@ from pdserve.router.timeline import PromptTimeline
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: a text or token ids. stream: False asks for one Whole, True for Chunks as they come. timeline: the Whole
-    is to say where time and bytes went."""
+    is to say where time and bytes went. priority, cache_salt, session_id: as of `router.service.Service.admit`."""
 
     prompt: str | list[int]
     sampling: SamplingParams
@@ -21,6 +21,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     timeline: bool = False
+    session_id: str = ""
 
 
 class Chunks(msgspec.Struct, frozen=True, tag="chunks"):

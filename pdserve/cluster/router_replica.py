@@ -42,7 +42,7 @@ class RouterReplica:
     ) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         self._fleet = Fleet(config.router.worker_silence_s)
-        self._service = Service(self._fleet, tokenizer, config.router, config.model.served_name)
+        self._service = Service(self._fleet, tokenizer, config.router, config.model.served_name, slo=config.slo)
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
         self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service)
@@ -73,7 +73,11 @@ class RouterReplica:
     async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
         try:
             generation = await self._service.admit(
-                [ask.prompt], ask.sampling, priority=ask.priority, cache_salt=ask.cache_salt
+                [ask.prompt],
+                ask.sampling,
+                priority=ask.priority,
+                cache_salt=ask.cache_salt,
+                session_id=ask.session_id,
             )
             if not ask.stream:
                 yield await _whole(generation, ask.timeline)

@@ -222,7 +222,7 @@ class RouterConfig(Config):
     api_key_env: the name of an environment variable with API keys, separated by commas. api_keys_file: a file on each
     node that has routers, one key a line; read again when it changes. Without either, everybody may ask.
     metrics_need_key: /metrics asks for a key too. salt_by_key: prompts share cached prefixes with those of the same key
-    only.
+    only. min_priority: HTTP clients may not send a lower `priority` (the lowest runs first); None: any.
     """
 
     replicas: int = Field(1, ge=1)
@@ -245,6 +245,7 @@ class RouterConfig(Config):
     api_keys_file: str | None = None
     metrics_need_key: bool = False
     salt_by_key: bool = False
+    min_priority: int | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -275,11 +276,18 @@ class RouterConfig(Config):
 
 class SloConfig(Config):
     """What users are promised, as they measure it: ttft_ms: from sending a request to its first token; tpot_ms: mean
-    time between the tokens of a choice behind its first. None: no promise.
+    time between the tokens of a choice behind its first. None: no promise. refuse_beyond: a request that is predicted
+    to get its first token later than so many times ttft_ms, because of others, is refused with 429; None: never.
     """
 
     ttft_ms: float | None = Field(None, gt=0)
     tpot_ms: float | None = Field(None, gt=0)
+    refuse_beyond: float | None = Field(1.0, gt=0)
+
+    @property
+    def latest_ms(self) -> float | None:
+        """A first token that is predicted to come later is refused; None: whatever is predicted."""
+        return None if self.ttft_ms is None or self.refuse_beyond is None else self.ttft_ms * self.refuse_beyond
 
 
 class ClusterConfig(Config):

@@ -199,9 +199,10 @@ class DecodePhase:
     # --- blocks ---
 
     def _start_submitted(self) -> Events:
-        """Reserve in order of arrival and post; whoever waits beyond the deadline computes its prompt instead."""
+        """Reserve by priority and arrival, and post; whoever waits beyond the deadline computes its prompt instead."""
         events: Events = []
-        for item in [item for item in self._waiting.values() if item.ticket is not None]:
+        submitted = [item for item in self._waiting.values() if item.ticket is not None]
+        for item in sorted(submitted, key=lambda item: item.request.priority):
             if self._is_shunned(item.source.engine_id):
                 events += self._give_up(item, "quarantine-full", f"reads from {item.source.engine_id} do not end")
                 continue

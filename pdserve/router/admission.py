@@ -4,6 +4,7 @@ Refuses with 429 and a Retry-After that follows from how fast places became free
 no HTTP and no text. `router.service` takes seats, a request's run gives them back.
 
     enter (before tokenising) --fill--> queued --computed--> running --leave--> free      (leave: from any of them)
+                          queued --sent--> queued at a worker, which knows of it
 """
 
 import math
@@ -11,54 +12,92 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from pdserve.configs.schema import SloConfig
 from pdserve.router.errors import ApiError
+from pdserve.router.predict import Forecast
 
 # Retry-After is kept within these seconds: less is a busy loop of the client, more is a guess about another hour
 SOONEST_S, LATEST_S = 1, 60
 RATE_WINDOW_S = 10.0
+# of the time until a first token that would be late: so long may even a prompt wait that takes that time by itself
+LEAST_WAIT = 0.25
 
 
 class Seat:
     """One prompt's place. Every method is idempotent."""
 
-    __slots__ = ("_admission", "_here", "_queued")
+    __slots__ = ("_admission", "_here", "_priority", "_queued", "_unsent")
 
     def __init__(self, admission: "Admission") -> None:
         self._admission = admission
         self._here = True
-        self._queued = 0
+        self._queued = self._unsent = self._priority = 0
 
-    def fill(self, num_tokens: int) -> None:
+    def fill(self, num_tokens: int, priority: int = 0) -> None:
         """The prompt has so many tokens, which wait now."""
-        self._queued = num_tokens
-        self._admission.queued_tokens += num_tokens
+        self._queued = self._unsent = num_tokens
+        self._priority = priority
+        self._admission.unsent_tokens += num_tokens
+        self._admission.queue(num_tokens, priority)
+
+    def sent(self) -> None:
+        """To a worker, which counts it from now on."""
+        self._admission.unsent_tokens -= self._unsent
+        self._unsent = 0
 
     def computed(self) -> None:
         """A worker has computed the prompt."""
         if self._queued:
-            self._admission.queued_tokens -= self._queued
             self._admission.token_rate.add(self._queued)
-            self._queued = 0
+            self._unqueue()
 
     def leave(self) -> None:
         if self._here:
             self._here = False
-            self._admission.queued_tokens -= self._queued
-            self._queued = 0
+            self._unqueue()
+            self.sent()
             self._admission.num_prompts -= 1
             self._admission.prompt_rate.add(1)
 
+    def _unqueue(self) -> None:
+        self._admission.queue(-self._queued, self._priority)
+        self._queued = 0
+
 
 class Admission:
-    """Use from one event loop. max_prompts, max_queued_tokens: see RouterConfig."""
+    """Use from one event loop. max_prompts, max_queued_tokens: see RouterConfig. unsent_tokens: of the queued ones,
+    those that no worker has heard of."""
 
-    def __init__(self, max_prompts: int, max_queued_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        max_prompts: int,
+        max_queued_tokens: int,
+        slo: SloConfig | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.num_prompts = 0
         self.queued_tokens = 0
+        self.unsent_tokens = 0
+        self._by_priority: dict[int, int] = {}  # of the queued tokens
+        self._slo = slo or SloConfig()
         self.prompt_rate = Rate(clock)
         self.token_rate = Rate(clock)
         self._max_prompts = max_prompts
         self._max_queued_tokens = max_queued_tokens
+
+    def queue(self, num_tokens: int, priority: int) -> None:
+        """So many more wait; fewer, if it is negative."""
+        self.queued_tokens += num_tokens
+        left = self._by_priority.pop(priority, 0) + num_tokens
+        if left:
+            self._by_priority[priority] = left
+
+    def share_ahead(self, priority: int) -> float:
+        """Of the prompt tokens that wait, those that a new prompt of this priority does not overtake. What waits for
+        other routers is taken to be alike."""
+        if not self.queued_tokens:
+            return 1.0
+        return sum(tokens for p, tokens in self._by_priority.items() if p <= priority) / self.queued_tokens
 
     def enter(self, num_prompts: int) -> list[Seat]:
         """A seat a prompt, or ApiError: 400 when there will never be so many, 429 when there are not now."""
@@ -87,6 +126,25 @@ class Admission:
                 "again later, or raise router.max_queued_tokens"
             )
             raise _too_much(message, "too_many_queued_tokens", self.token_rate.seconds_for(over))
+
+    @property
+    def foresees(self) -> bool:
+        """Whether `check_lateness` ever refuses."""
+        return self._slo.latest_ms is not None
+
+    def check_lateness(self, forecast: Forecast, elapsed_ms: float) -> None:
+        """ApiError (429) when others ahead make the first token late. elapsed_ms: since the request came."""
+        latest_ms = self._slo.latest_ms
+        if latest_ms is None:
+            return
+        alone_ms = forecast.own_ms + elapsed_ms
+        over_ms = forecast.wait_ms - max(latest_ms - alone_ms, LEAST_WAIT * latest_ms)
+        if over_ms > 0:
+            message = (
+                f"the first token would come after about {forecast.wait_ms + alone_ms:.0f} ms, but this server "
+                f"promises {self._slo.ttft_ms:g} ms (slo.ttft_ms; more than {latest_ms:g} are refused): try again later"
+            )
+            raise _too_much(message, "predicted_late", _seconds(over_ms / 1000))
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -117,13 +175,18 @@ class Rate:
         if not total:
             return SOONEST_S
         span = self._clock() - self._since + (RATE_WINDOW_S if self._before else 0.0)
-        return min(LATEST_S, max(SOONEST_S, math.ceil(count * span / total)))
+        return _seconds(count * span / total)
 
     def _turn(self) -> None:
         now = self._clock()
         if now - self._since >= RATE_WINDOW_S:
             self._before = self._now if now - self._since < 2 * RATE_WINDOW_S else 0
             self._now, self._since = 0, now
+
+
+def _seconds(until: float) -> int:
+    """For a Retry-After."""
+    return min(LATEST_S, max(SOONEST_S, math.ceil(until)))
 
 
 def _too_much(message: str, code: str, retry_after: int) -> ApiError:

@@ -101,7 +101,7 @@ class _Api:
             call.prompts(),
             call.sampling(),
             request_id=_request_id(request, "cmpl"),
-            priority=call.priority or 0,
+            priority=self._priority(call.priority),
             cache_salt=call.cache_salt or "",
             session_id=request.headers.get("x-session-id", ""),
             add_special_tokens=call.add_special_tokens is not False,
@@ -125,7 +125,7 @@ class _Api:
             [prompt],
             sampling,
             request_id=_request_id(request, "chatcmpl"),
-            priority=call.priority or 0,
+            priority=self._priority(call.priority),
             cache_salt=call.cache_salt or "",
             session_id=request.headers.get("x-session-id", ""),
             received=received,
@@ -153,6 +153,16 @@ class _Api:
 
     async def openapi(self, request: Request) -> Response:
         return _json(openapi_document(self.service.config, self.service.model_name, self._keys.required))
+
+    def _priority(self, given: int | None) -> int:
+        priority, lowest = given or 0, self.service.config.min_priority
+        if lowest is not None and priority < lowest:
+            message = (
+                f"priority must be at least {lowest} (the lowest runs first), not {priority}: send more, or lower "
+                "router.min_priority"
+            )
+            raise ApiError(message, param="priority")
+        return priority
 
     def _tenant(self, request: Request) -> str:
         return str(request.state.tenant) if self.service.config.salt_by_key else ""

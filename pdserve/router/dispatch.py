@@ -42,8 +42,10 @@ from pdserve.router.choose import Chooser, Demand, NoWorker, Plan, note_sent
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.predict import Forecast, Predictor
 from pdserve.router.prefix_index import PromptBlocks
 from pdserve.router.record import Accepted, LegError, RequestRecord
+from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline, Timeline, parts_of_time, rounded
 from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
 from pdserve.text.choice import ChoiceText
@@ -92,6 +94,7 @@ class Dispatcher:
     tokenizer: Tokenizer
     config: RouterConfig
     metrics: RouterMetrics
+    goodput: Goodput
     resume_wait_s: float = 60.0
 
 
@@ -158,7 +161,20 @@ class RequestRun:
         finally:
             self.close()
             self._clock.end(outcome, self.record.cached_tokens or 0)
+            self._judge(outcome)
             self._log()
+
+    def forecast(self, chooser: Chooser, share_ahead: float, unsent_tokens: int) -> Forecast | None:
+        """Of its first token, if it began now where `chooser` says. unsent_tokens: that wait in this router, for all
+        workers. None: nothing is known yet of how fast workers are. Raises NoWorker."""
+        workers = self._shared.fleet.workers
+        plan = chooser.choose(workers, self._demand(set()))
+        predictor = Predictor(workers, self._prompt, len(self._job.prompt_token_ids), time.monotonic())
+        if not predictor.is_measured:
+            return None
+        split = plan.prefill is not None
+        alike = sum(worker.can_prefill if split else worker.can_decode for worker in workers)
+        return predictor.first_token(plan.prefill or plan.decode, share_ahead, unsent_tokens / max(1, alike))
 
     def served(self) -> None:
         """The answer's last byte is out."""
@@ -192,6 +208,13 @@ class RequestRun:
     def _admission_s(self) -> float:
         return self._clock.started - self._job.received
 
+    def _judge(self, outcome: str) -> None:
+        clock = self._clock
+        assert clock.ended is not None
+        first_s = None if clock.first_token_s is None else self._admission_s + clock.first_token_s
+        elapsed_s = clock.ended - self._job.received
+        self._shared.goodput.ended(outcome, elapsed_s, first_s, clock.worst_tpot_s, self.record.num_tokens)
+
     def _log(self) -> None:
         level = logging.INFO if self._timeline.is_troubled else logging.DEBUG
         if timeline_logger.isEnabledFor(level):
@@ -220,6 +243,7 @@ class RequestRun:
 
     def _begin(self, plan: Plan) -> None:
         self._plan = plan
+        self._seat.sent()
         self._fingerprint = plan.decode.hello.model_fingerprint
         kind = "split" if plan.prefill is not None else "whole"
         self._shared.metrics.plans.labels(kind).inc()
@@ -488,6 +512,11 @@ class _Clock:
         known = [first for first in self._first if first is not None]
         return min(known) - self.started if known else None
 
+    @property
+    def worst_tpot_s(self) -> float | None:
+        """Of the choices with more than one token."""
+        return max(self._tpots(), default=None)
+
     def accepted(self, choice: int, num_tokens: int) -> None:
         now = time.perf_counter()
         if self._first[choice] is None:
@@ -511,6 +540,9 @@ class _Clock:
         self._metrics.cached_tokens.inc(num_cached_tokens)
         if outcome == "ok":
             self._metrics.latency.observe(self.ended - self.started)
-        for first, last, count in zip(self._first, self._last, self._counts, strict=True):
-            if first is not None and count > 1:
-                self._metrics.tpot.observe((last - first) / (count - 1))
+        for tpot in self._tpots():
+            self._metrics.tpot.observe(tpot)
+
+    def _tpots(self) -> list[float]:
+        known = zip(self._first, self._last, self._counts, strict=True)
+        return [(last - first) / (count - 1) for first, last, count in known if first is not None and count > 1]

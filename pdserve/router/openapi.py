@@ -14,7 +14,7 @@ import pdserve
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import INTEGERS, NUMBERS
 from pdserve.router.openai_api import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
-from pdserve.router.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_STOP_CHARS, MAX_STOPS
+from pdserve.router.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
 
 Json = dict[str, Any]
 
@@ -90,6 +90,12 @@ def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
         "parameters": [
             {"name": "x-request-id", "in": "header", "schema": STRING | {"pattern": "^[!-~]{1,256}$"}},
             {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
+            {
+                "name": "x-session-id",
+                "in": "header",
+                "description": "Requests of one session go to one worker, where nothing speaks against it.",
+                "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
+            },
         ],
         "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
         "responses": {"200": success} | {status: _error(status) for status in errors},
@@ -127,7 +133,7 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         "n": _range(1, config.max_n),
         "best_of": _range(1, config.max_n),
         "max_completion_tokens": limits["max_tokens"],
-        "priority": _range(-MAX_PRIORITY, MAX_PRIORITY) | {"description": "The lowest runs first."},
+        "priority": _range(_lowest_priority(config), MAX_PRIORITY) | {"description": "The lowest runs first."},
         "cache_salt": {
             "maxLength": MAX_SALT_CHARS,
             "description": "Cached prefixes are shared between equal salts only.",
@@ -141,6 +147,10 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         "prompt": {"anyOf": _prompts()},
         "messages": {"minItems": 1},
     }
+
+
+def _lowest_priority(config: RouterConfig) -> int:
+    return -MAX_PRIORITY if config.min_priority is None else config.min_priority
 
 
 def _prompts() -> list[Json]:

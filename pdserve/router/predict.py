@@ -5,6 +5,7 @@ Pure arithmetic over what workers report (docs/routing.md says where the constan
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from statistics import median
 
 from pdserve.router.prefix_index import PromptBlocks
@@ -19,6 +20,14 @@ DECODE_TOKENS = 256  # a sequence being decoded costs its neighbours as much tim
 NO_BLOCKS_MS = 1000.0  # until running sequences have freed the blocks of a whole request
 
 
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of a prompt's first token. wait_ms: for what was there before; own_ms: to compute the prompt."""
+
+    wait_ms: float
+    own_ms: float
+
+
 class Predictor:
     """One moment's view. prompt None: nothing is known of the prompt but its length, so nothing of it is cached."""
 
@@ -26,6 +35,7 @@ class Predictor:
         self, workers: Iterable[WorkerState], prompt: PromptBlocks | None, num_prompt_tokens: int, now: float
     ) -> None:
         measured = [speed for worker in workers if (speed := _measured_speed(worker))]
+        self.is_measured = bool(measured)
         self._typical = median(measured) if measured else ASSUMED_TOKENS_PER_S
         self._prompt = prompt
         self._num_prompt_tokens = num_prompt_tokens
@@ -99,6 +109,12 @@ class Predictor:
         needed = -(-self.uncached_tokens(worker) // worker.hello.block_size)
         missing = needed - worker.snapshot.free_blocks
         return NO_BLOCKS_MS * missing / needed if missing > 0 else 0.0
+
+    def first_token(self, worker: WorkerState, share_ahead: float, unsent_tokens: float) -> Forecast:
+        """When that worker computes the prompt. share_ahead: of its queue, what the prompt does not overtake.
+        unsent_tokens: of prompts that will be sent there before this one."""
+        ahead_ms = self.queue_ms(worker) + 1000 * unsent_tokens / self.speed(worker)
+        return Forecast(share_ahead * ahead_ms + self.memory_ms(worker), self.compute_ms(worker))
 
 
 def _measured_speed(worker: WorkerState) -> float:

@@ -18,14 +18,15 @@ from typing import Any
 
 import msgspec
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.engine.protocol import FinishReason, SamplingParams, TokenLogprob
 from pdserve.router.admission import Admission
-from pdserve.router.choose import Chooser
+from pdserve.router.choose import Chooser, NoWorker
 from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline
 from pdserve.text.tokenizer import Tokenizer
 
@@ -39,6 +40,7 @@ MAX_CHOICES = 8192
 MAX_STOPS = 64
 MAX_STOP_CHARS = 1024
 MAX_SALT_CHARS = 256
+MAX_SESSION_CHARS = 256
 MAX_PRIORITY = 2**31 - 1  # and as far below zero
 
 # No token of the usual vocabularies is longer (theirs are 128 spaces): a longer text is refused before it is tokenised.
@@ -163,6 +165,7 @@ class Service:
         config: RouterConfig,
         model_name: str,
         resume_wait_s: float = 60.0,
+        slo: SloConfig | None = None,
     ) -> None:
         """resume_wait_s: how long a request whose worker was lost waits for another one to join."""
         self.fleet = fleet
@@ -171,9 +174,12 @@ class Service:
         self.model_name = model_name
         self.metrics = RouterMetrics()
         chooser = Chooser(config.split_min_tokens, config.policy, config.split)
-        self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens)
+        self._scout = Chooser(config.split_min_tokens, config.policy, config.split)  # what it picks takes nobody's turn
+        slo = slo or SloConfig()
+        self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens, slo)
         self.metrics.queued.set_function(lambda: self.admission.queued_tokens)
-        self._dispatcher = Dispatcher(fleet, chooser, tokenizer, config, self.metrics, resume_wait_s)
+        goodput = Goodput(slo, self.metrics.registry)
+        self._dispatcher = Dispatcher(fleet, chooser, tokenizer, config, self.metrics, goodput, resume_wait_s)
         self._numbers = itertools.count()
 
     def limits(self) -> Limits:
@@ -208,7 +214,7 @@ class Service:
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         self.check_num_choices(sampling.n, len(prompts))
         self._check_sampling(sampling)
-        _check_scheduling(priority, cache_salt)
+        _check_scheduling(priority, cache_salt, session_id)
         cache_salt = f"{tenant}:{cache_salt}" if tenant else cache_salt
         limits = self.limits()
         try:
@@ -235,12 +241,14 @@ class Service:
                 for number, prompt in enumerate(ids)
             ]
             runs = [RequestRun(self._dispatcher, job, seat) for job, seat in zip(jobs, seats, strict=True)]
+            longest = max(range(len(ids)), key=lambda number: len(ids[number]))
+            self._check_lateness(runs[longest], priority, received)
         except BaseException:
             for seat in seats:
                 seat.leave()
             raise
         for seat, prompt in zip(seats, ids, strict=True):
-            seat.fill(len(prompt))
+            seat.fill(len(prompt), priority)
         return Generation(request_id, sampling.n, runs, ids)
 
     async def generate(
@@ -307,6 +315,18 @@ class Service:
                 )
                 raise ApiError(message, param=name)
 
+    def _check_lateness(self, run: RequestRun, priority: int, received: float) -> None:
+        """ApiError (429) when the first token would come too late, by what workers say of their queues."""
+        admission = self.admission
+        if not admission.foresees:
+            return
+        try:
+            forecast = run.forecast(self._scout, admission.share_ahead(priority), admission.unsent_tokens)
+        except NoWorker:
+            return  # its run will say so
+        if forecast is not None:
+            admission.check_lateness(forecast, 1000 * (time.perf_counter() - received))
+
     async def _tokenise(self, prompt: Prompt, add_special_tokens: bool, limits: Limits, named: str) -> tuple[int, ...]:
         if isinstance(prompt, str):
             if len(prompt) > limits.max_tokens * MAX_TOKEN_CHARS:
@@ -336,13 +356,19 @@ class Service:
         return tuple(ids)
 
 
-def _check_scheduling(priority: int, cache_salt: str) -> None:
+def _check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
     if abs(priority) > MAX_PRIORITY:
         message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, the lowest runs first, not {priority}"
         raise ApiError(message, param="priority")
     if len(cache_salt) > MAX_SALT_CHARS:
         message = f"cache_salt must have at most {MAX_SALT_CHARS} characters, not {len(cache_salt)}: send a hash of it"
         raise ApiError(message, param="cache_salt")
+    if len(session_id) > MAX_SESSION_CHARS:
+        message = (
+            f"x-session-id: a session's id must have at most {MAX_SESSION_CHARS} characters, not {len(session_id)}: "
+            "send a hash of it"
+        )
+        raise ApiError(message, param="x-session-id")
 
 
 def _context_length_error(limit: int, num_prompt: int, num_generated: int, param: str, about: str = "") -> ApiError:

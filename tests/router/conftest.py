@@ -1,11 +1,12 @@
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 from router.fake_worker import VOCAB
 from router.harness import Harness
 from text.backends import TEMPLATE, byte_level_backend
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -20,13 +21,18 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
-    """make(num_prefill, num_decode, **RouterConfig fields) -> a running Harness, closed after the test."""
+    """make(num_prefill, num_decode, slo={...}, **RouterConfig fields) -> a running Harness, closed after the test."""
     made: list[Harness] = []
 
-    def build(num_prefill: int = 1, num_decode: int = 1, resume_wait_s: float = 0.3, **config: object) -> Harness:
-        harness = Harness(
-            tokenizer, RouterConfig(**{"split": "always", **config}), num_prefill, num_decode, resume_wait_s
-        )
+    def build(
+        num_prefill: int = 1,
+        num_decode: int = 1,
+        resume_wait_s: float = 0.3,
+        slo: dict[str, Any] | None = None,
+        **config: Any,
+    ) -> Harness:
+        router = RouterConfig(**{"split": "always", **config})
+        harness = Harness(tokenizer, router, num_prefill, num_decode, resume_wait_s, SloConfig(**slo or {}))
         made.append(harness)
         return harness
 

@@ -7,7 +7,7 @@ import httpx
 import openai
 from router.fake_worker import FakeWorker, World, expected_tokens
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.engine.protocol import SamplingParams
 from pdserve.router.app import build_app
 from pdserve.router.fleet import Fleet
@@ -19,12 +19,18 @@ MODEL = "demo"
 
 class Harness:
     def __init__(
-        self, tokenizer: Tokenizer, config: RouterConfig, num_prefill: int, num_decode: int, wait_s: float
+        self,
+        tokenizer: Tokenizer,
+        config: RouterConfig,
+        num_prefill: int,
+        num_decode: int,
+        wait_s: float,
+        slo: SloConfig | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.world = World()
         self.fleet = Fleet(config.worker_silence_s)
-        self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s)
+        self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s, slo)
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)
         self.prefills = [FakeWorker(self.world, f"p{i}", "prefill") for i in range(num_prefill)]
         self.decodes = [FakeWorker(self.world, f"d{i}", "decode") for i in range(num_decode)]

@@ -17,6 +17,7 @@ from pdserve.router.errors import ApiError
 Make = Callable[..., Harness]
 PROMPT = list(range(10, 30))
 GOOD = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+SHORT = SamplingParams(max_tokens=4)
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 
 
@@ -184,6 +185,34 @@ async def test_priority_reaches_the_workers(make: Make, priority: Any) -> None:
         assert (await harness.http().post(path, json=body | {"priority": priority})).status_code == 200
     submits = [*harness.prefills[0].submits(), *harness.decodes[0].submits()]
     assert {submit.priority for submit in submits} == {int(priority or 0)}
+
+
+async def test_strangers_may_not_overtake_where_a_lowest_priority_is_set(make: Make) -> None:
+    harness = await make(0, 1, min_priority=0).start()
+    for path, body in (("/v1/completions", GOOD), ("/v1/chat/completions", CHAT)):
+        answer = await harness.http().post(path, json=body | {"priority": -1})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "priority") and "router.min_priority" in error["message"]
+        for allowed in (None, 0, 3):
+            assert (await harness.http().post(path, json=body | {"priority": allowed})).status_code == 200
+    assert [choice.finish_reason for choice in await harness.service.collect([PROMPT], SHORT, priority=-1)]
+    document = (await harness.http().get("/openapi.json")).json()
+    variants = document["components"]["schemas"]["ChatRequest"]["properties"]["priority"]["anyOf"]
+    assert {"minimum": 0, "maximum": 2**31 - 1}.items() <= variants[0].items()
+
+
+async def test_priority_is_kept_over_failover(make: Make) -> None:
+    harness = await make(1, 2).start()
+    for worker in harness.decodes:
+        worker.step_s = 0.02
+    sampling = SamplingParams(max_tokens=30, seed=1, ignore_eos=True)
+    asked = asyncio.create_task(harness.service.collect([PROMPT], sampling, priority=-3))
+    await until(lambda: any(worker.submits() for worker in harness.decodes))
+    victim = next(worker for worker in harness.decodes if worker.submits())
+    victim.die()
+    harness.check(await asked, tuple(PROMPT), sampling)
+    submits = [s for worker in (*harness.prefills, *harness.decodes) for s in worker.submits()]
+    assert len(submits) == 3 and {submit.priority for submit in submits} == {-3}
 
 
 async def test_an_error_never_repeats_megabytes(make: Make) -> None:
