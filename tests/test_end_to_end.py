@@ -168,3 +168,24 @@ async def test_two_prefill_and_two_decode_workers_recall(prompts: list[str]) -> 
             await asyncio.sleep(1.2)
             moved = [state.worker_id for state in running.fleet.workers if state.role == "decode"]
             assert len(moved) == 2 and await running.metric("pdserve_kv_transfers_total", outcome="done") >= 12
+
+
+async def test_the_urgent_overtake_at_both_workers() -> None:
+    """Twelve patient ones and an urgent one, which comes last; P computes one prompt at a time, D two answers."""
+    draw = random.Random(3)
+    ids = [[draw.randrange(100, 1500) for _ in range(200)] for _ in range(13)]
+    finished: list[int] = []
+    engine = {"num_kv_blocks": 2048, "max_num_batched_tokens": 256, "max_num_seqs": 2}
+    with hosts(DEMO, "P", "D", engine=engine) as workers:
+        async with cluster(*workers) as running:
+
+            async def ask(number: int, priority: int) -> None:
+                more = {"max_tokens": 24, "ignore_eos": True, "priority": priority}
+                await running.complete(prompt=ids[number], **more)
+                finished.append(number)
+
+            asks = [asyncio.create_task(ask(number, 5)) for number in range(12)]
+            while await running.metric("pdserve_router_running") < 12:
+                await asyncio.sleep(0.005)
+            await asyncio.gather(*asks, ask(12, -1))
+    assert finished.index(12) <= 3, finished

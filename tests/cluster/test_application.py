@@ -102,6 +102,18 @@ def test_bad_requests_are_value_errors_that_name_the_parameter(client: Client) -
         list(client.stream([1], timeline=True))
 
 
+def test_priority_and_session_go_with_a_prompt(client: Client, journal: Path) -> None:
+    for token in range(600, 606):
+        client.generate([[token]], SamplingParams(max_tokens=2), priority=-4, session_id="a")
+    sent = [line for line in submits(journal) if 600 <= line["command"]["prompt_token_ids"][0] < 606]
+    assert [line["command"]["priority"] for line in sent] == [-4] * 6
+    assert len({line["pid"] for line in sent}) == 1, "two idle workers, one session"
+    with pytest.raises(ValueError, match="priority must be of type int, not '1'"):
+        client.generate([[1]], priority="1")
+    with pytest.raises(ValueError, match="x-session-id"):
+        client.generate([[1]], session_id="x" * 257)
+
+
 def test_timelines_are_there_on_demand(client: Client) -> None:
     plain, shown = (client.generate([[50]], SamplingParams(max_tokens=3), timeline=t)[0] for t in (False, True))
     assert plain.timeline is None and plain.outputs == shown.outputs

@@ -245,6 +245,28 @@ def test_tiny_decode_pool_makes_progress(tiny_llama, llm: LLM) -> None:
     pair.close()
 
 
+def test_waiting_imports_get_blocks_by_priority(tiny_llama) -> None:
+    """The pool holds one prompt and what it generates; the urgent one is submitted last."""
+    pair = Pair(tiny_llama, d={"num_kv_blocks": 9})
+    params = SamplingParams(temperature=0, max_tokens=8, seed=1, ignore_eos=True)
+    commands = []
+    for seed, priority in enumerate((0, 0, -1)):
+        prompt = prompt_of(100, seed)
+        handoff, forced = pair.prefill(prompt, params)
+        assert handoff is not None
+        key, starts = RequestKey(ROUTER, SESSION, handoff.request_id, 2), (Start(0, tuple(forced[0])),)
+        more = {"ticket": handoff.ticket, "starts": starts, "priority": priority}
+        commands.append(submit(key, "decode", prompt, params, **more))
+    for command in commands:
+        pair.d.command(command)
+    for command in commands:
+        pair.finish(command.key)
+    order = [event.request_id for event in pair.d.events if isinstance(event, Arrived)]
+    assert order == [commands[number].key.request_id for number in (2, 0, 1)]
+    pair.assert_empty()
+    pair.close()
+
+
 def test_cancel_at_every_turn_leaves_nothing(tiny_llama) -> None:
     pair = Pair(tiny_llama)
     prompt = prompt_of(60)
