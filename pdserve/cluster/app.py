@@ -5,10 +5,8 @@ another process and folder than the user's. Decides placement, counts and deadli
 and `worker_replica`.
 """
 
-import logging
 from typing import Any
 
-import ray
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
@@ -16,12 +14,11 @@ from ray.serve.config import RequestRouterConfig
 from pdserve.cluster.client import ROUTER
 from pdserve.cluster.engine_actor import ENGINE_HOST
 from pdserve.cluster.http_server import Address
-from pdserve.cluster.placement import CRUMB, unplaceable, worker_bundles, workers
+from pdserve.cluster.placement import CRUMB, worker_bundles, workers
+from pdserve.cluster.room import await_room
 from pdserve.cluster.router_replica import RouterReplica
 from pdserve.cluster.worker_replica import WorkerReplica
 from pdserve.configs.schema import ClusterConfig, Role
-
-logger = logging.getLogger("ray.serve")
 
 DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}  # key in the configuration -> deployment
 ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
@@ -47,11 +44,8 @@ def build(args: ClusterConfig) -> Application:
 
 
 def build_at(args: ClusterConfig, address: Address | None) -> Application:
-    """Logs what the cluster has no room for now; Serve waits for it. address: where routers serve HTTP by themselves;
-    None leaves that to Serve.
-    """
-    for complaint in unplaceable(args, node_resources()):
-        logger.warning("not enough resources yet, replicas will wait: %s", complaint)
+    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises NoRoom."""
+    await_room(args)
     return assemble(args, ENGINE_HOST, address)
 
 
@@ -69,11 +63,13 @@ def resolve_model(config: ClusterConfig) -> ClusterConfig:
 
 def worker_deployment(config: ClusterConfig, key: str, engine_host: str) -> Application:
     deployment = workers(config)[key]
+    bundles = worker_bundles(deployment)
     decorate = serve.deployment(
         name=DEPLOYMENTS[key],
         num_replicas=deployment.replicas,
         ray_actor_options={"num_cpus": CRUMB},
-        placement_group_bundles=worker_bundles(deployment),
+        placement_group_bundles=bundles,
+        placement_group_bundle_label_selector=[deployment.labels] * len(bundles),
         placement_group_strategy="STRICT_PACK",
         request_router_config=RequestRouterConfig(**PINNED),
         graceful_shutdown_timeout_s=WORKER_SHUTDOWN_S,
@@ -86,13 +82,12 @@ def router_deployment(config: ClusterConfig) -> Deployment:
     decorate = serve.deployment(
         name=ROUTER,
         num_replicas=config.router.replicas,
-        ray_actor_options={"num_cpus": config.router.num_cpus, "resources": config.router.resources},
+        ray_actor_options={
+            "num_cpus": config.router.num_cpus,
+            "resources": config.router.resources,
+            "label_selector": config.router.labels,
+        },
         graceful_shutdown_timeout_s=ROUTER_SHUTDOWN_S,
         **COMMON,
     )
     return decorate(serve.ingress()(RouterReplica))
-
-
-def node_resources() -> list[dict[str, float]]:
-    """Total resources of each living node of the cluster this process is connected to."""
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]

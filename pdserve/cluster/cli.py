@@ -127,8 +127,8 @@ def _serve(
     import ray
     from ray import serve
 
-    from pdserve.cluster.app import build_at, node_resources
-    from pdserve.cluster.placement import unplaceable
+    from pdserve.cluster.app import build_at
+    from pdserve.cluster.room import check_nodes
 
     began = time.monotonic()
     http = dict(document.get("http_options") or {})
@@ -148,9 +148,8 @@ def _serve(
     ray.init(address="local" if own_ray else None, namespace="serve", log_to_driver=False)
     signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's own handler aborts the process after three seconds
     try:
-        complaints = unplaceable(config, node_resources()) if own_ray else []
-        if complaints:
-            raise ValueError("this machine has not what the file asks for: " + "; ".join(complaints))
+        if own_ray or config.placement_deadline_s is not None:
+            check_nodes(config)
         proxies = document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
         serve.start(proxy_location=proxies, http_options=http)
         serve._run(build_at(config, address), name=name, route_prefix=prefix, _blocking=False)

@@ -7,9 +7,9 @@ is an error that names the nearest known one. Torch-free. Knows nothing of Ray.
 import difflib
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 import pdserve
 
@@ -196,18 +196,43 @@ class TransferConfig(Config):
     pool: PoolConfig = PoolConfig()
 
 
+# What Ray takes: Kubernetes' label syntax, and selectors `value`, `!value`, `in(a, b)`, `!in(a, b)`.
+_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?"
+_LABEL_KEY = re.compile(rf"(?:[A-Za-z0-9][A-Za-z0-9_.-]{{0,252}}/)?{_LABEL}")
+_LABEL_SELECTOR = re.compile(rf"!?{_LABEL}|!?in\({_LABEL}(?:, ?{_LABEL})*\)")
+
+
+def _check_labels(labels: dict[str, str]) -> dict[str, str]:
+    for key, value in labels.items():
+        if not _LABEL_KEY.fullmatch(key) or not _LABEL_SELECTOR.fullmatch(value):
+            raise ValueError(
+                f"{key}: {value!r} is no label selector: write a node's label, as zone: a, or one of zone: '!a', "
+                "zone: 'in(a, b)', zone: '!in(a, b)'"
+            )
+    # Ray 2.60 takes a space, and then looks for a value that begins with it.
+    return {key: value.replace(" ", "") for key, value in labels.items()}
+
+
+Labels = Annotated[dict[str, str], AfterValidator(_check_labels)]
+
+
 class DeploymentConfig(Config):
-    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank; resources per replica."""
+    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank; resources per replica.
+    labels: only on nodes with all of these (`ray start --labels`), each a selector of Ray's: `value`, `!value`,
+    `in(a, b)` or `!in(a, b)`.
+    """
 
     replicas: int = Field(1, ge=0)
     num_cpus: float = Field(0.0, ge=0)
     num_gpus: float = Field(0.0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)
+    labels: Labels = Field(default_factory=dict)
     engine: EngineConfig | None = None
 
 
 class RouterConfig(Config):
-    """The HTTP side: replicas, and the limits checked before a worker spends anything.
+    """The HTTP side: replicas, where they run (as DeploymentConfig), and the limits checked before a worker spends
+    anything.
 
     policy: how workers are scored (docs/routing.md). split: "auto" splits a request when it is predicted to pay,
     "always" when there is a prefill worker, "never" leaves them idle. split_min_tokens: prompts shorter than this are
@@ -228,6 +253,7 @@ class RouterConfig(Config):
     replicas: int = Field(1, ge=1)
     num_cpus: float = Field(0.0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)
+    labels: Labels = Field(default_factory=dict)
     max_n: int = Field(64, ge=1)
     max_logprobs: int = Field(20, ge=0)
     max_body_bytes: int = Field(32 << 20, ge=1024)
@@ -294,7 +320,8 @@ class ClusterConfig(Config):
     """Everything under `args:` of cluster.yaml.
 
     mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode` workers alone, each
-    doing whole requests.
+    doing whole requests. placement_deadline_s: how long a start waits for nodes that have room for it all before it
+    fails; None leaves that to Ray, which waits for ever, for a cluster that an autoscaler makes larger.
     """
 
     mode: Literal["disaggregated", "aggregated"] = "disaggregated"
@@ -305,6 +332,7 @@ class ClusterConfig(Config):
     slo: SloConfig = SloConfig()
     prefill: DeploymentConfig = DeploymentConfig()
     decode: DeploymentConfig = DeploymentConfig()
+    placement_deadline_s: float | None = Field(60.0, gt=0)
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":

@@ -11,7 +11,7 @@ from pdserve.cluster.app import build
 def test_the_builder_has_the_one_parameter_that_serve_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
     from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 
-    monkeypatch.setattr(app, "node_resources", lambda: [])  # Ray is not started
+    monkeypatch.setattr(app, "await_room", lambda config: None)  # Ray is not started
     assert list(inspect.signature(build).parameters) == ["args"]
     application = call_user_app_builder_with_args_if_necessary(build, {"model": {"path": "demo/pdserve-demo"}})
     assert type(application).__name__ == "Application"

@@ -7,15 +7,20 @@ from pathlib import Path
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
 from pdserve.cluster import cli
 from pdserve.cluster.framing import PIECE_BYTES, Joiner, cut
 from pdserve.cluster.membership import Members, listen, publish
-from pdserve.cluster.placement import unplaceable, worker_bundles
+from pdserve.cluster.placement import Node, described, has_labels, unplaceable, worker_bundles
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = [ROOT / "cluster.yaml", *sorted((ROOT / "pdserve/configs").glob("*.yaml"))]
+
+
+def node(resources: dict[str, float]) -> Node:
+    return Node("node", resources, resources, {})
 
 
 def write(folder: Path, args: object, **changes: object) -> Path:
@@ -128,21 +133,70 @@ def test_a_workers_gpu_is_in_the_bundle_of_its_engine() -> None:
 
 def test_what_cannot_be_placed_is_named() -> None:
     config = ClusterConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "replicas": 2}})
-    gpu_node = {"CPU": 8.0, "GPU": 2.0}
-    assert unplaceable(config, [gpu_node, {"CPU": 8.0, "GPU": 1.0}]) == []
+    gpu_node = node({"CPU": 8.0, "GPU": 2.0})
+    assert unplaceable(config, [gpu_node, node({"CPU": 8.0, "GPU": 1.0})]) == []
     [complaint] = unplaceable(config, [gpu_node])
-    assert "1 GPU wanted, the cluster has room for" in complaint
-    assert len(unplaceable(config, [{"CPU": 8.0}])) == 2
+    assert complaint in (
+        "prefill: 1 replicas, each on one node with 1 GPU; there is room for 0 (of 1 nodes 1 could hold one if nothing "
+        "else used them)",
+        "decode: 2 replicas, each on one node with 1 GPU; there is room for 1 (of 1 nodes 1 could hold one if nothing "
+        "else used them)",
+    )
+    assert len(unplaceable(config, [node({"CPU": 8.0})])) == 2
+    used = Node("x", {"CPU": 8.0, "GPU": 3.0}, {"CPU": 8.0, "GPU": 1.0}, {})
+    assert unplaceable(config, [used]) != [] == unplaceable(config, [used.emptied()])
+
+
+def test_what_fits_in_some_order_fits() -> None:
+    """Of two GPUs with 4 and 16 processors, D would take the second."""
+    args = {"prefill": {"num_gpus": 1, "num_cpus": 8}, "decode": {"num_gpus": 1, "num_cpus": 2}}
+    nodes = [node({"CPU": 16.0, "GPU": 1.0}), node({"CPU": 4.0, "GPU": 1.0})]
+    assert unplaceable(ClusterConfig.model_validate(args), nodes) == []
+    assert unplaceable(ClusterConfig.model_validate(args), nodes[::-1]) == []
+
+
+@pytest.mark.parametrize(("selector", "values"), [("a", "a"), ("!a", "bc-"), ("in(a,b)", "ab"), ("!in(a,b)", "c-")])
+def test_labels_select_as_ray_does(selector: str, values: str) -> None:
+    """values: those of the label `zone` that match, - for a node without it; tried with Ray's own placement groups."""
+    labels = {value: {} if value == "-" else {"zone": value} for value in "abc-"}
+    assert [v for v in "abc-" if has_labels(Node("x", {}, {}, labels[v]), {"zone": selector})] == list(values)
+
+
+@pytest.mark.parametrize(
+    "labels", [{"zone": "-a"}, {"zone": "in()"}, {"zone": ""}, {"": "a"}, {"a b": "c"}, {"z": "in(a"}]
+)
+def test_labels_that_ray_would_not_take_are_refused(labels: dict[str, str]) -> None:
+    for key in ("prefill", "decode", "router"):
+        with pytest.raises(ValidationError, match="is no label selector"):
+            ClusterConfig.model_validate({key: {"labels": labels}})
+
+
+def test_values_of_a_selector_may_be_written_with_spaces() -> None:
+    config = ClusterConfig.model_validate({"decode": {"labels": {"ray.io/zone": "!in(a, b,c)"}}})
+    assert config.decode.labels == {"ray.io/zone": "!in(a,b,c)"}
+
+
+def test_labels_that_no_node_has_are_named_with_what_nodes_have() -> None:
+    config = ClusterConfig.model_validate(
+        {"router": {"labels": {"role": "ingress"}}, "decode": {"replicas": 3, "resources": {"decode": 1}}}
+    )
+    nodes = [Node("a", {"CPU": 2.0, "decode": 1.0}, {"CPU": 1.5, "decode": 1.0}, {"role": "x", "ray.io/node-id": "0"})]
+    router, decode = unplaceable(config, nodes)
+    assert "router: 1 replicas, each on one node with the labels {role: ingress}; there is room for 0" in router
+    assert "0 of 1 nodes have the labels" in router
+    assert "decode: 3 replicas, each on one node with 1 decode; there is room for 1" in decode
+    assert described(nodes, ["decode"]) == "a: 1.5 of 2 CPU free, 1 of 1 decode free; labels: role=x"
+    assert described(nodes * 20, []).endswith("and 4 more nodes")
 
 
 def test_a_worker_is_not_spread_over_nodes() -> None:
     config = ClusterConfig.model_validate({"mode": "aggregated", "decode": {"num_gpus": 1, "num_cpus": 4}})
-    assert len(unplaceable(config, [{"CPU": 8.0}, {"GPU": 1.0, "CPU": 1.0}])) == 1
+    assert len(unplaceable(config, [node({"CPU": 8.0}), node({"GPU": 1.0, "CPU": 1.0})])) == 1
 
 
 def test_the_demo_fits_two_cores() -> None:
     _, config = cli.load(ROOT / "cluster.yaml")
-    assert unplaceable(config, [{"CPU": 2.0}]) == []
+    assert unplaceable(config, [node({"CPU": 2.0})]) == []
 
 
 @pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 7])

@@ -35,7 +35,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "async_scheduling": None,
         "cuda_graphs": True,
     },
-    DeploymentConfig: {"replicas": 1, "num_cpus": 0.0, "num_gpus": 0.0, "resources": {}, "engine": None},
+    DeploymentConfig: {"replicas": 1, "num_cpus": 0.0, "num_gpus": 0.0, "resources": {}, "labels": {}, "engine": None},
 }
 NOT_WRITTEN = (Config, schema.ResolvedEngineConfig)  # by users
 ALL = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, Config) and c not in NOT_WRITTEN]

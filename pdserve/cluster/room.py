@@ -1,0 +1,76 @@
+"""Whether the connected Ray cluster has room for an application, asked before Serve is: Serve waits for ever.
+
+Knows no requests. `cluster.app` waits here while it builds the application, `pdserve up` asks once before that.
+"""
+
+import logging
+import time
+
+import ray
+from ray import serve
+from ray._private.state import available_resources_per_node
+from ray.serve.exceptions import RayServeException
+
+from pdserve.cluster.client import ROUTER
+from pdserve.cluster.placement import Node, described, resource_names, unplaceable
+from pdserve.configs.schema import ClusterConfig
+
+logger = logging.getLogger("ray.serve")
+
+POLL_S = 0.5
+
+
+class NoRoom(RayServeException, ValueError):
+    """Replicas cannot be placed. Of Serve's family, because whatever else a builder raises Serve takes for an accident:
+    it builds three times more, each with its whole deadline, and shows a traceback."""
+
+
+def await_room(config: ClusterConfig) -> None:
+    """Return when there is room for every replica, NoRoom at the deadline."""
+    if config.placement_deadline_s is None:
+        return
+    deadline, warned = time.monotonic() + config.placement_deadline_s, False
+    while complaints := unplaceable(config, room()):
+        if time.monotonic() > deadline:
+            raise _no_room(config, complaints, f"within {config.placement_deadline_s:g} s (placement_deadline_s)")
+        if not warned:
+            limit_s = config.placement_deadline_s
+            logger.warning("waiting at most %g s for nodes with room: %s", limit_s, "; ".join(complaints))
+            warned = True
+        time.sleep(POLL_S)
+
+
+def check_nodes(config: ClusterConfig) -> None:
+    """NoRoom when the nodes that are here could not hold every replica even if they were empty."""
+    complaints = unplaceable(config, [node.emptied() for node in nodes()])
+    if complaints:
+        raise _no_room(config, complaints, "even if nothing else used them")
+
+
+def room() -> list[Node]:
+    """The nodes. Of an update everything counts as free: replicas that run already make way for the new ones."""
+    return [node.emptied() for node in nodes()] if _is_update() else nodes()
+
+
+def nodes() -> list[Node]:
+    """All that live, as Ray knows them now; what is free is known a moment later than what is there."""
+    free = available_resources_per_node()
+    return [
+        Node(
+            f"{node['NodeManagerHostname']} {node['NodeManagerAddress']} ({node['NodeID'][:6]})",
+            node["Resources"],
+            free.get(node["NodeID"], node["Resources"]),
+            node["Labels"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def _is_update() -> bool:
+    return any(ROUTER in application.deployments for application in serve.status().applications.values())
+
+
+def _no_room(config: ClusterConfig, complaints: list[str], when: str) -> NoRoom:
+    have = described(nodes(), sorted(resource_names(config)))
+    return NoRoom("\n".join([f"there is no room for this cluster {when}:", *complaints, "The nodes have", have]))
