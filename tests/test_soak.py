@@ -270,7 +270,7 @@ async def until_drained(clients: Clients, routers: list[RouterProcess]) -> float
     while True:
         pages = [await clients.metrics(router) or [] for router in routers]
         states = [blocks_of(samples) for samples in pages]
-        running = [s.value for samples in pages for s in samples if s.name == "pdserve_router_running"]
+        running = [s.value for samples in pages for s in samples if s.name == "pdserve_router_num_requests_running"]
         free = [worker["free"] for workers in states for worker in workers.values()]
         if free == [POOL["num_kv_blocks"] - 1] * NUM_WORKERS * len(routers) and running == [0.0] * len(routers):
             return time.monotonic() - began

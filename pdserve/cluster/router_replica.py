@@ -81,10 +81,12 @@ class RouterReplica:
             )
             if not ask.stream:
                 yield await _whole(generation, ask.timeline)
+                generation.served()
                 return
             async with aclosing(generation.stream()) as batches:
                 async for chunks in batches:
                     yield Chunks(chunks)
+            generation.served()
         except ApiError as error:
             yield Refused(status=error.status, message=error.message)
 

@@ -12,6 +12,12 @@ class TransferMetrics:
             "pdserve_kv_transfers", "Pulls by how they ended.", ["transport", "outcome"], registry=registry
         )
         self.bytes = Counter("pdserve_kv_transfer_bytes", "Bytes of finished pulls.", ["transport"], registry=registry)
+        self.sizes = Histogram(
+            "pdserve_kv_transfer_size_bytes",
+            "Bytes of one finished pull.",
+            buckets=tuple(float(1 << power) for power in range(14, 35, 2)),
+            registry=registry,
+        )
         self.early_bytes = Counter(
             "pdserve_kv_transfer_early_bytes", "Of these, were here before the prompt was complete.", registry=registry
         )

@@ -171,6 +171,7 @@ class RankReceiver:
         if isinstance(event, PullDone):
             self._metrics.transfers.labels(event.transport, "done").inc()
             self._metrics.bytes.labels(event.transport).inc(event.num_bytes)
+            self._metrics.sizes.observe(event.num_bytes)
             self._metrics.early_bytes.inc(event.num_early_bytes)
             self._metrics.descriptors.labels(event.transport).inc(event.num_descriptors)
             self._metrics.seconds.observe(event.seconds)

@@ -124,7 +124,7 @@ class RequestRun:
             for _ in range(sampling.n)
         ]
         self._prompt = PromptBlocks(job.prompt_token_ids, job.cache_salt)
-        self._clock = _Clock(dispatcher.metrics, sampling.n)
+        self._clock = _Clock(dispatcher.metrics, sampling.n, job.received)
         self._inbox = Inbox()
         self._legs: list[Leg] = []
         self._timeline = Timeline()
@@ -160,7 +160,7 @@ class RequestRun:
             raise
         finally:
             self.close()
-            self._clock.end(outcome, self.record.cached_tokens or 0)
+            self._clock.end(outcome, self.record)
             self._judge(outcome)
             self._log()
 
@@ -176,11 +176,13 @@ class RequestRun:
         alike = sum(worker.can_prefill if split else worker.can_decode for worker in workers)
         return predictor.first_token(plan.prefill or plan.decode, share_ahead, unsent_tokens / max(1, alike))
 
-    def served(self) -> None:
-        """The answer's last byte is out."""
+    def served(self, alone: bool) -> None:
+        """The answer's last byte is out. alone: it was the call's only prompt; several share their time."""
         if self.record.finished:
             total_s = time.perf_counter() - self._job.received
-            self._shared.metrics.served(total_s, self._admission_s, self._timeline.times, self._timeline.complete)
+            self._shared.metrics.e2e.observe(total_s)
+            if alone:
+                self._shared.metrics.took(total_s, self._admission_s, self._timeline.times, self._timeline.complete)
 
     def timeline(self) -> PromptTimeline:
         """Where time and bytes went up to now."""
@@ -246,7 +248,6 @@ class RequestRun:
         self._seat.sent()
         self._fingerprint = plan.decode.hello.model_fingerprint
         kind = "split" if plan.prefill is not None else "whole"
-        self._shared.metrics.plans.labels(kind).inc()
         self._shared.metrics.split_decisions.labels(kind, plan.reason).inc()
         if plan.prefill is None:
             self._submit(plan.decode, "full")
@@ -437,6 +438,7 @@ class RequestRun:
             raise RequestFailed(failure.kind, f"gave up after {failures} attempts: {failure}")
         self._shared.metrics.failovers.labels(failure.reason).inc()
         self._timeline.failovers += 1
+        self._clock.failed_over()
         self._excluded.add(failure.worker.worker_id)
         self._begin(await self._choose_again(failure))
 
@@ -496,14 +498,16 @@ class RequestRun:
 class _Clock:
     """Times of one request's tokens, for the metrics."""
 
-    def __init__(self, metrics: RouterMetrics, n: int) -> None:
+    def __init__(self, metrics: RouterMetrics, n: int, received: float) -> None:
         self._metrics = metrics
+        self._received = received
         self.started = time.perf_counter()
         self.ended: float | None = None
         self.outcome: str | None = None
         self._first: list[float | None] = [None] * n
         self._last = [0.0] * n
         self._counts = [0] * n
+        self._pausing: set[int] = set()
         self.num_messages = 0
 
     @property
@@ -515,34 +519,56 @@ class _Clock:
     @property
     def worst_tpot_s(self) -> float | None:
         """Of the choices with more than one token."""
-        return max(self._tpots(), default=None)
+        return max(self._means(), default=None)
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean over the choices that have two tokens or more; None: there is none."""
+        means = self._means()
+        return sum(means) / len(means) if means else None
 
     def accepted(self, choice: int, num_tokens: int) -> None:
         now = time.perf_counter()
         if self._first[choice] is None:
             self._first[choice] = now
-            self._metrics.ttft.observe(now - self.started)
+            self._metrics.ttft.observe(now - self._received)
         else:
             self._metrics.itl.observe(now - self._last[choice])
+        if self._pausing:
+            self._resumed(choice, now)
         self._last[choice] = now
         self._counts[choice] += num_tokens
         self.num_messages += 1
         self._metrics.generation_tokens.inc(num_tokens)
 
+    def failed_over(self) -> None:
+        """Choices that have tokens wait for more from another worker."""
+        self._pausing = {choice for choice, first in enumerate(self._first) if first is not None}
+
+    def _resumed(self, choice: int, now: float) -> None:
+        if choice in self._pausing:
+            self._pausing.discard(choice)
+            self._metrics.pause.observe(now - self._last[choice])
+
     def begin(self, num_prompt_tokens: int) -> None:
         self._metrics.running.inc()
         self._metrics.prompt_tokens.inc(num_prompt_tokens)
+        self._metrics.prompt_lengths.observe(num_prompt_tokens)
 
-    def end(self, outcome: str, num_cached_tokens: int) -> None:
+    def end(self, outcome: str, record: RequestRecord) -> None:
         self.ended, self.outcome = time.perf_counter(), outcome
-        self._metrics.running.dec()
-        self._metrics.requests.labels(outcome).inc()
-        self._metrics.cached_tokens.inc(num_cached_tokens)
-        if outcome == "ok":
-            self._metrics.latency.observe(self.ended - self.started)
-        for tpot in self._tpots():
-            self._metrics.tpot.observe(tpot)
+        metrics = self._metrics
+        metrics.running.dec()
+        metrics.requests.labels(outcome).inc()
+        metrics.cached_tokens.inc(record.cached_tokens or 0)
+        metrics.generation_lengths.observe(record.num_tokens)
+        for choice in record.choices:
+            unfinished = "abort" if outcome == "cancelled" else "error"
+            metrics.successes.labels(choice.finish_reason or unfinished).inc()
+        for mean in self._means():
+            metrics.tpot.observe(mean)
 
-    def _tpots(self) -> list[float]:
-        known = zip(self._first, self._last, self._counts, strict=True)
-        return [(last - first) / (count - 1) for first, last, count in known if first is not None and count > 1]
+    def _means(self) -> list[float]:
+        """Seconds a token behind the first, of each choice that has one."""
+        timed = zip(self._first, self._last, self._counts, strict=True)
+        return [(last - first) / (count - 1) for first, last, count in timed if first is not None and count > 1]

@@ -14,12 +14,15 @@ from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, M
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
+import pdserve
 from pdserve.engine.protocol import LegTimes, MetricFamily, Sample
 from pdserve.router.fleet import Fleet
 from pdserve.router.timeline import parts_of_time
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_PAUSE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
 _TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+_TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
 
 
 class QuickCounter(Collector):
@@ -57,17 +60,31 @@ class QuickHistogram(Collector):
 
 
 class RouterMetrics:
-    """One registry a router. Times are in seconds."""
+    """One registry a router. Times are in seconds. model_name: as clients send it."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        info = Gauge(
+            "pdserve_router_info",
+            "What is served, and by which version.",
+            ["model_name", "version"],
+            registry=self.registry,
+        )
+        info.labels(model_name, pdserve.__version__).set(1)
         self.requests = self._counter("requests", "Prompts by how they ended.", "outcome")
         self.rejections = self._counter(
             "rejections", "HTTP requests answered with an error, by status and reason.", "status", "reason"
         )
-        self.plans = self._counter("plans", "Attempts by plan: split over prefill and decode, or whole.", "plan")
+        self.successes = self._counter(
+            "request_success",
+            "Choices by why they ended: stop, length; abort (the client left), error.",
+            "finished_reason",
+        )
         self.split_decisions = self._counter(
-            "split_decisions", "Plans and why they were split or not.", "plan", "reason"
+            "split_decisions",
+            "Attempts by plan (split over prefill and decode, or whole) and its reason.",
+            "plan",
+            "reason",
         )
         self.failovers = self._counter("failovers", "Attempts that failed and were tried again, by reason.", "reason")
         self.arrivals = self._counter("kv_arrivals", "How decode workers came by a prompt's KV.", "source")
@@ -76,25 +93,29 @@ class RouterMetrics:
         self.generation_tokens = QuickCounter(
             "pdserve_router_generation_tokens", "Accepted generated tokens.", self.registry
         )
-        self.running = Gauge("pdserve_router_running", "Prompts being answered.", registry=self.registry)
+        self.running = Gauge("pdserve_router_num_requests_running", "Prompts being answered.", registry=self.registry)
         self.queued = Gauge("pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry)
-        self.stale_events = Gauge("pdserve_router_stale_events", "Events of ended legs.", registry=self.registry)
-        self.cache_resyncs = Gauge(
-            "pdserve_router_cache_resyncs", "Prefix cache states asked for again, after a gap.", registry=self.registry
+        self.stale_events = QuickCounter("pdserve_router_stale_events", "Events of ended legs.", self.registry)
+        self.cache_resyncs = QuickCounter(
+            "pdserve_router_cache_resyncs", "Prefix cache states asked for again, after a gap.", self.registry
         )
         self.workers = Gauge("pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry)
-        self.ttft = self._histogram("time_to_first_token", "From admission to a choice's first token.", _LATENCY_S)
-        self.itl = self._histogram("inter_token_latency", "Between two messages of a choice.", _TOKEN_S)
-        self.tpot = self._histogram("time_per_output_token", "Mean over a choice behind its first token.", _TOKEN_S)
-        self.latency = self._histogram("request_latency", "From admission to the end of a prompt.", _LATENCY_S)
-        self.e2e = self._histogram("e2e_request_latency", "From an HTTP request to its answer's last byte.", _LATENCY_S)
+        self.ttft = self._seconds("time_to_first_token", "From a call's arrival to a choice's first token.", _LATENCY_S)
+        self.itl = self._seconds("inter_token_latency", "Between two messages of a choice.", _TOKEN_S)
+        self.tpot = self._seconds("request_time_per_output_token", "Mean of a choice behind its first token.", _TOKEN_S)
+        self.e2e = self._seconds("e2e_request_latency", "From a call's arrival to its answer's last byte.", _LATENCY_S)
+        self.pause = self._seconds(
+            "failover_pause", "From a choice's last token before a failover to its next one.", _PAUSE_S
+        )
+        self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
+        self.generation_lengths = self._histogram("request_generation_tokens", "Tokens made of a prompt.", _TOKENS)
         self._overdrawn = 0.0
         self.time = self._counter(
-            "request_time_seconds", "Time of answered HTTP requests by what it went into.", "part"
+            "request_time_seconds", "Time of answered calls of one prompt by what it went into.", "part"
         )
 
-    def served(self, total_s: float, admission_s: float, legs: Collection[LegTimes], complete: bool = True) -> None:
-        """An HTTP request of one prompt was answered. total_s: to the last byte; admission_s: until its prompt was sent
+    def took(self, total_s: float, admission_s: float, legs: Collection[LegTimes], complete: bool = True) -> None:
+        """What an answered call of one prompt took. total_s: to the last byte; admission_s: until its prompt was sent
         to a worker. The parts add up to total_s: what neither admission nor a worker took is transport (messages both
         ways, this event loop, text and JSON, the client's own pace). A worker knows a request's arrival to half a step
         only, so that rest may be negative: then the next request's is smaller. complete: every worker has said where
@@ -104,23 +125,29 @@ class RouterMetrics:
         rest -= self._overdrawn
         self._overdrawn = max(0.0, -rest)
         parts["transport" if complete else "unreported"] = max(0.0, rest)
-        self.e2e.observe(total_s)
         for part, seconds in parts.items():
             self.time.labels(part).inc(max(0.0, seconds))  # a counter refuses less, and the answer is done
+
+    def look_at(self, fleet: Fleet) -> None:
+        """Take over what the fleet counts by itself; before a page is made."""
+        self.stale_events.value = float(fleet.num_stale_events)
+        self.cache_resyncs.value = float(fleet.num_resyncs)
+        for role in ("prefill", "decode", "both"):
+            self.workers.labels(role).set(sum(worker.role == role for worker in fleet.workers))
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)
 
+    def _seconds(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
+        return self._histogram(f"{name}_seconds", text, buckets)
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
-        return QuickHistogram(f"pdserve_router_{name}_seconds", text, buckets, self.registry)
+        return QuickHistogram(f"pdserve_router_{name}", text, buckets, self.registry)
 
 
 def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:
     """The whole /metrics page."""
-    metrics.stale_events.set(fleet.num_stale_events)
-    metrics.cache_resyncs.set(fleet.num_resyncs)
-    for role in ("prefill", "decode", "both"):
-        metrics.workers.labels(role).set(sum(worker.role == role for worker in fleet.workers))
+    metrics.look_at(fleet)
     families: dict[str, tuple[MetricFamily, list[str]]] = {}
     for worker in fleet.workers:
         labels = {"worker": worker.worker_id, "role": worker.role}

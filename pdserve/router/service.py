@@ -94,10 +94,8 @@ class Generation:
         return sum(run.record.num_tokens for run in self._runs)
 
     def served(self) -> None:
-        """The answer's last byte is out: count where the time went; only of calls with one prompt, since several share
-        their time."""
-        if len(self._runs) == 1:
-            self._runs[0].served()
+        """The answer's last byte is out: count what it took."""
+        self._runs[0].served(alone=len(self._runs) == 1)
 
     def timelines(self) -> list[PromptTimeline]:
         """Where time and bytes went up to now, one a prompt."""
@@ -172,7 +170,7 @@ class Service:
         self.tokenizer = tokenizer
         self.config = config
         self.model_name = model_name
-        self.metrics = RouterMetrics()
+        self.metrics = RouterMetrics(model_name)
         chooser = Chooser(config.split_min_tokens, config.policy, config.split)
         self._scout = Chooser(config.split_min_tokens, config.policy, config.split)  # what it picks takes nobody's turn
         slo = slo or SloConfig()

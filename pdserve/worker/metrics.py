@@ -41,7 +41,7 @@ class EngineCollector(Collector):
             "pdserve_engine_prompt_tokens": ("Prompt tokens computed here", engine.stats.prompt_tokens),
             "pdserve_engine_generation_tokens": ("Tokens sampled here", engine.stats.generation_tokens),
             "pdserve_engine_late_compiles": ("Kernels compiled while serving", engine.num_late_compiles),
-            "pdserve_engine_preemptions": ("Sequences preempted for lack of blocks", scheduler.num_preemptions),
+            "pdserve_num_preemptions": ("Sequences preempted for lack of blocks", scheduler.num_preemptions),
             "pdserve_prefix_cache_queries": ("Tokens looked up in the prefix cache", scheduler.prefix_queries),
             "pdserve_prefix_cache_hits": ("Tokens found in the prefix cache", scheduler.prefix_hits),
         }

@@ -2,7 +2,9 @@
 
 import asyncio
 import random
+import time
 from collections.abc import Callable
+from contextlib import aclosing
 from functools import partial
 from typing import Any
 
@@ -448,13 +450,33 @@ async def test_metrics_count_what_happened(make: Make) -> None:
     value = harness.service.metrics.registry.get_sample_value
     assert value("pdserve_router_requests_total", {"outcome": "ok"}) == 1
     assert value("pdserve_router_failovers_total", {"reason": "lost"}) == 1
-    assert value("pdserve_router_plans_total", {"plan": "split"}) == 1
-    assert value("pdserve_router_plans_total", {"plan": "whole"}) == 1
+    assert value("pdserve_router_split_decisions_total", {"plan": "split", "reason": "always"}) == 1
+    assert value("pdserve_router_split_decisions_total", {"plan": "whole", "reason": "resumed"}) == 1
     assert value("pdserve_router_kv_arrivals_total", {"source": "p2p"}) == 1
     assert value("pdserve_router_generation_tokens_total") == 12
     assert value("pdserve_router_prompt_tokens_total") == len(PROMPT)
-    assert value("pdserve_router_running") == 0
+    assert value("pdserve_router_num_requests_running") == 0
     assert value("pdserve_router_time_to_first_token_seconds_count") == 1
+    assert value("pdserve_router_inter_token_latency_seconds_count") == 11
+    assert value("pdserve_router_request_time_per_output_token_seconds_count") == 1
+    assert value("pdserve_router_failover_pause_seconds_count") == 1
+    assert value("pdserve_router_request_prompt_tokens_sum") == len(PROMPT)
+    assert value("pdserve_router_request_generation_tokens_sum") == 12
+    assert value("pdserve_router_request_success_total", {"finished_reason": "length"}) == 1
+
+
+async def test_a_call_that_is_left_counts_as_aborted(make: Make) -> None:
+    harness = await make(0, 1).start()
+    harness.decodes[0].step_s = 0.01
+    received = time.perf_counter() - 5
+    generation = await harness.service.admit([PROMPT], sampling(n=2, ignore_eos=True), received=received)
+    async with aclosing(generation.stream()) as batches:
+        await anext(batches)
+    value = harness.service.metrics.registry.get_sample_value
+    assert value("pdserve_router_request_success_total", {"finished_reason": "abort"}) == 2
+    assert value("pdserve_router_requests_total", {"outcome": "cancelled"}) == 1
+    first, count = (value(f"pdserve_router_time_to_first_token_seconds_{part}") for part in ("sum", "count"))
+    assert first is not None and count and first / count == pytest.approx(5, abs=0.5), "counts from the call's arrival"
 
 
 def test_the_fake_worker_finishes_as_the_protocol_says() -> None:

@@ -58,9 +58,9 @@ def test_streamed_bytes_are_the_events_one_by_one(
 
 
 def test_parts_of_time_add_up_over_requests_even_where_a_worker_is_half_a_step_off() -> None:
-    metrics = RouterMetrics()
+    metrics = RouterMetrics("m")
     for total in (1.0, 0.5, 1.3):  # the worker says 0.7 each time
-        metrics.served(total, 0.1, [LegTimes(0.2, 0.1, 0.3, 0.25), LegTimes(0.05, 0.0, 0.05, 0.05)])
+        metrics.took(total, 0.1, [LegTimes(0.2, 0.1, 0.3, 0.25), LegTimes(0.05, 0.0, 0.05, 0.05)])
     spent = {
         part: metrics.registry.get_sample_value("pdserve_router_request_time_seconds_total", {"part": part})
         for part in ("admission", "queue", "engine_host", "device", "transport")

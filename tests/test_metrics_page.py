@@ -1,0 +1,87 @@
+"""docs/metrics.md and the code name the same metrics, with the same types, labels and meanings."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from engine.harness import make_engine
+from prometheus_client import CollectorRegistry
+
+from pdserve.kvtransfer.metrics import PoolMetrics, TransferMetrics
+from pdserve.router.metrics import RouterMetrics
+from pdserve.worker.metrics import WorkerMetrics
+
+PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+ROW = re.compile(r"^\| `(?P<name>pdserve_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|(?P<meaning>[^|]*)\|")
+
+# Names of the field (vLLM's, without its prefix) that its users look for; ours must end with them.
+FIELD = {
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_queue_time_seconds",
+    "request_prefill_time_seconds",
+    "request_decode_time_seconds",
+    "request_success_total",
+    "request_prompt_tokens",
+    "request_generation_tokens",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "num_requests_running",
+    "num_requests_waiting",
+    "num_preemptions_total",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    kind: str
+    labels: str
+    meaning: str
+
+
+def counted(registry: CollectorRegistry) -> Iterator[tuple[str, Row]]:
+    for collector in list(registry._collector_to_names):
+        declared = list(getattr(collector, "_labelnames", ()))
+        for family in collector.collect():
+            seen = {label for sample in family.samples for label in sample.labels} - {"le"}
+            name = f"{family.name}_total" if family.type == "counter" else family.name
+            yield name, Row(family.type, ", ".join(declared or sorted(seen)), family.documentation.rstrip("."))
+
+
+def written() -> dict[str, Row]:
+    rows = [match for line in PAGE.read_text().splitlines() if (match := ROW.match(line))]
+    assert len({row["name"] for row in rows}) == len(rows), "a metric has two rows"
+    return {row["name"]: Row(row["kind"], row["labels"].strip(), row["meaning"].strip()) for row in rows}
+
+
+@pytest.fixture
+def code(tiny_llama: Path) -> dict[str, Row]:
+    worker = WorkerMetrics(make_engine(tiny_llama, num_kv_blocks=8))
+    TransferMetrics(worker.registry)
+    PoolMetrics(worker.registry)
+    return dict(counted(RouterMetrics("m").registry)) | dict(counted(worker.registry))
+
+
+def test_the_page_has_every_metric_and_no_other(code: dict[str, Row]) -> None:
+    page = written()
+    expected = [f"| `{name}` | {row.kind} | {row.labels} | {row.meaning} |" for name, row in code.items()]
+    wrong = [line for line, (name, row) in zip(expected, code.items(), strict=True) if page.get(name) != row]
+    assert not wrong, "rows that docs/metrics.md lacks or has otherwise:\n" + "\n".join(wrong)
+    assert page.keys() <= code.keys(), "metrics of the page that are not counted"
+
+
+def test_names_are_the_fields(code: dict[str, Row]) -> None:
+    missing = {stem for stem in FIELD if not any(name.endswith(f"_{stem}") for name in code)}
+    assert not missing
+    for name, row in code.items():
+        assert name.startswith("pdserve_")
+        assert row.kind != "counter" or name.endswith("_total")
+        assert row.kind != "histogram" or name.endswith(("_seconds", "_bytes", "_tokens")), f"{name} has no unit"
+        assert "milli" not in row.meaning and not re.search(r"_(ms|us|mb|gb)(_|$)", name), "seconds and bytes"
