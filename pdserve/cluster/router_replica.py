@@ -18,6 +18,7 @@ from pdserve.cluster.framing import cut
 from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_ask, encode
 from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.cluster.links import MembershipWatcher
+from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.router.app import build_app
@@ -46,6 +47,7 @@ class RouterReplica:
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
         self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service)
+        self._bridge = MetricsBridge(self._metrics)
         self._http = HttpServer(self._app, address, config.router.client_timeout_s) if address is not None else None
         # Of several routers on one port, the kernel gives a new one connections as soon as it listens; Serve's proxies
         # do so when this constructor ends.
@@ -69,6 +71,9 @@ class RouterReplica:
             async for answer in answers:
                 for piece in cut(encode(answer)):
                     yield piece
+
+    def _metrics(self) -> Exposed:
+        return Exposed(self._service.metrics.families(self._fleet), {"router": self._fleet.router_id})
 
     async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
         try:
@@ -94,6 +99,7 @@ class RouterReplica:
         """Serve awaits this at a graceful end, after the last answer that went through it."""
         if self._http is not None:
             await self._http.close()
+        self._bridge.close()
         self._watcher.stop()
         await self._fleet.close()
 

@@ -1,9 +1,9 @@
 """The Serve replica of one worker: an asyncio shell that owns its engine process and passes bytes between it and the
 routers.
 
-Knows no tokens, no torch and no GPU; messages stay encoded. Used for both deployments, `Prefill` and `Decode`; made by
-`cluster.app`, called by `cluster.links`. The engine's end is the replica's end: Serve then starts a new one, which is
-a new incarnation.
+Knows no tokens, no torch and no GPU; messages stay encoded, but the Snapshots whose metrics it repeats to Ray. Used for
+both deployments, `Prefill` and `Decode`; made by `cluster.app`, called by `cluster.links`. The engine's end is the
+replica's end: Serve then starts a new one, which is a new incarnation.
 """
 
 import asyncio
@@ -22,7 +22,9 @@ from ray.util import get_current_placement_group
 from pdserve.cluster.addressing import worker_id_of
 from pdserve.cluster.engine_actor import ENGINE_HOST, create_engine_actor
 from pdserve.cluster.framing import cut
+from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import WorkerConfig
+from pdserve.engine.protocol import Snapshot, decode_batch
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
 logger = logging.getLogger("ray.serve")
@@ -41,6 +43,7 @@ class WorkerReplica:
         assert group is not None, "a worker deployment needs placement_group_bundles"
         self.worker_id = worker_id_of(serve.get_replica_context().replica_id)
         self._stopping = False
+        self._snapshot: Snapshot | None = None
         # A folder that only this user can enter: whoever reaches the socket commands the engine.
         folder = tempfile.mkdtemp(prefix="pdserve-")
         address = f"ipc://{folder}/engine"
@@ -49,13 +52,14 @@ class WorkerReplica:
         )
         try:
             info = await self._engine.start.remote()
-            self._client = EngineClient(address)
+            self._client = EngineClient(address, self._overhear)
             self._running = asyncio.ensure_future(self._run())
             async with asyncio.timeout(PING_DEADLINE_S):
                 await self._client.connected.wait()
         finally:
             # The connection outlives its name, and a killed replica cannot tidy up.
             shutil.rmtree(folder, ignore_errors=True)
+        self._bridge = MetricsBridge(self._metrics)
         logger.info("worker %s (%s) is ready: %s", self.worker_id, config.role, info)
 
     async def submit(self, commands: list[bytes], worker_id: str) -> None:
@@ -83,8 +87,22 @@ class WorkerReplica:
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the streams have closed."""
         self._stopping = True
+        self._bridge.close()
         self._client.close()
         await asyncio.wait([self._running], timeout=STOP_DEADLINE_S)
+
+    def _overhear(self, batch: bytes) -> None:
+        """One batch a second has a Snapshot, and ten more at most come for all."""
+        for event in decode_batch(batch).events:
+            if isinstance(event, Snapshot):
+                self._snapshot = event
+
+    def _metrics(self) -> Exposed | None:
+        """Of a Snapshot only once: an engine that says nothing (no router listens) shall not look alive."""
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            return None
+        return Exposed(snapshot.metrics, {"worker": self.worker_id, "role": snapshot.role})
 
     def _check_address(self, worker_id: str) -> None:
         if worker_id != self.worker_id:

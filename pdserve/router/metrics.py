@@ -135,6 +135,14 @@ class RouterMetrics:
         for role in ("prefill", "decode", "both"):
             self.workers.labels(role).set(sum(worker.role == role for worker in fleet.workers))
 
+    def families(self, fleet: Fleet) -> tuple[MetricFamily, ...]:
+        """This router's own, as messages carry them."""
+        self.look_at(fleet)
+        return tuple(
+            MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric)))
+            for metric in self.registry.collect()
+        )
+
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)
 
@@ -143,6 +151,12 @@ class RouterMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
         return QuickHistogram(f"pdserve_router_{name}", text, buckets, self.registry)
+
+
+def _samples(metric: Metric) -> Iterator[Sample]:
+    for sample in metric.samples:
+        if not sample.name.endswith("_created"):
+            yield Sample(sample.name, dict(sample.labels), float(sample.value))
 
 
 def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:

@@ -9,7 +9,7 @@ no Ray and no torch; single-threaded: all methods belong to the event loop that 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -68,10 +68,11 @@ class EngineClient:
 
     `connected` is set once the engine answers; nobody else can connect then, and the socket's file may go. `closed`
     is set once the engine is gone, whatever the reason; from then on every call raises EngineGone and every stream
-    ends. Make it inside a running event loop.
+    ends. Make it inside a running event loop. overhear: is given each batch for every router, still encoded.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, overhear: Callable[[bytes], None] | None = None) -> None:
+        self._overhear = overhear
         self._loop = asyncio.get_running_loop()
         self.connected = asyncio.Event()
         self.closed = asyncio.Event()
@@ -167,6 +168,8 @@ class EngineClient:
                 stream.greeted = True
                 self._put(stream, batch)
             return
+        if self._overhear is not None:
+            self._overhear(batch)
         for stream in list(self._streams.values()):
             if stream.greeted:  # the Hello comes first
                 self._put(stream, batch)
