@@ -72,9 +72,9 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    *workers: Host, config: RouterConfig | None = None, resume_wait_s: float = 60.0
+    *workers: Host, config: RouterConfig | None = None, resume_wait_s: float = 60.0, drain_s: float = 60.0
 ) -> AsyncIterator[Cluster]:
-    fleet, tokenizer, config = Fleet(), Tokenizer.load(DEMO), config or RouterConfig(split="always")
+    fleet, tokenizer, config = Fleet(drain_s=drain_s), Tokenizer.load(DEMO), config or RouterConfig(split="always")
     service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, MODEL, service)
     with socket.socket() as probe:

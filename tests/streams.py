@@ -182,7 +182,7 @@ def check(asks: Sequence[Ask], answers: Sequence[bytes | BaseException], expecte
         if isinstance(answer, BaseException):
             raise AssertionError(f"{ask.name}: {ask.lines[-2:]}") from answer
         assert answer == right, f"{ask.name}: {differences(json.loads(answer), json.loads(right))}"
-    return max(ask.longest_gap_s for ask in asks if ask.streams)
+    return max((ask.longest_gap_s for ask in asks if ask.streams), default=0.0)
 
 
 def differences(answer: Any, right: Any, place: str = "") -> list[str]:

@@ -238,7 +238,7 @@ class RouterConfig(Config):
     "always" when there is a prefill worker, "never" leaves them idle. split_min_tokens: prompts shorter than this are
     never split. max_attempts: workers tried in a row without a new token.
     worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: so is a leg
-    without events.
+    without events. drain_s: of a worker that shall stop; what runs there for longer is moved to another one.
 
     Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being answered, and prompt tokens
     that no worker has computed yet; more are refused with 429. max_prompt_tokens: of one prompt, below what the model
@@ -248,6 +248,7 @@ class RouterConfig(Config):
     node that has routers, one key a line; read again when it changes. Without either, everybody may ask.
     metrics_need_key: /metrics asks for a key too. salt_by_key: prompts share cached prefixes with those of the same key
     only. min_priority: HTTP clients may not send a lower `priority` (the lowest runs first); None: any.
+    admin_http: programs on a router's machine may change roles and counts by HTTP (docs/security.md).
     """
 
     replicas: int = Field(1, ge=1)
@@ -263,6 +264,7 @@ class RouterConfig(Config):
     max_attempts: int = Field(3, ge=1)
     worker_silence_s: float = Field(15.0, gt=0)
     attempt_deadline_s: float = Field(300.0, gt=0)
+    drain_s: float = Field(60.0, ge=0)
     max_concurrent_prompts: int = Field(8192, ge=1)
     max_queued_tokens: int = Field(8 << 20, ge=1)
     max_prompt_tokens: int | None = Field(None, ge=1)
@@ -272,6 +274,7 @@ class RouterConfig(Config):
     metrics_need_key: bool = False
     salt_by_key: bool = False
     min_priority: int | None = None
+    admin_http: bool = False
 
     @model_validator(mode="before")
     @classmethod

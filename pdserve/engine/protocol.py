@@ -302,11 +302,18 @@ class RouterLost(msgspec.Struct, frozen=True, kw_only=True, tag="router_lost"):
     session: int
 
 
+class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
+    """What the worker is for, from now on; answered by a Snapshot to every router. What runs goes on, and every phase
+    is still served. Only "both" without a connector: any other role is ignored there."""
+
+    role: Literal["prefill", "decode", "both"]
+
+
 class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine process leaves its loop and releases its resources."""
 
 
-Command = Submit | Prepare | Cancel | ConnectPeer | DisconnectPeer | Subscribe | Resync | RouterLost | Stop
+Command = Submit | Prepare | Cancel | ConnectPeer | DisconnectPeer | Subscribe | Resync | RouterLost | SetRole | Stop
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):

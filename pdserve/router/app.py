@@ -22,6 +22,8 @@ from starlette.types import Receive, Scope, Send
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import check_request_id
+from pdserve.router.admin import Admin
+from pdserve.router.admin_api import admin_routes
 from pdserve.router.auth import ApiKeys
 from pdserve.router.dispatch import Chunk
 from pdserve.router.errors import ApiError
@@ -47,10 +49,16 @@ class _ClientGone(Exception):
 
 
 def build_app(
-    fleet: Fleet, tokenizer: Tokenizer, config: RouterConfig, model_name: str, service: Service | None = None
+    fleet: Fleet,
+    tokenizer: Tokenizer,
+    config: RouterConfig,
+    model_name: str,
+    service: Service | None = None,
+    admin: Admin | None = None,
 ) -> Starlette:
     """model_name: what clients send as `model`. service: to share one with a Python handle; made here by default.
-    Raises ValueError when the API keys that the configuration speaks of cannot be read."""
+    admin: with it there are the operator's routes; only where no proxy hides who asks. Raises ValueError when the API
+    keys that the configuration speaks of cannot be read."""
     api = _Api(service or Service(fleet, tokenizer, config, model_name), ApiKeys(config))
     routes = [
         Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
@@ -63,6 +71,8 @@ def build_app(
         Route("/metrics", api.endpoint(api.metrics, is_open=not config.metrics_need_key), methods=["GET"]),
         Route("/openapi.json", api.endpoint(api.openapi, is_open=True), methods=["GET"]),
     ]
+    if admin is not None:
+        routes += admin_routes(admin, api.endpoint, api.body)
     app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
     app.state.service = api.service
     return app
@@ -94,7 +104,7 @@ class _Api:
 
     async def completions(self, request: Request) -> Response:
         received, shows_timeline = time.perf_counter(), _shows_timeline(request)
-        call = parse(await self._body(request), CompletionRequest)
+        call = parse(await self.body(request), CompletionRequest)
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
         generation = await self.service.admit(
@@ -114,7 +124,7 @@ class _Api:
 
     async def chat(self, request: Request) -> Response:
         received, shows_timeline = time.perf_counter(), _shows_timeline(request)
-        call = parse(await self._body(request), ChatRequest)
+        call = parse(await self.body(request), ChatRequest)
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
         sampling = call.sampling()
@@ -167,7 +177,7 @@ class _Api:
     def _tenant(self, request: Request) -> str:
         return str(request.state.tenant) if self.service.config.salt_by_key else ""
 
-    async def _body(self, request: Request) -> bytes:
+    async def body(self, request: Request) -> bytes:
         config = self.service.config
         try:
             async with asyncio.timeout(config.client_timeout_s):

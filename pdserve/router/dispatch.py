@@ -147,7 +147,7 @@ class RequestRun:
                     yield chunks
                 if failure is not None and not self.record.finished:
                     progressed = self.record.num_tokens > accepted_before
-                    failures = 1 if progressed else failures + 1
+                    failures = (0 if progressed else failures) + (failure.reason != "drained")
                     accepted_before = self.record.num_tokens
                     self._excluded = set() if progressed else self._excluded
                     await self._recover(failure, failures)
@@ -423,7 +423,8 @@ class RequestRun:
         if leg.handed_off or leg.prepared:
             return  # the decode worker notices by itself, and recomputes; another one is found at the hand-off
         if isinstance(event, Lost):
-            raise _LegFailed(leg.worker, "unavailable", "lost", f"its worker was lost ({event.reason})")
+            what = "its worker was lost" if event.cause == "lost" else "its worker was drained"
+            raise _LegFailed(leg.worker, "unavailable", event.cause, f"{what} ({event.reason})")
         if event.kind == "invalid":
             raise RequestFailed("invalid", event.message)
         raise _LegFailed(leg.worker, event.kind, event.kind, event.message)

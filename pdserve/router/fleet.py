@@ -1,6 +1,6 @@
 """All workers this router sees: one reader a worker over its event stream, their states, and the commands to them.
 
-    join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends
+    join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends, or drain_s later: its legs are told
                                  -> lost: stream ended, broken, or silent (sooner, if it left); its legs are told
 
 Knows no tokens and no policies. A lost worker is forgotten; whoever watches the running set (`cluster/`) calls `join`
@@ -53,14 +53,15 @@ LEFT_SILENCE_S = 3.0
 
 
 class Fleet:
-    def __init__(self, worker_silence_s: float = 15.0, router_id: str | None = None) -> None:
+    def __init__(self, worker_silence_s: float = 15.0, router_id: str | None = None, drain_s: float = 60.0) -> None:
         """worker_silence_s: a worker that pushes nothing for so long is lost. router_id: unique per process by
-        default."""
+        default. drain_s: so long may the legs of a worker that leaves go on there."""
         self.router_id = router_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.changed = asyncio.Event()
         self.num_stale_events = 0
         self.num_resyncs = 0
         self._silence_s = worker_silence_s
+        self._drain_s = drain_s
         self._workers: dict[str, WorkerState] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -101,17 +102,18 @@ class Fleet:
         if link.worker_id not in self._readers:
             self._readers[link.worker_id] = asyncio.get_running_loop().create_task(self._read(link))
         elif link.worker_id in self._workers:
-            self._workers[link.worker_id].draining = False
+            self._workers[link.worker_id].left_at = None
 
     def leave(self, worker_id: str) -> None:
-        """The worker shall stop: send it nothing new, let its legs end, then close its stream."""
+        """The worker shall stop: send it nothing new, let its legs end, for drain_s, then close its stream."""
         worker = self._workers.get(worker_id)
         if worker is None:
             self._close_stream(worker_id)
             self._introducer.left(worker_id, self._workers.values())
             self._unready.discard(worker_id)
         elif not worker.draining:
-            worker.draining = True
+            worker.left_at = time.monotonic()
+            self._notify()
             self._retire_when_idle(worker)
 
     async def close(self) -> None:
@@ -301,13 +303,19 @@ class Fleet:
             self._forget(worker, reason)
             self._close_stream(worker.worker_id)
 
-    def _forget(self, worker: WorkerState, reason: str) -> None:
+    def _move_legs(self, worker: WorkerState) -> None:
+        """It has had its time to finish: what is left goes on elsewhere, before somebody kills it."""
+        logger.info("worker %s leaves: moving %d legs", worker.worker_id, len(worker.legs))
+        self._forget(worker, f"it leaves, and was not done within {self._drain_s:g} s", "drained")
+        self._close_stream(worker.worker_id)
+
+    def _forget(self, worker: WorkerState, reason: str, cause: Literal["lost", "drained"] = "lost") -> None:
         if self._workers.get(worker.worker_id) is not worker:
             return
         del self._workers[worker.worker_id]
         legs, worker.legs = list(worker.legs.values()), {}
         for leg in legs:
-            leg.inbox.put(leg, Lost(reason))
+            leg.inbox.put(leg, Lost(reason, cause))
         self._introducer.lost(worker, self._workers.values())
         if worker.draining:
             self._introducer.left(worker.worker_id, self._workers.values())
@@ -339,6 +347,8 @@ class Fleet:
                 limit = min(self._silence_s, LEFT_SILENCE_S) if worker.draining else self._silence_s
                 if now - worker.last_seen > limit:
                     self._lose(worker, f"pushed nothing for {limit:g} s")
+                elif worker.left_at is not None and now - worker.left_at > self._drain_s:
+                    self._move_legs(worker)
             self._introducer.introduce(self._workers.values())
 
 

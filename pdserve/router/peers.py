@@ -70,11 +70,11 @@ class Introducer:
         self._pairs = {k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine}
 
     def left(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
-        """A lost worker has left for good: nobody shall keep a connection to it."""
+        """A lost worker has left for good: nobody shall keep a connection to it, whatever its role is now."""
         pool = self._lost.pop(worker_id, None)
-        for decode in remaining:
-            if pool is not None and decode.can_decode:
-                self._send(decode, DisconnectPeer(engine_id=pool.engine_id, incarnation=pool.incarnation))
+        for peer in remaining:
+            if pool is not None and peer.pool is not None:
+                self._send(peer, DisconnectPeer(engine_id=pool.engine_id, incarnation=pool.incarnation))
 
     def _ask(self, decode: WorkerState, meta: PoolMeta) -> None:
         pair = self._pairs.setdefault((decode.worker_id, meta.engine_id, meta.incarnation), _Pair(0.0))

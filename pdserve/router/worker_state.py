@@ -7,6 +7,7 @@ it with what the worker says, `router.choose` with what is sent there; `predict`
 import asyncio
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Literal
 
 from pdserve.engine.protocol import (
     Arrived,
@@ -28,9 +29,10 @@ from pdserve.router.stall_budget import StallBudget
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The leg's worker is gone."""
+    """The leg's worker is gone, or (cause "drained") shall be soon."""
 
     reason: str
+    cause: Literal["lost", "drained"] = "lost"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +91,7 @@ class WorkerState:
     weight of this router's legs there. last_seen: monotonic seconds. cached: what its prefix cache holds. pooled: what
     the KV pool that it uses holds. queue: prompt
     tokens that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole
-    prompts took from its decodes."""
+    prompts took from its decodes. left_at: when it left the running set (monotonic seconds); None: it is in it."""
 
     link: WorkerLink
     session: int
@@ -100,7 +102,7 @@ class WorkerState:
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
     legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
     outstanding_tokens: int = 0
-    draining: bool = False
+    left_at: float | None = None
     cached: CachedBlocks = field(default_factory=CachedBlocks)
     pooled: PooledChunks | None = None
     queue: PromptQueue = field(default_factory=PromptQueue)
@@ -110,6 +112,11 @@ class WorkerState:
     @property
     def worker_id(self) -> str:
         return self.link.worker_id
+
+    @property
+    def draining(self) -> bool:
+        """It gets nothing new."""
+        return self.left_at is not None
 
     @property
     def role(self) -> str:

@@ -8,6 +8,7 @@ A command for a session that is not open is dropped; a Cancel that comes before 
 """
 
 import logging
+import math
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
@@ -36,6 +37,7 @@ from pdserve.engine.protocol import (
     RequestKey,
     Resync,
     RouterLost,
+    SetRole,
     Snapshot,
     Stop,
     Submit,
@@ -149,6 +151,8 @@ class WorkerLoop:
                 self._resync((command.router_id, command.session))
             case RouterLost():
                 self._router_lost((command.router_id, command.session))
+            case SetRole():
+                self._set_role(command.role)
             case Stop():
                 self.stopped = True
 
@@ -278,6 +282,15 @@ class WorkerLoop:
     def _resync(self, session: Session) -> None:
         if session in self._sessions:
             self._outgoing[session].append(self._cache.begin(session))
+
+    def _set_role(self, role: str) -> None:
+        """The next flush tells every router, also when nothing changed: somebody waits for it."""
+        if role != "both" and self._sender is None:
+            logger.warning("no connector: %s stays %s, and does not become %s", self._worker_id, self.role, role)
+        elif role != self.role:
+            logger.info("%s was %s and becomes %s", self._worker_id, self.role, role)
+            self.role = role
+        self._last_snapshot = -math.inf
 
     def _router_lost(self, session: Session) -> None:
         self._sessions.discard(session)

@@ -34,6 +34,7 @@ from pdserve.engine.protocol import (
     RequestKey,
     Sample,
     SamplingParams,
+    SetRole,
     Snapshot,
     Submit,
     Ticket,
@@ -238,6 +239,9 @@ class FakeWorker:
             self._connect(command)
         elif isinstance(command, DisconnectPeer):
             self.connected.discard((command.engine_id, command.incarnation))
+        elif isinstance(command, SetRole):
+            self.role = command.role
+            self.push(None, [self.snapshot()])
 
     def submits(self, phase: str | None = None) -> list[Submit]:
         return [c for c in self.commands if isinstance(c, Submit) and phase in (None, c.phase)]

@@ -29,7 +29,7 @@ class Harness:
     ) -> None:
         self.tokenizer = tokenizer
         self.world = World()
-        self.fleet = Fleet(config.worker_silence_s)
+        self.fleet = Fleet(config.worker_silence_s, drain_s=config.drain_s)
         self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s, slo)
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)
         self.prefills = [FakeWorker(self.world, f"p{i}", "prefill") for i in range(num_prefill)]

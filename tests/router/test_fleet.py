@@ -199,6 +199,42 @@ async def test_leaving_lets_streams_finish_and_takes_nothing_new(make: Make) -> 
     await until(lambda: busy.worker_id not in harness.fleet.worker_ids)
 
 
+async def test_what_outlasts_the_drain_is_moved(make: Make) -> None:
+    """Three choices, in mid-stream: no token lost or doubled. The worker that left aborts its part."""
+    harness = await make(1, 2, drain_s=0.2, max_attempts=1).start()
+    for decode in harness.decodes:
+        decode.step_s = 0.05
+    wanted = sampling(max_tokens=40, n=3)
+    task = asyncio.create_task(harness.collect(PROMPT, wanted))
+    await until(lambda: any(worker.num_batches > 2 for worker in harness.decodes))
+    busy, idle = sorted(harness.decodes, key=lambda worker: not worker.submits())
+    harness.fleet.leave(busy.worker_id)
+    await asyncio.sleep(0.1)
+    assert busy.held() and not idle.submits(), "it has its time"
+    await until(lambda: idle.submits(), seconds=2)
+    idle.step_s = 0.0
+    harness.check(await task, PROMPT, wanted)
+    assert busy.worker_id not in harness.fleet.worker_ids and harness.world.held() == 0
+    [resumed] = idle.submits()
+    assert all(start.forced for start in resumed.starts) and resumed.phase == "full"
+    [sample, *_] = harness.service.metrics.failovers.collect()[0].samples
+    assert (sample.labels["reason"], sample.value) == ("drained", 1)
+
+
+async def test_a_drain_that_is_called_off_moves_nothing(make: Make) -> None:
+    harness = await make(0, 2, drain_s=0.3).start()
+    for decode in harness.decodes:
+        decode.step_s = 0.1
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: any(worker.submits() for worker in harness.decodes))
+    busy = next(worker for worker in harness.decodes if worker.submits())
+    harness.fleet.leave(busy.worker_id)
+    await asyncio.sleep(0.1)
+    harness.fleet.join(busy)
+    harness.check(await task, PROMPT, sampling())
+    assert [len(worker.submits()) for worker in harness.decodes if worker is not busy] == [0]
+
+
 async def test_a_prefill_worker_drains_with_its_tickets(make: Make) -> None:
     harness = await make(1, 1).start()
     harness.decodes[0].step_s = 0.1

@@ -1,0 +1,197 @@
+"""What an operator does to a running cluster: look at its workers, change a worker's role, change how many there are.
+
+Refuses what would leave nobody who can decode. Roles go to workers by message, counts to whoever starts workers
+(`Counts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one object a router. Called by `router.app` (admin
+routes) and by the Python handle. docs/elasticity.md.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Literal, Protocol, cast, get_args
+
+import msgspec
+
+from pdserve.configs.schema import Role
+from pdserve.engine.protocol import SetRole
+from pdserve.router.errors import ApiError
+from pdserve.router.fleet import Fleet
+from pdserve.router.worker_state import WorkerState
+
+ANSWER_S = 10.0  # a worker hears of it behind its step, and tells at once
+
+State = Literal["running", "draining"]
+DEPLOYMENTS = ("prefill", "decode")  # keys of the configuration that have counts
+
+
+class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker as this router knows it. deployment: the key in the configuration it was started for. queue_tokens:
+    of prompts that wait there. num_legs: Submits of this router there. num_peers: pools that it can pull from."""
+
+    worker: str
+    deployment: str
+    role: str
+    state: State
+    num_running: int
+    num_waiting: int
+    queue_tokens: int
+    free_blocks: int
+    total_blocks: int
+    num_legs: int
+    num_peers: int
+
+
+class Count(msgspec.Struct, frozen=True, kw_only=True):
+    """Workers of a deployment. target: wanted; running: that serve, by the controller's word, which lags a little."""
+
+    target: int
+    running: int
+
+
+class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """workers: in order of their ids. counts: by deployment; empty where nobody can tell. warnings: what may keep
+    counts from being reached."""
+
+    workers: list[WorkerReport]
+    counts: dict[str, Count] = {}
+    warnings: list[str] = []
+
+
+class Counts(Protocol):
+    """Who starts and stops workers."""
+
+    async def get(self) -> dict[str, Count]:
+        """By deployment. Raises ConnectionError."""
+        ...
+
+    async def set(self, targets: Mapping[str, int]) -> list[str]:
+        """Warnings. Raises ConnectionError, and ValueError for what this cluster cannot do at all."""
+        ...
+
+
+class Admin:
+    """counts None: nobody can change how many workers there are."""
+
+    def __init__(self, fleet: Fleet, counts: Counts | None = None) -> None:
+        self._fleet = fleet
+        self._counts = counts
+        self._changing = asyncio.Lock()
+
+    async def report(self) -> ClusterReport:
+        """Raises ApiError (503)."""
+        counts: dict[str, Count] = {}
+        if self._counts is not None:
+            try:
+                counts = await self._counts.get()
+            except ConnectionError as error:
+                raise _unavailable(str(error)) from error
+        workers = sorted(self._fleet.workers, key=lambda worker: worker.worker_id)
+        return ClusterReport(workers=[report_of(worker) for worker in workers], counts=counts)
+
+    async def set_role(self, name: str, role: str, force: bool = False) -> WorkerReport:
+        """Returns when this router knows that the worker has it. name: an id, or what stands behind its `#`. force:
+        also when nobody is left who can decode. Raises ApiError (400, 404, 409, 503)."""
+        if role not in get_args(Role):
+            raise ApiError(f"role must be prefill, decode or both, not {role!r}", param="role")
+        async with self._changing:  # or two changes might each count on the other's decoder
+            worker = self._find(name)
+            self._check_role(worker, role, force)
+            if worker.role != role:
+                self._fleet.post(worker, SetRole(role=cast(Role, role)))
+                await self._until_role(worker, role)
+            return report_of(worker)
+
+    async def scale(self, targets: Mapping[str, int], force: bool = False) -> ClusterReport:
+        """Set how many workers the deployments shall have; those that leave are drained, Serve chooses which. Raises
+        ApiError (400, 409, 503)."""
+        if self._counts is None:
+            raise ApiError("nobody can change the number of workers here", status=409, code="cannot_scale")
+        for name, count in targets.items():
+            if name not in DEPLOYMENTS or isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                message = f"{name}={count!r}: name prefill, decode or both, each with a whole number of workers"
+                raise ApiError(message, param=name)
+        async with self._changing:
+            if not force:
+                self._check_counts(targets)
+            try:
+                warnings = await self._counts.set(targets)
+            except ConnectionError as error:
+                raise _unavailable(str(error)) from error
+            except ValueError as error:
+                raise ApiError(str(error), status=409, code="cannot_scale") from error
+        return msgspec.structs.replace(await self.report(), warnings=warnings)
+
+    def _find(self, name: str) -> WorkerState:
+        for worker in self._fleet.workers:
+            if name in (worker.worker_id, worker.worker_id.rpartition("#")[2]):
+                return worker
+        known = ", ".join(sorted(worker.worker_id for worker in self._fleet.workers))
+        raise ApiError(f"there is no worker {name!r} here: there are {known or 'none'}", status=404, param="worker")
+
+    def _check_role(self, worker: WorkerState, role: str, force: bool) -> None:
+        if role != "both" and worker.pool is None:
+            message = (
+                f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: its role is both"
+            )
+            raise ApiError(message, param="role", code="no_connector")
+        if worker.draining:
+            raise ApiError(f"{worker.worker_id} is leaving", status=409, param="worker", code="worker_leaves")
+        if role == "prefill" and not force and self._fleet.decode_workers == [worker]:
+            message = (
+                f"{worker.worker_id} is the only worker that can decode: give another one that role first, or force it"
+            )
+            raise ApiError(message, status=409, param="role", code="last_decode_worker")
+
+    def _check_counts(self, targets: Mapping[str, int]) -> None:
+        """Whichever workers Serve chooses to stop, one that decodes must stay."""
+        left = 0
+        for name in DEPLOYMENTS:
+            members = [
+                worker for worker in self._fleet.workers if deployment_of(worker) == name and not worker.draining
+            ]
+            decoders = sum(worker.can_decode for worker in members)
+            left += max(0, decoders - max(0, len(members) - targets.get(name, len(members))))
+        if left < 1 and self._fleet.decode_workers:
+            message = (
+                "nobody might be left who can decode: Serve chooses which workers stop. Keep more, or give "
+                "others the role decode or both first, or force it"
+            )
+            raise ApiError(message, status=409, code="last_decode_worker")
+
+    async def _until_role(self, worker: WorkerState, role: str) -> None:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while worker.role != role:
+                    changed = self._fleet.changed
+                    if worker not in self._fleet.workers:
+                        raise _unavailable(f"{worker.worker_id} was lost before it answered")
+                    await changed.wait()
+        except TimeoutError:
+            raise _unavailable(
+                f"{worker.worker_id} did not answer within {ANSWER_S:g} s; it may take the role still"
+            ) from None
+
+
+def deployment_of(worker: WorkerState) -> str:
+    """The key in the configuration: ids are `Deployment#…`."""
+    return worker.worker_id.partition("#")[0].lower()
+
+
+def report_of(worker: WorkerState) -> WorkerReport:
+    snapshot = worker.snapshot
+    return WorkerReport(
+        worker=worker.worker_id,
+        deployment=deployment_of(worker),
+        role=worker.role,
+        state="draining" if worker.draining else "running",
+        num_running=snapshot.num_running if snapshot is not None else 0,
+        num_waiting=snapshot.num_waiting if snapshot is not None else 0,
+        queue_tokens=snapshot.queue_tokens if snapshot is not None else 0,
+        free_blocks=snapshot.free_blocks if snapshot is not None else 0,
+        total_blocks=snapshot.total_blocks if snapshot is not None else 0,
+        num_legs=len(worker.legs),
+        num_peers=sum(peer.connected for peer in worker.peers.values()),
+    )
+
+
+def _unavailable(message: str) -> ApiError:
+    return ApiError(message, status=503, kind="service_unavailable_error", code="no_answer", retry_after=1)
