@@ -12,6 +12,7 @@ from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
 
 from pdserve.cluster.client import ROUTER
+from pdserve.cluster.counts import DEPLOYMENTS
 from pdserve.cluster.engine_actor import ENGINE_HOST
 from pdserve.cluster.http_server import Address
 from pdserve.cluster.placement import CRUMB, worker_bundles, workers
@@ -20,7 +21,6 @@ from pdserve.cluster.router_replica import RouterReplica
 from pdserve.cluster.worker_replica import WorkerReplica
 from pdserve.configs.schema import ClusterConfig, Role
 
-DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}  # key in the configuration -> deployment
 ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
 
 # Admission is ours, by tokens: Serve's own limit (5 by default) must never be what refuses.
@@ -35,7 +35,8 @@ COMMON: dict[str, Any] = {
 }
 PINNED: dict[str, Any] = {"request_router_class": "pdserve.cluster.addressing:PinRouter"}
 ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
-WORKER_SHUTDOWN_S = 90.0  # routers close their streams once their last request there has ended
+# Behind router.drain_s: routers have moved by then what had not ended, and closed their streams.
+WORKER_SHUTDOWN_S = 30.0
 
 
 def build(args: ClusterConfig) -> Application:
@@ -72,7 +73,7 @@ def worker_deployment(config: ClusterConfig, key: str, engine_host: str) -> Appl
         placement_group_bundle_label_selector=[deployment.labels] * len(bundles),
         placement_group_strategy="STRICT_PACK",
         request_router_config=RequestRouterConfig(**PINNED),
-        graceful_shutdown_timeout_s=WORKER_SHUTDOWN_S,
+        graceful_shutdown_timeout_s=config.router.drain_s + WORKER_SHUTDOWN_S,
         **COMMON,
     )
     return decorate(WorkerReplica).bind(config.worker(ROLES[key]), deployment.num_gpus, engine_host)

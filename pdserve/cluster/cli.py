@@ -1,5 +1,5 @@
 """The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing,
-`pdserve bench` measures.
+`pdserve bench` measures, `pdserve workers | role | scale` change a running one (cluster.operate).
 
 `up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process
 imports it. That is why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.
@@ -30,6 +30,7 @@ from pydantic import ValidationError
 from pdserve.bench.cli import add_bench_arguments, run_bench
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.cluster.http_server import KEEP_ALIVE_S, Address
+from pdserve.cluster.operate import COMMANDS, add_operator_arguments, run_operator
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.router.auth import ApiKeys
@@ -67,10 +68,14 @@ def main(argv: list[str] | None = None) -> int:
     doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
     doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
     add_bench_arguments(commands.add_parser("bench", help="measure an engine or a running server"))
+    add_operator_arguments(commands)
     options = parser.parse_args(argv)
     try:
         if options.command == "bench":
             return run_bench(options)
+        if options.command in COMMANDS:
+            os.environ.setdefault("RAY_AUTH_MODE", SETTINGS["RAY_AUTH_MODE"][0])  # as `up` does
+            return run_operator(options)
         if options.command == "doctor":
             return doctor(options.cluster)
         return up(options.cluster, options.port, options.haproxy, options.timeout)
@@ -152,7 +157,8 @@ def _serve(
             check_nodes(config)
         proxies = document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
         serve.start(proxy_location=proxies, http_options=http)
-        serve._run(build_at(config, address), name=name, route_prefix=prefix, _blocking=False)
+        built = build_at(config, address)
+        serve._run(built, name=name, route_prefix=prefix, _blocking=False, external_scaler_enabled=True)
         url = f"http://{http['host']}:{http.get('port', 8000)}{prefix.rstrip('/')}"
         for line in _until_ready(name, url, timeout_s):
             print(line, flush=True)

@@ -20,8 +20,25 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from pdserve.cluster.framing import Joiner
-from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_answer, encode
+from pdserve.cluster.handle_api import (
+    Answer,
+    Ask,
+    ChangeRole,
+    Choice,
+    Chunks,
+    Done,
+    Look,
+    Order,
+    Outcome,
+    Refused,
+    Scale,
+    Whole,
+    decode_answer,
+    decode_outcome,
+    encode,
+)
 from pdserve.engine.protocol import SamplingParams, TokenLogprob
+from pdserve.router.admin import ClusterReport, WorkerReport
 from pdserve.router.dispatch import Chunk
 from pdserve.router.timeline import PromptTimeline
 
@@ -85,7 +102,8 @@ class Client:
     def __init__(self, app_name: str = APP_NAME) -> None:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="pdserve-client", daemon=True).start()
-        self._handle: DeploymentHandle = self._do(_router_handle(app_name))
+        self._handle: DeploymentHandle = self._do(_router_handle(app_name, method_name="ask", stream=True))
+        self._orders: Any = self._do(_router_handle(app_name, method_name="admin"))
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
 
     def generate(
@@ -143,6 +161,52 @@ class Client:
         finally:
             await self._await(chunks.aclose())
 
+    def workers(self) -> ClusterReport:
+        """Which workers there are, as one router knows them."""
+        return self._do(self._cluster(Look()))
+
+    async def aworkers(self) -> ClusterReport:
+        """`workers` for asyncio."""
+        return await self._await(self._cluster(Look()))
+
+    def set_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
+        """Change what a worker is for: "prefill", "decode" or "both", while it serves. worker: its id, or the part
+        behind `#`. Raises ClusterError 404 (no such worker) and 409: nobody would be left who can decode (force does it
+        all the same)."""
+        return self._do(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
+
+    async def aset_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
+        """`set_role` for asyncio."""
+        return await self._await(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
+
+    def scale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> ClusterReport:
+        """Change how many workers there are; what is None stays. Returns at once: `workers().counts` says how far it
+        is. Raises ClusterError 409 when nobody might be left who can decode (force does it all the same)."""
+        return self._do(self._cluster(_scaling(prefill, decode, force)))
+
+    async def ascale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> ClusterReport:
+        """`scale` for asyncio."""
+        return await self._await(self._cluster(_scaling(prefill, decode, force)))
+
+    async def _cluster(self, order: Order) -> ClusterReport:
+        report = (await self._order(order)).cluster
+        assert report is not None
+        return report
+
+    async def _set_role(self, order: ChangeRole) -> WorkerReport:
+        report = (await self._order(order)).worker
+        assert report is not None
+        return report
+
+    async def _order(self, order: Order) -> Done:
+        try:
+            outcome = decode_outcome(await self._orders.remote(encode(order)))
+        except (RayError, RayServeException) as error:
+            raise ClusterError(f"the router is gone: {error}") from error
+        _check(outcome)
+        assert isinstance(outcome, Done)
+        return outcome
+
     async def _generate(
         self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None, options: dict[str, Any]
     ) -> list[RequestOutput]:
@@ -183,7 +247,9 @@ class Client:
             async for piece in response:
                 message = joiner.feed(piece)
                 if message is not None:
-                    yield _checked(decode_answer(message))
+                    answer = decode_answer(message)
+                    _check(answer)
+                    yield answer
         except (RayError, RayServeException) as error:
             raise ClusterError(f"the router is gone: {error}") from error
         except (asyncio.CancelledError, GeneratorExit):
@@ -206,10 +272,10 @@ class Client:
             raise group.exceptions[0] from group
 
 
-async def _router_handle(app_name: str) -> DeploymentHandle:
+async def _router_handle(app_name: str, **options: Any) -> DeploymentHandle:
     """On the client's own loop: with Serve's throughput flags a handle belongs to the loop that first uses it."""
     handle = serve.get_deployment_handle(ROUTER, app_name)
-    return handle.options(method_name="ask", stream=True, _by_reference=False)
+    return handle.options(_by_reference=False, **options)
 
 
 def _ask(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]) -> Ask:
@@ -227,10 +293,14 @@ def _ask(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options:
     )
 
 
-def _checked(answer: Answer) -> Answer:
+def _check(answer: Answer | Outcome) -> None:
     if isinstance(answer, Refused):
         raise ValueError(answer.message) if answer.status == 400 else ClusterError(answer.message, answer.status)
-    return answer
+
+
+def _scaling(prefill: int | None, decode: int | None, force: bool) -> Scale:
+    given = {"prefill": prefill, "decode": decode}
+    return Scale(targets={key: count for key, count in given.items() if count is not None}, force=force)
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

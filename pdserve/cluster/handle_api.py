@@ -1,12 +1,14 @@
 """What the Python client and a router's handle methods say to each other, as msgspec types.
 
-One call a prompt: an `Ask` goes in, a stream of answers comes out. Bytes on the wire, so that both ends need only
-agree on these types. Used by `cluster.client` and `cluster.router_replica`. Torch-free, knows no Ray.
+One call a prompt: an `Ask` goes in, a stream of answers comes out; one call an operator's `Order`, with one `Outcome`.
+Bytes on the wire, so that both ends need only agree on these types. Used by `cluster.client` and
+`cluster.router_replica`. Torch-free, knows no Ray.
 """
 
 import msgspec
 
 from pdserve.engine.protocol import SamplingParams, TokenLogprob
+from pdserve.router.admin import ClusterReport, WorkerReport
 from pdserve.router.dispatch import Chunk
 from pdserve.router.timeline import PromptTimeline
 
@@ -57,12 +59,44 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
 
 Answer = Chunks | Whole | Refused
 
+
+class Look(msgspec.Struct, frozen=True, tag="look"):
+    """Which workers are there."""
+
+
+class ChangeRole(msgspec.Struct, frozen=True, kw_only=True, tag="role"):
+    worker: str
+    role: str
+    force: bool = False
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True, tag="scale"):
+    """targets: workers by deployment key; what is not named stays."""
+
+    targets: dict[str, int]
+    force: bool = False
+
+
+Order = Look | ChangeRole | Scale
+
+
+class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
+    """worker: answers a ChangeRole; cluster: the others."""
+
+    worker: WorkerReport | None = None
+    cluster: ClusterReport | None = None
+
+
+Outcome = Done | Refused
+
 _ask_decoder = msgspec.msgpack.Decoder(Ask)
 _answer_decoder = msgspec.msgpack.Decoder(Answer)
+_order_decoder = msgspec.msgpack.Decoder(Order)
+_outcome_decoder = msgspec.msgpack.Decoder(Outcome)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Ask | Answer) -> bytes:
+def encode(message: Ask | Answer | Order | Outcome) -> bytes:
     return _encoder.encode(message)
 
 
@@ -74,3 +108,13 @@ def decode_ask(data: bytes) -> Ask:
 def decode_answer(data: bytes) -> Answer:
     """Raises msgspec.ValidationError."""
     return _answer_decoder.decode(data)
+
+
+def decode_order(data: bytes) -> Order:
+    """Raises msgspec.ValidationError."""
+    return _order_decoder.decode(data)
+
+
+def decode_outcome(data: bytes) -> Outcome:
+    """Raises msgspec.ValidationError."""
+    return _outcome_decoder.decode(data)

@@ -14,13 +14,30 @@ import msgspec
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from pdserve.cluster.counts import ServeCounts
 from pdserve.cluster.framing import cut
-from pdserve.cluster.handle_api import Answer, Ask, Choice, Chunks, Refused, Whole, decode_ask, encode
+from pdserve.cluster.handle_api import (
+    Answer,
+    Ask,
+    ChangeRole,
+    Choice,
+    Chunks,
+    Done,
+    Look,
+    Order,
+    Refused,
+    Scale,
+    Whole,
+    decode_ask,
+    decode_order,
+    encode,
+)
 from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.cluster.links import MembershipWatcher
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
+from pdserve.router.admin import Admin
 from pdserve.router.app import build_app
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
@@ -42,11 +59,14 @@ class RouterReplica:
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
     ) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
-        self._fleet = Fleet(config.router.worker_silence_s)
+        self._fleet = Fleet(config.router.worker_silence_s, drain_s=config.router.drain_s)
         self._service = Service(self._fleet, tokenizer, config.router, config.model.served_name, slo=config.slo)
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
-        self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service)
+        self._admin = Admin(self._fleet, ServeCounts(config))
+        # Behind one of Serve's proxies everybody seems to be on its machine.
+        admin = self._admin if config.router.admin_http and address is not None else None
+        self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service, admin)
         self._bridge = MetricsBridge(self._metrics)
         self._http = HttpServer(self._app, address, config.router.client_timeout_s) if address is not None else None
         # Of several routers on one port, the kernel gives a new one connections as soon as it listens; Serve's proxies
@@ -74,6 +94,22 @@ class RouterReplica:
 
     def _metrics(self) -> Exposed:
         return Exposed(self._service.metrics.families(self._fleet), {"router": self._fleet.router_id})
+
+    async def admin(self, data: bytes) -> bytes:
+        """An encoded Order in, an encoded Outcome out. Who may call a handle is the operator."""
+        try:
+            return encode(await self._done(decode_order(data)))
+        except ApiError as error:
+            return encode(Refused(status=error.status, message=error.message))
+
+    async def _done(self, order: Order) -> Done:
+        match order:
+            case ChangeRole():
+                return Done(worker=await self._admin.set_role(order.worker, order.role, order.force))
+            case Scale():
+                return Done(cluster=await self._admin.scale(order.targets, order.force))
+            case Look():
+                return Done(cluster=await self._admin.report())
 
     async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
         try:

@@ -126,6 +126,13 @@ def test_connect_names_an_application_that_is_not_there(client: Client) -> None:
         connect(app_name="nothing")
 
 
+def test_an_application_that_was_not_deployed_for_it_is_not_scaled(client: Client) -> None:
+    with pytest.raises(ClusterError, match="external_scaler_enabled: true") as caught:
+        client.scale(decode=3)
+    assert caught.value.status == 409
+    assert [worker.role for worker in client.workers().workers] == ["both", "both"]
+
+
 def test_a_closed_stream_cancels_at_the_worker(client: Client, journal: Path) -> None:
     stream = client.stream([40], SamplingParams(max_tokens=900))
     next(stream)

@@ -1,0 +1,82 @@
+"""How many workers Serve runs: read and set at its controller, through the call behind Serve's REST route for external
+scalers.
+
+Only the target changes: no other replica restarts, as each one would by a redeploy (docs/elasticity.md). It is
+`router.admin.Counts`; made by `cluster.router_replica`. Which replica stops is Serve's choice.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve._private.common import DeploymentID
+from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
+from ray.serve._private.exceptions import ExternalScalerDisabledError
+
+from pdserve.cluster.placement import unplaceable, workers
+from pdserve.cluster.room import nodes
+from pdserve.configs.schema import ClusterConfig
+from pdserve.router.admin import Count
+
+DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}  # key in the configuration -> deployment
+ANSWER_S = 10.0
+
+
+class ServeCounts:
+    """Of the application that this process is a replica of. config: as it was deployed."""
+
+    def __init__(self, config: ClusterConfig) -> None:
+        self._config = config
+
+    async def get(self) -> dict[str, Count]:
+        details = [await self._ask("get_deployment_details", self._app, DEPLOYMENTS[key]) for key in self._keys]
+        return {
+            key: Count(
+                target=detail.target_num_replicas,
+                running=sum(replica.state == "RUNNING" for replica in detail.replicas),
+            )
+            for key, detail in zip(self._keys, details, strict=True)
+        }
+
+    async def set(self, targets: Mapping[str, int]) -> list[str]:
+        unknown = targets.keys() - set(self._keys)
+        if unknown:
+            raise ValueError(f"mode {self._config.mode} has no {min(unknown)} workers")
+        for key, count in targets.items():
+            deployment = DeploymentID(name=DEPLOYMENTS[key], app_name=self._app)
+            await self._ask("update_deployment_replicas", deployment, count)
+        return await asyncio.to_thread(self._complaints, targets)
+
+    @property
+    def _keys(self) -> list[str]:
+        return list(workers(self._config))
+
+    @property
+    def _app(self) -> str:
+        return serve.get_replica_context().app_name
+
+    async def _ask(self, method: str, *args: Any) -> Any:
+        """Raises ConnectionError, and ValueError when the application was not deployed for this."""
+        try:
+            controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+            async with asyncio.timeout(ANSWER_S):
+                return await getattr(controller, method).remote(*args)
+        except RayTaskError as error:
+            if isinstance(error.cause, ExternalScalerDisabledError):
+                raise ValueError(
+                    f"the application {self._app!r} cannot be scaled: write `external_scaler_enabled: true` beside its "
+                    "`import_path:` and deploy it again (`pdserve up` does so by itself)"
+                ) from error
+            raise ConnectionError(f"Serve's controller refused: {error.cause}") from error
+        except (RayError, ValueError) as error:  # ValueError: there is no such actor
+            raise ConnectionError(f"Serve's controller cannot be reached: {error}".splitlines()[0]) from error
+        except TimeoutError:
+            raise ConnectionError(f"Serve's controller did not answer within {ANSWER_S:g} s") from None
+
+    def _complaints(self, targets: Mapping[str, int]) -> list[str]:
+        """What these nodes have no room for."""
+        parts = {key: getattr(self._config, key).model_copy(update={"replicas": n}) for key, n in targets.items()}
+        return unplaceable(self._config.model_copy(update=parts), [node.emptied() for node in nodes()])

@@ -1,0 +1,125 @@
+"""Counts over a local Ray with fake engines: nobody else restarts, and streams that outlast a drain go on elsewhere."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from pdserve.cluster import app as cluster_app
+from pdserve.cluster.cli import main
+from pdserve.cluster.client import Client, ClusterError, connect
+from pdserve.configs.schema import ClusterConfig
+from pdserve.engine.protocol import SamplingParams
+from pdserve.router.admin import ClusterReport
+
+FAKE = "fake_engine_host:FakeEngineHost"
+APP = "scaled"
+DRAIN_S = 1.0
+NUM_STREAMS, LENGTH = 6, 400  # 8 s each
+
+
+@pytest.fixture(scope="module")
+def client(local_ray: None) -> Iterator[Client]:
+    args: dict[str, Any] = {
+        "mode": "aggregated",
+        "model": {"name": "fake"},
+        "router": {"drain_s": DRAIN_S, "policy": "round-robin"},
+        "decode": {"num_cpus": 1},
+    }
+    app = cluster_app.assemble(ClusterConfig.model_validate(args), FAKE)
+    serve.run(app, name=APP, route_prefix="/scaled", external_scaler_enabled=True)
+    client = connect(app_name=APP)
+    until(client, lambda report: len(report.workers) == 1)
+    yield client
+    serve.delete(APP)
+
+
+def until(client: Client, reached: Callable[[ClusterReport], bool], seconds: float = 60.0) -> ClusterReport:
+    deadline = time.monotonic() + seconds
+    while not reached(report := client.workers()):
+        assert time.monotonic() < deadline, report
+        time.sleep(0.05)
+    return report
+
+
+def router_pid() -> int:
+    [router] = [a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]]
+    actor = ray.get_actor(router["name"], namespace=router["namespace"])
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def streams(pool: ThreadPoolExecutor, client: Client) -> list[Future[list[int]]]:
+    def one(first: int) -> list[int]:
+        chunks = client.stream([first], SamplingParams(max_tokens=LENGTH))
+        return [token for chunk in chunks for token in chunk.token_ids]
+
+    return [pool.submit(one, 10 * number) for number in range(NUM_STREAMS)]
+
+
+def test_up_and_down_with_streams_open(client: Client) -> None:
+    router = router_pid()
+    [first] = client.workers().workers
+    with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        report = client.scale(decode=3)
+        assert report.counts["decode"].target == 3 and not report.warnings
+        report = until(client, lambda report: len(report.workers) == 3)
+        assert first.worker in [worker.worker for worker in report.workers]
+        answers = streams(pool, client)
+        until(client, lambda report: all(worker.num_legs for worker in report.workers))
+        client.scale(decode=1)
+        began = time.monotonic()
+        report = until(client, lambda report: any(worker.state == "draining" for worker in report.workers))
+        assert sum(worker.state == "running" and worker.num_legs > 0 for worker in report.workers) == 1
+        report = until(client, lambda report: len(report.workers) == 1)
+        assert time.monotonic() - began < DRAIN_S + 5
+        assert report.workers[0].num_legs == NUM_STREAMS, "moved, not ended"
+        for number, answer in enumerate(answers):
+            assert answer.result(60) == [10 * number + position for position in range(LENGTH)]
+    until(client, lambda report: report.counts["decode"].running == 1)
+    assert router_pid() == router
+
+
+def test_the_command_line(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["scale", "decode=2", "--app", APP, "--wait", "60"]) == 0
+    assert "decode: 2 of 2" in capsys.readouterr().out
+    until(client, lambda report: len(report.workers) == 2)
+    assert main(["workers", "--app", APP]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["worker", "role", "state"] and len(lines) == 4
+    assert lines[-1] == "decode: 2 of 2 running"
+    worker = lines[1].split()[0]
+    assert main(["role", worker, "prefill", "--app", APP]) == 2
+    assert "no connector" in capsys.readouterr().err
+    assert main(["role", worker.partition("#")[2], "both", "--app", APP]) == 0
+    assert f"{worker} is both" in capsys.readouterr().out
+    assert main(["scale", "decode=0", "--app", APP]) == 2
+    assert "nobody might be left who can decode" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["scale", "router=2"])
+    assert main(["scale", "decode=1", "--app", APP]) == 0
+
+
+def test_what_cannot_be_scaled_says_why(client: Client) -> None:
+    with pytest.raises(ClusterError, match="mode aggregated has no prefill workers") as caught:
+        client.scale(prefill=1)
+    assert caught.value.status == 409
+    with pytest.raises(ValueError, match="decode=-1"):
+        client.scale(decode=-1)
+    report = client.scale(decode=1, force=True)
+    assert report.counts["decode"].target == 1
+
+
+def test_counts_without_room_are_warned_of(client: Client) -> None:
+    """What runs is left alone."""
+    before = client.workers().workers
+    report = client.scale(decode=6)
+    assert "6 replicas of 1.001 CPU" in report.warnings[0] and "has room for 3" in report.warnings[0]
+    until(client, lambda report: len(report.workers) == 3)
+    assert before[0].worker in [worker.worker for worker in client.workers().workers]
+    client.scale(decode=1)
+    until(client, lambda report: len(report.workers) == 1 and report.counts["decode"].running == 1)
