@@ -118,7 +118,7 @@ def test_counts_without_room_are_warned_of(client: Client) -> None:
     """What runs is left alone."""
     before = client.workers().workers
     report = client.scale(decode=6)
-    assert "6 replicas of 1.001 CPU" in report.warnings[0] and "has room for 3" in report.warnings[0]
+    assert "decode: 6 replicas" in report.warnings[0] and "there is room for 3" in report.warnings[0]
     until(client, lambda report: len(report.workers) == 3)
     assert before[0].worker in [worker.worker for worker in client.workers().workers]
     client.scale(decode=1)
