@@ -3,15 +3,13 @@ the byte, and nothing has failed. The same over Ray, with counts and nodes: test
 """
 
 import asyncio
-import itertools
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
 
 import pytest
+from constant_load import Calm, calmed, load
 from hosts import Host, hosts
 from served import DEMO, Cluster, blocks_in_use, cluster
-from streams import Ask, check, drafted, mid_stream, prompts
+from streams import drafted, prompts
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.admin import Admin
@@ -28,63 +26,11 @@ def workers() -> Iterator[list[Host]]:
         yield started
 
 
-class Calm:
-    """What makes each request, and its undisturbed answer."""
-
-    def __init__(self, drafts: Callable[[], list[Ask]], expected: list[bytes]) -> None:
-        self.make = [partial(_nth, drafts, number) for number in range(len(expected))]
-        self.expected = expected
-
-
-def _nth(drafts: Callable[[], list[Ask]], number: int) -> Ask:
-    return drafts()[number]
-
-
 @pytest.fixture(scope="module")
 async def calm(workers: list[Host]) -> Calm:
     async with cluster(*workers) as running:
         make = await drafted(running.client, prompts((160, 800)), Tokenizer.load(DEMO).decode)
-        return Calm(make, await asyncio.gather(*(ask.run(running.client) for ask in make())))
-
-
-class Load:
-    """Clients that ask one request after the other."""
-
-    def __init__(self, running: Cluster, calm: Calm) -> None:
-        self._client, self._calm = running.client, calm
-        self._asks = itertools.cycle(enumerate(calm.make))
-        self.is_over = False
-        self.started: list[Ask] = []
-        self.longest_gap_s = 0.0
-
-    async def run(self) -> None:
-        while not self.is_over:
-            number, make = next(self._asks)
-            ask = make()
-            self.started.append(ask)
-            answer = await ask.run(self._client)
-            self.longest_gap_s = max(self.longest_gap_s, check([ask], [answer], [self._calm.expected[number]]))
-
-    async def until_round(self) -> None:
-        """Every kind of request is begun, and has begun to answer, from now on."""
-        begin = len(self.started)
-        await until(lambda: len(self.started) >= begin + len(self._calm.expected))
-        asks = self.started[begin:]
-        await until(lambda: mid_stream(asks, 1))
-
-
-@asynccontextmanager
-async def load(running: Cluster, calm: Calm) -> AsyncIterator[Load]:
-    """As many clients as there are kinds of requests; all their answers were right."""
-    made = Load(running, calm)
-    async with asyncio.timeout(120), asyncio.TaskGroup() as clients:
-        for _ in calm.expected:
-            clients.create_task(made.run())
-        try:
-            yield made
-        finally:
-            made.is_over = True
-    print(f"{len(made.started)} requests, longest gap {made.longest_gap_s:.2f} s")
+        return await calmed(running.client, make)
 
 
 def state_of(running: Cluster, host: Host) -> WorkerState:
@@ -109,7 +55,7 @@ async def test_roles_change_under_load(workers: list[Host], calm: Calm) -> None:
     p0, d0, d1 = workers
     async with cluster(*workers, config=CONFIG) as running:
         admin = Admin(running.fleet)
-        async with load(running, calm) as asking:
+        async with load(running.client, calm) as asking:
             await asking.until_round()
             decoding = len(state_of(running, d0).legs)
             await admin.set_role(d0.worker_id, "prefill")
@@ -127,7 +73,7 @@ async def test_roles_change_under_load(workers: list[Host], calm: Calm) -> None:
         await all_free(running)
     async with cluster(*workers, config=CONFIG) as late:  # a router that comes now
         assert {worker.worker_id[:2]: worker.role for worker in late.fleet.workers} == roles
-        answers = await asyncio.gather(*(make().run(late.client) for make in calm.make))
+        answers = await asyncio.gather(*(ask.run(late.client) for ask in calm.drafts()))
         assert answers == calm.expected
         assert await late.metric("pdserve_router_plans_total", plan="whole") == 0
         for host, role in ((p0, "prefill"), (d0, "decode")):
@@ -137,7 +83,7 @@ async def test_roles_change_under_load(workers: list[Host], calm: Calm) -> None:
 async def test_streams_of_a_worker_that_leaves_end_there_or_are_moved(workers: list[Host], calm: Calm) -> None:
     p0, d0, d1 = workers
     async with cluster(p0, d0, config=CONFIG, drain_s=0.1) as running:
-        async with load(running, calm) as asking:
+        async with load(running.client, calm) as asking:
             await asking.until_round()
             running.join(d1)
             await running.settled(d1, p0)

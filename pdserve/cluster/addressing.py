@@ -9,6 +9,8 @@ that they serve, so two calls of one request to different replicas could be swap
 gone waits for ever.
 """
 
+from typing import Any
+
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -16,6 +18,7 @@ from pdserve.cluster.membership import publish
 from pdserve.router.link import WorkerLost
 
 PIN = "worker_id"  # the keyword argument that names the worker
+LEAVING_KEPT = 256  # of the latest that left; nobody says when one has ended
 
 
 def worker_id_of(replica_id: ReplicaID) -> str:
@@ -29,7 +32,12 @@ def board_key(deployment: DeploymentID) -> str:
 
 class PinRouter(RequestRouter):
     """Delivers a call to the replica whose worker id is its keyword argument `worker_id`, or raises WorkerLost at
-    once."""
+    once. One that has left the running set is not posted any more, but can be called as long as it lives: what runs
+    there goes on, and may have to be cancelled."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._leaving: dict[ReplicaID, RunningReplica] = {}
 
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
@@ -37,7 +45,7 @@ class PinRouter(RequestRouter):
         worker_id = pending_request.kwargs.get(PIN)
         if worker_id is None:
             raise ValueError(f"a call to {self._deployment_id} must name its replica by the keyword argument {PIN!r}")
-        for replica in self._replicas.values():
+        for replica in (*self._replicas.values(), *self._leaving.values()):
             if worker_id_of(replica.replica_id) == worker_id:
                 if is_retry:  # refused or unreachable a moment ago; Serve would try again without a pause
                     raise WorkerLost(f"worker {worker_id} cannot be reached")
@@ -50,11 +58,15 @@ class PinRouter(RequestRouter):
         raise AssertionError("PinRouter picks in _choose_replica_for_request")
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        self._leaving |= self._replicas
         super().update_replicas(replicas)
+        for replica_id in [*self._replicas, *list(self._leaving)[:-LEAVING_KEPT]]:
+            self._leaving.pop(replica_id, None)
         self._publish()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
+        self._leaving.pop(replica_id, None)
         self._publish()
 
     def _publish(self) -> None:

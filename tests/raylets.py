@@ -1,0 +1,109 @@
+"""Several raylets on this machine with the demo model over them: what the tests over Ray start, kill and ask.
+
+Ray's settings are those of `pdserve up`. Used by tests/test_failover_ray.py and tests/test_elasticity_ray.py.
+"""
+
+import os
+import signal
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import ray
+from ray import serve
+from ray.cluster_utils import Cluster
+
+from pdserve.cluster.app import build_at
+from pdserve.cluster.cli import settings
+from pdserve.cluster.http_server import Address
+from pdserve.configs.schema import ClusterConfig
+
+READY_S = 180.0
+MEMORY = 80 << 20  # of each raylet's object store, which nothing uses
+
+Resources = dict[str, float]
+
+
+class Nodes:
+    """A head with the routers, and raylets for workers. Forget a raylet before it is killed: `take`."""
+
+    def __init__(self, *nodes: Resources) -> None:
+        head = {"num_cpus": 2, "resources": {"ingress": 1}, "object_store_memory": MEMORY}
+        self.cluster = Cluster(initialize_head=True, connect=True, head_node_args={**head, "include_dashboard": False})
+        self._raylets: list[tuple[Resources, int]] = []
+        for resources in nodes:
+            self.add(resources)
+
+    def add(self, resources: Resources) -> None:
+        node = self.cluster.add_node(num_cpus=1, resources=resources, object_store_memory=MEMORY)
+        [raylet] = node.all_processes["raylet"]
+        self._raylets.append((resources, raylet.process.pid))
+
+    def take(self, role: str) -> tuple[Resources, int]:
+        """A raylet with a living engine of that resource; it is forgotten here."""
+        found = next(r for r in self._raylets if role in r[0] and engine_of(r[1]) is not None)
+        self._raylets.remove(found)
+        return found
+
+    def engine(self, role: str) -> int:
+        """The process of an engine."""
+        return next(pid for r, raylet in self._raylets if role in r and (pid := engine_of(raylet)) is not None)
+
+
+def children(pid: int) -> list[int]:
+    return [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+
+
+def engine_of(raylet: int) -> int | None:
+    for pid in children(raylet):
+        if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return pid
+    return None
+
+
+def kill_raylet(raylet: int) -> None:
+    """Its processes end with it."""
+    os.kill(raylet, signal.SIGKILL)
+    os.waitpid(raylet, 0)  # to its workers, a dead process that nobody has waited for lives
+
+
+@contextmanager
+def serving(name: str, port: int, config: dict[str, Any], *nodes: Resources) -> Iterator[Nodes]:
+    """The application on raylets with these resources, ready; routers serve HTTP at the port."""
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
+        # Ray keeps there which cluster others on this machine shall join
+        own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
+        for variable, value in {**settings(haproxy=False), **own}.items():
+            patch.setenv(variable, value)
+        made = Nodes(*nodes)
+        try:
+            serve.start(proxy_location="Disabled")
+            app = build_at(ClusterConfig.model_validate(config), Address("127.0.0.1", port))
+            serve._run(app, name=name, route_prefix="/", _blocking=False, external_scaler_enabled=True)
+            wait_until_healthy(name)
+            yield made
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+            made.cluster.shutdown()
+
+
+def wait_until_healthy(name: str) -> None:
+    began = time.monotonic()
+    while serve.status().applications[name].status != "RUNNING":
+        assert time.monotonic() - began < READY_S, serve.status()
+        time.sleep(0.2)
+
+
+@asynccontextmanager
+async def connected(port: int, timeout_s: float = 60.0) -> AsyncIterator[httpx.AsyncClient]:
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=timeout_s, limits=limits) as client:
+        yield client
