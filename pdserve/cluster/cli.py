@@ -223,7 +223,9 @@ def _until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
             if status.status == "RUNNING" and _healthy(url):
                 return
         if time.monotonic() > deadline:
-            raise ValueError(f"not ready after {timeout_s:g} s ({shown}); Ray's dashboard or `serve status` say more")
+            said = [d.message for d in status.deployments.values() if d.message] if status is not None else []
+            head = f"not ready after {timeout_s:g} s ({shown}); Ray's dashboard or `serve status` say more"
+            raise ValueError("\n".join([head, *said]))
         time.sleep(READY_POLL_S)
 
 

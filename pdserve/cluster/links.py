@@ -25,6 +25,7 @@ from pdserve.engine.protocol import Command, encode
 from pdserve.router.link import WorkerLink, WorkerLost
 
 SEND_DEADLINE_S = 10.0
+HELLO_DEADLINE_S = 30.0  # for the first event of a stream; the engine may be within a long step. Later ones: Fleet
 REJOIN_S = 0.5  # a worker whose stream broke while it still counts as running is tried again this often
 MAX_COMMAND_BYTES = 3 << 20  # Serve's gRPC servers take 4 MiB
 
@@ -65,12 +66,19 @@ class ServeLink:
 
     async def events(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
         response = _call(self._events, router_id, session, worker_id=self._worker_id)
-        joiner = Joiner()
+        pieces, joiner = aiter(response), Joiner()
         try:
-            async for piece in response:
+            async with asyncio.timeout(HELLO_DEADLINE_S):
+                message = joiner.feed(await anext(pieces, b""))
+            if message:
+                yield message
+            async for piece in pieces:
                 message = joiner.feed(piece)
                 if message is not None:
                     yield message
+        except TimeoutError:
+            response.cancel()
+            raise WorkerLost(f"it has not answered for {HELLO_DEADLINE_S:g} s") from None
         except LOSSES as error:
             raise self._lost(error) from error
         except (asyncio.CancelledError, GeneratorExit):

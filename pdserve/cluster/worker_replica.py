@@ -17,7 +17,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import RayError
-from ray.util import get_current_placement_group
+from ray.util import get_current_placement_group, get_node_ip_address
 
 from pdserve.cluster.addressing import worker_id_of
 from pdserve.cluster.engine_actor import ENGINE_HOST, create_engine_actor
@@ -29,6 +29,7 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 
 logger = logging.getLogger("ray.serve")
 
+CREATED_DEADLINE_S = 300.0  # its process starts and imports torch, from a cold disk perhaps
 PING_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 10.0
 REASON_DEADLINE_S = 2.0
@@ -51,6 +52,7 @@ class WorkerReplica:
             group, num_gpus, engine_host, config, self.worker_id, time.time_ns(), address
         )
         try:
+            await self._created(num_gpus)
             info = await self._engine.start.remote()
             self._client = EngineClient(address, self._overhear)
             self._running = asyncio.ensure_future(self._run())
@@ -103,6 +105,17 @@ class WorkerReplica:
         if snapshot is None:
             return None
         return Exposed(snapshot.metrics, {"worker": self.worker_id, "role": snapshot.role})
+
+    async def _created(self, num_gpus: float) -> None:
+        """Ray waits for ever for an actor that it cannot start. Loading a model may take long: that is `start`."""
+        try:
+            async with asyncio.timeout(CREATED_DEADLINE_S):
+                await self._engine.ping.remote()
+        except TimeoutError:
+            raise RuntimeError(
+                f"Ray did not start the engine process of worker {self.worker_id} (with {num_gpus:g} GPU, on node "
+                f"{get_node_ip_address()}) within {CREATED_DEADLINE_S:g} s: see the raylet's log there"
+            ) from None
 
     def _check_address(self, worker_id: str) -> None:
         if worker_id != self.worker_id:

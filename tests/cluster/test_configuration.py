@@ -38,7 +38,20 @@ def test_every_shipped_cluster_is_valid_and_listens_on_loopback(path: Path) -> N
 
 
 def test_the_shipped_clusters_are_known_by_name() -> None:
-    assert {path.stem for path in CLUSTERS[1:]} >= {"cpu-demo", "aggregated", "one-gpu", "1p1d-gpu"}
+    names = {"cpu-demo", "cpu-2p2d", "cpu-pool", "aggregated", "one-gpu", "1p1d-gpu", "many-nodes", "pool"}
+    assert {path.stem for path in CLUSTERS[1:]} == names
+
+
+def test_the_shipped_cluster_of_many_nodes_fits_nodes_with_its_labels_only() -> None:
+    _, config = cli.load(ROOT / "pdserve/configs/many-nodes.yaml")
+    roles = ["ingress", "prefill", "prefill", "decode", "decode"]
+    nodes = [Node(role, has, has, {"role": role}) for role in roles if (has := {"CPU": 8.0, "GPU": 1.0})]
+    assert unplaceable(config, nodes) == []
+    [complaint] = unplaceable(config, nodes[:-1])
+    assert complaint.startswith(
+        "decode: 2 replicas, each on one node with 1 GPU, the labels {role: decode}; there is room"
+    )
+    assert len(unplaceable(config, [node({"CPU": 8.0, "GPU": 8.0})])) == 3
 
 
 @pytest.mark.parametrize(

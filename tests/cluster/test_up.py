@@ -1,5 +1,6 @@
 """`pdserve up` as a user runs it, with the demo model: what it says, what answers, how soon Ctrl-C ends it."""
 
+import json
 import os
 import signal
 import socket
@@ -133,6 +134,31 @@ def test_api_keys_of_the_environment_and_rays_token_by_default(tmp_path: Path) -
             process.stdout.read()
         found = [file for file in Path(folder).rglob("*") if file.is_file() and b"one-key" in file.read_bytes()]
         assert not found, "no log of Ray's has it"
+
+
+@pytest.mark.parametrize("name", ["cpu-demo", "aggregated", "cpu-2p2d", "cpu-pool"])
+def test_every_shipped_cluster_for_cpus_serves(name: str) -> None:
+    port = free_port()
+    body = b'{"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}'
+    with up(str(ROOT / f"pdserve/configs/{name}.yaml"), "--port", port) as (process, _):
+        url, kind = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
+        with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=30) as answer:
+            assert json.load(answer)["usage"]["completion_tokens"] == 8
+        assert seconds_to_stop(process) < 15
+
+
+def test_a_file_that_this_machine_has_no_room_for_is_refused_at_once(tmp_path: Path) -> None:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    document["applications"][0]["args"]["decode"] = {"replicas": 2, "num_gpus": 3, "labels": {"role": "decode"}}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", free_port()]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert (
+        "decode: 2 replicas, each on one node with 3 GPU, the labels {role: decode}; there is room for 0" in done.stderr
+    )
+    assert "CPU free" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_keys_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:

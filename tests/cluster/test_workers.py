@@ -10,6 +10,7 @@ import textwrap
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -19,6 +20,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from pdserve.cluster import app as cluster_app
+from pdserve.cluster import links, worker_replica
 from pdserve.cluster.links import MembershipWatcher, ServeLink
 from pdserve.configs.schema import ClusterConfig
 from pdserve.engine.protocol import (
@@ -148,6 +150,30 @@ async def test_an_unknown_worker_fails_fast(members: Members, decode: Deployment
     with pytest.raises(WorkerLost, match="not among"):
         await anext(link.events("r", 1))
     assert time.monotonic() - began < 1.0
+
+
+async def test_a_worker_that_stands_still_is_not_waited_for(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = next(iter(members.links.values()))
+    monkeypatch.setattr(links, "HELLO_DEADLINE_S", 0.5)
+    pid = replica_pid(link)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(WorkerLost, match=r"has not answered for 0\.5 s"):
+            await anext(cast(ServeLink, link).events("r", 2))
+        assert time.monotonic() - began < 3
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    monkeypatch.undo()
+    await (await opened(link, 3)).aclose()
+
+
+async def test_an_engine_process_that_never_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_replica, "CREATED_DEADLINE_S", 0.05)
+    ping = SimpleNamespace(remote=asyncio.Event().wait)
+    shell: Any = SimpleNamespace(worker_id="Decode#x", _engine=SimpleNamespace(ping=ping))
+    with pytest.raises(RuntimeError, match=r"engine process of worker Decode#x \(with 2 GPU, on node .* within 0.05 s"):
+        await worker_replica.WorkerReplica._created(shell, 2)
 
 
 async def test_a_command_too_large_for_serve_is_refused_by_name(members: Members) -> None:
