@@ -2,19 +2,16 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from engine.harness import make_engine
+from metrics_table import Row, written
 from prometheus_client import CollectorRegistry
 
 from pdserve.kvtransfer.metrics import PoolMetrics, TransferMetrics
 from pdserve.router.metrics import RouterMetrics
 from pdserve.worker.metrics import WorkerMetrics
-
-PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
-ROW = re.compile(r"^\| `(?P<name>pdserve_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|(?P<meaning>[^|]*)\|")
 
 # Names of the field (vLLM's, without its prefix) that its users look for; ours must end with them.
 FIELD = {
@@ -39,13 +36,6 @@ FIELD = {
 }
 
 
-@dataclass(frozen=True)
-class Row:
-    kind: str
-    labels: str
-    meaning: str
-
-
 def counted(registry: CollectorRegistry) -> Iterator[tuple[str, Row]]:
     for collector in list(registry._collector_to_names):
         declared = list(getattr(collector, "_labelnames", ()))
@@ -53,12 +43,6 @@ def counted(registry: CollectorRegistry) -> Iterator[tuple[str, Row]]:
             seen = {label for sample in family.samples for label in sample.labels} - {"le"}
             name = f"{family.name}_total" if family.type == "counter" else family.name
             yield name, Row(family.type, ", ".join(declared or sorted(seen)), family.documentation.rstrip("."))
-
-
-def written() -> dict[str, Row]:
-    rows = [match for line in PAGE.read_text().splitlines() if (match := ROW.match(line))]
-    assert len({row["name"] for row in rows}) == len(rows), "a metric has two rows"
-    return {row["name"]: Row(row["kind"], row["labels"].strip(), row["meaning"].strip()) for row in rows}
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing,
 `pdserve bench` measures, `pdserve workers | role | scale` change a running one (cluster.operate).
+`pdserve bench` measures, `pdserve dashboard` prints one for Grafana.
 
 `up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process
 imports it. That is why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.
@@ -11,6 +12,7 @@ that runs already (routers may be on other nodes), and for options that only Ser
 import argparse
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -29,6 +31,7 @@ from pydantic import ValidationError
 
 from pdserve.bench.cli import add_bench_arguments, run_bench
 from pdserve.bench.option_values import POSITIVE, integer
+from pdserve.cluster.dashboard import dashboard, place
 from pdserve.cluster.http_server import KEEP_ALIVE_S, Address
 from pdserve.cluster.operate import COMMANDS, add_operator_arguments, run_operator
 from pdserve.configs.schema import ClusterConfig
@@ -67,6 +70,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
     doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
+    dashboard_parser = commands.add_parser("dashboard", help="print a Grafana dashboard of the cluster")
+    dashboard_parser.add_argument(
+        "--source",
+        choices=("ray", "routers"),
+        default="ray",
+        help="what Prometheus scrapes: Ray's exporters (default) or the routers' own /metrics",
+    )
     add_bench_arguments(commands.add_parser("bench", help="measure an engine or a running server"))
     add_operator_arguments(commands)
     options = parser.parse_args(argv)
@@ -76,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
         if options.command in COMMANDS:
             os.environ.setdefault("RAY_AUTH_MODE", SETTINGS["RAY_AUTH_MODE"][0])  # as `up` does
             return run_operator(options)
+        if options.command == "dashboard":
+            print(json.dumps(dashboard(options.source), indent=1))
+            return 0
         if options.command == "doctor":
             return doctor(options.cluster)
         return up(options.cluster, options.port, options.haproxy, options.timeout)
@@ -165,6 +178,8 @@ def _serve(
         print(greeting(url, config, time.monotonic() - began, reasons), flush=True)
         for line in open_doors(http["host"], config):
             print(f"pdserve: {line}", flush=True)
+        if own_ray:
+            place(grafana_folder())
         while True:
             time.sleep(3600)
     finally:
@@ -242,6 +257,16 @@ def _healthy(url: str) -> bool:
             return bool(response.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+def grafana_folder() -> Path:
+    """Where Ray's own Grafana configuration looks for dashboards."""
+    import ray
+
+    context = ray.get_runtime_context()
+    session = Path(context.get_temp_dir(), context.get_session_name())
+    root = Path(os.environ.get("RAY_METRICS_OUTPUT_ROOT", session / "metrics"))
+    return Path(os.environ.get("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR", root / "grafana" / "dashboards"))
 
 
 def has_keys(config: ClusterConfig) -> bool:
