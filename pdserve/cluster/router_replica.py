@@ -11,9 +11,11 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import msgspec
+from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from pdserve.cluster.autoscaler import Autoscaler
 from pdserve.cluster.counts import ServeCounts
 from pdserve.cluster.framing import cut
 from pdserve.cluster.handle_api import (
@@ -63,7 +65,9 @@ class RouterReplica:
         self._service = Service(self._fleet, tokenizer, config.router, config.model.served_name, slo=config.slo)
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
-        self._admin = Admin(self._fleet, ServeCounts(config))
+        counts = ServeCounts(config)
+        self._admin = Admin(self._fleet, counts)
+        self._autoscaler = Autoscaler(self._fleet, counts, config, is_first)
         # Behind one of Serve's proxies everybody seems to be on its machine.
         admin = self._admin if config.router.admin_http and address is not None else None
         self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service, admin)
@@ -75,6 +79,7 @@ class RouterReplica:
             logger.warning("no decode worker after %g s: requests are refused until one comes", FIRST_WORKER_S)
         if self._http is not None:
             self._http.start()
+        self._autoscaler.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor."""
@@ -136,8 +141,15 @@ class RouterReplica:
         if self._http is not None:
             await self._http.close()
         self._bridge.close()
+        self._autoscaler.stop()
         self._watcher.stop()
         await self._fleet.close()
+
+
+def is_first() -> bool:
+    """Of the routers: Serve numbers them, and gives a dead one's number to the next."""
+    rank = serve.get_replica_context().rank
+    return rank is not None and rank.rank == 0
 
 
 def load_tokenizer(config: ClusterConfig) -> Tokenizer:

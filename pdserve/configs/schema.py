@@ -216,10 +216,31 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 Labels = Annotated[dict[str, str], AfterValidator(_check_labels)]
 
 
+class AutoscalingConfig(Config):
+    """How many workers a deployment may have, and when that changes (docs/elasticity.md). up_delay_s, down_delay_s: so
+    long there must be too few, or too many. queue_ms: what prompts may wait; None: half of slo.ttft_ms, or 250.
+    sequences: that a decode worker shall have; None: as many as slo.tpot_ms and its blocks allow.
+    """
+
+    min: int = Field(1, ge=1)
+    max: int = Field(1, ge=1)
+    up_delay_s: float = Field(5.0, ge=0)
+    down_delay_s: float = Field(120.0, ge=0)
+    queue_ms: float | None = Field(None, gt=0)
+    sequences: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> "AutoscalingConfig":
+        if self.max < self.min:
+            raise ValueError(f"autoscaling.max ({self.max}) must not be below autoscaling.min ({self.min})")
+        return self
+
+
 class DeploymentConfig(Config):
     """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank; resources per replica.
     labels: only on nodes with all of these (`ray start --labels`), each a selector of Ray's: `value`, `!value`,
     `in(a, b)` or `!in(a, b)`.
+    autoscaling: then `replicas` is for the start.
     """
 
     replicas: int = Field(1, ge=0)
@@ -228,6 +249,17 @@ class DeploymentConfig(Config):
     resources: dict[str, float] = Field(default_factory=dict)
     labels: Labels = Field(default_factory=dict)
     engine: EngineConfig | None = None
+    autoscaling: AutoscalingConfig | None = None
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> "DeploymentConfig":
+        bounds = self.autoscaling
+        if bounds is not None and not bounds.min <= self.replicas <= bounds.max:
+            raise ValueError(
+                f"replicas ({self.replicas}) must be from autoscaling.min ({bounds.min}) to autoscaling.max "
+                f"({bounds.max})"
+            )
+        return self
 
 
 class RouterConfig(Config):

@@ -470,7 +470,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
 
     queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus families. cache_number: of
     the last CacheChange before this. prefill_tokens_per_s: measured over the latest steps that were mostly prompt; 0:
-    none yet.
+    none yet. busy: share of the latest seconds that it computed. token_interval_s: between two tokens of a running
+    sequence, lately; 0: none runs.
     """
 
     role: str
@@ -484,6 +485,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     metrics: tuple[MetricFamily, ...] = ()
     cache_number: int = 0
     prefill_tokens_per_s: float = 0.0
+    busy: float = 0.0
+    token_interval_s: float = 0.0
 
 
 CACHE_KEY_BYTES = 8

@@ -48,6 +48,7 @@ from pdserve.kvtransfer.pool import KVPool
 from pdserve.prefill.phase import PrefillPhase
 from pdserve.worker.cache_report import CacheReport
 from pdserve.worker.leg_clock import LegClock
+from pdserve.worker.load_meter import LoadMeter
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.pool_phase import PoolPhase
 from pdserve.worker.prefill_speed import PrefillSpeed
@@ -119,6 +120,7 @@ class WorkerLoop:
         self._sessions: set[Session] = set()
         self._cache = CacheReport(engine.blocks)
         self._speed = PrefillSpeed()
+        self._load = LoadMeter(time.monotonic())
         self._keys: dict[Session, dict[RequestKey, LegClock]] = defaultdict(dict)
         self._device_seconds = 0.0
         self._turn_began: float | None = None  # of the last turn, when it computed a step
@@ -318,6 +320,7 @@ class WorkerLoop:
         stepped = self._step() if busy else False
         if stepped:
             self._poll_phases()  # what came in meanwhile leaves with this step's events, not a step later
+        self._load.turned(began, time.monotonic(), stepped)
         self._check_at_rest(busy)
         self._turn_began = began if stepped else None
         self._forget_finished()
@@ -354,6 +357,8 @@ class WorkerLoop:
             metrics=self._metrics.families(),
             cache_number=self._cache.number,
             prefill_tokens_per_s=self._speed.tokens_per_s,
+            busy=self._load.busy(time.monotonic()),
+            token_interval_s=self._load.token_interval_s if scheduler.running else 0.0,
         )
 
     def _step(self) -> bool:

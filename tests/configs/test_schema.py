@@ -8,6 +8,7 @@ from pydantic import BaseModel, ValidationError
 
 from pdserve.configs import schema
 from pdserve.configs.schema import (
+    AutoscalingConfig,
     ClusterConfig,
     Config,
     DeploymentConfig,
@@ -35,7 +36,23 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "async_scheduling": None,
         "cuda_graphs": True,
     },
-    DeploymentConfig: {"replicas": 1, "num_cpus": 0.0, "num_gpus": 0.0, "resources": {}, "labels": {}, "engine": None},
+    DeploymentConfig: {
+        "replicas": 1,
+        "num_cpus": 0.0,
+        "num_gpus": 0.0,
+        "resources": {},
+        "labels": {},
+        "engine": None,
+        "autoscaling": None,
+    },
+    AutoscalingConfig: {
+        "min": 1,
+        "max": 1,
+        "up_delay_s": 5.0,
+        "down_delay_s": 120.0,
+        "queue_ms": None,
+        "sequences": None,
+    },
 }
 NOT_WRITTEN = (Config, schema.ResolvedEngineConfig)  # by users
 ALL = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, Config) and c not in NOT_WRITTEN]
@@ -183,3 +200,10 @@ def test_a_chunk_is_whole_blocks() -> None:
     assert PoolConfig(chunk_tokens=256).blocks_per_chunk(64) == 4
     with pytest.raises(ValueError, match=r"chunk_tokens \(100\).*block_size \(16\): set it to 96"):
         PoolConfig(chunk_tokens=100).blocks_per_chunk(16)
+
+
+def test_bounds_of_autoscaling_hold_what_is_started() -> None:
+    with pytest.raises(ValidationError, match=r"max \(1\) must not be below autoscaling.min \(2\)"):
+        AutoscalingConfig(min=2)
+    with pytest.raises(ValidationError, match=r"replicas \(5\) must be from autoscaling.min \(1\) to .* \(3\)"):
+        DeploymentConfig.model_validate({"replicas": 5, "autoscaling": {"max": 3}})

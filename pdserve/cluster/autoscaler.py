@@ -1,0 +1,115 @@
+"""Lets counts follow load: once a second, on the router of Serve's rank 0, from what all workers pushed to it.
+
+What is decided is `router.scaling`'s. Two routers that think they are first for a moment set the same targets. Knows
+Serve through `Counts` and `is_first` only. Made by `cluster.router_replica`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Mapping
+
+from pdserve.configs.schema import AutoscalingConfig, ClusterConfig
+from pdserve.router.admin import Count, Counts, deployment_of
+from pdserve.router.fleet import Fleet
+from pdserve.router.predict import Predictor
+from pdserve.router.scaling import Load, Scaler, decode_demand, prefill_demand, queue_target_ms
+from pdserve.router.worker_state import WorkerState
+
+logger = logging.getLogger("ray.serve")
+
+PERIOD_S = 1.0
+
+
+class Autoscaler:
+    """`start` does nothing where the configuration has no `autoscaling:`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        counts: Counts,
+        config: ClusterConfig,
+        is_first: Callable[[], bool],
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._fleet = fleet
+        self._counts = counts
+        self._slo = config.slo
+        self._is_first = is_first
+        self._now = now
+        self._least_interval_ms = float("inf")
+        deployments = {"decode": config.decode}
+        if config.mode == "disaggregated":
+            deployments["prefill"] = config.prefill
+        self._bounds = {key: part.autoscaling for key, part in deployments.items() if part.autoscaling is not None}
+        self._scalers = {key: Scaler(bounds) for key, bounds in self._bounds.items()}
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        if self._bounds:
+            self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            if not self._is_first():
+                self._scalers = {key: Scaler(bounds) for key, bounds in self._bounds.items()}
+                continue
+            try:
+                await self.look()
+            except ConnectionError as error:
+                logger.warning("autoscaling: %s", error)
+            except Exception:  # serving must not end with it, and the next second is another chance
+                logger.exception("autoscaling failed")
+
+    async def look(self) -> None:
+        """Decide once. Raises ConnectionError."""
+        counts = await self._counts.get()
+        workers = self._fleet.workers
+        predictor = Predictor(workers, None, 0, time.monotonic())
+        for key, scaler in self._scalers.items():
+            serving = [worker for worker in workers if serves(worker, key) and not worker.draining]
+            loads = [load_of(worker, predictor) for worker in serving]
+            demand = self._demand(key, self._bounds[key], loads)
+            target = counts[key].target
+            new = scaler.decide(demand, len(loads), target, self._is_settled(key, counts), self._now())
+            if new != target:
+                logger.info("autoscaling: %s from %d to %d (demand %.2f)", key, target, new, demand)
+                for warning in await self._counts.set({key: new}):
+                    logger.warning("autoscaling: %s", warning)
+
+    def _demand(self, key: str, bounds: AutoscalingConfig, loads: list[Load]) -> float:
+        queue_ms = queue_target_ms(bounds, self._slo.ttft_ms)
+        if key == "prefill":
+            return prefill_demand(loads, queue_ms)
+        seen = [load.token_interval_ms for load in loads if load.token_interval_ms]
+        self._least_interval_ms = min([self._least_interval_ms, *seen])
+        return decode_demand(loads, queue_ms, self._slo.tpot_ms, bounds.sequences, self._least_interval_ms)
+
+    def _is_settled(self, key: str, counts: Mapping[str, Count]) -> bool:
+        """Serve runs what it shall, and this router sees just these."""
+        members = [worker for worker in self._fleet.workers if deployment_of(worker) == key]
+        is_there = counts[key].running == counts[key].target == len(members)
+        return is_there and not any(worker.draining for worker in members)
+
+
+def serves(worker: WorkerState, key: str) -> bool:
+    """By the role it has now, not the one it was started with."""
+    return worker.role == "prefill" if key == "prefill" else worker.can_decode
+
+
+def load_of(worker: WorkerState, predictor: Predictor) -> Load:
+    snapshot = worker.snapshot
+    if snapshot is None:
+        return Load()
+    return Load(
+        queue_ms=predictor.queue_ms(worker),
+        busy=snapshot.busy,
+        token_interval_ms=1000 * snapshot.token_interval_s,
+        used_blocks=1 - snapshot.free_blocks / max(1, snapshot.total_blocks),
+        num_sequences=snapshot.num_running + snapshot.num_waiting,
+    )

@@ -1,0 +1,102 @@
+"""How many workers a deployment should have, from what workers push: pure decisions, without Serve, fleet or clock.
+
+`Load` is one worker at one moment. `prefill_demand` and `decode_demand` say how many workers the present load would
+keep at their targets; `Scaler` keeps what must be remembered between two moments (delays, so that neither a burst nor a
+lull moves anything). Called by `cluster.autoscaler` once a second. docs/elasticity.md says where the numbers come from.
+
+    demand > workers for up_delay_s -> up to the demand, at most doubling
+    demand < SPARE x (workers - 1) for down_delay_s -> one worker fewer
+    not all there yet (starting, dead, leaving) -> neither
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.configs.schema import AutoscalingConfig
+
+BUSY = 0.8  # of the time: a prefill worker that computes more has a queue whenever two prompts come at once
+FULL = 0.85  # of the blocks: what runs grows by some before it ends
+SPARE = 0.67  # of the workers that would be left: or the next rise would bring the one back that just left
+DEFAULT_QUEUE_MS = 250.0  # without a TTFT target
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One worker. queue_ms: until the prompts that wait there are computed. busy: share of time. token_interval_ms: of
+    its running sequences; 0: none runs. used_blocks: share. num_sequences: running and waiting."""
+
+    queue_ms: float = 0.0
+    busy: float = 0.0
+    token_interval_ms: float = 0.0
+    used_blocks: float = 0.0
+    num_sequences: int = 0
+
+
+def queue_target_ms(config: AutoscalingConfig, ttft_ms: float | None) -> float:
+    """What a prompt may wait: half of the TTFT target; the rest is for computing it."""
+    if config.queue_ms is not None:
+        return config.queue_ms
+    return ttft_ms / 2 if ttft_ms is not None else DEFAULT_QUEUE_MS
+
+
+def prefill_demand(loads: Sequence[Load], queue_ms: float) -> float:
+    """In workers. queue_ms: the target."""
+    return max(sum(load.queue_ms for load in loads) / queue_ms, sum(load.busy for load in loads) / BUSY)
+
+
+def decode_demand(
+    loads: Sequence[Load], queue_ms: float, tpot_ms: float | None, sequences: int | None, least_interval_ms: float
+) -> float:
+    """In workers. least_interval_ms: of a nearly idle worker, which no worker more makes shorter."""
+    demands = [sum(load.queue_ms for load in loads) / queue_ms, sum(load.used_blocks for load in loads) / FULL]
+    if sequences is not None:
+        demands.append(sum(load.num_sequences for load in loads) / sequences)
+    if tpot_ms is not None:
+        demands.append(sum(_for_tpot(load.token_interval_ms, tpot_ms, least_interval_ms) for load in loads))
+    return max(demands)
+
+
+def _for_tpot(interval_ms: float, target_ms: float, least_ms: float) -> float:
+    """Workers that would bring the interval to the target: above a fixed part it goes with the sequences. Where the
+    target is missed it is the plain ratio: what was seen as least may have been long too."""
+    if not interval_ms:
+        return 0.0
+    if interval_ms > target_ms:
+        return interval_ms / target_ms
+    return max(0.0, interval_ms - least_ms) / (target_ms - least_ms) if least_ms < target_ms else 1.0
+
+
+class Scaler:
+    """Of one deployment. Times are seconds of any one clock."""
+
+    def __init__(self, config: AutoscalingConfig) -> None:
+        self._config = config
+        self._above_since: float | None = None
+        self._below_since: float | None = None
+
+    def decide(self, demand: float, num_workers: int, target: int, is_settled: bool, now: float) -> int:
+        """The new target. num_workers: that bear this load now, by their roles. is_settled: as many run as `target`
+        says, and none is leaving."""
+        config = self._config
+        self._above_since = _since(demand > num_workers, self._above_since, now)
+        self._below_since = _since(demand < SPARE * (num_workers - 1), self._below_since, now)
+        wanted = num_workers
+        if is_settled and _lasts(self._above_since, config.up_delay_s, now):
+            wanted = min(math.ceil(demand), 2 * max(1, num_workers))
+        elif is_settled and _lasts(self._below_since, config.down_delay_s, now):
+            wanted = num_workers - 1
+        if wanted != num_workers:
+            self._above_since = self._below_since = None
+        return max(config.min, min(config.max, target + wanted - num_workers))
+
+
+def _since(holds: bool, since: float | None, now: float) -> float | None:
+    """When it began to hold; None: it does not."""
+    if not holds:
+        return None
+    return now if since is None else since
+
+
+def _lasts(since: float | None, seconds: float, now: float) -> bool:
+    return since is not None and now - since >= seconds

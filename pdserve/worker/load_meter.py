@@ -1,0 +1,48 @@
+"""How loaded this worker is: the share of time it computes, and how long a running sequence waits for its next token.
+
+Both fade with FADE_S, so that a snapshot a second sees neither a single step nor what was a minute ago. Fed by
+`worker.loop` with every turn, told in Snapshots; who scales counts reads it (docs/elasticity.md). Times are monotonic
+seconds.
+"""
+
+import math
+
+FADE_S = 5.0
+
+
+class LoadMeter:
+    def __init__(self, now: float) -> None:
+        self._at = now
+        self._busy = self._span = 0.0
+        self._intervals = self._steps = 0.0
+        self._last_end: float | None = None  # of the step before, when the engine has not rested since
+
+    def turned(self, began: float, ended: float, stepped: bool) -> None:
+        """A turn that computed a step, or had nothing to compute."""
+        self._fade(ended)
+        if not stepped:
+            self._last_end = None
+            return
+        self._busy += FADE_S * (1 - math.exp((began - ended) / FADE_S))
+        self._intervals += ended - (began if self._last_end is None else self._last_end)
+        self._steps += 1.0
+        self._last_end = ended
+
+    def busy(self, now: float) -> float:
+        """0 to 1."""
+        self._fade(now)
+        return min(1.0, self._busy / self._span) if self._span > 0 else 0.0
+
+    @property
+    def token_interval_s(self) -> float:
+        """0 before the first step."""
+        return self._intervals / self._steps if self._steps else 0.0
+
+    def _fade(self, now: float) -> None:
+        seconds = max(0.0, now - self._at)
+        kept = math.exp(-seconds / FADE_S)
+        self._busy *= kept
+        self._span = self._span * kept + FADE_S * (1 - kept)
+        self._intervals *= kept
+        self._steps *= kept
+        self._at = max(self._at, now)
