@@ -63,6 +63,9 @@ class Autoscaler:
                 await self.look()
             except ConnectionError as error:
                 logger.warning("autoscaling: %s", error)
+            except ValueError as error:
+                logger.error("autoscaling ends: %s", error)
+                return
             except Exception:  # serving must not end with it, and the next second is another chance
                 logger.exception("autoscaling failed")
 

@@ -38,6 +38,7 @@ from pdserve.engine.protocol import (
 )
 
 STEP_S = 0.02
+TELL_S = 1.0
 
 
 def journal_path(worker_id: str) -> Path:
@@ -64,15 +65,16 @@ class FakeEngineHost:
         self.socket = context.socket(zmq.PAIR)
         self.socket.set(zmq.LINGER, 0)
         self.socket.bind(self.address)
-        stopped = False
+        stopped, told = False, 0.0
         while not stopped:
-            timeout_ms = int(STEP_S * 1000) if self.requests else 1000
+            if time.monotonic() > told + TELL_S:
+                told = time.monotonic()
+                self.publish("*", Snapshot(**self.load()))
+            timeout_ms = int((STEP_S if self.requests else TELL_S) * 1000)
             if self.socket.poll(timeout_ms):
                 stopped = self.handle(decode_command(self.socket.recv()))
             elif self.requests:
                 self.step()
-            else:
-                self.publish("*", Snapshot(**self.load()))
         context.destroy(linger=0)
 
     def handle(self, command: Command) -> bool:
@@ -122,10 +124,9 @@ class FakeEngineHost:
         )
 
     def load(self) -> dict[str, Any]:
-        counts = dict.fromkeys(
-            ("num_waiting", "queue_tokens", "free_blocks", "total_blocks", "pinned_blocks", "quarantined_blocks"), 0
-        )
-        load = {"role": self.config.role, "num_running": len(self.requests), **counts}
+        counts = dict.fromkeys(("num_waiting", "queue_tokens", "pinned_blocks", "quarantined_blocks"), 0)
+        blocks = {"free_blocks": 64, "total_blocks": 64}
+        load = {"role": self.config.role, "num_running": len(self.requests), **counts, **blocks}
         return load | {"metrics": self.families()}
 
     def families(self) -> tuple[MetricFamily, ...]:

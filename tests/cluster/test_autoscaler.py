@@ -1,6 +1,7 @@
 """From what workers pushed to what Serve is asked for, without Ray: workers, counts and clock are made by hand."""
 
 import asyncio
+import logging
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,7 @@ class FakeCounts:
         self.targets = targets
         self.running = dict(targets)
         self.broken = False
+        self.refuses = False
 
     async def get(self) -> dict[str, Count]:
         if self.broken:
@@ -29,6 +31,8 @@ class FakeCounts:
         return {key: Count(target=self.targets[key], running=self.running[key]) for key in self.targets}
 
     async def set(self, targets: Mapping[str, int]) -> list[str]:
+        if self.refuses:
+            raise ValueError("external_scaler_enabled")
         self.targets |= targets
         return []
 
@@ -118,3 +122,16 @@ async def test_without_bounds_nothing_runs() -> None:
     stage = Stage(made("Decode#b", "both"), mode="aggregated", decode={"replicas": 1})
     stage.scaler.start()
     assert stage.scaler._task is None
+
+
+async def test_a_cluster_that_cannot_be_scaled_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(autoscaler, "PERIOD_S", 0.01)
+    monkeypatch.setattr(autoscaler, "logger", logging.getLogger("of_the_test"))
+    bounds = {"autoscaling": {**BOUNDS["autoscaling"], "up_delay_s": 0}}
+    stage = Stage(made("Decode#b", "both", queue_tokens=1 << 30), mode="aggregated", decode=bounds)
+    stage.counts.refuses = True
+    stage.scaler.start()
+    await asyncio.sleep(0.2)
+    assert [record.message for record in caplog.records] == ["autoscaling ends: external_scaler_enabled"]

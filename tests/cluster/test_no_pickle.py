@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.cluster.handle_api import decode_answer, decode_ask
+from pdserve.cluster.handle_api import decode_answer, decode_ask, decode_order, decode_outcome
 from pdserve.engine.protocol import decode_batch, decode_command
 from pdserve.kvtransfer.notice import decode_letter
 
@@ -34,7 +34,7 @@ class Bomb:
         return os.mkdir, (self._path,)
 
 
-DECODERS = [decode_command, decode_batch, decode_letter, decode_ask, decode_answer]
+DECODERS = [decode_command, decode_batch, decode_letter, decode_ask, decode_answer, decode_order, decode_outcome]
 
 
 @pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)

@@ -2,6 +2,7 @@
 
 import os
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from pdserve.router.admin import ClusterReport
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "scaled"
+PROXY_PORT = 8123
 DRAIN_S = 1.0
 NUM_STREAMS, LENGTH = 6, 400  # 8 s each
 
@@ -69,12 +71,17 @@ def test_up_and_down_with_streams_open(client: Client) -> None:
         assert report.counts["decode"].target == 3 and not report.warnings
         report = until(client, lambda report: len(report.workers) == 3)
         assert first.worker in [worker.worker for worker in report.workers]
+        leavers = [client.stream([900], SamplingParams(max_tokens=900)) for _ in range(3)]  # one a worker
+        for stream in leavers:
+            next(stream)
         answers = streams(pool, client)
         until(client, lambda report: all(worker.num_legs for worker in report.workers))
         client.scale(decode=1)
         began = time.monotonic()
         report = until(client, lambda report: any(worker.state == "draining" for worker in report.workers))
         assert sum(worker.state == "running" and worker.num_legs > 0 for worker in report.workers) == 1
+        for stream in leavers:
+            stream.close()  # type: ignore[attr-defined]  # a Cancel reaches a worker that leaves
         report = until(client, lambda report: len(report.workers) == 1)
         assert time.monotonic() - began < DRAIN_S + 5
         assert report.workers[0].num_legs == NUM_STREAMS, "moved, not ended"
@@ -82,6 +89,13 @@ def test_up_and_down_with_streams_open(client: Client) -> None:
             assert answer.result(60) == [10 * number + position for position in range(LENGTH)]
     until(client, lambda report: report.counts["decode"].running == 1)
     assert router_pid() == router
+    failovers = [line for line in metrics("/scaled").splitlines() if line.startswith("pdserve_router_failovers_total")]
+    assert len(failovers) == 1 and 'reason="drained"' in failovers[0], failovers
+
+
+def metrics(prefix: str) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{PROXY_PORT}{prefix}/metrics", timeout=20) as response:
+        return response.read().decode()
 
 
 def test_the_command_line(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
@@ -123,3 +137,43 @@ def test_counts_without_room_are_warned_of(client: Client) -> None:
     assert before[0].worker in [worker.worker for worker in client.workers().workers]
     client.scale(decode=1)
     until(client, lambda report: len(report.workers) == 1 and report.counts["decode"].running == 1)
+
+
+def test_counts_outlive_the_controller(client: Client) -> None:
+    client.scale(decode=2)
+    report = until(client, lambda report: len(report.workers) == 2 and report.counts["decode"].running == 2)
+    before = [worker.worker for worker in report.workers]
+    ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            report = client.workers()
+            if report.counts["decode"].running == 2:
+                break
+        except ClusterError as error:
+            assert error.status == 503
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    assert report.counts["decode"].target == 2 and [worker.worker for worker in report.workers] == before
+    client.scale(decode=1)
+    until(client, lambda report: len(report.workers) == 1)
+
+
+def test_counts_follow_load(local_ray: None) -> None:
+    """Of two routers one decides; the second worker comes for streams, and goes behind them."""
+    bounds = {"min": 1, "max": 2, "up_delay_s": 0.5, "down_delay_s": 2, "sequences": 2}
+    args: dict[str, Any] = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"autoscaling": bounds}}
+    app = cluster_app.assemble(ClusterConfig.model_validate(args | {"router": {"replicas": 2}}), FAKE)
+    serve.run(app, name="follows", route_prefix="/follows", external_scaler_enabled=True)
+    try:
+        client = connect(app_name="follows")
+        until(client, lambda report: len(report.workers) == 1)
+        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+            answers = streams(pool, client)
+            until(client, lambda report: report.counts["decode"].target == 2, 7)
+            for number, answer in enumerate(answers):
+                assert answer.result(60) == [10 * number + position for position in range(LENGTH)]
+        until(client, lambda report: len(report.workers) == 2)
+        until(client, lambda report: report.counts["decode"].target == 1 and len(report.workers) == 1)
+    finally:
+        serve.delete("follows")
