@@ -15,6 +15,7 @@ from pdserve.cluster.client import ROUTER
 from pdserve.cluster.counts import DEPLOYMENTS
 from pdserve.cluster.engine_actor import ENGINE_HOST
 from pdserve.cluster.http_server import Address
+from pdserve.cluster.logs import serve_logging
 from pdserve.cluster.placement import CRUMB, worker_bundles, workers
 from pdserve.cluster.room import await_room
 from pdserve.cluster.router_replica import RouterReplica
@@ -31,7 +32,6 @@ COMMON: dict[str, Any] = {
     "health_check_period_s": 1.0,
     "health_check_timeout_s": 15.0,
     "graceful_shutdown_wait_loop_s": 0.2,
-    "logging_config": {"enable_access_log": False},  # a line a call costs more than the call
 }
 PINNED: dict[str, Any] = {"request_router_class": "pdserve.cluster.addressing:PinRouter"}
 ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
@@ -74,6 +74,7 @@ def worker_deployment(config: ClusterConfig, key: str, engine_host: str) -> Appl
         placement_group_strategy="STRICT_PACK",
         request_router_config=RequestRouterConfig(**PINNED),
         graceful_shutdown_timeout_s=config.router.drain_s + WORKER_SHUTDOWN_S,
+        logging_config=serve_logging(config.logging),
         **COMMON,
     )
     return decorate(WorkerReplica).bind(config.worker(ROLES[key]), deployment.num_gpus, engine_host)
@@ -89,6 +90,7 @@ def router_deployment(config: ClusterConfig) -> Deployment:
             "label_selector": config.router.labels,
         },
         graceful_shutdown_timeout_s=ROUTER_SHUTDOWN_S,
+        logging_config=serve_logging(config.logging),
         **COMMON,
     )
     return decorate(serve.ingress()(RouterReplica))

@@ -46,6 +46,10 @@ MAX_PORT = 65535
 SETTINGS: dict[str, tuple[str, str]] = {
     "RAY_AUTH_MODE": ("token", "Ray's ports run code for whoever reaches them; unset, server and client may disagree"),
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": ("1", "a streamed token costs several times less CPU"),
+    "RAY_SERVE_REQUEST_PATH_LOG_BUFFER_SIZE": (
+        "1",
+        "lines are in the logs at once; the setting above holds back 1,000",
+    ),
     "RAY_health_check_initial_delay_ms": ("1000", "a lost node is noticed in seconds, not a quarter of a minute"),
     "RAY_health_check_period_ms": ("1000", "the same"),
     "RAY_health_check_timeout_ms": ("1000", "the same"),

@@ -14,6 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pdserve.cluster.logs import log_to_stderr
 from pdserve.configs.schema import WorkerConfig
 
 ENGINE_HOST = "pdserve.worker.host:EngineHost"
@@ -38,6 +39,7 @@ class EngineActor:
     def __init__(self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
         # One thread an engine, before torch loads: several engines on a few cores collapse otherwise.
         os.environ["OMP_NUM_THREADS"] = "1"
+        log_to_stderr(config.logging, worker_id)
         config = config.model_copy(update={"host": ray.util.get_node_ip_address()})
         module, _, name = engine_host.partition(":")
         self._host: Host = getattr(importlib.import_module(module), name)(config, worker_id, incarnation, address)

@@ -36,6 +36,7 @@ from pdserve.cluster.handle_api import (
 )
 from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.cluster.links import MembershipWatcher
+from pdserve.cluster.logs import log_as_serve_does
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
@@ -50,7 +51,7 @@ from pdserve.text.tokenizer import Tokenizer
 FIRST_WORKER_S = 10.0
 
 logger = logging.getLogger("ray.serve")
-logging.getLogger("pdserve").parent = logger  # our lines go where Serve's go, at its level
+log_as_serve_does()
 
 
 class RouterReplica:
@@ -62,15 +63,17 @@ class RouterReplica:
     ) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
         self._fleet = Fleet(config.router.worker_silence_s, drain_s=config.router.drain_s)
-        self._service = Service(self._fleet, tokenizer, config.router, config.model.served_name, slo=config.slo)
+        name = config.model.served_name
+        self._service = Service(self._fleet, tokenizer, config.router, name, slo=config.slo, logs=config.logging)
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
         counts = ServeCounts(config)
         self._admin = Admin(self._fleet, counts)
         self._autoscaler = Autoscaler(self._fleet, counts, config, is_first)
+        own = address is not None
         # Behind one of Serve's proxies everybody seems to be on its machine.
-        admin = self._admin if config.router.admin_http and address is not None else None
-        self._app = build_app(self._fleet, tokenizer, config.router, config.model.served_name, self._service, admin)
+        admin = self._admin if config.router.admin_http and own else None
+        self._app = build_app(self._fleet, tokenizer, config.router, name, self._service, admin, names_requests=own)
         self._bridge = MetricsBridge(self._metrics)
         self._http = HttpServer(self._app, address, config.router.client_timeout_s) if address is not None else None
         # Of several routers on one port, the kernel gives a new one connections as soon as it listens; Serve's proxies

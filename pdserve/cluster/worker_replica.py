@@ -22,12 +22,14 @@ from ray.util import get_current_placement_group, get_node_ip_address
 from pdserve.cluster.addressing import worker_id_of
 from pdserve.cluster.engine_actor import ENGINE_HOST, create_engine_actor
 from pdserve.cluster.framing import cut
+from pdserve.cluster.logs import log_as_serve_does
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.protocol import Snapshot, decode_batch
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
 logger = logging.getLogger("ray.serve")
+log_as_serve_does()
 
 CREATED_DEADLINE_S = 300.0  # its process starts and imports torch, from a cold disk perhaps
 PING_DEADLINE_S = 10.0

@@ -351,6 +351,18 @@ class SloConfig(Config):
         return None if self.ttft_ms is None or self.refuse_beyond is None else self.ttft_ms * self.refuse_beyond
 
 
+class LogConfig(Config):
+    """Log lines of routers, worker shells and engines (docs/logs.md).
+
+    format: "text", or "json": one object a line. level: the lowest that is written. requests: a line for each prompt
+    that ended and each call that was refused.
+    """
+
+    format: Literal["text", "json"] = "text"
+    level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    requests: bool = True
+
+
 class ClusterConfig(Config):
     """Everything under `args:` of cluster.yaml.
 
@@ -368,6 +380,7 @@ class ClusterConfig(Config):
     prefill: DeploymentConfig = DeploymentConfig()
     decode: DeploymentConfig = DeploymentConfig()
     placement_deadline_s: float | None = Field(60.0, gt=0)
+    logging: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
@@ -394,6 +407,7 @@ class ClusterConfig(Config):
             engine=deployment.engine or self.engine,
             transfer=self.transfer,
             connects=self.mode == "disaggregated",
+            logging=self.logging,
         )
 
 
@@ -408,3 +422,4 @@ class WorkerConfig(Config):
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
+    logging: LogConfig = LogConfig()

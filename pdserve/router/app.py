@@ -32,6 +32,7 @@ from pdserve.router.metrics import exposition
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder, event_bytes
 from pdserve.router.openapi import openapi_document
+from pdserve.router.request_log import log_of
 from pdserve.router.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Endpoint = Callable[[Request], Awaitable[Response]]
+
+REQUEST_ID = "x-request-id"
 
 # nginx's status for a client that went away; nobody reads it but the access log
 CLIENT_CLOSED = 499
@@ -55,11 +58,13 @@ def build_app(
     model_name: str,
     service: Service | None = None,
     admin: Admin | None = None,
+    names_requests: bool = True,
 ) -> Starlette:
     """model_name: what clients send as `model`. service: to share one with a Python handle; made here by default.
-    admin: with it there are the operator's routes; only where no proxy hides who asks. Raises ValueError when the API
+    admin: with it there are the operator's routes; only where no proxy hides who asks. names_requests: answers have the
+    header x-request-id; False where the server around this app adds it, as Serve's does. Raises ValueError when the API
     keys that the configuration speaks of cannot be read."""
-    api = _Api(service or Service(fleet, tokenizer, config, model_name), ApiKeys(config))
+    api = _Api(service or Service(fleet, tokenizer, config, model_name), ApiKeys(config), names_requests)
     routes = [
         Route("/v1/completions", api.endpoint(api.completions), methods=["POST"]),
         Route("/v1/chat/completions", api.endpoint(api.chat), methods=["POST"]),
@@ -79,25 +84,36 @@ def build_app(
 
 
 class _Api:
-    def __init__(self, service: Service, keys: ApiKeys) -> None:
+    def __init__(self, service: Service, keys: ApiKeys, names_requests: bool) -> None:
         self.service = service
         self._keys = keys
+        self._names_requests = names_requests
 
     def endpoint(self, handler: Endpoint, is_open: bool = False) -> Endpoint:
         """The handler, for those who have a key, with its errors in OpenAI's form. is_open: for everybody."""
 
         async def call(request: Request) -> Response:
+            request.state.name = _name_of(request)
+            response = await answer(request)
+            if self._names_requests:
+                response.headers[REQUEST_ID] = request.state.name
+            return response
+
+        async def answer(request: Request) -> Response:
             try:
                 if not is_open:
                     request.state.tenant = self._keys.check(request.headers.get("authorization"))
                 return await handler(request)
             except ApiError as error:
                 self.service.metrics.rejections.labels(str(error.status), error.reason).inc()
+                if not error.logged:
+                    self.service.request_log.refused(request.state.name, error)
                 return _error(error)
             except (_ClientGone, ClientDisconnect):
                 return Response(status_code=CLIENT_CLOSED)
             except Exception:
-                logger.exception("%s failed", request.url.path)
+                path, name = request.url.path, request.state.name
+                log_of(logger, logging.ERROR, name, "%s failed, x-request-id %s", path, name, exc_info=True)
                 return _error(_internal())
 
         return call
@@ -235,14 +251,21 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _request_id(request: Request, prefix: str) -> str:
-    """The client's x-request-id behind the prefix, or a new one."""
-    given = request.headers.get("x-request-id")
-    if given is None:
-        return f"{prefix}-{uuid.uuid4().hex}"
+    """The request's name behind the prefix. Raises ApiError when the client gave one that cannot be."""
+    given = request.headers.get(REQUEST_ID)
     try:
-        return f"{prefix}-{check_request_id(given)}"
+        return f"{prefix}-{request.state.name if given is None else check_request_id(given)}"
     except ValueError as error:
-        raise ApiError(f"x-request-id: {error}", param="x-request-id") from error
+        raise ApiError(f"{REQUEST_ID}: {error}", param=REQUEST_ID) from error
+
+
+def _name_of(request: Request) -> str:
+    """The client's x-request-id, or a new one, also where the client's cannot be."""
+    given = request.headers.get(REQUEST_ID, "")
+    try:
+        return check_request_id(given)
+    except ValueError:
+        return uuid.uuid4().hex
 
 
 def _shows_timeline(request: Request) -> bool:
@@ -333,7 +356,8 @@ class _EventStream(Response):
             await self._watch.unless_gone(self._send_all(send))
             self._generation.served()
         except (_ClientGone, OSError):
-            logger.debug("client left %s", self._generation.request_id)
+            name = self._generation.request_id
+            log_of(logger, logging.DEBUG, name, "client left %s", name)
         finally:
             self._timer.cancel()
             self._generation.close()
@@ -343,7 +367,8 @@ class _EventStream(Response):
     def _look(self, num_sends: int) -> None:
         """Whether the send of the last look still waits."""
         if self._sending and self._num_sends == num_sends:
-            logger.warning("the client of %s read nothing for %g s", self._generation.request_id, self._timeout_s)
+            name, limit = self._generation.request_id, self._timeout_s
+            log_of(logger, logging.WARNING, name, "the client of %s read nothing for %g s", name, limit)
             self._watch.close()
             return
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look, self._num_sends)
@@ -372,7 +397,8 @@ class _EventStream(Response):
         except ApiError as error:
             ending = event_bytes(error.body())
         except Exception:
-            logger.exception("stream %s failed", self._generation.request_id)
+            name = self._generation.request_id
+            log_of(logger, logging.ERROR, name, "stream %s failed", name, exc_info=True)
             ending = event_bytes(_internal().body())
         return ending + b"data: [DONE]\n\n", False
 

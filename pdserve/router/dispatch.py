@@ -45,6 +45,7 @@ from pdserve.router.metrics import RouterMetrics
 from pdserve.router.predict import Forecast, Predictor
 from pdserve.router.prefix_index import PromptBlocks
 from pdserve.router.record import Accepted, LegError, RequestRecord
+from pdserve.router.request_log import RequestLog, log_of
 from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline, Timeline, parts_of_time, rounded
 from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
@@ -95,6 +96,7 @@ class Dispatcher:
     config: RouterConfig
     metrics: RouterMetrics
     goodput: Goodput
+    request_log: RequestLog
     resume_wait_s: float = 60.0
 
 
@@ -154,9 +156,11 @@ class RequestRun:
             outcome = "ok"
         except NoWorker as error:
             outcome = "unavailable"
-            raise RequestFailed("unavailable", str(error)) from error
+            failed = RequestFailed("unavailable", str(error))
+            failed.logged = self._shared.request_log.wanted
+            raise failed from error
         except RequestFailed as error:
-            outcome = error.failure
+            outcome, error.logged = error.failure, self._shared.request_log.wanted
             raise
         finally:
             self.close()
@@ -219,9 +223,16 @@ class RequestRun:
 
     def _log(self) -> None:
         level = logging.INFO if self._timeline.is_troubled else logging.DEBUG
-        if timeline_logger.isEnabledFor(level):
-            report = msgspec.json.encode(self.timeline()).decode()
-            timeline_logger.log(level, "timeline of %s: %s", self._job.request_id, report)
+        wanted, shown = self._shared.request_log.wanted, timeline_logger.isEnabledFor(level)
+        if not wanted and not shown:
+            return
+        request_id, report = self._job.request_id, self.timeline()
+        if wanted:
+            reasons = [choice.finish_reason for choice in self.record.choices]
+            self._shared.request_log.ended(report, reasons, self._clock.tpot_s)
+        if shown:
+            text = msgspec.json.encode(report).decode()
+            log_of(timeline_logger, level, request_id, "timeline of %s: %s", request_id, text)
 
     def close(self) -> None:
         """End all legs and tell every worker that may still hold something. Idempotent, never waits."""

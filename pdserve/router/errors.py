@@ -43,6 +43,7 @@ class ApiError(Exception):
         self.param = param if param is None else param[:LONGEST_PARAM]
         self.code = code
         self.retry_after = retry_after
+        self.logged = False  # whether the prompt that it ended has its line in the log
 
     @property
     def reason(self) -> str:

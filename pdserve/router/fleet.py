@@ -186,7 +186,8 @@ class Fleet:
         except WorkerLost as error:
             self._lose(worker, f"cannot be reached: {error}")
         except Exception as error:  # of this command, not of the worker: one that is too large must not cost workers
-            logger.exception("sending %s to worker %s failed", type(command).__name__, worker.worker_id)
+            named = f" of {command.key.request_id}" if isinstance(command, Submit | Cancel) else ""
+            logger.exception("sending %s%s to worker %s failed", type(command).__name__, named, worker.worker_id)
             if isinstance(command, Submit):
                 kind: Literal["invalid", "internal"] = "invalid" if isinstance(error, ValueError) else "internal"
                 request_id, attempt = command.key.request_id, command.key.attempt

@@ -18,7 +18,7 @@ from typing import Any
 
 import msgspec
 
-from pdserve.configs.schema import RouterConfig, SloConfig
+from pdserve.configs.schema import LogConfig, RouterConfig, SloConfig
 from pdserve.engine.protocol import FinishReason, SamplingParams, TokenLogprob
 from pdserve.router.admission import Admission
 from pdserve.router.choose import Chooser, NoWorker
@@ -26,6 +26,7 @@ from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.request_log import RequestLog
 from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline
 from pdserve.text.tokenizer import Tokenizer
@@ -164,6 +165,7 @@ class Service:
         model_name: str,
         resume_wait_s: float = 60.0,
         slo: SloConfig | None = None,
+        logs: LogConfig | None = None,
     ) -> None:
         """resume_wait_s: how long a request whose worker was lost waits for another one to join."""
         self.fleet = fleet
@@ -177,7 +179,10 @@ class Service:
         self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens, slo)
         self.metrics.queued.set_function(lambda: self.admission.queued_tokens)
         goodput = Goodput(slo, self.metrics.registry)
-        self._dispatcher = Dispatcher(fleet, chooser, tokenizer, config, self.metrics, goodput, resume_wait_s)
+        self.request_log = RequestLog(model_name, logs or LogConfig())
+        self._dispatcher = Dispatcher(
+            fleet, chooser, tokenizer, config, self.metrics, goodput, self.request_log, resume_wait_s
+        )
         self._numbers = itertools.count()
 
     def limits(self) -> Limits:

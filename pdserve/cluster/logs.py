@@ -1,0 +1,59 @@
+"""Where our log lines go and in which form: Serve's files for routers and worker shells, standard error for engines.
+
+Serve writes and formats the lines of its replicas; an engine's process is no replica, so its lines get a handler here,
+whose JSON has the same keys. Used by `cluster.app` (Serve's settings), `cluster.router_replica` and
+`cluster.engine_actor`.
+"""
+
+import json
+import logging
+import sys
+from typing import Any, TextIO
+
+from pdserve.configs.schema import LogConfig
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+def serve_logging(config: LogConfig) -> dict[str, Any]:
+    """Serve's `logging_config` of a deployment. Text is Serve's own default, which its environment may change."""
+    encoding = {"encoding": "JSON"} if config.format == "json" else {}
+    return {"log_level": config.level, "enable_access_log": False} | encoding  # a line a call costs more than the call
+
+
+def log_as_serve_does() -> None:
+    """In a replica: our lines go where Serve's go, at its level."""
+    logging.getLogger("pdserve").parent = logging.getLogger("ray.serve")
+
+
+def log_to_stderr(config: LogConfig, worker_id: str, stream: TextIO | None = None) -> None:
+    """In an engine's process, whose standard error Ray keeps in a file."""
+    handler = logging.StreamHandler(stream or sys.stderr)
+    text = logging.Formatter(f"%(levelname)s %(asctime)s {worker_id} %(message)s")
+    handler.setFormatter(JsonFormatter({"worker": worker_id}) if config.format == "json" else text)
+    ours = logging.getLogger("pdserve")
+    ours.handlers[:] = [handler]
+    ours.setLevel(config.level)
+    ours.propagate = False
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: the keys of Serve's, the given ones, and the record's own fields."""
+
+    def __init__(self, fields: dict[str, str]) -> None:
+        super().__init__()
+        self._fields = fields
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, object] = {
+            "asctime": self.formatTime(record),
+            "levelname": record.levelname,
+            "message": record.getMessage(),
+            "filename": record.filename,
+            "lineno": record.lineno,
+            "process": record.process,
+        }
+        if record.exc_info:
+            line["exc_text"] = self.formatException(record.exc_info)
+        line |= self._fields | {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+        return json.dumps(line, default=str)

@@ -1,0 +1,101 @@
+"""Log lines where they end up under Ray Serve: files of the router and of an engine, all JSON, each request found by
+its id."""
+
+import io
+import json
+import logging
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+
+from pdserve.cluster import app as cluster_app
+from pdserve.cluster.http_server import Address
+from pdserve.cluster.logs import log_to_stderr, serve_logging
+from pdserve.configs.schema import ClusterConfig, LogConfig
+
+FAKE = "fake_engine_host:FakeEngineHost"
+APP = "logs"
+PROXY_PORT, OWN_PORT = 8123, 8127
+
+
+@pytest.fixture(scope="module")
+def running(local_ray: None) -> Iterator[None]:
+    logs = {"format": "json", "level": "DEBUG"}
+    args = {"mode": "aggregated", "model": {"name": "fake"}, "logging": logs}
+    config = ClusterConfig.model_validate(args)
+    serve.run(cluster_app.assemble(config, FAKE, Address("127.0.0.1", OWN_PORT)), name=APP, route_prefix="/logs")
+    yield
+    serve.delete(APP)
+
+
+def ask(url: str, name: str, prompt: list[int]) -> dict[str, str]:
+    """The answer's headers."""
+    data = json.dumps({"model": "fake", "prompt": prompt, "max_tokens": 3}).encode()
+    headers = {"content-type": "application/json", "x-request-id": name}
+    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=20) as answer:
+        assert answer.status == 200
+        return {name.lower(): value for name, value in answer.headers.items()}
+
+
+def log_folder() -> Path:
+    context = ray.get_runtime_context()
+    return Path(context.get_temp_dir(), context.get_session_name(), "logs")
+
+
+def lines(pattern: str) -> list[dict[str, Any]]:
+    """All lines of these files; each must be JSON."""
+    files = sorted(log_folder().glob(pattern))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+
+
+def test_a_requests_line_is_in_the_routers_file(running: None) -> None:
+    own = ask(f"http://127.0.0.1:{OWN_PORT}/v1/completions", "by-own", [123, 456])
+    ask(f"http://127.0.0.1:{PROXY_PORT}/logs/v1/completions", "by-serve", [123, 456])
+    assert own["x-request-id"] == "by-own"
+    deadline, ended = time.monotonic() + 20, dict[str, dict[str, Any]]()
+    while len(ended) < 2:
+        assert time.monotonic() < deadline, "the lines did not come"
+        time.sleep(0.2)
+        told = lines(f"serve/*{APP}*Router*.log") or lines("serve/*Router*.log")
+        ended = {line["request_id"]: line for line in told if line.get("outcome") == "ok"}
+    assert [name.rsplit("-", 1)[0] for name in sorted(ended)] == ["cmpl-by-own", "cmpl-by-serve"]
+    for line in ended.values():
+        assert (line["model"], line["generated_tokens"], line["prompt_tokens"]) == ("fake", 3, 2)
+        assert line["decode_worker"].startswith("Decode#") and line["levelname"] == "INFO" and line["replica"]
+    assert not any("456" in str(line.get("message")) for line in told), "no prompts"
+
+
+def test_serve_is_told_format_and_level() -> None:
+    assert serve_logging(LogConfig()) == {"log_level": "INFO", "enable_access_log": False}
+    assert serve_logging(LogConfig(format="json", level="ERROR"))["encoding"] == "JSON"
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_an_engines_lines_name_the_worker(format: str) -> None:
+    stream, ours = io.StringIO(), logging.getLogger("pdserve")
+    before = ours.handlers[:], ours.level, ours.propagate
+    try:
+        log_to_stderr(LogConfig.model_validate({"format": format}), "Decode#x", stream)
+        log = logging.getLogger("pdserve.worker.loop")
+        log.debug("not this")
+        log.warning("slow %s", "peer", extra={"request_id": "r"})
+        try:
+            raise ValueError("odd")
+        except ValueError:
+            log.exception("failed")
+    finally:
+        ours.handlers[:], ours.level, ours.propagate = before
+    told = stream.getvalue()
+    assert "not this" not in told and "ValueError: odd" in told
+    if format == "text":
+        assert "WARNING" in told and "Decode#x slow peer" in told
+        return
+    first, second = map(json.loads, told.splitlines())
+    assert (first["message"], first["worker"], first["request_id"]) == ("slow peer", "Decode#x", "r")
+    assert second["levelname"] == "ERROR" and "ValueError: odd" in second["exc_text"]
