@@ -1,7 +1,7 @@
 """CPU time of looking: counting a token and a prompt, a request's log line, a /metrics page, the bridge to Ray.
 
-One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the node's agent pays is
-in docs/metrics.md.
+One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the node's agent pays
+is in docs/metrics.md.
 
     .venv/bin/python -m benchmarks.sight
 """

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -159,6 +160,53 @@ def test_a_file_that_this_machine_has_no_room_for_is_refused_at_once(tmp_path: P
         "decode: 2 replicas, each on one node with 3 GPU, the labels {role: decode}; there is room for 0" in done.stderr
     )
     assert "CPU free" in done.stderr and "Traceback" not in done.stderr
+
+
+def exported(session: Path) -> set[str]:
+    """Names of all series that Ray exports on its nodes."""
+    targets = json.loads((session / "prom_metrics_service_discovery.json").read_text())[0]["targets"]
+    pages = []
+    for target in targets:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+            pages.append(answer.read().decode())
+    return {line.split("{")[0].split(" ")[0] for page in pages for line in page.splitlines() if line[:1] != "#"}
+
+
+def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> None:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    document["applications"][0]["args"]["logging"] = {"format": "json"}
+    path, port = tmp_path / "cluster.yaml", free_port()
+    path.write_text(yaml.safe_dump(document))
+    with (
+        tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
+        up(str(path), "--port", port, env=ISOLATED | {"RAY_TMPDIR": folder}),
+    ):
+        body = json.dumps({"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 4}).encode()
+        headers = {"content-type": "application/json", "x-request-id": "seen"}
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.headers.get_all("x-request-id") == ["seen"]
+        session = Path(folder, "ray", "session_latest").resolve()
+        [placed] = session.glob("metrics/grafana/dashboards/pdserve*.json")
+        panels = json.loads(placed.read_text())["panels"]
+        asked = {
+            name
+            for panel in panels
+            for target in panel.get("targets", ())
+            for name in re.findall(r"ray_pdserve_\w+", target["expr"])
+        }
+        rare = "kv_pool|rejections|failovers|preemptions|unsettled|hits|cached_prompt|early"
+        common = {name for name in asked if not re.search(rare, name)}
+        deadline = time.monotonic() + 60
+        while common - exported(session):
+            assert time.monotonic() < deadline, f"Ray does not export {common - exported(session)}"
+            time.sleep(2)
+        told = [line for log in session.glob("logs/serve/*Router*.log") for line in log.read_text().splitlines()]
+        [line] = [line for line in map(json.loads, told) if line.get("outcome")]
+        assert line["request_id"].startswith("cmpl-seen-") and line["kv_source"] == "p2p"
+        engines = [log.read_text() for log in session.glob("logs/worker-*.err")]
+        ours = [json.loads(t) for text in engines for t in text.splitlines() if t.startswith('{"asctime"')]
+        assert {line["worker"].split("#")[0] for line in ours} == {"Prefill", "Decode"}, "engines say what NIXL does"
 
 
 def test_keys_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
