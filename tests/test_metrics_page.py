@@ -3,14 +3,17 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from engine.harness import make_engine
 from metrics_table import Row, written
 from prometheus_client import CollectorRegistry
 
+from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.kvtransfer.metrics import PoolMetrics, TransferMetrics
-from pdserve.router.metrics import RouterMetrics
+from pdserve.router.fleet import Fleet
+from pdserve.router.service import Service
 from pdserve.worker.metrics import WorkerMetrics
 
 # Names of the field (vLLM's, without its prefix) that its users look for; ours must end with them.
@@ -50,7 +53,9 @@ def code(tiny_llama: Path) -> dict[str, Row]:
     worker = WorkerMetrics(make_engine(tiny_llama, num_kv_blocks=8))
     TransferMetrics(worker.registry)
     PoolMetrics(worker.registry)
-    return dict(counted(RouterMetrics("m").registry)) | dict(counted(worker.registry))
+    tokenizer: Any = None
+    router = Service(Fleet(), tokenizer, RouterConfig(), "m", slo=SloConfig(ttft_ms=1, tpot_ms=1))
+    return dict(counted(router.metrics.registry)) | dict(counted(worker.registry))
 
 
 def test_the_page_has_every_metric_and_no_other(code: dict[str, Row]) -> None:

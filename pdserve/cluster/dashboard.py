@@ -53,7 +53,7 @@ def total(expr: str, *by: str) -> str:
 
 
 def router_rate(metric: str, *by: str) -> str:
-    """Of a counter, a second, over all routers."""
+    """Of a counter, a second, over all routers. metric: may have a filter behind it."""
     return total(f"rate(P@pdserve_router_{metric}{WINDOW})", *by)
 
 
@@ -341,7 +341,7 @@ SPLIT = Row(
             (
                 Query(
                     share(
-                        'sum(rate(P@pdserve_router_split_decisions_total{plan="split"}[$__rate_interval]))',
+                        router_rate('split_decisions_total{plan="split"}'),
                         router_rate("split_decisions_total"),
                     ),
                     "split",
@@ -378,6 +378,48 @@ FAILOVERS = Row(
     ),
 )
 
+SLO = Row(
+    "SLO",
+    (
+        Panel(
+            "Goodput: share of prompts that got what is promised",
+            "percentunit",
+            (
+                Query(
+                    share(router_rate('slo_requests_total{missed="none"}'), router_rate("slo_requests_total")),
+                    "prompts",
+                ),
+                Query(
+                    share(router_rate('slo_tokens_total{missed="none"}'), router_rate("slo_tokens_total")),
+                    "their tokens",
+                ),
+            ),
+            "Nothing without targets in the configuration (slo).",
+        ),
+        Panel(
+            "Prompts a second, by the targets they missed",
+            "reqps",
+            (Query(router_rate("slo_requests_total", "missed"), "{{missed}}"),),
+            stacked=True,
+        ),
+        Panel(
+            "Targets, and what is reached",
+            "s",
+            (
+                Query("max by (target) (P@pdserve_router_slo_target_seconds)", "{{target}} promised"),
+                *(
+                    Query(query.expr, f"ttft {query.legend}")
+                    for query in router_quantiles("time_to_first_token_seconds", 0.99)
+                ),
+                *(
+                    Query(query.expr, f"tpot {query.legend}")
+                    for query in router_quantiles("request_time_per_output_token_seconds", 0.99)
+                ),
+            ),
+        ),
+    ),
+)
+
 POOL = Row(
     "KV pool",
     (
@@ -396,7 +438,7 @@ POOL = Row(
     ),
 )
 
-ROWS = (LOAD, LATENCY, PREFILL_ROW, DECODE_ROW, HAND_OFF, CACHES, SPLIT, FAILOVERS, POOL)
+ROWS = (LOAD, LATENCY, PREFILL_ROW, DECODE_ROW, HAND_OFF, CACHES, SPLIT, FAILOVERS, SLO, POOL)
 
 
 def queries(source: Source) -> Iterator[str]:
