@@ -174,7 +174,7 @@ def exported(session: Path) -> set[str]:
 
 def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> None:
     document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    document["applications"][0]["args"]["logging"] = {"format": "json"}
+    document["applications"][0]["args"] |= {"logging": {"format": "json"}, "slo": {"ttft_ms": 9000, "tpot_ms": 900}}
     path, port = tmp_path / "cluster.yaml", free_port()
     path.write_text(yaml.safe_dump(document))
     with (

@@ -108,6 +108,10 @@ async def test_whole(start: Make) -> None:
     assert line.transport_s is not None
 
 
+def lines_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if record.name == "pdserve.timeline"]
+
+
 async def test_failed_pull_says_why(start: Make, caplog: pytest.LogCaptureFixture) -> None:
     harness = await start(1, 1)
     failed = {
@@ -135,7 +139,7 @@ async def test_failed_pull_says_why(start: Make, caplog: pytest.LogCaptureFixtur
     assert (lost.source, lost.reason, lost.detail, lost.seconds) == ("recompute", "peer-lost", "no route to host", 0.2)
     assert lost.lag_s is None and lost.bytes == 0
     assert (pool.source, pool.bytes, pool.seconds, pool.lag_s) == ("pool", 512, 0.05, None)
-    [record] = caplog.records
+    [record] = lines_of(caplog)
     assert record.levelno == logging.INFO and line.request_id in record.message
     assert msgspec.json.decode(record.message.split(": ", 1)[1], type=PromptTimeline) == line
 
@@ -144,10 +148,10 @@ async def test_good_prompts_are_logged_for_debugging_only(start: Make, caplog: p
     harness = await start(1, 1)
     with caplog.at_level(logging.INFO, "pdserve.timeline"):
         await run(harness)
-    assert not caplog.records
+    assert not lines_of(caplog)
     with caplog.at_level(logging.DEBUG, "pdserve.timeline"):
         [line] = await run(harness)
-    assert [(r.levelno, line.request_id in r.message) for r in caplog.records] == [(logging.DEBUG, True)]
+    assert [(r.levelno, line.request_id in r.message) for r in lines_of(caplog)] == [(logging.DEBUG, True)]
 
 
 async def test_failover(start: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -169,7 +173,7 @@ async def test_failover(start: Make, caplog: pytest.LogCaptureFixture) -> None:
     assert lost.reason and lost.worker != again.worker and again.phase == "full"
     assert lost.complete is False and lost.queue_s is None and again.complete
     assert line.failovers == 1 and line.transport_s is None and line.unreported_s is not None
-    assert [r.levelno for r in caplog.records if r.name == "pdserve.timeline"] == [logging.INFO]
+    assert [r.levelno for r in lines_of(caplog)] == [logging.INFO]
 
 
 async def test_refused_attempt_and_silence_are_named(start: Make) -> None:
@@ -220,7 +224,7 @@ async def test_hopeless_request_is_told_in_the_log(start: Make, caplog: pytest.L
     harness.decodes[0].fail_submit = lambda submit: "internal"
     with caplog.at_level(logging.INFO, "pdserve.timeline"), pytest.raises(RequestFailed):
         await run(harness)
-    [record] = caplog.records
+    [record] = lines_of(caplog)
     line = json.loads(record.message.split(": ", 1)[1])
     assert line["outcome"] == "internal" and [leg["end"] for leg in line["legs"]] == ["lost", "lost"]
     assert line["first_token_s"] is None and line["generated_tokens"] == 0
