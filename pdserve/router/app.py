@@ -78,7 +78,7 @@ def build_app(
     ]
     if admin is not None:
         routes += admin_routes(admin, api.endpoint, api.body)
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _http_error})
+    app = Starlette(routes=routes, exception_handlers={HTTPException: api.http_error})
     app.state.service = api.service
     return app
 
@@ -94,10 +94,7 @@ class _Api:
 
         async def call(request: Request) -> Response:
             request.state.name = _name_of(request)
-            response = await answer(request)
-            if self._names_requests:
-                response.headers[REQUEST_ID] = request.state.name
-            return response
+            return self._named(await answer(request), request.state.name)
 
         async def answer(request: Request) -> Response:
             try:
@@ -117,6 +114,18 @@ class _Api:
                 return _error(_internal())
 
         return call
+
+    def _named(self, response: Response, name: str) -> Response:
+        if self._names_requests:
+            response.headers[REQUEST_ID] = name
+        return response
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """Unknown paths and methods."""
+        assert isinstance(error, HTTPException)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return self._named(_error(ApiError(message, status=error.status_code, kind=kind)), _name_of(request))
 
     async def completions(self, request: Request) -> Response:
         received, shows_timeline = time.perf_counter(), _shows_timeline(request)
@@ -419,10 +428,3 @@ def _error(error: ApiError) -> Response:
 
 def _internal() -> ApiError:
     return ApiError("the server failed; its log says why", status=500, kind="internal_error")
-
-
-async def _http_error(request: Request, error: Exception) -> Response:
-    """Unknown paths and methods."""
-    assert isinstance(error, HTTPException)
-    kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
-    return _error(ApiError(f"{request.method} {request.url.path}: {error.detail}", status=error.status_code, kind=kind))

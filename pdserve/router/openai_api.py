@@ -175,12 +175,17 @@ def parse(body: bytes, kind: type[R]) -> R:
         raise ApiError("the body must be a JSON object", code="invalid_json")
     given = {name: _whole(value) for name, value in data.items() if value is not None}
     for name in given.keys() - kind.__struct_fields__ - IGNORED:
-        if name not in NEUTRAL or given.pop(name) != NEUTRAL[name]:
+        if name not in NEUTRAL or not _same(given.pop(name), NEUTRAL[name]):
             raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
     try:
         return msgspec.convert(given, kind, str_keys=True)
     except msgspec.ValidationError as error:
         raise _invalid(error) from error
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """In JSON true is no 1, nor false a 0."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
 
 
 def _whole(value: Any) -> Any:

@@ -313,6 +313,8 @@ async def test_harmless_parameters_are_taken(make: Make) -> None:
     neutral = {"best_of": 1, "suffix": None, "use_beam_search": False, "length_penalty": 1.0, "logit_bias": {"5": -3}}
     assert (await harness.http().post("/v1/completions", json=GOOD | neutral)).status_code == 200
     assert harness.prefills[0].submits()[-1].sampling.logit_bias == {5: -3.0}
+    for asks in ({"length_penalty": True}, {"use_beam_search": 0}):
+        assert (await harness.http().post("/v1/completions", json=GOOD | asks)).status_code == 400
 
 
 async def test_other_error_statuses(make: Make) -> None:
@@ -333,7 +335,8 @@ async def test_other_error_statuses(make: Make) -> None:
         answer = await http.post("/v1/completions", content=body)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_json")
     assert (await http.get("/v1/nothing")).json()["error"]["type"] == "not_found_error"
-    assert (await http.get("/v1/completions")).status_code == 405
+    refused = await http.get("/v1/completions", headers={"x-request-id": "here"})
+    assert refused.status_code == 405 and refused.headers["x-request-id"] == "here"
 
 
 def always(kind: str, submit: Submit) -> str:
