@@ -60,6 +60,14 @@ def value(values: dict[Key, float], name: str, **labels: str) -> float:
     return sum(v for (known, pairs), v in values.items() if known == name and labels.items() <= dict(pairs).items())
 
 
+def by_router(values: dict[Key, float]) -> dict[Key, list[float]]:
+    """Series without the label router: of this cluster's, and of routers that other tests had."""
+    found: dict[Key, list[float]] = {}
+    for (name, labels), number in values.items():
+        found.setdefault((name, frozenset(pair for pair in labels if pair[0] != "router")), []).append(number)
+    return found
+
+
 def test_rays_exporter_shows_what_the_routers_page_shows(client: Client) -> None:
     client.generate([[10 * i, 1] for i in range(6)], SamplingParams(max_tokens=4))
     time.sleep(2.5)  # idle workers tell their last figures
@@ -74,13 +82,13 @@ def test_rays_exporter_shows_what_the_routers_page_shows(client: Client) -> None
         time.sleep(1)
         [exporter] = exporters()
         told = page(exporter)
-        routers = {(n, frozenset(p for p in labels if p[0] != "router")): v for (n, labels), v in told.items()}
+        routers = by_router(told)
         wrong = {str(k) for k in worker_keys if told.get(k) != own[k]}
-        wrong |= {str(k) for k in router_keys if routers.get(k) != pytest.approx(own[k])}
+        wrong |= {str(k) for k in router_keys if pytest.approx(own[k]) not in routers.get(k, [])}
     assert not wrong
     assert value(told, f"{STEPS_S}_count") == value(told, f"{STEPS_S}_bucket", le="0.025") > 0
     assert value(told, f"{STEPS_S}_sum") == pytest.approx(0.02 * value(told, f"{STEPS_S}_count")), "sums are exact"
-    assert value(told, "pdserve_router_time_to_first_token_seconds_bucket", le="+Inf") == 6
+    assert 6 in routers["pdserve_router_time_to_first_token_seconds_bucket", frozenset({("le", "+Inf")})]
 
 
 def test_a_workers_gauges_vanish_with_it(client: Client) -> None:
