@@ -185,7 +185,7 @@ async def test_the_urgent_overtake_at_both_workers() -> None:
                 finished.append(number)
 
             asks = [asyncio.create_task(ask(number, 5)) for number in range(12)]
-            while await running.metric("pdserve_router_running") < 12:
+            while await running.metric("pdserve_router_num_requests_running") < 12:
                 await asyncio.sleep(0.005)
             await asyncio.gather(*asks, ask(12, -1))
     assert finished.index(12) <= 3, finished

@@ -21,22 +21,28 @@ SOONEST_S, LATEST_S = 1, 60
 RATE_WINDOW_S = 10.0
 # of the time until a first token that would be late: so long may even a prompt wait that takes that time by itself
 LEAST_WAIT = 0.25
+IN_TIME = 0.9  # of the first tokens shall not come later than predicted
+LEARNING = 0.05
+CAUTION = 0.5, 10.0  # at least, at most
 
 
 class Seat:
     """One prompt's place. Every method is idempotent."""
 
-    __slots__ = ("_admission", "_here", "_priority", "_queued", "_unsent")
+    __slots__ = ("_admission", "_filled", "_forecast", "_here", "_priority", "_queued", "_unsent")
 
     def __init__(self, admission: "Admission") -> None:
         self._admission = admission
         self._here = True
         self._queued = self._unsent = self._priority = 0
+        self._filled = 0.0
+        self._forecast: Forecast | None = None
 
-    def fill(self, num_tokens: int, priority: int = 0) -> None:
-        """The prompt has so many tokens, which wait now."""
+    def fill(self, num_tokens: int, priority: int = 0, forecast: Forecast | None = None) -> None:
+        """The prompt has so many tokens, which wait now. forecast: of its first token, if one was made."""
         self._queued = self._unsent = num_tokens
-        self._priority = priority
+        self._priority, self._forecast = priority, forecast
+        self._filled = self._admission.clock()
         self._admission.unsent_tokens += num_tokens
         self._admission.queue(num_tokens, priority)
 
@@ -50,6 +56,8 @@ class Seat:
         if self._queued:
             self._admission.token_rate.add(self._queued)
             self._unqueue()
+            if self._forecast is not None:
+                self._admission.learn(self._forecast, 1000 * (self._admission.clock() - self._filled))
 
     def leave(self) -> None:
         if self._here:
@@ -80,6 +88,8 @@ class Admission:
         self.unsent_tokens = 0
         self._by_priority: dict[int, int] = {}  # of the queued tokens
         self._slo = slo or SloConfig()
+        self.clock = clock
+        self.caution = 1.0  # forecasts are multiplied by it
         self.prompt_rate = Rate(clock)
         self.token_rate = Rate(clock)
         self._max_prompts = max_prompts
@@ -137,14 +147,23 @@ class Admission:
         latest_ms = self._slo.latest_ms
         if latest_ms is None:
             return
-        alone_ms = forecast.own_ms + elapsed_ms
-        over_ms = forecast.wait_ms - max(latest_ms - alone_ms, LEAST_WAIT * latest_ms)
+        wait_ms, alone_ms = forecast.wait_ms * self.caution, forecast.own_ms * self.caution + elapsed_ms
+        over_ms = wait_ms - max(latest_ms - alone_ms, LEAST_WAIT * latest_ms)
         if over_ms > 0:
             message = (
-                f"the first token would come after about {forecast.wait_ms + alone_ms:.0f} ms, but this server "
+                f"the first token would come after about {wait_ms + alone_ms:.0f} ms, but this server "
                 f"promises {self._slo.ttft_ms:g} ms (slo.ttft_ms; more than {latest_ms:g} are refused): try again later"
             )
             raise _too_much(message, "predicted_late", _seconds(over_ms / 1000))
+
+    def learn(self, forecast: Forecast, took_ms: float) -> None:
+        """Follow the quantile IN_TIME of what first tokens took, relative to their forecast, where it mattered: steps
+        have a fixed part, decodes come between, and prompts that come later may be taken first."""
+        predicted_ms = (forecast.wait_ms + forecast.own_ms) * self.caution
+        if self._slo.latest_ms is None or predicted_ms < LEAST_WAIT * self._slo.latest_ms:
+            return
+        self.caution *= 1 + LEARNING * (IN_TIME if took_ms > predicted_ms else IN_TIME - 1)
+        self.caution = min(max(self.caution, CAUTION[0]), CAUTION[1])
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

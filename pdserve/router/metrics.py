@@ -95,6 +95,9 @@ class RouterMetrics:
         )
         self.running = Gauge("pdserve_router_num_requests_running", "Prompts being answered.", registry=self.registry)
         self.queued = Gauge("pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry)
+        self.caution = Gauge(
+            "pdserve_router_slo_caution", "Forecasts of first tokens are multiplied by it.", registry=self.registry
+        )
         self.stale_events = QuickCounter("pdserve_router_stale_events", "Events of ended legs.", self.registry)
         self.cache_resyncs = QuickCounter(
             "pdserve_router_cache_resyncs", "Prefix cache states asked for again, after a gap.", self.registry

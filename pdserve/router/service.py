@@ -26,6 +26,7 @@ from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.predict import Forecast
 from pdserve.router.request_log import RequestLog
 from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline
@@ -177,6 +178,7 @@ class Service:
         self._scout = Chooser(config.split_min_tokens, config.policy, config.split)  # what it picks takes nobody's turn
         slo = slo or SloConfig()
         self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens, slo)
+        self.metrics.caution.set_function(lambda: self.admission.caution)
         self.metrics.queued.set_function(lambda: self.admission.queued_tokens)
         goodput = Goodput(slo, self.metrics.registry)
         self.request_log = RequestLog(model_name, logs or LogConfig())
@@ -245,13 +247,13 @@ class Service:
             ]
             runs = [RequestRun(self._dispatcher, job, seat) for job, seat in zip(jobs, seats, strict=True)]
             longest = max(range(len(ids)), key=lambda number: len(ids[number]))
-            self._check_lateness(runs[longest], priority, received)
+            forecast = self._check_lateness(runs[longest], priority, received)
         except BaseException:
             for seat in seats:
                 seat.leave()
             raise
         for seat, prompt in zip(seats, ids, strict=True):
-            seat.fill(len(prompt), priority)
+            seat.fill(len(prompt), priority, forecast if len(seats) == 1 else None)
         return Generation(request_id, sampling.n, runs, ids)
 
     async def generate(
@@ -318,17 +320,19 @@ class Service:
                 )
                 raise ApiError(message, param=name)
 
-    def _check_lateness(self, run: RequestRun, priority: int, received: float) -> None:
-        """ApiError (429) when the first token would come too late, by what workers say of their queues."""
+    def _check_lateness(self, run: RequestRun, priority: int, received: float) -> Forecast | None:
+        """The forecast, if there can be one. ApiError (429) when the first token would come too late, by what workers
+        say of their queues."""
         admission = self.admission
         if not admission.foresees:
-            return
+            return None
         try:
             forecast = run.forecast(self._scout, admission.share_ahead(priority), admission.unsent_tokens)
         except NoWorker:
-            return  # its run will say so
+            return None  # its run will say so
         if forecast is not None:
             admission.check_lateness(forecast, 1000 * (time.perf_counter() - received))
+        return forecast
 
     async def _tokenise(self, prompt: Prompt, add_special_tokens: bool, limits: Limits, named: str) -> tuple[int, ...]:
         if isinstance(prompt, str):

@@ -1,6 +1,7 @@
 """What is promised: requests that would be late are refused before a worker hears of them, and goodput is counted."""
 
 import asyncio
+import random
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,7 +13,7 @@ from router.harness import MODEL, Harness, until
 
 from pdserve.configs.schema import SloConfig
 from pdserve.engine.protocol import SamplingParams
-from pdserve.router.admission import LEAST_WAIT, Admission
+from pdserve.router.admission import CAUTION, LEAST_WAIT, Admission
 from pdserve.router.errors import ApiError, RequestFailed
 from pdserve.router.predict import Forecast
 from pdserve.router.slo import Goodput
@@ -154,6 +155,35 @@ def test_lateness(wait_ms: float, own_ms: float, elapsed_ms: float, retry_after:
     with pytest.raises(ApiError) as caught:
         admission.check_lateness(Forecast(wait_ms, own_ms), elapsed_ms)
     assert (caught.value.status, caught.value.retry_after) == (429, retry_after)
+
+
+def test_forecasts_that_are_wrong_are_corrected() -> None:
+    """First tokens take 1 to 4 times what is predicted: nine in ten take less than 3.7 times."""
+    admission, draw = Admission(1, 1, SloConfig(ttft_ms=100)), random.Random(1)
+    for _ in range(3000):
+        admission.learn(Forecast(60, 20), 80 * draw.uniform(1, 4))
+    assert 3.3 < admission.caution < 4.1
+    before = admission.caution
+    admission.learn(Forecast(1, 1), 5000)
+    assert admission.caution == before, "nobody is refused for so little"
+    with pytest.raises(ApiError):
+        admission.check_lateness(Forecast(30, 0), 0)
+    for _ in range(3000):
+        admission.learn(Forecast(60, 20), 16)
+    assert admission.caution == CAUTION[0]
+    for _ in range(200):
+        admission.learn(Forecast(60, 20), 1e9)
+    assert admission.caution == CAUTION[1]
+
+
+async def test_what_first_tokens_take_is_learnt(make: Make) -> None:
+    harness = make(1, 1, slo=SLO)
+    busy(harness, 100)
+    harness.prefills[0].step_s = 0.4
+    await harness.start()
+    assert (await harness.http().post("/v1/completions", json=GOOD)).status_code == 200
+    assert 1 < harness.service.admission.caution < 1.1
+    assert "pdserve_router_slo_caution 1.0" in (await harness.http().get("/metrics")).text
 
 
 async def test_goodput_is_counted_as_users_measure_it(make: Make) -> None:
