@@ -140,8 +140,8 @@ def test_counts_without_room_are_warned_of(client: Client) -> None:
 
 
 def test_counts_outlive_the_controller(client: Client) -> None:
-    """The new one tells of the workers one by one, so for a moment one may seem to leave: it is the same that stays. (It
-    takes replicas that were being stopped for living ones, so none shall be.)"""
+    """The new one tells of the workers one by one, so for a moment one may seem to leave: it is the same that stays.
+    (It takes replicas that were being stopped for living ones, so none shall be.)"""
     client.scale(decode=2)
     report = until(client, lambda report: len(report.workers) == 2 and replica_states() == {"RUNNING": 2})
     before = [worker.worker for worker in report.workers]
