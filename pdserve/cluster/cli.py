@@ -1,6 +1,6 @@
 """The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing,
-`pdserve bench` measures, `pdserve workers | role | scale` change a running one (cluster.operate).
-`pdserve bench` measures, `pdserve dashboard` prints one for Grafana.
+`pdserve bench` measures, `pdserve workers | role | scale` look at a running one and change it (cluster.operate),
+`pdserve dashboard` prints one for Grafana.
 
 `up` differs from `serve run` in what it sets before Ray starts: many of Ray's settings are read once, when a process
 imports it. That is why this module imports Ray inside functions only. Entry point `main`, see pyproject.toml.

@@ -56,16 +56,18 @@ class MetricsBridge:
                     self._set(family, sample, labels)
 
     async def _run(self) -> None:
+        failed = False
         while True:
             await asyncio.sleep(PERIOD_S)
             try:
                 self.publish()
             except Exception:
-                logger.exception("metrics are repeated to Ray's exporter no longer")
-                return
+                level = logging.DEBUG if failed else logging.ERROR  # once
+                logger.log(level, "metrics could not be repeated to Ray's exporter", exc_info=True)
+                failed = True
 
     def _count(self, family: MetricFamily, sample: Sample, labels: dict[str, str]) -> None:
-        key = sample.name, tuple(labels.values())
+        key = sample.name, tuple(sample.labels.values())  # not the process's: a role may change
         gained = sample.value - self._told.get(key, 0.0)
         if gained <= 0:  # Ray refuses zero, and a counter does not sink
             return

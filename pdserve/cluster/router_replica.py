@@ -7,6 +7,7 @@ this process. Made by `cluster.app`; called by its own HTTP server or Serve's pr
 
 import asyncio
 import logging
+import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
@@ -120,10 +121,12 @@ class RouterReplica:
                 return Done(cluster=await self._admin.report())
 
     async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
+        request_id = f"gen-{uuid.uuid4().hex}"
         try:
             generation = await self._service.admit(
                 [ask.prompt],
                 ask.sampling,
+                request_id=request_id,
                 priority=ask.priority,
                 cache_salt=ask.cache_salt,
                 session_id=ask.session_id,
@@ -137,6 +140,8 @@ class RouterReplica:
                     yield Chunks(chunks)
             generation.served()
         except ApiError as error:
+            if not error.logged:
+                self._service.request_log.refused(request_id, error)
             yield Refused(status=error.status, message=error.message)
 
     async def __del__(self) -> None:

@@ -201,20 +201,22 @@ class DecodePhase:
     def _start_submitted(self) -> Events:
         """Reserve by priority and arrival, and post; whoever waits beyond the deadline computes its prompt instead."""
         events: Events = []
+        lacks_blocks, now = False, time.monotonic()
         submitted = [item for item in self._waiting.values() if item.ticket is not None]
         for item in sorted(submitted, key=lambda item: item.request.priority):
             if self._is_shunned(item.source.engine_id):
                 events += self._give_up(item, "quarantine-full", f"reads from {item.source.engine_id} do not end")
                 continue
-            reservation = self._reserve(item)
+            reservation = None if lacks_blocks else self._reserve(item)
             if reservation is not None:
                 events += self._start(item, reservation)
-            elif time.monotonic() - item.started > self._deadline_s:
+            elif now - item.started > self._deadline_s:
                 detail = f"{self._num_blocks(item)} blocks were not to be had within {self._deadline_s:g} s"
                 events += self._give_up(item, "no-blocks", detail)
             else:
-                self._revoke_one()
-                break
+                lacks_blocks = True  # nobody overtakes by being small; the others are only given up in time
+        if lacks_blocks:
+            self._revoke_one()
         return events
 
     def _start_prepared(self) -> None:

@@ -138,7 +138,7 @@ class RequestRun:
     async def stream(self) -> AsyncGenerator[list[Chunk], None]:
         """What became certain, as it comes, until every choice is finished. Raises RequestFailed. Whoever stops early
         calls `close` (closing the iterator does)."""
-        failures, accepted_before, outcome = 0, 0, "cancelled"
+        failures, accepted_before, outcome = 0, 0, "internal"
         self._clock.begin(len(self._job.prompt_token_ids))
         try:
             self._begin(self._choose())
@@ -162,6 +162,9 @@ class RequestRun:
         except RequestFailed as error:
             outcome, error.logged = error.failure, self._shared.request_log.wanted
             raise
+        except (GeneratorExit, asyncio.CancelledError):
+            outcome = "cancelled"
+            raise
         finally:
             self.close()
             self._clock.end(outcome, self.record)
@@ -177,7 +180,8 @@ class RequestRun:
         if not predictor.is_measured:
             return None
         split = plan.prefill is not None
-        alike = sum(worker.can_prefill if split else worker.can_decode for worker in workers)
+        staying = [worker for worker in workers if not worker.draining]
+        alike = sum(worker.can_prefill if split else worker.can_decode for worker in staying)
         return predictor.first_token(plan.prefill or plan.decode, share_ahead, unsent_tokens / max(1, alike))
 
     def served(self, alone: bool) -> None:

@@ -180,10 +180,10 @@ class Service:
         self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens, slo)
         self.metrics.caution.set_function(lambda: self.admission.caution)
         self.metrics.queued.set_function(lambda: self.admission.queued_tokens)
-        goodput = Goodput(slo, self.metrics.registry)
+        self._goodput = Goodput(slo, self.metrics.registry)
         self.request_log = RequestLog(model_name, logs or LogConfig())
         self._dispatcher = Dispatcher(
-            fleet, chooser, tokenizer, config, self.metrics, goodput, self.request_log, resume_wait_s
+            fleet, chooser, tokenizer, config, self.metrics, self._goodput, self.request_log, resume_wait_s
         )
         self._numbers = itertools.count()
 
@@ -228,30 +228,31 @@ class Service:
             raise value_error(error, SamplingParams.__struct_fields__) from error
         if not prompts:
             raise ApiError("prompt is empty: send a text, a list of token ids, or a list of these", param="prompt")
-        seats = self.admission.enter(len(prompts))
-        try:
-            ids = [await self._tokenise(prompt, add_special_tokens, limits, named) for prompt in prompts]
-            self.admission.check_tokens(sum(map(len, ids)))
-            jobs = [
-                Job(
-                    f"{request_id[:200]}-{next(self._numbers)}",
-                    prompt,
-                    _complete(sampling, len(prompt), limits.max_tokens),
-                    received,
-                    number,
-                    priority,
-                    cache_salt,
-                    session_id,
-                )
-                for number, prompt in enumerate(ids)
-            ]
-            runs = [RequestRun(self._dispatcher, job, seat) for job, seat in zip(jobs, seats, strict=True)]
-            longest = max(range(len(ids)), key=lambda number: len(ids[number]))
-            forecast = self._check_lateness(runs[longest], priority, received)
-        except BaseException:
-            for seat in seats:
-                seat.leave()
-            raise
+        with self._goodput.refusals(len(prompts)):
+            seats = self.admission.enter(len(prompts))
+            try:
+                ids = [await self._tokenise(prompt, add_special_tokens, limits, named) for prompt in prompts]
+                self.admission.check_tokens(sum(map(len, ids)))
+                jobs = [
+                    Job(
+                        f"{request_id}-{next(self._numbers)}",
+                        prompt,
+                        _complete(sampling, len(prompt), limits.max_tokens),
+                        received,
+                        number,
+                        priority,
+                        cache_salt,
+                        session_id,
+                    )
+                    for number, prompt in enumerate(ids)
+                ]
+                runs = [RequestRun(self._dispatcher, job, seat) for job, seat in zip(jobs, seats, strict=True)]
+                longest = max(range(len(ids)), key=lambda number: len(ids[number]))
+                forecast = self._check_lateness(runs[longest], priority, received)
+            except BaseException:
+                for seat in seats:
+                    seat.leave()
+                raise
         for seat, prompt in zip(seats, ids, strict=True):
             seat.fill(len(prompt), priority, forecast if len(seats) == 1 else None)
         return Generation(request_id, sampling.n, runs, ids)
@@ -287,7 +288,7 @@ class Service:
                 raise ApiError(message, param="chat_template_kwargs")
         apply = self.tokenizer.apply_chat_template
         try:
-            with self.admission.preparing():
+            with self._goodput.refusals(1), self.admission.preparing():
                 return await asyncio.to_thread(apply, messages, add_generation_prompt, tools, **(variables or {}))
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error

@@ -1,14 +1,18 @@
 """Goodput: whether requests got what `slo` promises, as their users measured it.
 
-    answered --every target met--> none | ttft | tpot | both missed         failed --> failed
+    answered --every target met--> none | ttft | tpot | both missed         failed --> failed      429 --> refused
     its client left --a target was missed by then--> as above; else it is not counted: nobody knows
 
-Counts only; refuses nothing (`router.admission` does). Called by `router.dispatch` once a prompt.
+Counts only; refuses nothing (`router.admission` does). Called once a prompt, by `router.dispatch` or `router.service`.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from pdserve.configs.schema import SloConfig
+from pdserve.router.errors import ApiError
 
 
 class Goodput:
@@ -31,7 +35,7 @@ class Goodput:
         """outcome: "ok", "cancelled" (by its client), or how it failed. elapsed_s: since the request came. ttft_s: to
         the first token of any choice, None without one. tpot_s: of the slowest choice, None when none has two tokens.
         """
-        if self._slo.ttft_ms is None and self._slo.tpot_ms is None:
+        if not self._is_promised:
             return
         missed = self._missed(elapsed_s if ttft_s is None else ttft_s, tpot_s)
         if outcome not in ("ok", "cancelled"):
@@ -40,6 +44,20 @@ class Goodput:
             return
         self._requests.labels(missed).inc()
         self._tokens.labels(missed).inc(num_tokens)
+
+    @contextmanager
+    def refusals(self, num_prompts: int) -> Iterator[None]:
+        """Counts what is refused within for lack of time (429): it was promised the same."""
+        try:
+            yield
+        except ApiError as error:
+            if error.status == 429 and self._is_promised:
+                self._requests.labels("refused").inc(num_prompts)
+            raise
+
+    @property
+    def _is_promised(self) -> bool:
+        return self._slo.ttft_ms is not None or self._slo.tpot_ms is not None
 
     def _missed(self, ttft_s: float, tpot_s: float | None) -> str:
         late = self._slo.ttft_ms is not None and 1000 * ttft_s > self._slo.ttft_ms

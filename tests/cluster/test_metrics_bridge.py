@@ -116,18 +116,21 @@ async def test_counters_go_by_what_they_gained(monkeypatch: pytest.MonkeyPatch) 
 
     for kind in ("Counter", "Gauge"):
         monkeypatch.setattr(f"pdserve.cluster.metrics_bridge.{kind}", Instrument)
-    totals = {"a": 0.0, "b": 2.0}
+    totals, roles = {"a": 0.0, "b": 2.0}, ["prefill", "prefill", "decode", "decode"]
 
     def source() -> Exposed:
         samples = tuple(Sample("x_total", {"kind": kind}, total) for kind, total in totals.items())
-        return Exposed([MetricFamily("x", "counter", "X.", samples)], {"worker": "w"})
+        return Exposed([MetricFamily("x", "counter", "X.", samples)], {"worker": "w", "role": roles.pop(0)})
 
     bridge = MetricsBridge(source)
     bridge.publish()
     totals |= {"a": 5.0}
     bridge.publish()
     bridge.publish()
+    totals |= {"b": 3.0}
+    bridge.publish()
     bridge.close()
-    labels = [{"kind": kind, "worker": "w"} for kind in "ba"]
-    assert sent == [("x", 2.0, labels[0]), ("x", 5.0, labels[1])]
+    labels = [{"kind": kind, "worker": "w", "role": "prefill"} for kind in "ba"]
+    assert sent[:2] == [("x", 2.0, labels[0]), ("x", 5.0, labels[1])]
+    assert sent[2:] == [("x", 1.0, labels[0] | {"role": "decode"})], "under a new role only what was gained since"
     assert json.dumps(sent)  # plain numbers

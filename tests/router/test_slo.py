@@ -54,6 +54,7 @@ async def test_what_would_be_late_is_refused_before_anything_is_computed(make: M
     assert not any(worker.submits() for worker in [*harness.prefills, *harness.decodes])
     assert 'rejections_total{reason="predicted_late",status="429"} 3.0' in (await http.get("/metrics")).text
     assert (harness.service.admission.num_prompts, harness.service.admission.queued_tokens) == (0, 0)
+    assert await counted(harness) == {"refused": 3.0}
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,31 @@ def test_waiting_imports_get_blocks_by_priority(tiny_llama) -> None:
     pair.close()
 
 
+def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(tiny_llama, llm: LLM) -> None:
+    """The pool is full; the urgent one is new, the other has waited for longer than a pull may take."""
+    pair = Pair(tiny_llama, d={"num_kv_blocks": 9}, pull_deadline_s=0.5)
+    params = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
+    held = pair.d.engine.blocks.allocate(8)
+    keys = []
+    for seed, priority in enumerate((5, 0)):
+        prompt = prompt_of(100, seed)
+        handoff, forced = pair.prefill(prompt, params)
+        assert handoff is not None
+        keys.append(RequestKey(ROUTER, SESSION, handoff.request_id, 2))
+        more = {"ticket": handoff.ticket, "starts": (Start(0, tuple(forced[0])),), "priority": priority}
+        pair.d.command(submit(keys[-1], "decode", prompt, params, **more))
+        if not seed:
+            limit = time.monotonic() + 0.45
+            pair.until(lambda limit=limit: time.monotonic() > limit)
+    pair.until(lambda: any(isinstance(e, Arrived) and e.source == "recompute" for e in of(pair.d, keys[0])), 0.3)
+    assert not any(isinstance(e, Arrived) for e in of(pair.d, keys[1]))
+    pair.d.engine.blocks.release(held)
+    for key in keys:
+        pair.finish(key)
+    pair.assert_empty()
+    pair.close()
+
+
 def test_cancel_at_every_turn_leaves_nothing(tiny_llama) -> None:
     pair = Pair(tiny_llama)
     prompt = prompt_of(60)
