@@ -3,6 +3,7 @@
     python -m benchmarks.targets --out benchmarks/results/targets-h200.jsonl           # all rows, one GPU
     python -m benchmarks.targets --only offline --only http-32                         # parts and single rows
     python -m benchmarks.targets --only pair                                           # two GPUs: 1P + 1D
+    python -m benchmarks.targets --only pair --replicas                                # or two whole workers
     python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl          # the table again, nothing is run
 
 Rows and figures are in targets.toml. The start row runs first, then the other offline rows with one engine, each in
@@ -56,6 +57,9 @@ def main() -> int:
     )
     parser.add_argument(
         "--split", choices=["always", "auto"], default="always", help="pair rows: which prompts P computes"
+    )
+    parser.add_argument(
+        "--replicas", action="store_true", help="pair rows: two workers that do whole requests, instead of P and D"
     )
     parser.add_argument("--from", type=Path, dest="saved", help="show the results of this file; measure nothing")
     parser.add_argument("--url", help="HTTP rows against this running server instead of one started here")
@@ -241,13 +245,15 @@ def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_p
         "dtype": options.dtype,
         "load_format": options.load_format,
     }
+    splits = is_pair and not options.replicas
     args = {
-        "mode": "disaggregated" if is_pair else "aggregated",
+        "mode": "disaggregated" if splits else "aggregated",
         "model": model,
         "engine": engine_fields(options),
         "router": {"split": options.split},
         "transfer": {"overlap": False if options.sequential else "auto"},
-        **{role: {"replicas": 1, "num_gpus": num_gpus} for role in ("prefill", "decode")},
+        "prefill": {"replicas": 1, "num_gpus": num_gpus},
+        "decode": {"replicas": 2 if is_pair and options.replicas else 1, "num_gpus": num_gpus},
     }
     return {
         "proxy_location": "HeadOnly",

@@ -137,16 +137,17 @@ def test_the_gap_behind_the_first_token_is_shown_where_it_has_a_target(table: Pa
     assert line_of(render(rows, results), "gap pair", after=2)[3] == f"- {BEHIND}", "a result of an older run"
 
 
-def test_pair_rows_have_a_prefill_and_a_decode_worker(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("replicas", [False, True])
+def test_pair_rows_have_a_prefill_and_a_decode_worker_or_two_whole_ones(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: bool
 ) -> None:
-    options = argparse.Namespace(
-        engine_device="cpu", model=str(tiny_llama), dtype="auto", load_format="dummy", sequential=True, split="always"
-    )
+    given = {"engine_device": "cpu", "model": str(tiny_llama), "dtype": "auto", "load_format": "dummy"}
+    options = argparse.Namespace(**given, sequential=True, split="always", replicas=replicas)
     monkeypatch.setattr(targets, "engine_fields", lambda _: {"device": "cpu"})
     args = targets.cluster_document(options, tmp_path, 1, is_pair=True)["applications"][0]["args"]
     config = ClusterConfig(**args)
-    assert (config.mode, config.prefill.replicas, config.decode.replicas) == ("disaggregated", 1, 1)
+    expected = ("aggregated", 1, 2) if replicas else ("disaggregated", 1, 1)
+    assert (config.mode, config.prefill.replicas, config.decode.replicas) == expected
     assert config.transfer.overlap is False
 
 
