@@ -78,8 +78,8 @@ class Autoscaler:
             serving = [worker for worker in workers if serves(worker, key) and not worker.draining]
             loads = [load_of(worker, predictor) for worker in serving]
             demand = self._demand(key, self._bounds[key], loads)
-            target = counts[key].target
-            new = scaler.decide(demand, len(loads), target, self._is_settled(key, counts), self._now())
+            target, running = counts[key].target, counts[key].running
+            new = scaler.decide(demand, len(loads), target, running, self._is_settled(key, counts), self._now())
             if new != target:
                 logger.info("autoscaling: %s from %d to %d (demand %.2f)", key, target, new, demand)
                 for warning in await self._counts.set({key: new}):

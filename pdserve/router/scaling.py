@@ -6,7 +6,8 @@ lull moves anything). Called by `cluster.autoscaler` once a second. docs/elastic
 
     demand > workers for up_delay_s -> up to the demand, at most doubling
     demand < SPARE x (workers - 1) for down_delay_s -> one worker fewer
-    not all there yet (starting, dead, leaving) -> neither
+    not all there yet (starting, dead, leaving) -> neither, for STUCK_S; then from those that run, and what does not
+        start and is not needed for down_delay_s is given up
 """
 
 import math
@@ -18,6 +19,7 @@ from pdserve.configs.schema import AutoscalingConfig
 BUSY = 0.8  # of the time: a prefill worker that computes more has a queue whenever two prompts come at once
 FULL = 0.85  # of the blocks: what runs grows by some before it ends
 SPARE = 0.67  # of the workers that would be left: or the next rise would bring the one back that just left
+STUCK_S = 60.0  # not as many as wanted for so long: no room, or one that never starts
 DEFAULT_QUEUE_MS = 250.0  # without a TTFT target
 
 
@@ -74,21 +76,36 @@ class Scaler:
         self._config = config
         self._above_since: float | None = None
         self._below_since: float | None = None
+        self._enough_since: float | None = None
+        self._unsettled_since: float | None = None
 
-    def decide(self, demand: float, num_workers: int, target: int, is_settled: bool, now: float) -> int:
-        """The new target. num_workers: that bear this load now, by their roles. is_settled: as many run as `target`
-        says, and none is leaving."""
-        config = self._config
+    def decide(self, demand: float, num_workers: int, target: int, running: int, is_settled: bool, now: float) -> int:
+        """The new target. num_workers: that bear this load now, by their roles. running: of the deployment. is_settled:
+        as many run as `target` says, and none is leaving."""
         self._above_since = _since(demand > num_workers, self._above_since, now)
         self._below_since = _since(demand < SPARE * (num_workers - 1), self._below_since, now)
-        wanted = num_workers
-        if is_settled and _lasts(self._above_since, config.up_delay_s, now):
-            wanted = min(math.ceil(demand), 2 * max(1, num_workers))
-        elif is_settled and _lasts(self._below_since, config.down_delay_s, now):
-            wanted = num_workers - 1
-        if wanted != num_workers:
-            self._above_since = self._below_since = None
-        return max(config.min, min(config.max, target + wanted - num_workers))
+        self._enough_since = _since(demand <= num_workers, self._enough_since, now)
+        self._unsettled_since = _since(not is_settled, self._unsettled_since, now)
+        new = target
+        if is_settled:
+            new = target + self._step(demand, num_workers, now)
+        elif _lasts(self._unsettled_since, STUCK_S, now):
+            new = self._unstuck(demand, num_workers, target, running, now)
+        if new != target:
+            self._above_since = self._below_since = self._enough_since = self._unsettled_since = None
+        return max(self._config.min, min(self._config.max, new))
+
+    def _step(self, demand: float, num_workers: int, now: float) -> int:
+        """How many more workers, or fewer."""
+        if _lasts(self._above_since, self._config.up_delay_s, now):
+            return min(math.ceil(demand), 2 * max(1, num_workers)) - num_workers
+        return -1 if _lasts(self._below_since, self._config.down_delay_s, now) else 0
+
+    def _unstuck(self, demand: float, num_workers: int, target: int, running: int, now: float) -> int:
+        step = self._step(demand, num_workers, now)
+        if step < 0 or (running < target and _lasts(self._enough_since, self._config.down_delay_s, now)):
+            return min(target, running + step)
+        return target if running < target else target + step
 
 
 def _since(holds: bool, since: float | None, now: float) -> float | None:

@@ -94,6 +94,15 @@ async def test_what_is_idle_goes_and_what_drains_is_left_alone() -> None:
     assert await stage.seconds(11) == {"prefill": 1, "decode": 1}
 
 
+async def test_without_room_it_goes_on_deciding() -> None:
+    """The third worker of three never comes; when there is no load, the second goes too."""
+    workers = [*(made(f"Prefill#{i}", "prefill") for i in range(2)), made("Decode#b", "decode")]
+    stage = Stage(*workers, prefill={"replicas": 2, **BOUNDS})
+    stage.counts.targets["prefill"] = 3
+    assert await stage.seconds(60) == {"prefill": 3, "decode": 1}
+    assert await stage.seconds(1) == {"prefill": 1, "decode": 1}
+
+
 async def test_aggregated_workers_follow_their_own_queue() -> None:
     stage = Stage(made("Decode#b", "both", queue_tokens=9000), mode="aggregated")
     assert await stage.seconds(4) == {"prefill": 0, "decode": 2}

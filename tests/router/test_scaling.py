@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.configs.schema import AutoscalingConfig
-from pdserve.router.scaling import Load, Scaler, decode_demand, prefill_demand, queue_target_ms
+from pdserve.router.scaling import STUCK_S, Load, Scaler, decode_demand, prefill_demand, queue_target_ms
 
 BOUNDS = AutoscalingConfig(min=1, max=8, up_delay_s=5, down_delay_s=60)
 
@@ -20,7 +20,7 @@ def run(scaler: Scaler, demand: Callable[[int], float], start: int, seconds: int
     for now in range(seconds):
         if running != target and now >= ready_at:
             running = target
-        new = scaler.decide(demand(now), running, target, running == target, float(now))
+        new = scaler.decide(demand(now), running, target, running, running == target, float(now))
         if new > target:
             ready_at = now + starts_in
         elif new < target:
@@ -78,14 +78,44 @@ def test_dead_workers_are_waited_for() -> None:
     scaler = Scaler(BOUNDS)
     for now in range(100):
         demand = 4.0 if now % 2 else 0.0
-        assert scaler.decide(demand, 1, 3, False, float(now)) == 3
-    assert scaler.decide(4.0, 0, 3, False, 101.0) == 3
+        assert scaler.decide(demand, 1, 3, 1, False, float(now)) == 3
+    assert scaler.decide(4.0, 0, 3, 0, False, 101.0) == 3
+
+
+def stuck(demand: Callable[[int], float], running: int, target: int, seconds: int) -> list[int]:
+    """Targets by the second, where no more than `running` ever start."""
+    scaler, targets = Scaler(BOUNDS), []
+    for now in range(seconds):
+        here = min(running, target)
+        target = scaler.decide(demand(now), here, target, here, here == target, float(now))
+        targets.append(target)
+    return targets
+
+
+def test_what_never_starts_does_not_keep_the_idle_ones() -> None:
+    assert list(steps([4, *stuck(lambda _: 0.0, 3, 4, 300)])) == [(61, 2), (122, 1)]
+
+
+def test_what_never_starts_is_given_up_when_it_is_not_needed() -> None:
+    assert list(steps([4, *stuck(lambda _: 1.5, 2, 4, 300)])) == [(61, 2)]
+    assert list(steps([4, *stuck(lambda now: 3.0 if now < 200 else 1.5, 2, 4, 300)])) == [(261, 2)]
+
+
+def test_what_is_needed_is_waited_for_but_no_more_of_it() -> None:
+    assert set(stuck(lambda _: 7.0, 2, 4, 600)) == {4}
+    assert set(stuck(lambda now: 3.0 if now % 50 == 0 else 1.5, 2, 4, 600)) == {4}, "it may load for long"
+
+
+def test_a_worker_that_leaves_slowly_stops_no_decision_for_long() -> None:
+    scaler = Scaler(BOUNDS)
+    targets = [scaler.decide(3.0, 2, 2, 2, False, float(now)) for now in range(62)]
+    assert set(targets[:60]) == {2} and 3 in targets[60:]
 
 
 def test_bounds_are_kept_at_once() -> None:
     bounds = AutoscalingConfig(min=2, max=3, up_delay_s=5, down_delay_s=5)
-    assert Scaler(bounds).decide(1.0, 1, 1, True, 0.0) == 2
-    assert Scaler(bounds).decide(1.0, 6, 6, False, 0.0) == 3
+    assert Scaler(bounds).decide(1.0, 1, 1, 1, True, 0.0) == 2
+    assert Scaler(bounds).decide(1.0, 6, 6, 6, False, 0.0) == 3
     assert set(run(Scaler(bounds), lambda _: 9.0, 3, 60)) == {3}
     assert set(run(Scaler(bounds), lambda _: 0.0, 2, 60)) == {2}
 
@@ -93,17 +123,17 @@ def test_bounds_are_kept_at_once() -> None:
 def test_workers_of_the_other_deployment_count_by_their_role() -> None:
     """Three decode, though its own deployment has one: two came by a change of role."""
     scaler = Scaler(AutoscalingConfig(min=1, max=8, up_delay_s=0, down_delay_s=0))
-    assert scaler.decide(3.5, 3, 1, True, 0.0) == 2
-    assert scaler.decide(2.5, 3, 1, True, 1.0) == 1
+    assert scaler.decide(3.5, 3, 1, 1, True, 0.0) == 2
+    assert scaler.decide(2.5, 3, 1, 1, True, 1.0) == 1
 
 
 @given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200), st.integers(0, 8), st.integers(1, 8))
 def test_targets_stay_within_bounds(trace: list[tuple[float, bool]], num_workers: int, target: int) -> None:
     scaler = Scaler(BOUNDS)
     for now, (demand, is_settled) in enumerate(trace):
-        new = scaler.decide(demand, num_workers, target, is_settled, float(now))
+        new = scaler.decide(demand, num_workers, target, target, is_settled, float(now))
         assert BOUNDS.min <= new <= BOUNDS.max
-        assert is_settled or new == target
+        assert is_settled or new == target or now >= STUCK_S
         target = new
 
 
