@@ -13,7 +13,7 @@ from pdserve.configs.schema import AutoscalingConfig, ClusterConfig
 from pdserve.router.admin import Count, Counts, deployment_of
 from pdserve.router.fleet import Fleet
 from pdserve.router.predict import Predictor
-from pdserve.router.scaling import Load, Scaler, decode_demand, prefill_demand, queue_target_ms
+from pdserve.router.scaling import LeastInterval, Load, Scaler, decode_demand, prefill_demand, queue_target_ms
 from pdserve.router.worker_state import WorkerState
 
 logger = logging.getLogger("ray.serve")
@@ -37,7 +37,7 @@ class Autoscaler:
         self._slo = config.slo
         self._is_first = is_first
         self._now = now
-        self._least_interval_ms = float("inf")
+        self._least = LeastInterval()
         deployments = {"decode": config.decode}
         if config.mode == "disaggregated":
             deployments["prefill"] = config.prefill
@@ -76,7 +76,7 @@ class Autoscaler:
         predictor = Predictor(workers, None, 0, time.monotonic())
         for key, scaler in self._scalers.items():
             serving = [worker for worker in workers if serves(worker, key) and not worker.draining]
-            loads = [load_of(worker, predictor) for worker in serving]
+            loads = {worker.worker_id: load_of(worker, predictor) for worker in serving}
             demand = self._demand(key, self._bounds[key], loads)
             target, running = counts[key].target, counts[key].running
             new = scaler.decide(demand, len(loads), target, running, self._is_settled(key, counts), self._now())
@@ -85,13 +85,12 @@ class Autoscaler:
                 for warning in await self._counts.set({key: new}):
                     logger.warning("autoscaling: %s", warning)
 
-    def _demand(self, key: str, bounds: AutoscalingConfig, loads: list[Load]) -> float:
+    def _demand(self, key: str, bounds: AutoscalingConfig, loads: dict[str, Load]) -> float:
         queue_ms = queue_target_ms(bounds, self._slo.ttft_ms)
         if key == "prefill":
-            return prefill_demand(loads, queue_ms)
-        seen = [load.token_interval_ms for load in loads if load.token_interval_ms]
-        self._least_interval_ms = min([self._least_interval_ms, *seen])
-        return decode_demand(loads, queue_ms, self._slo.tpot_ms, bounds.sequences, self._least_interval_ms)
+            return prefill_demand(list(loads.values()), queue_ms)
+        self._least.see(loads, self._now())
+        return decode_demand(list(loads.values()), queue_ms, self._slo.tpot_ms, bounds.sequences, self._least.ms)
 
     def _is_settled(self, key: str, counts: Mapping[str, Count]) -> bool:
         """Serve runs what it shall, and this router sees just these."""

@@ -1,8 +1,8 @@
 """How many workers a deployment should have, from what workers push: pure decisions, without Serve, fleet or clock.
 
 `Load` is one worker at one moment. `prefill_demand` and `decode_demand` say how many workers the present load would
-keep at their targets; `Scaler` keeps what must be remembered between two moments (delays, so that neither a burst nor a
-lull moves anything). Called by `cluster.autoscaler` once a second. docs/elasticity.md says where the numbers come from.
+keep at their targets; `Scaler` and `LeastInterval` keep what must be remembered between two moments (delays, so that
+neither a burst nor a lull moves anything). Called by `cluster.autoscaler` once a second. docs/elasticity.md says where the numbers come from.
 
     demand > workers for up_delay_s -> up to the demand, at most doubling
     demand < SPARE x (workers - 1) for down_delay_s -> one worker fewer
@@ -11,7 +11,7 @@ lull moves anything). Called by `cluster.autoscaler` once a second. docs/elastic
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdserve.configs.schema import AutoscalingConfig
@@ -20,6 +20,8 @@ BUSY = 0.8  # of the time: a prefill worker that computes more has a queue whene
 FULL = 0.85  # of the blocks: what runs grows by some before it ends
 SPARE = 0.67  # of the workers that would be left: or the next rise would bring the one back that just left
 STUCK_S = 60.0  # not as many as wanted for so long: no room, or one that never starts
+FEW = 2  # sequences: nearly idle
+FADED_S = 15.0  # three times worker.load_meter's FADE_S
 DEFAULT_QUEUE_MS = 250.0  # without a TTFT target
 
 
@@ -48,9 +50,13 @@ def prefill_demand(loads: Sequence[Load], queue_ms: float) -> float:
 
 
 def decode_demand(
-    loads: Sequence[Load], queue_ms: float, tpot_ms: float | None, sequences: int | None, least_interval_ms: float
+    loads: Sequence[Load],
+    queue_ms: float,
+    tpot_ms: float | None,
+    sequences: int | None,
+    least_interval_ms: float | None,
 ) -> float:
-    """In workers. least_interval_ms: of a nearly idle worker, which no worker more makes shorter."""
+    """In workers. least_interval_ms: of a nearly idle worker, which no worker more makes shorter; None: unknown."""
     demands = [sum(load.queue_ms for load in loads) / queue_ms, sum(load.used_blocks for load in loads) / FULL]
     if sequences is not None:
         demands.append(sum(load.num_sequences for load in loads) / sequences)
@@ -59,14 +65,30 @@ def decode_demand(
     return max(demands)
 
 
-def _for_tpot(interval_ms: float, target_ms: float, least_ms: float) -> float:
+def _for_tpot(interval_ms: float, target_ms: float, least_ms: float | None) -> float:
     """Workers that would bring the interval to the target: above a fixed part it goes with the sequences. Where the
-    target is missed it is the plain ratio: what was seen as least may have been long too."""
+    fixed part is unknown, or the target is missed, it is the plain ratio."""
     if not interval_ms:
         return 0.0
-    if interval_ms > target_ms:
+    if least_ms is None or interval_ms > target_ms:
         return interval_ms / target_ms
     return max(0.0, interval_ms - least_ms) / (target_ms - least_ms) if least_ms < target_ms else 1.0
+
+
+class LeastInterval:
+    """The shortest token interval of workers that were nearly idle for long enough that nothing of what they told was
+    of a busier time. One under load tells nothing: its interval may be all load."""
+
+    def __init__(self) -> None:
+        self.ms: float | None = None
+        self._since: dict[str, float] = {}
+
+    def see(self, loads: Mapping[str, Load], now: float) -> None:
+        """loads: by worker."""
+        idle = {name: load for name, load in loads.items() if load.token_interval_ms and load.num_sequences <= FEW}
+        self._since = {name: self._since.get(name, now) for name in idle}
+        seen = [load.token_interval_ms for name, load in idle.items() if _lasts(self._since[name], FADED_S, now)]
+        self.ms = min([*seen, *([self.ms] if self.ms is not None else [])], default=None)
 
 
 class Scaler:
