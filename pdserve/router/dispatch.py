@@ -131,6 +131,7 @@ class RequestRun:
         self._legs: list[Leg] = []
         self._timeline = Timeline()
         self._plan: Plan | None = None
+        self._awaiting: WorkerState | None = None  # the planned D, from P's start to the hand-off
         self._excluded: set[str] = set()
         self._fingerprint: str | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -246,6 +247,15 @@ class RequestRun:
             self._timer = None
         for leg in list(self._legs):
             self._end(leg, cancel=True)
+        self._await(None)
+
+    def _await(self, decode: WorkerState | None) -> None:
+        """Have the planned D stay until the hand-off, though it leaves. None: it need not any more."""
+        before, self._awaiting = self._awaiting, decode
+        if decode is not None:
+            self._shared.fleet.plan(decode)
+        if before is not None:
+            self._shared.fleet.unplan(before)
 
     def _choose(self) -> Plan:
         return self._shared.chooser.choose(self._shared.fleet.workers, self._demand(self._excluded))
@@ -260,6 +270,7 @@ class RequestRun:
 
     def _begin(self, plan: Plan) -> None:
         self._plan = plan
+        self._await(plan.decode if plan.prefill is not None else None)
         self._seat.sent()
         self._fingerprint = plan.decode.hello.model_fingerprint
         kind = "split" if plan.prefill is not None else "whole"
@@ -402,21 +413,21 @@ class RequestRun:
             self._timeline.submitted(prepared.key.attempt, time.perf_counter())
             submit = self._command("decode", ticket, False, self.record.starts(), prepared.key)
             self._shared.fleet.submit_prepared(prepared, submit)
-            return
-        if prepared is not None:
-            self._end(prepared, cancel=True)
-        self._submit(worker, "decode", ticket)
+        else:
+            if prepared is not None:
+                self._end(prepared, cancel=True)
+            self._submit(worker, "decode", ticket)
+        self._await(None)
 
     def _decode_of(self, plan: Plan, prefill_leg: Leg) -> WorkerState:
-        """The planned D, or another one when it went away or lost its connection meanwhile."""
+        """The planned D, though it leaves by now; or another one when it is gone or lost its connection."""
         workers = self._shared.fleet.workers
-        stays = plan.decode in workers and not plan.decode.draining and plan.decode.is_connected_to(prefill_leg.worker)
-        if stays:
+        if plan.decode in workers and plan.decode.is_connected_to(prefill_leg.worker):
             return plan.decode
         try:
             return self._shared.chooser.choose_decode(workers, self._demand(self._excluded), prefill_leg.worker)
         except NoWorker as error:
-            raise _LegFailed(plan.decode, "internal", "lost", str(error)) from error
+            raise _LegFailed(prefill_leg.worker, "internal", "lost", str(error)) from error
 
     def _arrived(self, event: Arrived) -> None:
         """D needs P's blocks no longer. D has told P so, but that needs a living connection between the two:

@@ -51,6 +51,9 @@ TICK_S = 0.5
 # node may have vanished without closing a connection.
 LEFT_SILENCE_S = 3.0
 
+# Routers hear at slightly different times that a worker leaves: so much after drain_s none has legs there.
+DRAIN_SLACK_S = 5.0
+
 
 class Fleet:
     def __init__(self, worker_silence_s: float = 15.0, router_id: str | None = None, drain_s: float = 60.0) -> None:
@@ -170,6 +173,14 @@ class Fleet:
         if cancel:
             self.post(leg.worker, Cancel(key=leg.key))
         self._retire_when_idle(leg.worker)
+
+    def plan(self, worker: WorkerState) -> None:
+        """A leg will follow: until `unplan` the worker is kept as if it had it."""
+        worker.num_planned += 1
+
+    def unplan(self, worker: WorkerState) -> None:
+        worker.num_planned -= 1
+        self._retire_when_idle(worker)
 
     def post(self, worker: WorkerState, command: Command) -> None:
         """Send in the background: callers that are being cancelled can still say goodbye."""
@@ -318,7 +329,9 @@ class Fleet:
         for leg in legs:
             leg.inbox.put(leg, Lost(reason, cause))
         self._introducer.lost(worker, self._workers.values())
-        if worker.draining:
+        if worker.left_at is not None and cause == "drained":
+            self._introducer.drained(worker.worker_id, worker.left_at + self._drain_s + DRAIN_SLACK_S)
+        elif worker.draining:
             self._introducer.left(worker.worker_id, self._workers.values())
         self._notify()
 
@@ -330,8 +343,13 @@ class Fleet:
             reader.add_done_callback(self._tasks.discard)
 
     def _retire_when_idle(self, worker: WorkerState) -> None:
-        if worker.draining and not worker.legs and self._workers.get(worker.worker_id) is worker:
-            self._forget(worker, "drained")
+        if (
+            worker.draining
+            and not worker.legs
+            and not worker.num_planned
+            and self._workers.get(worker.worker_id) is worker
+        ):
+            self._forget(worker, "it leaves, and is done", "drained")
             self._spawn(self._close_after_sends(worker))
 
     async def _close_after_sends(self, worker: WorkerState) -> None:
@@ -351,6 +369,7 @@ class Fleet:
                 elif worker.left_at is not None and now - worker.left_at > self._drain_s:
                     self._move_legs(worker)
             self._introducer.introduce(self._workers.values())
+            self._introducer.disconnect_drained(self._workers.values())
 
 
 class _ProtocolError(Exception):

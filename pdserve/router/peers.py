@@ -6,7 +6,8 @@ it.
                  |  +--- not connected <------+       asked again after a growing delay
 
 A lost stream may be this router's trouble alone, while other routers use the pair: only a worker that has left the
-running set is disconnected. Knows no requests. Called by `router.fleet` when workers come, go or report, and at its
+running set is disconnected. One that this router is done with may still hand over to others' requests, for as long as a
+drain takes: only then is it. Knows no requests. Called by `router.fleet` when workers come, go or report, and at its
 tick.
 """
 
@@ -34,6 +35,7 @@ class Introducer:
         self._now = now
         self._pairs: dict[PairKey, _Pair] = {}
         self._lost: dict[str, PoolMeta] = {}
+        self._drained: dict[str, float] = {}  # when to disconnect it, by id
 
     def introduce(self, workers: Iterable[WorkerState]) -> None:
         """Ask every pair that is not connected and whose time has come."""
@@ -57,6 +59,7 @@ class Introducer:
 
     def joined(self, worker: WorkerState, workers: Iterable[WorkerState]) -> None:
         self._lost.pop(worker.worker_id, None)
+        self._drained.pop(worker.worker_id, None)
         self.introduce(workers)
 
     def lost(self, gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
@@ -71,6 +74,20 @@ class Introducer:
 
     def left(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
         """A lost worker has left for good: nobody shall keep a connection to it, whatever its role is now."""
+        if worker_id not in self._drained:
+            self._disconnect(worker_id, remaining)
+
+    def drained(self, worker_id: str, until: float) -> None:
+        """A worker that leaves has nothing more of this router; until then it may have something of others."""
+        self._drained[worker_id] = until
+
+    def disconnect_drained(self, remaining: Iterable[WorkerState]) -> None:
+        """Those whose time has come."""
+        for worker_id in [name for name, until in self._drained.items() if self._now() >= until]:
+            del self._drained[worker_id]
+            self._disconnect(worker_id, remaining)
+
+    def _disconnect(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
         pool = self._lost.pop(worker_id, None)
         for peer in remaining:
             if pool is not None and peer.pool is not None:

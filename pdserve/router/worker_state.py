@@ -91,7 +91,8 @@ class WorkerState:
     weight of this router's legs there. last_seen: monotonic seconds. cached: what its prefix cache holds. pooled: what
     the KV pool that it uses holds. queue: prompt
     tokens that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole
-    prompts took from its decodes. left_at: when it left the running set (monotonic seconds); None: it is in it."""
+    prompts took from its decodes. num_planned: requests of this router that a P computes and hands to it. left_at: when
+    it left the running set (monotonic seconds); None: it is in it."""
 
     link: WorkerLink
     session: int
@@ -102,6 +103,7 @@ class WorkerState:
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
     legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
     outstanding_tokens: int = 0
+    num_planned: int = 0
     left_at: float | None = None
     cached: CachedBlocks = field(default_factory=CachedBlocks)
     pooled: PooledChunks | None = None

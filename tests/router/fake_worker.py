@@ -239,6 +239,8 @@ class FakeWorker:
             self._connect(command)
         elif isinstance(command, DisconnectPeer):
             self.connected.discard((command.engine_id, command.incarnation))
+            told = PeerStatus(engine_id=command.engine_id, incarnation=command.incarnation, connected=False)
+            self.push(None, [told])
         elif isinstance(command, SetRole):
             self.role = command.role
             self.push(None, [self.snapshot()])

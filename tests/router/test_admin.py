@@ -135,6 +135,7 @@ async def test_a_worker_that_decodes_no_more_forgets_a_peer_that_left(make: Make
     admin, _ = admin_of(harness)
     await admin.set_role("d1", "prefill")
     harness.prefills[0].die()
+    await until(lambda: "p0" not in harness.fleet.worker_ids)
     harness.fleet.leave("p0")
     gone = DisconnectPeer(engine_id="engine-p0", incarnation=1)
     await until(lambda: gone in harness.decodes[1].commands)

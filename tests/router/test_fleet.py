@@ -248,6 +248,80 @@ async def test_a_prefill_worker_drains_with_its_tickets(make: Make) -> None:
     assert harness.world.held() == 0
 
 
+async def test_a_prefill_worker_that_leaves_hands_over_to_every_routers_requests(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first router has nothing there and is done at once; the second one's prompts are computed there yet. When
+    none can have any more, nobody stays connected."""
+    monkeypatch.setattr(fleet, "DRAIN_SLACK_S", 0.2)
+    first, second = make(2, 2, drain_s=1.0), make(0, 0, drain_s=1.0)
+    second.world = first.world
+    for worker in [*first.prefills, *first.decodes]:
+        first.fleet.join(worker)
+        second.fleet.join(worker)
+    await until(lambda: len(first.connected_pairs()) == len(second.connected_pairs()) == 4)
+    leaves = first.prefills[0]
+    leaves.step_s = 0.2
+    prompts = [(*PROMPT, i) for i in range(4)]
+    tasks = [asyncio.create_task(second.collect(prompt, sampling())) for prompt in prompts]
+    await until(lambda: leaves.submits("prefill"))
+    first.fleet.leave("p0")
+    second.fleet.leave("p0")
+    assert "p0" not in {worker.worker_id for worker in first.fleet.workers}
+    for prompt, task in zip(prompts, tasks, strict=True):
+        second.check(await task, prompt, sampling())
+    assert second.service.metrics.failovers.collect()[0].samples == []
+    assert not any(decode.submits("full") for decode in first.decodes)
+    await until(lambda: all(decode.connected == {("engine-p1", 1)} for decode in first.decodes))
+    assert first.connected_pairs() == {("d0", "p1"), ("d1", "p1")}
+
+
+async def test_a_worker_that_comes_back_from_a_drain_stays_connected(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fleet, "DRAIN_SLACK_S", 0.1)
+    monkeypatch.setattr(fleet, "TICK_S", 0.05)
+    harness = await make(1, 1, drain_s=0.2).start()
+    harness.fleet.leave("p0")
+    await until(lambda: not harness.fleet.worker_ids - {"d0"})
+    harness.fleet.join(harness.prefills[0])
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")})
+    await asyncio.sleep(0.5)
+    assert not any(isinstance(command, DisconnectPeer) for command in harness.decodes[0].commands)
+
+
+@pytest.mark.parametrize("num_decode", [1, 2])
+async def test_a_decode_worker_that_leaves_before_the_hand_off_is_handed_to(make: Make, num_decode: int) -> None:
+    """It has no leg of this request yet, and may have none at all; who else decodes is not connected to P."""
+    harness = make(1, num_decode)
+    if num_decode == 2:
+        harness.decodes[1].refuse_connects = 1000
+    for worker in [*harness.prefills, *harness.decodes]:
+        harness.fleet.join(worker)
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")} and len(harness.fleet.workers) == 1 + num_decode)
+    harness.prefills[0].step_s = 0.1
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: harness.prefills[0].submits())
+    harness.fleet.leave("d0")
+    harness.check(await task, PROMPT, sampling())
+    assert [submit.phase for submit in harness.decodes[0].submits()] == ["decode"]
+    assert harness.service.metrics.failovers.collect()[0].samples == []
+    await until(lambda: "d0" not in harness.fleet.worker_ids)
+    assert harness.world.held() == 0
+
+
+async def test_a_planned_decode_worker_is_let_go_with_the_request(make: Make) -> None:
+    harness = await make(1, 1).start()
+    harness.prefills[0].step_s = 1.0
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: harness.prefills[0].submits())
+    harness.fleet.leave("d0")
+    await asyncio.sleep(0.02)
+    assert "d0" in harness.fleet.worker_ids
+    task.cancel()
+    await until(lambda: "d0" not in harness.fleet.worker_ids)
+
+
 async def test_closing_the_fleet_cancels_what_runs(make: Make) -> None:
     harness = await make(1, 1).start()
     harness.decodes[0].step_s = 0.05
