@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 
 from pdserve.configs.schema import AutoscalingConfig, ClusterConfig
-from pdserve.router.admin import Count, Counts, deployment_of
+from pdserve.router.admin import Count, Counts, decoders_left, deployment_of
 from pdserve.router.fleet import Fleet
 from pdserve.router.predict import Predictor
 from pdserve.router.scaling import LeastInterval, Load, Scaler, decode_demand, prefill_demand, queue_target_ms
@@ -19,6 +19,7 @@ from pdserve.router.worker_state import WorkerState
 logger = logging.getLogger("ray.serve")
 
 PERIOD_S = 1.0
+COUNTS_PERIOD_S = 5.0  # the controller lists all deployments to tell of one
 
 
 class Autoscaler:
@@ -38,6 +39,8 @@ class Autoscaler:
         self._is_first = is_first
         self._now = now
         self._least = LeastInterval()
+        self._known: tuple[float, Mapping[str, Count]] | None = None  # when it was asked for
+        self._kept: dict[str, int] = {}  # targets that were not lowered for that, as last said
         deployments = {"decode": config.decode}
         if config.mode == "disaggregated":
             deployments["prefill"] = config.prefill
@@ -71,7 +74,7 @@ class Autoscaler:
 
     async def look(self) -> None:
         """Decide once. Raises ConnectionError."""
-        counts = await self._counts.get()
+        counts = await self._counts_of_late()
         workers = self._fleet.workers
         predictor = Predictor(workers, None, 0, time.monotonic())
         for key, scaler in self._scalers.items():
@@ -81,9 +84,31 @@ class Autoscaler:
             target, running = counts[key].target, counts[key].running
             new = scaler.decide(demand, len(loads), target, running, self._is_settled(key, counts), self._now())
             if new != target:
-                logger.info("autoscaling: %s from %d to %d (demand %.2f)", key, target, new, demand)
-                for warning in await self._counts.set({key: new}):
-                    logger.warning("autoscaling: %s", warning)
+                await self._set(key, target, new, demand)
+
+    async def _set(self, key: str, target: int, new: int, demand: float) -> None:
+        """Unless somebody else has set it meanwhile; down only as far as one that can decode is left for sure."""
+        self._known = None
+        targets = {name: count.target for name, count in (await self._counts_of_late()).items()}
+        if targets[key] != target:
+            return
+        while new < target and decoders_left(self._fleet.workers, {**targets, key: new}) < 1:
+            new += 1
+        if new == target:
+            if self._kept.get(key) != target:
+                logger.warning("autoscaling: %s stays at %d: nobody might be left who can decode", key, target)
+            self._kept[key] = target
+            return
+        self._kept.pop(key, None)
+        self._known = None
+        logger.info("autoscaling: %s from %d to %d (demand %.2f)", key, target, new, demand)
+        for warning in await self._counts.set({key: new}):
+            logger.warning("autoscaling: %s", warning)
+
+    async def _counts_of_late(self) -> Mapping[str, Count]:
+        if self._known is None or self._now() - self._known[0] >= COUNTS_PERIOD_S:
+            self._known = self._now(), await self._counts.get()
+        return self._known[1]
 
     def _demand(self, key: str, bounds: AutoscalingConfig, loads: dict[str, Load]) -> float:
         queue_ms = queue_target_ms(bounds, self._slo.ttft_ms)

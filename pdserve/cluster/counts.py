@@ -32,7 +32,8 @@ class ServeCounts:
         self._config = config
 
     async def get(self) -> dict[str, Count]:
-        details = [await self._ask("get_deployment_details", self._app, DEPLOYMENTS[key]) for key in self._keys]
+        asked = [self._ask("get_deployment_details", self._app, DEPLOYMENTS[key]) for key in self._keys]
+        details = await asyncio.gather(*asked)
         return {
             key: Count(
                 target=detail.target_num_replicas,
@@ -45,10 +46,11 @@ class ServeCounts:
         unknown = targets.keys() - set(self._keys)
         if unknown:
             raise ValueError(f"mode {self._config.mode} has no {min(unknown)} workers")
+        current = {key: count.target for key, count in (await self.get()).items()}
         for key, count in targets.items():
             deployment = DeploymentID(name=DEPLOYMENTS[key], app_name=self._app)
             await self._ask("update_deployment_replicas", deployment, count)
-        return await asyncio.to_thread(self._complaints, targets)
+        return await asyncio.to_thread(self._complaints, {**current, **targets})
 
     @property
     def _keys(self) -> list[str]:
@@ -77,6 +79,7 @@ class ServeCounts:
             raise ConnectionError(f"Serve's controller did not answer within {ANSWER_S:g} s") from None
 
     def _complaints(self, targets: Mapping[str, int]) -> list[str]:
-        """What these nodes have no room for."""
+        """What these nodes have no room for. targets: of all deployments; those of the configuration may be long
+        gone."""
         parts = {key: getattr(self._config, key).model_copy(update={"replicas": n}) for key, n in targets.items()}
         return unplaceable(self._config.model_copy(update=parts), [node.emptied() for node in nodes()])

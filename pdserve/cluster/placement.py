@@ -12,6 +12,7 @@ from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 # Ray refuses empty bundles; so much of a processor keeps a hundred replicas on a small laptop.
 CRUMB = 0.001
+ROUNDING = 1e-6  # of a replica: three tenths hold three times one tenth
 NODES_SHOWN = 16  # in a message
 
 Resources = Mapping[str, float]
@@ -41,9 +42,13 @@ class Need:
     resources: Resources
     labels: Mapping[str, str]
 
-    def fits(self, node: Node, free: Resources) -> bool:
-        enough = all(free.get(name, 0.0) >= amount for name, amount in self.resources.items())
-        return enough and has_labels(node, self.labels)
+    def room(self, node: Node, free: Resources) -> int:
+        """How many of the replicas fit there."""
+        if not has_labels(node, self.labels):
+            return 0
+        wanted = [(name, amount) for name, amount in self.resources.items() if amount > 0]
+        rooms = [int(free.get(name, 0.0) / amount + ROUNDING) for name, amount in wanted]
+        return min([self.replicas, *rooms])
 
 
 def worker_bundles(deployment: DeploymentConfig) -> list[dict[str, float]]:
@@ -119,16 +124,18 @@ def _needs(config: ClusterConfig) -> list[Need]:
 def _left_out(needs: Sequence[Need], nodes: Sequence[Node]) -> dict[str, int]:
     """Replicas of each deployment that find no node, when placed in this order."""
     free = [dict(node.free) for node in nodes]
-    return {n.deployment: n.replicas - sum(_place(n, nodes, free) for _ in range(n.replicas)) for n in needs}
+    return {need.deployment: _place(need, nodes, free) for need in needs}
 
 
-def _place(need: Need, nodes: Sequence[Node], free: Sequence[dict[str, float]]) -> bool:
+def _place(need: Need, nodes: Sequence[Node], free: Sequence[dict[str, float]]) -> int:
+    """Take the room from `free`, node after node; how many replicas found none."""
+    missing = need.replicas
     for node, left in zip(nodes, free, strict=True):
-        if need.fits(node, left):
-            for resource, amount in need.resources.items():
-                left[resource] = left.get(resource, 0.0) - amount
-            return True
-    return False
+        placed = min(missing, need.room(node, left))
+        for resource, amount in need.resources.items():
+            left[resource] = left.get(resource, 0.0) - placed * amount
+        missing -= placed
+    return missing
 
 
 def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
@@ -136,7 +143,7 @@ def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
     labels = [f"{key}: {value}" for key, value in need.labels.items()]
     wanted = ", ".join([*asked, *(["the labels {" + ", ".join(labels) + "}"] if labels else [])])
     labelled = [node for node in nodes if has_labels(node, need.labels)]
-    large = sum(need.fits(node, node.total) for node in labelled)
+    large = sum(need.room(node, node.total) > 0 for node in labelled)
     found = f"{len(labelled)} of {len(nodes)} nodes have the labels, " if labels else f"of {len(nodes)} nodes "
     return (
         f"{need.deployment}: {need.replicas} replicas, each on one node with {wanted or 'next to nothing'}; there is "

@@ -216,6 +216,9 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
 Labels = Annotated[dict[str, str], AfterValidator(_check_labels)]
 
 
+MAX_REPLICAS = 1024  # of a deployment: a slip of the finger is no cluster
+
+
 class AutoscalingConfig(Config):
     """How many workers a deployment may have, and when that changes (docs/elasticity.md). up_delay_s, down_delay_s: so
     long there must be too few, or too many. queue_ms: what prompts may wait; None: half of slo.ttft_ms, or 250.
@@ -223,7 +226,7 @@ class AutoscalingConfig(Config):
     """
 
     min: int = Field(1, ge=1)
-    max: int = Field(1, ge=1)
+    max: int = Field(1, ge=1, le=MAX_REPLICAS)
     up_delay_s: float = Field(5.0, ge=0)
     down_delay_s: float = Field(120.0, ge=0)
     queue_ms: float | None = Field(None, gt=0)
@@ -243,7 +246,7 @@ class DeploymentConfig(Config):
     autoscaling: then `replicas` is for the start.
     """
 
-    replicas: int = Field(1, ge=0)
+    replicas: int = Field(1, ge=0, le=MAX_REPLICAS)
     num_cpus: float = Field(0.0, ge=0)
     num_gpus: float = Field(0.0, ge=0)
     resources: dict[str, float] = Field(default_factory=dict)

@@ -6,12 +6,12 @@ routes) and by the Python handle. docs/elasticity.md.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol, cast, get_args
 
 import msgspec
 
-from pdserve.configs.schema import Role
+from pdserve.configs.schema import MAX_REPLICAS, Role
 from pdserve.engine.protocol import SetRole
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
@@ -94,7 +94,9 @@ class Admin:
             raise ApiError(f"role must be prefill, decode or both, not {role!r}", param="role")
         async with self._changing:  # or two changes might each count on the other's decoder
             worker = self._find(name)
-            self._check_role(worker, role, force)
+            check_possible(worker, role)
+            if role == "prefill" and worker.can_decode and not force:
+                await self._check_role(worker)
             if worker.role != role:
                 self._fleet.post(worker, SetRole(role=cast(Role, role)))
                 await self._until_role(worker, role)
@@ -109,9 +111,11 @@ class Admin:
             if name not in DEPLOYMENTS or isinstance(count, bool) or not isinstance(count, int) or count < 0:
                 message = f"{name}={count!r}: name prefill, decode or both, each with a whole number of workers"
                 raise ApiError(message, param=name)
+            if count > MAX_REPLICAS:
+                raise ApiError(f"{name}={count}: at most {MAX_REPLICAS} workers of a deployment", param=name)
         async with self._changing:
             if not force:
-                self._check_counts(targets)
+                await self._check_counts(targets)
             try:
                 warnings = await self._counts.set(targets)
             except ConnectionError as error:
@@ -127,35 +131,33 @@ class Admin:
         known = ", ".join(sorted(worker.worker_id for worker in self._fleet.workers))
         raise ApiError(f"there is no worker {name!r} here: there are {known or 'none'}", status=404, param="worker")
 
-    def _check_role(self, worker: WorkerState, role: str, force: bool) -> None:
-        if role != "both" and worker.pool is None:
+    async def _check_role(self, worker: WorkerState) -> None:
+        """Without it, and whichever workers Serve chooses to stop by the present targets, one that decodes must
+        stay. Raises ApiError."""
+        targets = await self._targets()
+        if decoders_left(self._fleet.workers, targets, without=worker) < 1:
             message = (
-                f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: its role is both"
-            )
-            raise ApiError(message, param="role", code="no_connector")
-        if worker.draining:
-            raise ApiError(f"{worker.worker_id} is leaving", status=409, param="worker", code="worker_leaves")
-        if role == "prefill" and not force and self._fleet.decode_workers == [worker]:
-            message = (
-                f"{worker.worker_id} is the only worker that can decode: give another one that role first, or force it"
+                f"{worker.worker_id} is the only worker that can decode, or may soon be (Serve chooses which workers "
+                "stop): give another one that role first, or force it"
             )
             raise ApiError(message, status=409, param="role", code="last_decode_worker")
 
-    def _check_counts(self, targets: Mapping[str, int]) -> None:
-        """Whichever workers Serve chooses to stop, one that decodes must stay."""
-        left = 0
-        for name in DEPLOYMENTS:
-            members = [
-                worker for worker in self._fleet.workers if deployment_of(worker) == name and not worker.draining
-            ]
-            decoders = sum(worker.can_decode for worker in members)
-            left += max(0, decoders - max(0, len(members) - targets.get(name, len(members))))
-        if left < 1 and self._fleet.decode_workers:
+    async def _check_counts(self, targets: Mapping[str, int]) -> None:
+        """Whichever workers Serve chooses to stop, one that decodes must stay. Raises ApiError."""
+        current = await self._targets()
+        if decoders_left(self._fleet.workers, {**current, **targets}) < 1 and self._fleet.decode_workers:
             message = (
                 "nobody might be left who can decode: Serve chooses which workers stop. Keep more, or give "
                 "others the role decode or both first, or force it"
             )
             raise ApiError(message, status=409, code="last_decode_worker")
+
+    async def _targets(self) -> dict[str, int]:
+        """What was set is known at once, while workers that it stops are seen here for a while. Raises ApiError."""
+        try:
+            return {} if self._counts is None else {name: c.target for name, c in (await self._counts.get()).items()}
+        except ConnectionError as error:
+            raise _unavailable(str(error)) from error
 
     async def _until_role(self, worker: WorkerState, role: str) -> None:
         try:
@@ -169,6 +171,29 @@ class Admin:
             raise _unavailable(
                 f"{worker.worker_id} did not answer within {ANSWER_S:g} s; it may take the role still"
             ) from None
+
+
+def check_possible(worker: WorkerState, role: str) -> None:
+    """Raises ApiError (400, 409)."""
+    if role != "both" and worker.pool is None:
+        message = f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: its role is both"
+        raise ApiError(message, param="role", code="no_connector")
+    if worker.draining:
+        raise ApiError(f"{worker.worker_id} is leaving", status=409, param="worker", code="worker_leaves")
+
+
+def decoders_left(
+    workers: Iterable[WorkerState], targets: Mapping[str, int], without: WorkerState | None = None
+) -> int:
+    """How many can still decode when the deployments have been brought down to these targets, at the worst choice of
+    which workers stop. A deployment without target keeps all. without: this one decodes no more."""
+    members: dict[str, list[bool]] = {}
+    for worker in workers:
+        if not worker.draining:
+            members.setdefault(deployment_of(worker), []).append(worker.can_decode and worker is not without)
+    return sum(
+        max(0, sum(decode) - max(0, len(decode) - targets.get(name, len(decode)))) for name, decode in members.items()
+    )
 
 
 def deployment_of(worker: WorkerState) -> str:

@@ -13,6 +13,7 @@ from pdserve.cluster import autoscaler
 from pdserve.cluster.autoscaler import Autoscaler
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import Count
+from pdserve.router.scaling import Scaler
 from pdserve.router.worker_state import WorkerState
 
 BOUNDS = {"autoscaling": {"min": 1, "max": 4, "up_delay_s": 3, "down_delay_s": 10}}
@@ -24,8 +25,10 @@ class FakeCounts:
         self.running = dict(targets)
         self.broken = False
         self.refuses = False
+        self.num_asked = 0
 
     async def get(self) -> dict[str, Count]:
+        self.num_asked += 1
         if self.broken:
             raise ConnectionError("the controller is gone")
         return {key: Count(target=self.targets[key], running=self.running[key]) for key in self.targets}
@@ -101,6 +104,30 @@ async def test_without_room_it_goes_on_deciding() -> None:
     stage.counts.targets["prefill"] = 3
     assert await stage.seconds(60) == {"prefill": 3, "decode": 1}
     assert await stage.seconds(1) == {"prefill": 1, "decode": 1}
+
+
+async def test_the_controller_is_asked_every_few_seconds_and_before_a_decision() -> None:
+    stage = Stage(made("Prefill#a", "prefill", queue_tokens=8000), made("Decode#b", "decode"), slo={"ttft_ms": 1000})
+    stage.scaler._scalers.pop("prefill")
+    await stage.seconds(20)
+    assert stage.counts.num_asked == 4
+    stage = Stage(made("Prefill#a", "prefill", queue_tokens=8000), made("Decode#b", "decode"), slo={"ttft_ms": 1000})
+    await stage.seconds(3)
+    stage.counts.targets["prefill"] = 4  # by hand, just now
+    assert await stage.seconds(10) == {"prefill": 4, "decode": 1}
+
+
+@pytest.mark.parametrize("max_prefill", [1, 4])
+async def test_it_never_stops_the_only_worker_that_decodes(max_prefill: int) -> None:
+    """Roles were exchanged: of two idle workers of Prefill Serve might stop the one that decodes."""
+    workers = [made("Prefill#1", "decode"), made("Prefill#2", "prefill"), made("Decode#1", "prefill")]
+    stage = Stage(*workers)
+    stage.scaler._bounds["prefill"] = stage.scaler._bounds["prefill"].model_copy(update={"max": max_prefill})
+    stage.scaler._scalers["prefill"] = Scaler(stage.scaler._bounds["prefill"])
+    assert await stage.seconds(40) == {"prefill": 2, "decode": 1}
+    stage.fleet.workers.append(made("Prefill#3", "decode"))
+    stage.counts.targets["prefill"] = stage.counts.running["prefill"] = 3
+    assert (await stage.seconds(40))["prefill"] == 2
 
 
 async def test_aggregated_workers_follow_their_own_queue() -> None:

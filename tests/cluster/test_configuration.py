@@ -202,6 +202,16 @@ def test_labels_that_no_node_has_are_named_with_what_nodes_have() -> None:
     assert described(nodes * 20, []).endswith("and 4 more nodes")
 
 
+def test_room_is_counted_and_not_tried_replica_by_replica() -> None:
+    args = {"mode": "aggregated", "decode": {"num_cpus": 0.1, "num_gpus": 0.1}}
+    config = ClusterConfig.model_validate(args)
+    huge = config.model_copy(update={"decode": config.decode.model_copy(update={"replicas": 10**9})})
+    [complaint] = unplaceable(huge, [node({"CPU": 8.0, "GPU": 0.3})] * 1000)
+    assert "there is room for 3000 " in complaint
+    with pytest.raises(ValidationError, match="1024"):
+        ClusterConfig.model_validate({"decode": {"replicas": 200_000}})
+
+
 def test_a_worker_is_not_spread_over_nodes() -> None:
     config = ClusterConfig.model_validate({"mode": "aggregated", "decode": {"num_gpus": 1, "num_cpus": 4}})
     assert len(unplaceable(config, [node({"CPU": 8.0}), node({"GPU": 1.0, "CPU": 1.0})])) == 1

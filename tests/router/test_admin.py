@@ -28,7 +28,7 @@ class FakeCounts:
         self.broken: Exception | None = None
 
     async def get(self) -> dict[str, Count]:
-        if self.broken is not None:
+        if isinstance(self.broken, ConnectionError):
             raise self.broken
         return {name: Count(target=target, running=1) for name, target in self.targets.items()}
 
@@ -164,8 +164,9 @@ async def test_counts_go_to_who_starts_workers(make: Make) -> None:
     assert report.counts["decode"] == Count(target=10, running=1)
     assert [worker.deployment for worker in report.workers] == ["decode", "decode", "prefill"]
     await admin.scale({"prefill": 0})
-    for bad in ({"decode": -1}, {"router": 1}, {"decode": True}):
+    for bad in ({"decode": -1}, {"router": 1}, {"decode": True}, {"decode": 1025}):
         await refused(admin.scale(bad), 400, next(iter(bad)))
+    await refused(admin.scale({"decode": 200_000}), 400, "decode=200000", "at most 1024")
     await refused(admin.scale({"decode": 0}), 409, "nobody might be left")
     await admin.set_role("c", "prefill")
     await refused(admin.scale({"decode": 1}), 409, "nobody might be left")  # Serve may stop b
@@ -179,6 +180,24 @@ async def test_counts_go_to_who_starts_workers(make: Make) -> None:
     counts.broken = ValueError("external_scaler_enabled")
     await refused(admin.scale({"decode": 1}), 409, "external_scaler_enabled")
     await refused(Admin(harness.fleet).scale({"decode": 1}), 409)
+
+
+async def test_a_role_is_not_taken_from_who_may_be_the_last_after_a_scale(make: Make) -> None:
+    """Serve stops b or c, and nobody knows which: the router sees both for a while."""
+    harness = make(0, 0)
+    for name in ("Prefill#a", "Decode#b", "Decode#c"):
+        harness.add(name, "prefill" if name[0] == "P" else "decode")
+    await until(lambda: len(harness.fleet.workers) == 3)
+    admin, counts = admin_of(harness)
+    counts.targets["decode"] = 2
+    await admin.scale({"decode": 1})
+    await refused(admin.set_role("b", "prefill"), 409, "b", "only worker that can decode")
+    await admin.set_role("a", "both")
+    await admin.set_role("b", "prefill")
+    await refused(admin.scale({"prefill": 0}), 409, "nobody might be left")  # c may be the one that stops
+    counts.broken = ConnectionError("the controller is gone")
+    await refused(admin.set_role("c", "prefill"), 503, "controller")
+    await admin.set_role("b", "decode")
 
 
 async def call(
@@ -195,6 +214,7 @@ async def test_http_routes_are_for_this_machine(make: Make) -> None:
         harness.add(name, "prefill" if name[0] == "P" else "decode")
     await until(lambda: len(harness.fleet.workers) == 3)
     admin, counts = admin_of(harness)
+    counts.targets["decode"] = 2
     assert (await call(harness.app, "GET", "/admin/workers")).status_code == 404
     app = build_app(harness.fleet, harness.tokenizer, RouterConfig(), "demo", harness.service, admin)
     answer = await call(app, "GET", "/admin/workers")

@@ -1,0 +1,38 @@
+"""What is asked of Serve's controller, and what is warned of: the controller and the nodes are made by hand."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pdserve.cluster import counts as cluster_counts
+from pdserve.cluster.counts import ServeCounts
+from pdserve.cluster.placement import Node
+from pdserve.configs.schema import ClusterConfig
+
+
+@pytest.fixture
+def four_gpus(monkeypatch: pytest.MonkeyPatch) -> ServeCounts:
+    """Deployed with one of each, on one node."""
+    targets = {"Prefill": 1, "Decode": 1}
+
+    async def ask(self: ServeCounts, method: str, *args: Any) -> Any:
+        if method == "update_deployment_replicas":
+            targets[args[0].name] = args[1]
+            return None
+        replicas = [SimpleNamespace(state="RUNNING"), SimpleNamespace(state="STARTING")]
+        return SimpleNamespace(target_num_replicas=targets[args[1]], replicas=replicas)
+
+    has = {"CPU": 8.0, "GPU": 4.0}
+    monkeypatch.setattr(cluster_counts, "nodes", lambda: [Node("n", has, {}, {})])
+    monkeypatch.setattr(ServeCounts, "_ask", ask)
+    monkeypatch.setattr(ServeCounts, "_app", "app")
+    return ServeCounts(ClusterConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}))
+
+
+async def test_warnings_are_of_what_runs_not_of_what_was_deployed(four_gpus: ServeCounts) -> None:
+    assert await four_gpus.set({"decode": 3}) == []
+    [warning] = await four_gpus.set({"prefill": 3})
+    assert "1 GPU; there is room for" in warning
+    assert {key: count.target for key, count in (await four_gpus.get()).items()} == {"prefill": 3, "decode": 3}
+    assert await four_gpus.set({"decode": 1}) == []
