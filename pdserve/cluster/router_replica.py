@@ -18,6 +18,7 @@ from starlette.applications import Starlette
 
 from pdserve.cluster.autoscaler import Autoscaler
 from pdserve.cluster.counts import ServeCounts
+from pdserve.cluster.decode_guard import DecodeGuard
 from pdserve.cluster.framing import cut
 from pdserve.cluster.handle_api import (
     Answer,
@@ -71,6 +72,7 @@ class RouterReplica:
         counts = ServeCounts(config)
         self._admin = Admin(self._fleet, counts)
         self._autoscaler = Autoscaler(self._fleet, counts, config, is_first)
+        self._decode_guard = DecodeGuard(self._fleet, is_first)
         own = address is not None
         # Behind one of Serve's proxies everybody seems to be on its machine.
         admin = self._admin if config.router.admin_http and own else None
@@ -84,6 +86,7 @@ class RouterReplica:
         if self._http is not None:
             self._http.start()
         self._autoscaler.start()
+        self._decode_guard.start()
 
     def __serve_build_asgi_app__(self) -> Starlette:
         """Called by Serve after the constructor."""
@@ -150,6 +153,7 @@ class RouterReplica:
             await self._http.close()
         self._bridge.close()
         self._autoscaler.stop()
+        self._decode_guard.stop()
         self._watcher.stop()
         await self._fleet.close()
 

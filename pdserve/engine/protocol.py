@@ -470,8 +470,8 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
 
     queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus families. cache_number: of
     the last CacheChange before this. prefill_tokens_per_s: measured over the latest steps that were mostly prompt; 0:
-    none yet. busy: share of the latest seconds that it computed. token_interval_s: between two tokens of a running
-    sequence, lately; 0: none runs.
+    none yet. busy: share of the latest seconds that it computed prompts. token_interval_s: between two tokens of a
+    running sequence, lately; 0: none runs.
     """
 
     role: str

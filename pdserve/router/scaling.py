@@ -28,8 +28,9 @@ DEFAULT_QUEUE_MS = 250.0  # without a TTFT target
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One worker. queue_ms: until the prompts that wait there are computed. busy: share of time. token_interval_ms: of
-    its running sequences; 0: none runs. used_blocks: share. num_sequences: running and waiting."""
+    """One worker. queue_ms: until the prompts that wait there are computed. busy: share of time with prompts.
+    token_interval_ms: of its running sequences; 0: none runs. used_blocks: share. num_sequences: running and
+    waiting."""
 
     queue_ms: float = 0.0
     busy: float = 0.0

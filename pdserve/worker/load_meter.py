@@ -1,4 +1,5 @@
-"""How loaded this worker is: the share of time it computes, and how long a running sequence waits for its next token.
+"""How loaded this worker is: the share of time it computes prompts, and how long a running sequence waits for its next
+token.
 
 Both fade with FADE_S, so that a snapshot a second sees neither a single step nor what was a minute ago. Fed by
 `worker.loop` with every turn, told in Snapshots; who scales counts reads it (docs/elasticity.md). Times are monotonic
@@ -17,19 +18,20 @@ class LoadMeter:
         self._intervals = self._steps = 0.0
         self._last_end: float | None = None  # of the step before, when the engine has not rested since
 
-    def turned(self, began: float, ended: float, stepped: bool) -> None:
-        """A turn that computed a step, or had nothing to compute."""
+    def turned(self, began: float, ended: float, stepped: bool, mostly_prompt: bool = False) -> None:
+        """A turn that computed a step, or had nothing to compute. mostly_prompt: as `prefill_speed` says."""
         self._fade(ended)
         if not stepped:
             self._last_end = None
             return
-        self._busy += FADE_S * (1 - math.exp((began - ended) / FADE_S))
+        if mostly_prompt:
+            self._busy += FADE_S * (1 - math.exp((began - ended) / FADE_S))
         self._intervals += ended - (began if self._last_end is None else self._last_end)
         self._steps += 1.0
         self._last_end = ended
 
     def busy(self, now: float) -> float:
-        """0 to 1."""
+        """0 to 1. Decoding does not count: a worker that decodes at all does so all the time."""
         self._fade(now)
         return min(1.0, self._busy / self._span) if self._span > 0 else 0.0
 

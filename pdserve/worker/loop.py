@@ -17,7 +17,7 @@ import msgspec
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.decode.phase import DecodePhase
-from pdserve.engine.engine import Engine
+from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
     Arrived,
@@ -51,7 +51,7 @@ from pdserve.worker.leg_clock import LegClock
 from pdserve.worker.load_meter import LoadMeter
 from pdserve.worker.metrics import WorkerMetrics
 from pdserve.worker.pool_phase import PoolPhase
-from pdserve.worker.prefill_speed import PrefillSpeed
+from pdserve.worker.prefill_speed import PrefillSpeed, is_mostly_prompt
 
 logger = logging.getLogger(__name__)
 
@@ -317,10 +317,12 @@ class WorkerLoop:
         began = time.monotonic()
         self._poll_phases()
         busy = self.engine.has_work
-        stepped = self._step() if busy else False
+        result = self._step() if busy else None
+        stepped = result is not None
         if stepped:
             self._poll_phases()  # what came in meanwhile leaves with this step's events, not a step later
-        self._load.turned(began, time.monotonic(), stepped)
+        prompts = result is not None and is_mostly_prompt(result.num_rows, result.num_sequences)
+        self._load.turned(began, time.monotonic(), stepped, prompts)
         self._check_at_rest(busy)
         self._turn_began = began if stepped else None
         self._forget_finished()
@@ -361,12 +363,13 @@ class WorkerLoop:
             token_interval_s=self._load.token_interval_s if scheduler.running else 0.0,
         )
 
-    def _step(self) -> bool:
+    def _step(self) -> StepResult | None:
+        """None: nothing was computed."""
         began = time.monotonic()
         result = self.engine.step()
         self._note_admitted(began)
         if not result.num_rows:
-            return False
+            return None
         seconds = result.device_seconds or result.host_seconds  # on CPU the host is the device
         self._device_seconds += seconds
         self._metrics.step_seconds.observe(seconds)
@@ -377,7 +380,7 @@ class WorkerLoop:
             self._emit_all(self.prefill.on_step(result))
         if self.pool is not None:
             self.pool.on_step(result)
-        return True
+        return result
 
     def _note_admitted(self, now: float) -> None:
         """Requests whose first rows went into a step."""

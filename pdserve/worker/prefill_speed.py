@@ -10,13 +10,18 @@ LEAST_ROWS = 16  # a step of fewer says nothing of prompts
 MAX_GAIN = 4.0  # the line's speed is at most so much above tokens by seconds: a few steps may lie anyhow
 
 
+def is_mostly_prompt(num_rows: int, num_sequences: int) -> bool:
+    """Of a step of so many tokens for so many sequences: one that decodes has a row for each."""
+    return num_rows >= 2 * num_sequences
+
+
 class PrefillSpeed:
     def __init__(self) -> None:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def observe(self, num_rows: int, num_sequences: int, seconds: float) -> None:
         """A step of so many tokens for so many sequences. One that is mostly decoding is left out."""
-        if num_rows < max(LEAST_ROWS, 2 * num_sequences):
+        if num_rows < LEAST_ROWS or not is_mostly_prompt(num_rows, num_sequences):
             return
         self._weight = KEPT * self._weight + 1
         self._tokens = KEPT * self._tokens + num_rows

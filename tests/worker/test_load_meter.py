@@ -19,7 +19,7 @@ def pair(tiny_llama) -> Iterator[Pair]:
 
 def work(meter: LoadMeter, now: float, turns: int, step_s: float, pause_s: float = 0.0) -> float:
     for _ in range(turns):
-        meter.turned(now, now + step_s, True)
+        meter.turned(now, now + step_s, True, mostly_prompt=True)
         now += step_s + pause_s
         if pause_s:
             meter.turned(now, now, False)
@@ -56,12 +56,26 @@ def test_one_long_step_is_not_all() -> None:
     assert meter.token_interval_s < 0.012
 
 
+def test_decoding_is_not_busy() -> None:
+    """A decoder that was just made a prefill worker, with long streams: no prompt waits for it to end them."""
+    meter, now = LoadMeter(0.0), 0.0
+    for turn in range(3000):
+        meter.turned(now, now + 0.01, True, mostly_prompt=turn % 10 == 0)
+        now += 0.01
+    assert meter.busy(now) == pytest.approx(0.1, abs=0.02)
+    assert meter.token_interval_s == pytest.approx(0.01, rel=0.01)
+
+
 def test_a_worker_tells_its_load_and_its_rest(pair: Pair) -> None:
+    """Not more of prompts than there was: one step of 20 rows, and a hundred of one."""
     key = RequestKey(ROUTER, SESSION, "a")
     pair.d.command(submit(key, "full", prompt_of(20), SamplingParams(max_tokens=100, seed=1, ignore_eos=True)))
-    pair.until(lambda: len(deltas(pair.d, key)) > 20)
+    began = time.monotonic()
+    pair.until(lambda: len(deltas(pair.d, key)) > 50)
+    decoded_s = time.monotonic() - began
     working = pair.d.loop.snapshot()
-    assert working.busy > 0.05 and 0.0001 < working.token_interval_s < 1.0
+    assert 0.0001 < working.token_interval_s < 1.0 and decoded_s > 20 * working.token_interval_s
+    assert 0 < working.busy < 0.5
     pair.until(lambda: any(delta.finish_reason for delta in deltas(pair.d, key)))
     time.sleep(0.05)
     resting = pair.d.loop.snapshot()

@@ -1,0 +1,85 @@
+"""Somebody always decodes: when no worker has had the role for a while, one gets the role `both` until another comes.
+
+Without, a cluster whose roles were changed answers 503 for ever when its only decoder dies: the successor has its
+deployment's role, which may be prefill. Works on the router of Serve's rank 0. Decides no counts and starts no worker.
+Made by `cluster.router_replica`.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from pdserve.engine.protocol import SetRole
+from pdserve.router.fleet import Fleet
+from pdserve.router.worker_state import WorkerState
+
+logger = logging.getLogger("ray.serve")
+
+PERIOD_S = 1.0
+NONE_S = 15.0  # without a decoder: a small model's successor is sooner there
+AGAIN_S = 15.0  # with another one, until the role is taken back
+
+
+class DecodeGuard:
+    def __init__(self, fleet: Fleet, is_first: Callable[[], bool], now: Callable[[], float] = time.monotonic) -> None:
+        self._fleet = fleet
+        self._is_first = is_first
+        self._now = now
+        self._helper: str | None = None  # the worker that was given the role
+        self._differs_since: float | None = None  # from what is wanted: none decodes, or more than the helper does
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run())
+
+    def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(PERIOD_S)
+            try:
+                self.look()
+            except Exception:  # serving must not end with it, and the next second is another chance
+                logger.exception("looking for a decode worker failed")
+
+    def look(self) -> None:
+        workers = [worker for worker in self._fleet.workers if not worker.draining]
+        decoders = [worker for worker in workers if worker.can_decode]
+        helper = next((worker for worker in decoders if worker.worker_id == self._helper), None)
+        if not self._is_first() or not workers:
+            self._differs_since = None
+        elif not decoders:
+            if self._lasts(NONE_S):
+                self._help(workers)
+        elif helper is not None and helper.role == "both" and len(decoders) > 1:
+            if self._lasts(AGAIN_S):
+                self._relieve(helper)
+        else:
+            self._differs_since = None
+
+    def _lasts(self, seconds: float) -> bool:
+        """It has been so for so long; then it is counted anew."""
+        since = self._now() if self._differs_since is None else self._differs_since
+        lasts = self._now() - since >= seconds
+        self._differs_since = None if lasts else since
+        return lasts
+
+    def _help(self, workers: list[WorkerState]) -> None:
+        worker = min(workers, key=_load)
+        self._helper = worker.worker_id
+        message = "no worker has decoded for %g s: %s gets the role both until another one does"
+        logger.warning(message, NONE_S, worker.worker_id)
+        self._fleet.post(worker, SetRole(role="both"))
+
+    def _relieve(self, helper: WorkerState) -> None:
+        """Every worker that does not decode prefills."""
+        self._helper = None
+        logger.info("others decode again: %s is for prefill as before", helper.worker_id)
+        self._fleet.post(helper, SetRole(role="prefill"))
+
+
+def _load(worker: WorkerState) -> tuple[int, str]:
+    return worker.snapshot.queue_tokens if worker.snapshot is not None else 0, worker.worker_id
