@@ -106,15 +106,17 @@ async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None
             await begin(running, asks, p, second)
             await until(lambda: mid_stream(asks, 12))
             assert [ask for ask in asks if ask.name == "three choices" and 0 < len(ask.ended) < 3]
-            assert len(legs_of(running, first)) == len(asks)
+            num_first = len(legs_of(running, first))
+            assert num_first >= len(asks) * 7 // 8  # an answer or two have ended, or, unstreamed, are still at P
             first.kill()
             await until(lambda: mid_stream(asks, 30))
             running.join(third)
             await running.settled(third)
-            assert len(legs_of(running, second)) >= len(asks) * 3 // 4  # the others have stopped
+            num_second = len(legs_of(running, second))
+            assert num_second >= len(asks) * 3 // 4
             second.kill()
             await until(lambda: len(legs_of(running, third)) > 0)
-            assert await failovers(running) >= len(asks) * 7 // 4
+            assert await failovers(running) >= num_first + num_second
 
 
 async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: Stage) -> None:

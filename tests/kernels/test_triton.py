@@ -34,16 +34,17 @@ ATTENTION_SAMPLE = [
 WIDTHS = [32, 100, 128, 1000, 4096]
 
 
-def assert_as_good(out: Tensor, twin: Tensor, answer: Tensor, roundings: int = 1) -> None:
+def assert_as_good(out: Tensor, twin: Tensor, answer: Tensor, roundings: int = 1, terms: int = 1) -> None:
     """Largest error against float64 at most twice the twin's, over a floor of a quarter of the dtype's spacing.
 
     The interpreter cuts float32 to bf16 where a GPU rounds, so there the floor is 2 spacings. It grows with the
-    `roundings` on the way to out.
+    `roundings` on the way to out, and in float32 with the root of the `terms` of a sum: of a few outputs the twin's may
+    happen to be right.
     """
     floor = torch.finfo(out.dtype).eps * max(float(answer.abs().max()), 1.0)
     floor *= roundings * (2 if out.dtype == torch.bfloat16 and not ON_GPU else 0.25)
     if out.dtype == torch.float32:  # a GPU's exp2 and division may each be 2 spacings off
-        floor = max(16 * floor, roundings * 1e-6)
+        floor = max(16 * floor, roundings * 1e-6 * max(1.0, terms / 500) ** 0.5)
     error, twin_error = (float((x.double() - answer).abs().max()) for x in (out, twin))
     assert error <= 2 * twin_error + floor, f"error {error}, the twin's {twin_error}"
 
@@ -172,20 +173,20 @@ def check_products(num_rows: int, num_inputs: int, num_outputs: int, dtype: torc
     weight = (torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5).to(dtype)
     args = (weight, row if bias else None)
     answer = x.double() @ weight.double().T + (row.double() if bias else 0)
-    assert_as_good(triton_ops.linear(x, *args), reference.linear(x, *args), answer)
+    assert_as_good(triton_ops.linear(x, *args), reference.linear(x, *args), answer, terms=num_inputs)
     residual = torch.randn(num_rows, num_outputs, device=DEVICE).to(dtype)
     answer += residual.double()
     twin = reference.linear_add(x, *args, residual.clone())
-    assert_as_good(triton_ops.linear_add(x, *args, residual), twin, answer, roundings=2)
+    assert_as_good(triton_ops.linear_add(x, *args, residual), twin, answer, 2, num_inputs)
 
     wide = x.double()
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     answer = normed @ weight.double().T + (row.double() if bias else 0)
     args = (x, norm, 1e-5, *args)
-    assert_as_good(triton_ops.norm_linear(*args), reference.norm_linear(*args), answer, roundings=4)
+    assert_as_good(triton_ops.norm_linear(*args), reference.norm_linear(*args), answer, 4, num_inputs)
     gate, up = answer.chunk(2, -1)
     y, twin = triton_ops.norm_linear_silu_mul(*args), reference.norm_linear_silu_mul(*args)
-    assert_as_good(y, twin, gate / (1 + (-gate).exp()) * up, roundings=8)
+    assert_as_good(y, twin, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
 
 
 PRODUCT_ROWS, PRODUCT_INPUTS, PRODUCT_OUTPUTS = [1, 2, 3, 16, 17, 33, 64, 65], [16, 80, 100, 1040, 2096], [2, 48, 134]
