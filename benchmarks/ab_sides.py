@@ -23,6 +23,7 @@ PACKED = ("pdserve", "benchmarks", ":(exclude)benchmarks/results")
 MAX_PACK_BYTES = 1 << 20
 SUFFIX = ".tar.xz"
 LOG_TAIL = 3000
+REPORT_TARGETS = ("cluster_cpu",)  # status 1: all was measured, a target was missed
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ class Side:
     def run(self, module: str, arguments: tuple[str, ...], timeout_s: float) -> list[Json]:
         """The rows that `python -m benchmarks.MODULE ARGUMENTS --out FILE` writes on this side.
 
-        A status other than 0 is taken where rows were written: some benchmarks report a missed target by it.
-        ValueError: no row, or no end in time.
+        ValueError, with the end of what it printed: no row, no end in time, or a status that is not 0.
         """
         with tempfile.TemporaryDirectory(prefix="pdserve-ab-run-") as scratch:
             out = Path(scratch) / "rows.jsonl"
@@ -81,7 +81,8 @@ class Side:
                 finally:
                     stop(process)
             rows = read_rows(out)
-            if not rows or process.returncode not in (0, 1):
+            missed_target = module in REPORT_TARGETS and process.returncode == 1
+            if not rows or not (process.returncode == 0 or missed_target):
                 raise ValueError(
                     f"{self.label}: `benchmarks.{module} {' '.join(arguments)}` gave no figures: {problem}\n"
                     f"{log.read_text(errors='replace')[-LOG_TAIL:]}"
