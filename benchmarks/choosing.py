@@ -200,7 +200,7 @@ async def measure(policy: str, arrivals: Sequence[Arrival], num_workers: int, nu
     """Prompt tokens computed over all workers, their share of all prompt tokens, milliseconds to the first token."""
     workers = [PacedWorker(f"w{i}", num_kv_blocks) for i in range(num_workers)]
     fleet = Fleet()
-    service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(policy=policy), "demo")  # type: ignore[arg-type]
+    service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(policy=policy), "demo")
     for worker in workers:
         worker.start()
         fleet.join(worker)

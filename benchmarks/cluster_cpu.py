@@ -18,7 +18,7 @@ import os
 import re
 import sys
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -84,9 +84,9 @@ def cpu_seconds(pid: int) -> dict[psutil.Process, float]:
     return taken
 
 
-def spent(before: dict[psutil.Process, float], after: dict[psutil.Process, float]) -> Counter[str]:
+def spent(before: dict[psutil.Process, float], after: dict[psutil.Process, float]) -> dict[str, float]:
     """Seconds between two readings, by kind of process."""
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for process, taken in after.items():
         seconds[titled(process)] += taken - before.get(process, 0.0)
     return seconds
@@ -103,11 +103,12 @@ def stream_round(server: Server, streams: int, tokens: int, idle_share: float) -
     if len(result.finished) != streams:
         raise ValueError(f"{streams - len(result.finished)} of {streams} streams failed: {dict(result.errors)}")
     num_tokens = sum(outcome.num_tokens for outcome in result.finished)
-    per_token = {kind: round(1e6 * taken / num_tokens, 2) for kind, taken in by_kind.most_common()}
+    largest_first = sorted(by_kind.items(), key=lambda item: -item[1])
+    total = sum(by_kind.values())
     return {
-        "us_per_token": 1e6 * by_kind.total() / num_tokens,
-        "us_per_token_less_idle": 1e6 * (by_kind.total() - idle_share * seconds) / num_tokens,
-        "by_kind": per_token,
+        "us_per_token": 1e6 * total / num_tokens,
+        "us_per_token_less_idle": 1e6 * (total - idle_share * seconds) / num_tokens,
+        "by_kind": {kind: round(1e6 * taken / num_tokens, 2) for kind, taken in largest_first},
         "tokens_per_s": num_tokens / seconds,
         "tpot_ms": result.figures()["tpot_ms"],
         "client_cpu_share": result.cpu_share,
@@ -154,7 +155,7 @@ def bare_server() -> Iterator[Server]:
 def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:
     before, began = cpu_seconds(server.pid), time.monotonic()
     time.sleep(options.idle_s)
-    idle_share = spent(before, cpu_seconds(server.pid)).total() / (time.monotonic() - began)
+    idle_share = sum(spent(before, cpu_seconds(server.pid)).values()) / (time.monotonic() - began)
     first = LoadConfig(server.url, Shape.parse(f"{options.first_tokens}x{PROMPT_TOKENS}x2"), clients=1)
     ttft = run_load(first, progress=False).figures()["ttft_ms"]
     rounds, bare_us = [], []

@@ -36,6 +36,7 @@ from pdserve.engine.protocol import (
     Hello,
     PeerStatus,
     Phase,
+    PoolChange,
     Prepare,
     RequestKey,
     SamplingParams,
@@ -232,7 +233,7 @@ class Worker:
                 leg.woken.set()
 
     def _take(self, now: float, event: Event) -> None:
-        if isinstance(event, (CacheChange, CacheState)):
+        if isinstance(event, (CacheChange, CacheState, PoolChange)):
             return
         if isinstance(event, (Hello, PeerStatus, Snapshot)):
             leg: Leg | None = self._own

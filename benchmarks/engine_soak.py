@@ -74,14 +74,15 @@ class Soak:
         """Go on for so long; returns what happened since the last call."""
         ends = time.monotonic() + seconds
         self.totals = Totals()
-        for step in itertools.count():
+        step = 0
+        while time.monotonic() < ends:
             while len(self._live) < self._concurrency:
                 self._submit()
             self._step()
             if step % CHECK_STEPS == 0:
                 self.engine.check_integrity()
-            if time.monotonic() >= ends:
-                return self.totals
+            step += 1
+        return self.totals
 
     def finish(self) -> None:
         """End what is there; AssertionError when blocks are left."""

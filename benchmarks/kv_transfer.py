@@ -117,9 +117,18 @@ class Side:
             self._woken.clear()
         raise ValueError(f"no answer from the connector in {DEADLINE_S:g} s")
 
+    def pulled(self) -> PullDone:
+        """The end of a pull. ValueError when it failed, or does not end."""
+        done = self.wait(PullDone, PullFailed)
+        if isinstance(done, PullFailed):
+            raise ValueError(f"a pull failed: {done.reason}: {done.detail}")
+        assert isinstance(done, PullDone)
+        return done
+
     def age(self, seed: int) -> None:
         """Random requests come and go, some of their blocks stay known."""
-        rng, blocks, live = random.Random(seed), self.blocks, []
+        rng, blocks = random.Random(seed), self.blocks
+        live: list[list[int]] = []
         longest = max(blocks.num_usable // 8, 1)
         for _ in range(AGING_REQUESTS):
             count = rng.randint(1, longest)
@@ -198,17 +207,16 @@ def measure(case: Case, commands: Connection) -> Iterator[Json]:
 
 def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Iterator[int]) -> Json:
     """Repeated pulls of prompts of num_tokens, each into and out of other blocks."""
-    seconds, descriptors = [], []
+    seconds: list[float] = []
+    descriptors: list[int] = []
     for repeat in range(side.case.repeats + 1):  # the first warms up
         commands.send(num_tokens)
         ticket = commands.recv()
         local = side.blocks.allocate(side.layout.num_blocks_for(num_tokens))
         began = time.perf_counter()
         side.receiver.pull(next(pull_ids), ticket, local, 0, DEADLINE_S)
-        done: PullDone | PullFailed = side.wait(PullDone, PullFailed)
+        done = side.pulled()
         ended = time.perf_counter()
-        if isinstance(done, PullFailed):
-            raise ValueError(f"a pull failed: {done.reason}: {done.detail}")
         if repeat == 0:
             _check(side, local, ticket.block_ids, num_tokens)
         else:
@@ -319,7 +327,7 @@ def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store)
     try:
         actor = ray.remote(num_cpus=1)(Holder)
-        holders = [actor.remote(), actor.remote()]
+        holders: list[Any] = [actor.remote(), actor.remote()]
         times = []
         for _ in range(repeats + 1):
             began = time.perf_counter()

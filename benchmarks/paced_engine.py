@@ -67,7 +67,7 @@ class PacedEngine:
                 snapshot_due += SNAPSHOT_PERIOD_S
                 self._send(ALL_ROUTERS, self._snapshot())
             wait_ms = 1000 * ((due if self._running else snapshot_due) - now)
-            if wait_ms > 0 and self._socket.poll(wait_ms):
+            if wait_ms > 0 and self._socket.poll(int(wait_ms)):
                 self._handle(decode_command(self._socket.recv()))
             elif self._running and wait_ms <= 0:
                 due = max(due + self._step_s, now)

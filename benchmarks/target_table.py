@@ -84,7 +84,7 @@ def read_rows(path: Path) -> list[Row]:
     for kind, section in ((OfflineRow, "offline"), (HttpRow, "http"), (HttpRow, "pair")):
         for entry in document.get(section, []):
             try:
-                more = {"shape": Shape.parse(entry["shape"])} if "shape" in entry else {}
+                more: dict[str, Any] = {"shape": Shape.parse(entry["shape"])} if "shape" in entry else {}
                 more |= {"is_pair": True} if section == "pair" else {}
                 rows.append(kind(**(entry | more)))
             except (TypeError, ValueError) as error:

@@ -7,11 +7,11 @@ routers in processes of their own. What needs Serve itself is tested in tests/cl
 import contextlib
 import multiprocessing
 import os
-import signal
 import tempfile
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from processes import die_with_parent
@@ -28,7 +28,9 @@ _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["pdserve.worker.host"])
 
 
-def _serve(config: WorkerConfig, worker_id: str, incarnation: int, address: str, shell: Path | None, ready) -> None:
+def _serve(
+    config: WorkerConfig, worker_id: str, incarnation: int, address: str, shell: Path | None, ready: Event
+) -> None:
     die_with_parent(os.getppid())  # the server, which ends with the test run
     os.environ["OMP_NUM_THREADS"] = "1"
     from pdserve.worker.host import EngineHost
@@ -64,13 +66,12 @@ class Host:
             assert time.monotonic() < limit, "the engine host did not start in time"
 
     def kill(self) -> None:
-        os.kill(self.process.pid, signal.SIGKILL)
+        self.process.kill()
         self.process.join(10)
 
     def close(self) -> None:
         if self.process.is_alive():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid, signal.SIGKILL)
+            self.process.kill()
         self.process.join(10)
         self._folder.cleanup()
         if self.shell is not None:

@@ -8,19 +8,23 @@ import itertools
 import random
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
 from pdserve.engine.protocol import (
     Cancel,
+    Command,
     ConnectPeer,
     Delta,
     Event,
     EventBatch,
     Handoff,
     PeerStatus,
+    Phase,
     RequestKey,
     RouterLost,
     SamplingParams,
@@ -82,7 +86,7 @@ class Worker:
         self.by_session[target] += events
         self.events += events
 
-    def command(self, command: object) -> None:
+    def command(self, command: Command) -> None:
         self.loop.handle(decode_command(encode(command)))
 
     def close(self) -> None:
@@ -121,7 +125,7 @@ class Pair:
         self.p.loop.turn()
         self.d.loop.turn()
 
-    def until(self, done, seconds: float = 10.0) -> None:
+    def until(self, done: Callable[[], object], seconds: float = 10.0) -> None:
         """Turn both loops until `done()`."""
         limit = time.monotonic() + seconds
         while not done():
@@ -194,9 +198,9 @@ def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int,
     return {choice.index: choice.token_ids for choice in output.outputs}
 
 
-def submit(key: RequestKey, phase: str, prompt: list[int], sampling: SamplingParams, **more: object) -> Submit:
-    starts = more.pop("starts", tuple(Start(choice) for choice in range(sampling.n)))
-    return Submit(key=key, phase=phase, prompt_token_ids=tuple(prompt), sampling=sampling, starts=starts, **more)
+def submit(key: RequestKey, phase: Phase, prompt: list[int], sampling: SamplingParams, **more: Any) -> Submit:
+    more.setdefault("starts", tuple(Start(choice) for choice in range(sampling.n)))
+    return Submit(key=key, phase=phase, prompt_token_ids=tuple(prompt), sampling=sampling, **more)
 
 
 def cancel(worker: Worker, key: RequestKey, choices: tuple[int, ...] | None = None) -> None:
@@ -209,7 +213,8 @@ def owned(worker: Worker) -> int:
 
 
 def of(worker: Worker, key: RequestKey) -> list[Event]:
-    return [e for e in worker.events if getattr(e, "request_id", None) == key.request_id and e.attempt == key.attempt]
+    named = (key.request_id, key.attempt)
+    return [e for e in worker.events if (getattr(e, "request_id", None), getattr(e, "attempt", None)) == named]
 
 
 def deltas(worker: Worker, key: RequestKey) -> list[Delta]:

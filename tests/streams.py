@@ -8,6 +8,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import httpx
@@ -159,16 +160,12 @@ async def drafted(
         assert answer.status_code == 200, answer.text
         return [choice["token_ids"] for choice in answer.json()["choices"]]
 
-    drafts = [
-        (
-            text,
-            seed,
-            *await tokens(GREEDY | {"prompt": text}),
-            await tokens(SAMPLED | {"prompt": text, "seed": seed, "n": 3}),
-        )
-        for seed, text in enumerate(texts)
-    ]
-    return lambda: [ask for draft in drafts for ask in kinds(*draft, decode)]
+    drafts: list[Callable[[], list[Ask]]] = []
+    for seed, text in enumerate(texts):
+        [greedy] = await tokens(GREEDY | {"prompt": text})
+        sampled = await tokens(SAMPLED | {"prompt": text, "seed": seed, "n": 3})
+        drafts.append(partial(kinds, text, seed, greedy, sampled, decode))
+    return lambda: [ask for draft in drafts for ask in draft()]
 
 
 def mid_stream(asks: Sequence[Ask], num_tokens: int) -> bool:

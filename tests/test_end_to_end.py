@@ -12,6 +12,7 @@ import msgspec
 import openai
 import pytest
 from hosts import Host, hosts
+from openai.types.chat import ChatCompletionMessageParam
 from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 
 from demo.recall import recall_prompts
@@ -114,7 +115,7 @@ async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> No
 async def test_openai_client_streams_a_chat(pd: list[Host]) -> None:
     async with cluster(*pd) as running:
         client = openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        messages = [{"role": "user", "content": "What is 42 + 17?"}]
+        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 42 + 17?"}]
         whole = await client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=32)
         stream = await client.chat.completions.create(
             model=MODEL, messages=messages, temperature=0, max_tokens=32, stream=True

@@ -11,6 +11,7 @@ import signal
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import httpx
 import pytest
@@ -84,6 +85,10 @@ def state_of(running: Cluster, worker: Host) -> WorkerState:
 
 def legs_of(running: Cluster, worker: Host) -> list[Leg]:
     return list(state_of(running, worker).legs.values())
+
+
+def has_legs(running: Cluster, worker: Host, more_than: int) -> bool:
+    return len(legs_of(running, worker)) > more_than
 
 
 async def failovers(running: Cluster) -> float:
@@ -201,7 +206,7 @@ async def test_attempts_end_when_one_worker_after_the_other_dies(stage: Stage) -
             await running.settled(successor)
             freeze(successor.process.pid)
             dies.kill()
-            await until(lambda successor=successor: len(legs_of(running, successor)) > len(asks) // 2)
+            await until(partial(has_legs, running, successor, len(asks) // 2))
         third.kill()
         await asyncio.gather(*tasks, return_exceptions=True)
         cut = [ask for ask in asks if ask.streams and "error" in ask.lines[-2]]

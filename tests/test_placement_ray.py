@@ -139,6 +139,7 @@ def test_serve_run_ends_with_what_is_missing(cluster: Cluster) -> None:
     application = {"name": "nowhere", "import_path": BUILDER, "args": args}
     began = time.monotonic()
     client = serve.context._get_global_client()
+    assert client is not None
     client.deploy_apps(ServeDeploySchema(applications=[application]), _blocking=False)
     until(lambda: serve.status().applications["nowhere"].status == "DEPLOY_FAILED")
     took = time.monotonic() - began

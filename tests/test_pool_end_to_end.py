@@ -8,6 +8,7 @@ import random
 import signal
 import socket
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -20,7 +21,7 @@ from pdserve.kvtransfer.pool_server import PoolServer
 
 CHUNK = 64
 TURNS = 4
-GREEDY = {"temperature": 0, "max_tokens": 70, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 70, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")

@@ -88,7 +88,7 @@ class LLM:
         tokenizer: str | bool = True,
         **engine: Any,
     ) -> None:
-        config = ModelConfig(path=model, dtype=dtype, load_format=load_format, seed=seed)  # type: ignore[arg-type]
+        config = ModelConfig(path=model, dtype=dtype, load_format=load_format, seed=seed)
         self.engine = Engine(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
@@ -250,7 +250,7 @@ class _Run:
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """A list of prompts from one or many: text, token ids, or a dict with prompt_token_ids."""
     if isinstance(prompts, (str, Mapping)):
-        return [prompts]  # type: ignore[list-item]
+        return [prompts]
     items: list[Any] = list(prompts)
     return [items] if items and isinstance(items[0], Integral) else items
 

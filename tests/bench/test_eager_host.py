@@ -1,5 +1,6 @@
 """benchmarks/eager_host.py without a GPU: its arguments, the steps it builds, its medians."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,10 @@ def test_a_step_has_the_rows_of_its_case(case: eager_host.Case) -> None:
 
 def test_stairs_are_medians_of_rounds_over_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[eager_host.Case] = []
-    seconds = {(0, (20,)): iter([9.0, 0.001, 0.002]), (4, (16,)): iter([0.004, 0.004, 9.0])}
+    seconds: dict[eager_host.Case, Iterator[float]] = {
+        (0, (20,)): iter([9.0, 0.001, 0.002]),
+        (4, (16,)): iter([0.004, 0.004, 9.0]),
+    }
 
     def timed(run: Any) -> tuple[float, float]:
         run()

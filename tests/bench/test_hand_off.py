@@ -149,7 +149,7 @@ async def test_answers_that_differ_are_told_where_they_must_not_and_counted_else
     arrived = Arrived(request_id="r", attempt=2, source="p2p", num_bytes=1, num_early_bytes=1)
 
     async def serve(pair: object, mode: str, prompt: object, sampling: object) -> Answer:
-        hand_over = {"handed": 1.0, "arrived": (2.0, arrived)} if mode.startswith("split") else {}
+        hand_over: dict[str, Any] = {"handed": 1.0, "arrived": (2.0, arrived)} if mode.startswith("split") else {}
         return Answer(0.0, [1.0, 2.0], [1, 2 if mode != "split, sequential" else 3], **hand_over)
 
     monkeypatch.setattr(hand_off, "serve", serve)

@@ -2,6 +2,7 @@
 
 import asyncio
 from functools import partial
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from served import DEMO, MODEL, cluster
 from benchmarks import http_share
 from pdserve.bench.workload import Lengths
 
-SIZES = {"input_len": Lengths(40, 40), "output_len": Lengths(12, 12), "rounds": 2, "vocab_size": 500}
+SIZES: dict[str, Any] = {"input_len": Lengths(40, 40), "output_len": Lengths(12, 12), "rounds": 2, "vocab_size": 500}
 
 
 async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

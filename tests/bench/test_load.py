@@ -1,6 +1,7 @@
 """The load generator against a small server: what it counts, what it times, and every way a stream can fail."""
 
 import re
+from typing import Any
 
 import pytest
 from sse_server import Behaviour, served
@@ -12,7 +13,7 @@ from pdserve.bench.workload import Lengths, Shape
 FIVE = Lengths(5, 5)
 
 
-def load(behaviour: Behaviour, num_requests: int = 6, output_len: Lengths = FIVE, **options: object) -> LoadResult:
+def load(behaviour: Behaviour, num_requests: int = 6, output_len: Lengths = FIVE, **options: Any) -> LoadResult:
     options = {"clients": 2, "timeout_s": 10.0, "num_warmups": 0} | options
     with served(behaviour) as url:
         shape = Shape(num_requests, Lengths(3, 3), output_len)

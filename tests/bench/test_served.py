@@ -1,6 +1,7 @@
 """The load generator against the real router and a real engine, with the demo model."""
 
 import asyncio
+from typing import Any
 
 from hosts import hosts
 from served import DEMO, MODEL, cluster
@@ -10,7 +11,7 @@ from pdserve.bench.workload import Shape
 
 
 async def test_a_load_on_a_real_server() -> None:
-    def load(url: str, **options: object) -> LoadResult:
+    def load(url: str, **options: Any) -> LoadResult:
         return run_load(LoadConfig(url=url, shape=Shape.parse("6x20-40x9"), timeout_s=60, **options), progress=False)
 
     with hosts(DEMO, "A") as workers:

@@ -1,6 +1,7 @@
 """`serve run cluster.yaml` can call what its import_path names."""
 
 import inspect
+from types import FunctionType
 
 import pytest
 
@@ -13,5 +14,6 @@ def test_the_builder_has_the_one_parameter_that_serve_asks_for(monkeypatch: pyte
 
     monkeypatch.setattr(app, "await_room", lambda config: None)  # Ray is not started
     assert list(inspect.signature(build).parameters) == ["args"]
+    assert isinstance(build, FunctionType)
     application = call_user_app_builder_with_args_if_necessary(build, {"model": {"path": "demo/pdserve-demo"}})
     assert type(application).__name__ == "Application"

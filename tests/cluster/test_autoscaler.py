@@ -42,14 +42,15 @@ class FakeCounts:
 
 class Stage:
     def __init__(self, *workers: WorkerState, **config: Any) -> None:
-        self.fleet: Any = SimpleNamespace(workers=list(workers))
+        fleet: Any = SimpleNamespace(workers=list(workers))
+        self.fleet = fleet
         ids = [worker.worker_id for worker in workers]
         self.counts = FakeCounts(
             prefill=sum(i.startswith("Prefill") for i in ids), decode=sum(i.startswith("Decode") for i in ids)
         )
         self.now, self.first = 0.0, True
         tree = ClusterConfig.model_validate({"prefill": BOUNDS, "decode": BOUNDS, **config})
-        self.scaler = Autoscaler(self.fleet, self.counts, tree, lambda: self.first, lambda: self.now)
+        self.scaler = Autoscaler(fleet, self.counts, tree, lambda: self.first, lambda: self.now)
 
     async def seconds(self, count: int) -> dict[str, int]:
         for _ in range(count):

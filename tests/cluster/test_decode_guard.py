@@ -14,9 +14,10 @@ from pdserve.router.worker_state import WorkerState
 class Stage:
     def __init__(self, *workers: WorkerState) -> None:
         self.posted: list[tuple[str, str]] = []
-        self.fleet: Any = SimpleNamespace(workers=list(workers), post=self.post)
+        fleet: Any = SimpleNamespace(workers=list(workers), post=self.post)
+        self.fleet = fleet
         self.now, self.first = 0.0, True
-        self.guard = DecodeGuard(self.fleet, lambda: self.first, lambda: self.now)
+        self.guard = DecodeGuard(fleet, lambda: self.first, lambda: self.now)
 
     def post(self, worker: WorkerState, command: SetRole) -> None:
         """The worker has it at once."""

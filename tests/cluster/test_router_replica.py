@@ -36,6 +36,7 @@ def start(router: Router) -> asyncio.Task[None]:
 
 async def health(router: Router) -> int | None:
     """None: nobody listens."""
+    assert router._http is not None
     async with httpx.AsyncClient() as client:
         try:
             return (await client.get(f"http://127.0.0.1:{router._http.port}/health")).status_code

@@ -52,7 +52,8 @@ def until(client: Client, reached: Callable[[ClusterReport], bool], seconds: flo
 def router_pid() -> int:
     [router] = [a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]]
     actor = ray.get_actor(router["name"], namespace=router["namespace"])
-    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+    pid: Any = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
+    return int(pid)
 
 
 def streams(pool: ThreadPoolExecutor, client: Client) -> list[Future[list[int]]]:
@@ -147,10 +148,10 @@ def test_counts_outlive_the_controller(client: Client) -> None:
     before = [worker.worker for worker in report.workers]
     ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
     deadline = time.monotonic() + 60
-    while (report := answered(client)) is None or len(report.workers) < 2 or report.counts["decode"].running < 2:
-        assert time.monotonic() < deadline, report
+    while (after := answered(client)) is None or len(after.workers) < 2 or after.counts["decode"].running < 2:
+        assert time.monotonic() < deadline, after
         time.sleep(0.1)
-    assert report.counts["decode"].target == 2 and [worker.worker for worker in report.workers] == before
+    assert after.counts["decode"].target == 2 and [worker.worker for worker in after.workers] == before
     client.scale(decode=1)
     until(client, lambda report: len(report.workers) == 1 and report.counts["decode"].running == 1)
 

@@ -157,7 +157,12 @@ class PaperRunner:
 
     def fence(self) -> PaperFence:
         queue, self._queue = self._queue, []
-        return PaperFence(lambda: [run() for run in queue] and None)
+
+        def run_all() -> None:
+            for run in queue:
+                run()
+
+        return PaperFence(run_all)
 
     def fill(self, blocks: SequenceOf[int], prompt: SequenceOf[int], first_block: int = 0) -> None:
         """Write the prompt's rows as another engine would."""

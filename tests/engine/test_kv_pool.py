@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -75,14 +76,15 @@ class Runtime:
     """cudart's four functions over host memory."""
 
     def __init__(self, error: int = 0) -> None:
-        self.error, self.calls = error, []
+        self.error = error
+        self.calls: list[tuple[str] | tuple[str, int]] = []
 
-    def cudaMalloc(self, pointer, size) -> int:
+    def cudaMalloc(self, pointer: Any, size: Any) -> int:
         self.calls.append(("malloc", size.value))
         pointer._obj.value = 4096
         return self.error
 
-    def cudaFree(self, pointer) -> int:
+    def cudaFree(self, pointer: Any) -> int:
         self.calls.append(("free", pointer.value))
         return 0
 

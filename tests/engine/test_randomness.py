@@ -16,7 +16,8 @@ FROZEN_GUMBEL = [0.418657, 2.03418, 1.328948]
 
 
 def keys(seed: int = 0, choice: int = 0, position: int = 0, purpose: Purpose = Purpose.SAMPLE) -> torch.Tensor:
-    return keys_of(*(np.array([number], dtype=np.int64) for number in (seed, choice, position)), purpose)
+    seeds, choices, positions = (np.array([number], dtype=np.int64) for number in (seed, choice, position))
+    return keys_of(seeds, choices, positions, purpose)
 
 
 def keys_of(

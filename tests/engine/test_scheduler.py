@@ -222,7 +222,7 @@ def test_forks_share_the_prompt_and_copy_what_they_write_into(tiny_llama: Path, 
     assert engine.blocks.num_owned == -(-length // BLOCK)
     driver.step()
     partial = length % BLOCK != 0
-    assert engine.runner.num_copies == (3 if partial else 0)  # type: ignore[attr-defined]
+    assert engine.runner.num_copies == (3 if partial else 0)
     driver.run()
     for choice in range(4):
         assert driver.tokens[key, choice] == alone(engine, prompt, sampling, choice)
@@ -268,7 +268,7 @@ def test_blocks_are_called_written_when_the_device_has_written_them(tiny_llama: 
                 assert step < 5
                 continue
             digests = prefix_digests(prompts[written.key])[: len(written.block_ids) * BLOCK]
-            assert engine.runner.rows[list(written.block_ids)].reshape(-1).tolist() == digests  # type: ignore[attr-defined]
+            assert engine.runner.rows[list(written.block_ids)].reshape(-1).tolist() == digests
             seen[written.key].append(len(written.block_ids))
         for held in result.held:
             engine.release_held(held.key)
@@ -353,7 +353,7 @@ def imported(driver: Driver, prompt: list[int], sampling: SamplingParams, starts
     submit = submit_of(prompt, sampling, starts=starts, phase="decode")
     reservation = engine.reserve(engine.make_request(submit), starts)
     assert reservation is not None
-    engine.runner.fill(reservation.destination, prompt, reservation.num_cached)  # type: ignore[attr-defined]
+    engine.runner.fill(reservation.destination, prompt, reservation.num_cached)
     engine.join(reservation)
     for start in starts:
         driver.tokens[submit.key, start.choice] += start.forced

@@ -68,7 +68,10 @@ def padded(plan: Plan, more_rows: int) -> StepInputs:
 @given(plans(), st.integers(0, 9))
 def test_arrays_are_the_rows_one_by_one(plan: Plan, more_rows: int) -> None:
     inputs = padded(plan, more_rows)
-    ids, positions, slots, first_row = [], [], [], {}
+    ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    first_row: dict[Sequence, int] = {}
     for seq, count in ordered(plan):
         first_row[seq] = len(ids)
         for position in range(seq.num_computed - count, seq.num_computed):
@@ -96,8 +99,8 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: Plan, mo
     assert changes is not None
     reference.update_tables(tables, torch.from_numpy(changes))
     arrays = padded(plan, more_rows).arrays
-    given_rows = (torch.from_numpy(array) for array in (arrays.ids, arrays.positions, arrays.slots))
-    ids, kv_slots = reference.gather_inputs(*given_rows, last_token, tables, BLOCK_SIZE)
+    given_ids, positions, slots = map(torch.from_numpy, (arrays.ids, arrays.positions, arrays.slots))
+    ids, kv_slots = reference.gather_inputs(given_ids, positions, slots, last_token, tables, BLOCK_SIZE)
     row = 0
     for seq, count in ordered(plan):
         for position in range(seq.num_computed - count, seq.num_computed):

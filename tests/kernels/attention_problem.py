@@ -38,12 +38,12 @@ class PagedProblem:
         return self.query_starts.diff().tolist()
 
     @property
-    def decode_args(self) -> tuple[Any, ...]:
+    def decode_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, int]:
         lens = self.context_lens
         return self.q, self.kv, self.block_tables, self.table_rows, lens, self.scale, int(lens.max())
 
     @property
-    def prefill_args(self) -> tuple[Any, ...]:
+    def prefill_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float]:
         tables, rows, starts, longest = self.block_tables, self.table_rows, self.query_starts, self.max_query_len
         return self.q, self.kv, tables, rows, self.context_lens, starts, longest, self.scale
 

@@ -130,7 +130,8 @@ def test_chunks_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(monkeypatch, rows, 4096)
     assert pays(*rows, 4096, 16) and pays(*rows, 12288, 16)
     assert not pays(*rows, 0, 16) and not pays(*rows, 4097, 16) and not pays(*rows, 4096, 8192)
-    assert not pays(*(x[:2000] for x in rows), 4096, 16)
+    q, k, v = rows
+    assert not pays(q[:2000], k[:2000], v[:2000], 4096, 16)
     assert not reference.chunk_prefill_pays(*rows, 4096, 16)
 
 

@@ -3,8 +3,9 @@
 In the interpreter over small vocabularies, on a GPU (marked gpu) at the sizes of real ones.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -31,7 +32,7 @@ def floats(values: list[float]) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=DEVICE)
 
 
-def ints(values: list[int]) -> Tensor:
+def ints(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
 
 
@@ -43,7 +44,7 @@ def random_keys(num_rows: int) -> Tensor:
 
 
 @triton.jit
-def noise_kernel(keys_ptr, out_ptr, BLOCK: tl.constexpr):
+def noise_kernel(keys_ptr: Any, out_ptr: Any, BLOCK: tl.constexpr) -> None:
     row = tl.program_id(1)
     tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     key = tl.load(keys_ptr + row).to(tl.uint32, bitcast=True)
@@ -147,10 +148,8 @@ SETTINGS = [
 def check_cut(logits: Tensor, settings: list[tuple[float, float, float, float]]) -> None:
     """The kept tokens are a prefix of (logit falling, id rising), and of the length that float64 wants."""
     vocab = logits.shape[-1]
-    counts = [min(max(int(k * vocab) if 0 < k <= 1.0 and k != 1 else k, 1), vocab) for k, _, _, _ in settings]
-    counts = [
-        vocab if type(k) is float and k == 1.0 else int(c) for c, (k, _, _, _) in zip(counts, settings, strict=True)
-    ]
+    tops = [k if isinstance(k, int) else int(k * vocab) for k, _, _, _ in settings]
+    counts = [min(max(top, 1), vocab) for top in tops]
     _, top_p, min_p, temperature = (floats(list(column)) for column in zip(*settings, strict=True))
     values, last = triton_ops.cut_tokens(logits, temperature, ints(counts), top_p, min_p)
     twins = reference.cut_tokens(logits, temperature, ints(counts), top_p, min_p)

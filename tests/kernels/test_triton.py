@@ -182,10 +182,11 @@ def check_products(num_rows: int, num_inputs: int, num_outputs: int, dtype: torc
     wide = x.double()
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     answer = normed @ weight.double().T + (row.double() if bias else 0)
-    args = (x, norm, 1e-5, *args)
-    assert_as_good(triton_ops.norm_linear(*args), reference.norm_linear(*args), answer, 4, num_inputs)
+    normed_args = (x, norm, 1e-5, *args)
+    y, twin = triton_ops.norm_linear(*normed_args), reference.norm_linear(*normed_args)
+    assert_as_good(y, twin, answer, 4, num_inputs)
     gate, up = answer.chunk(2, -1)
-    y, twin = triton_ops.norm_linear_silu_mul(*args), reference.norm_linear_silu_mul(*args)
+    y, twin = triton_ops.norm_linear_silu_mul(*normed_args), reference.norm_linear_silu_mul(*normed_args)
     assert_as_good(y, twin, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
 
 
@@ -307,7 +308,8 @@ def test_attention_writes_where_it_is_told(ops: Any) -> None:
 
 def test_wrong_layouts_are_refused() -> None:
     problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
-    q, kv, *rest = problem.decode_args
+    q, kv, tables, rows, lens, scale, longest = problem.decode_args
+    rest = (tables, rows, lens, scale, longest)
     with pytest.raises(ValueError, match="q must have"):
         triton_ops.paged_decode(q[:, :3], kv, *rest)
     with pytest.raises(ValueError, match="kv must be"):
@@ -315,7 +317,7 @@ def test_wrong_layouts_are_refused() -> None:
     with pytest.raises(ValueError, match="q has stride"):
         triton_ops.paged_decode(q.transpose(1, 2).contiguous().transpose(1, 2), kv, *rest)
     with pytest.raises(ValueError, match="pool must be contiguous"):
-        triton_ops.copy_blocks(kv, rest[1], rest[1])
+        triton_ops.copy_blocks(kv, rows, rows)
     for wrong in (q.half(), q[:0], torch.empty(1, 32, 4, device=DEVICE).transpose(1, 2)):
         with pytest.raises(ValueError, match="out must be contiguous"):
             triton_ops.paged_decode(q, kv, *rest, out=wrong)
@@ -326,7 +328,8 @@ def test_wrong_layouts_are_refused() -> None:
 def test_decode_for_any_shares(contexts: list[int], max_context_len: int) -> None:
     """Shares that end inside, at the end of and across the contexts; a grid for far longer ones changes nothing."""
     problem = paged_problem((6, 3), 64, 16, torch.float32, contexts, device=DEVICE)
-    out = triton_ops.paged_decode(*problem.decode_args[:-1], max_context_len)
+    q, kv, tables, rows, lens, scale, _ = problem.decode_args
+    out = triton_ops.paged_decode(q, kv, tables, rows, lens, scale, max_context_len)
     assert_as_good(out, reference.paged_decode(*problem.decode_args), problem.answer())
 
 

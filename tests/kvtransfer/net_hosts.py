@@ -160,7 +160,7 @@ class NetEngine:
             time.sleep(0.001)
 
     def sever(self, agent_name: str) -> int:
-        return self._receiver._ranks[0]._agent.sever(agent_name)  # type: ignore[attr-defined]
+        return self._receiver._ranks[0]._agent.sever(agent_name)
 
     def num_equal(self, seed: int) -> int:
         """How many blocks hold what those of the same number do in a pool of this seed."""
@@ -169,7 +169,7 @@ class NetEngine:
 
     def digest(self) -> int:
         """Of every byte of the pool."""
-        return zlib.crc32(self._pool.numpy())
+        return zlib.crc32(self._pool.numpy().data)
 
     def clear(self) -> None:
         self._pool.zero_()

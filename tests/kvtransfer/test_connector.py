@@ -11,7 +11,7 @@ from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, Sour
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus
+from pdserve.engine.protocol import PeerStatus, RequestKey, Ticket
 from pdserve.kvtransfer.connector import PullDone, PullFailed
 
 LEASE_S = 1.0
@@ -52,17 +52,20 @@ def sink(connected: Engine) -> Engine:
     return connected
 
 
-def request_key() -> object:
+def request_key() -> RequestKey:
     return key(f"request-{next(_names)}")
 
 
 _pull_ids = itertools.count(1)
 
 
-def pull(sink: Engine, ticket: object, local: list[int], skip: int = 0, deadline_s: float = 5.0) -> object:
+def pull(
+    sink: Engine, ticket: Ticket, local: list[int], skip: int = 0, deadline_s: float = 5.0
+) -> PullDone | PullFailed:
     pull_id = next(_pull_ids)
     sink.receiver.pull(pull_id, ticket, local, skip, deadline_s)
-    return sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
+    ended: PullDone | PullFailed = sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
+    return ended
 
 
 def test_self_test_names_a_transport_and_a_bandwidth(sink: Engine, source: Source, config: TransferConfig) -> None:
@@ -96,7 +99,7 @@ def test_pull_is_bit_equal(sink: Engine, source: Source, remote: list[int], loca
 
 def test_skip_moves_only_the_rest(sink: Engine, source: Source) -> None:
     done = pull(sink, source.publish(request_key(), [1, 2, 3, 4]), [50, 51], skip=2)
-    assert done.num_bytes == 2 * LAYOUT.block_bytes
+    assert isinstance(done, PullDone) and done.num_bytes == 2 * LAYOUT.block_bytes
     assert torch.equal(sink.pool[[50, 51]], pattern(7)[[3, 4]])
     assert not sink.pool[:50].any()
     assert source.unpinned(2.0)[0].outcome == "done"
@@ -128,7 +131,7 @@ def test_ticket_of_another_incarnation_is_refused(sink: Engine, source: Source) 
     request = request_key()
     ticket = source.publish(request, [1])
     failed = pull(sink, msgspec.structs.replace(ticket, incarnation=19), [0])
-    assert failed.reason == "stale-incarnation" and failed.settled
+    assert isinstance(failed, PullFailed) and failed.reason == "stale-incarnation" and failed.settled
     source.revoke(request)
 
 
@@ -136,7 +139,7 @@ def test_unknown_engine_is_not_connected(sink: Engine, source: Source) -> None:
     request = request_key()
     ticket = source.publish(request, [1])
     failed = pull(sink, msgspec.structs.replace(ticket, engine_id="nobody"), [0])
-    assert failed.reason == "not-connected" and failed.settled
+    assert isinstance(failed, PullFailed) and failed.reason == "not-connected" and failed.settled
     source.revoke(request)
 
 
@@ -144,7 +147,7 @@ def test_ticket_with_blocks_outside_the_pool_is_an_error(sink: Engine, source: S
     request = request_key()
     ticket = source.publish(request, [1])
     failed = pull(sink, msgspec.structs.replace(ticket, block_ids=(64,)), [0])
-    assert failed.reason == "error" and failed.settled
+    assert isinstance(failed, PullFailed) and failed.reason == "error" and failed.settled
     source.revoke(request)
 
 
@@ -225,7 +228,8 @@ def test_disconnect_then_connect_again(sink: Engine, source: Source) -> None:
     assert not sink.wait_for(PeerStatus).connected
     request = request_key()
     ticket = source.publish(request, [2])
-    assert pull(sink, ticket, [2]).reason == "not-connected"
+    failed = pull(sink, ticket, [2])
+    assert isinstance(failed, PullFailed) and failed.reason == "not-connected"
     assert sink.connect(source.meta).connected
     assert isinstance(pull(sink, ticket, [2]), PullDone)
     assert source.unpinned(2.0)[0].outcome == "done"

@@ -174,7 +174,7 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config:
         source.freeze()
         sink.receiver.pull(600, ticket, [1, 2], 0, 30.0)
         time.sleep(0.1)
-        assert sink.receiver._ranks[0]._agent.sever(source.meta.ranks[0].agent_name) > 0  # type: ignore[attr-defined]
+        assert sink.receiver._ranks[0]._agent.sever(source.meta.ranks[0].agent_name) > 0
         failed = sink.wait_for(PullFailed, timeout_s=3)
         assert (failed.pull_id, failed.reason, failed.settled) == (600, "peer-lost", False)
         assert sink.wait_for(PullSettled, timeout_s=3).pull_id == 600

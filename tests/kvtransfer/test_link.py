@@ -117,9 +117,9 @@ def test_waiting_costs_no_thread_per_past_incarnation(sink: Engine) -> None:
         assert sink.connect(source.meta).connected
         source.close()
     end = time.monotonic() + 2
-    while len(sink.receiver._ranks[0]._links) > 1 and time.monotonic() < end:  # type: ignore[attr-defined]
+    while len(sink.receiver._ranks[0]._links) > 1 and time.monotonic() < end:
         time.sleep(0.01)
-    assert list(sink.receiver._ranks[0]._links) == [("q", 3)]  # type: ignore[attr-defined]
+    assert list(sink.receiver._ranks[0]._links) == [("q", 3)]
 
 
 def test_a_bug_in_a_transport_fails_the_pull_instead_of_hanging(

@@ -41,9 +41,12 @@ def table(where: str, what: str, config: str) -> list[str]:
     ],
 )
 @pytest.mark.parametrize("where", ["intra-node", "inter-node"])
-def test_read_table_names_the_transport_of_large_reads(config: str, memory: str, expected: tuple, where: str) -> None:
+def test_read_table_names_the_transport_of_large_reads(
+    config: str, memory: str, expected: tuple[str, tuple[str, ...], tuple[str, ...]], where: str
+) -> None:
     tables, rest = parse_tables(table(where, f"read by ucp_get*(multi) into {memory}", config))
-    assert tables == [ReadTable(*expected, same_host=where == "intra-node")] and rest == []
+    kind, transports, devices = expected
+    assert tables == [ReadTable(kind, transports, devices, same_host=where == "intra-node")] and rest == []
     assert tables[0].lacks_cma == (where == "intra-node" and "tcp" in config)
 
 

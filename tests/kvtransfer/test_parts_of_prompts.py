@@ -117,7 +117,7 @@ def test_the_same_part_is_told_once(local: LocalSource, local_sink: Engine) -> N
     pull_id = follow(local_sink, local, request, [20, 21])
     for written_at in (1.0, 2.0):
         local.engine.sender.publish_part(request, [8], b"content", written_at)
-    assert local.engine.sender._metrics.parts._value.get() == 1  # type: ignore[attr-defined]
+    assert local.engine.sender._metrics.parts._value.get() == 1
     ticket = local.engine.sender.publish(request, [8, 9], 32, b"content", 3.0)
     assert ticket.written_at == 3.0
     done = complete(local_sink, pull_id, ticket)
@@ -339,7 +339,7 @@ def test_stray_frames_do_not_end_the_mailbox(frame: bytes) -> None:
     here.on(Done, lambda sender, notice: got.append(notice))
     for box in (here, there):
         box.attach()
-    stray = zmq.Context.instance().socket(zmq.PUSH)
+    stray: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     stray.connect(here.party.mailbox)
     stray.send(frame)
     time.sleep(0.1)

@@ -665,9 +665,14 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
     assert not any(psutil.pid_exists(server.process.pid) for server in servers)
 
 
-def drain(engine: Engine, count: int, timeout_s: float = 10.0) -> list:
-    events: list = []
-    wait_until(lambda: events.extend(engine.pool.poll()) or len(events) >= count, timeout_s, "too few events")
+def drain(engine: Engine, count: int, timeout_s: float = 10.0) -> list[PoolEvent]:
+    events: list[PoolEvent] = []
+
+    def enough() -> bool:
+        events.extend(engine.pool.poll())
+        return len(events) >= count
+
+    wait_until(enough, timeout_s, "too few events")
     return events
 
 

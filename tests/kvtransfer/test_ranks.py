@@ -99,7 +99,7 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
 @pytest.mark.parametrize("pair", [(2, 2), (4, 1)], indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
 def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[Ranks, Ranks]) -> None:
     source, sink = pair
-    faults = source.receiver._ranks[1]._agent.faults  # type: ignore[attr-defined]
+    faults = source.receiver._ranks[1]._agent.faults
     faults.frozen = True
     ticket = source.publish("a", [4, 5])
     sink.receiver.pull(1, ticket, [4, 5], 0, 0.2)
@@ -117,7 +117,7 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[R
 @pytest.mark.parametrize("pair", [(2, 1)], indirect=True)
 def test_a_dead_rank_loses_the_peer(pair: tuple[Ranks, Ranks]) -> None:
     source, sink = pair
-    source.receiver._ranks[1]._agent.faults.dead = True  # type: ignore[attr-defined]
+    source.receiver._ranks[1]._agent.faults.dead = True
     sink.receiver.pull(1, source.publish("a", [4]), [4], 0, 10.0)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "peer-lost"

@@ -5,6 +5,7 @@ what goes wrong. A ring here has eight runs of 64 tokens, a pool has 1,024.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -43,7 +44,7 @@ def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
 
 
 def ring_of(sink: Engine) -> StagingRing:
-    return sink.receiver._ranks[0]._own.ring  # type: ignore[attr-defined]
+    return sink.receiver._ranks[0]._own.ring
 
 
 def num_free(sink: Engine) -> int:
@@ -111,7 +112,7 @@ def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -
     for num_tokens in (64, 112, 192, 272):
         source.publish_part(request, theirs[: num_tokens // source.block_size])
         whole = num_tokens // max(size, source.block_size) * max(size, source.block_size)
-        until(lambda whole=whole: has_rows(sink, local, wanted[:whole]))
+        until(partial(has_rows, sink, local, wanted[:whole]))
     assert not rows(sink.pool[local])[272:].any(), "not published yet"
     ticket = source.publish(request, theirs, 300)
     until(lambda: has_rows(sink, local, wanted[:300]))  # the last part comes by itself too

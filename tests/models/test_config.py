@@ -150,7 +150,7 @@ def test_configurations_mean_what_transformers_says(family: str) -> None:
         raw |= {key: None for key in ("sliding_window", "eos_token_id") if rng.random() < 0.3}
         ours, theirs = read_hf_config(raw, family), AutoConfig.for_model(family, **raw)
         for name in HfConfig.model_fields:
-            want = getattr(theirs, name, None)
+            want: Any = getattr(theirs, name, None)
             got = getattr(ours, name)
             if name == "rope_parameters":
                 got, want = got.model_dump(exclude_none=True), {"partial_rotary_factor": 1.0, **want}

@@ -187,7 +187,7 @@ class WithoutHeadNorm:
 
 def test_a_dropped_head_norm_shows(folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("qwen3")
-    mutant = load(folder, ops=WithoutHeadNorm(ops_for(CPU)))  # type: ignore[arg-type]
+    mutant = load(folder, ops=WithoutHeadNorm(ops_for(CPU)))
     assert gap(our_logits(mutant, prompt()), reference_logits(folder)) > 10 * TOLERANCE
 
 

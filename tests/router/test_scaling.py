@@ -30,6 +30,10 @@ def run(scaler: Scaler, demand: Callable[[int], float], start: int, seconds: int
     return targets
 
 
+def steady(demand: float) -> Callable[[int], float]:
+    return lambda _: demand
+
+
 def steps(targets: list[int]) -> Iterator[tuple[int, int]]:
     """(second, target) of each change."""
     return ((second, b) for second, (a, b) in enumerate(pairwise(targets), 1) if a != b)
@@ -37,7 +41,7 @@ def steps(targets: list[int]) -> Iterator[tuple[int, int]]:
 
 def test_steady_load_moves_nothing() -> None:
     for demand in (1.4, 1.7, 1.99):
-        assert list(steps(run(Scaler(BOUNDS), lambda _, demand=demand: demand, 2, 600))) == []
+        assert list(steps(run(Scaler(BOUNDS), steady(demand), 2, 600))) == []
 
 
 def test_a_ramp_is_followed() -> None:
@@ -69,7 +73,7 @@ def test_a_lull_that_is_short_keeps_all() -> None:
 def test_nothing_swings_when_load_moves_to_those_that_stay() -> None:
     """What it takes down it does not bring back: the same load on fewer workers is the same demand."""
     for demand in (0.3, 1.3, 2.0, 2.7, 4.1):
-        changes = [target for _, target in steps(run(Scaler(BOUNDS), lambda _, demand=demand: demand, 6, 900))]
+        changes = [target for _, target in steps(run(Scaler(BOUNDS), steady(demand), 6, 900))]
         assert changes == sorted(changes, reverse=True)
 
 

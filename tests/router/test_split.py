@@ -30,10 +30,8 @@ def pair(p: dict[str, Any], d: dict[str, Any]) -> tuple[WorkerState, WorkerState
 
 def plan(workers: tuple[WorkerState, ...], prompt: tuple[int, ...] = PROMPT, **change: Any) -> Plan:
     options = {"split_min_tokens": change.pop("split_min_tokens", 1), "split": change.pop("split", "auto")}
-    demand = Demand(
-        **({"num_prompt_tokens": len(prompt), "num_tokens": 1010, "prompt": PromptBlocks(prompt, "")} | change)
-    )
-    return Chooser(**options).choose(workers, demand)
+    asked: dict[str, Any] = {"num_prompt_tokens": len(prompt), "num_tokens": 1010, "prompt": PromptBlocks(prompt, "")}
+    return Chooser(**options).choose(workers, Demand(**(asked | change)))
 
 
 @pytest.mark.parametrize(

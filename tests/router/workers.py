@@ -20,7 +20,13 @@ def made(worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **repo
     BlockHasher("model", 16).extend(digests, holds, "")
     stored = b"".join(digest[:8] for digest in digests)
     worker.cached.filled(CacheState(number=0, part=0, final=True, stored=stored), now)
-    values = {"num_waiting": 0, "num_running": 0, "queue_tokens": 0, "free_blocks": 1000, "total_blocks": 1000}
+    values: dict[str, Any] = {
+        "num_waiting": 0,
+        "num_running": 0,
+        "queue_tokens": 0,
+        "free_blocks": 1000,
+        "total_blocks": 1000,
+    }
     values |= {"pinned_blocks": 0, "quarantined_blocks": 0, "prefill_tokens_per_s": 10_000.0, **reported}
     worker.snapshot = Snapshot(role=role, **values)
     worker.queue.reported(worker.snapshot.queue_tokens, now)

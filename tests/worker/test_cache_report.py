@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator
 from hashlib import blake2b
+from pathlib import Path
 
 import pytest
 from pair import ROUTER, SESSION, Pair, deltas, submit
@@ -106,7 +107,7 @@ def test_changes_wait_for_a_period_unless_they_are_many(monkeypatch: pytest.Monk
 
 
 @pytest.fixture
-def pair(tiny_llama) -> Iterator[Pair]:
+def pair(tiny_llama: Path) -> Iterator[Pair]:
     pair = Pair(tiny_llama, d={"num_kv_blocks": 9})
     yield pair
     pair.close()

@@ -99,7 +99,7 @@ class PaperWorker(Worker):
 
     def memory(self) -> PoolMemory:
         """The paper's rows, 8 bytes each, as a pool."""
-        rows: Any = self.engine.runner.rows  # type: ignore[attr-defined]
+        rows: Any = self.engine.runner.rows
         row = LayerGroup(layers=(0,), heads=(0,), planes=1, row_width=ROW_BYTES // 4, dtype="float32")
         layout = KVLayout(groups=(row,), block_size=rows.shape[1])
         pool = torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
@@ -357,7 +357,7 @@ class HandOver(RuleBasedStateMachine):
                 for letter in {"lost": [], "twice": past[-1:] * 2, "old": past[-3:-1], "kept": past[-1:]}[fate]:
                     send(*letter)
 
-            mailbox.send = misdelivered  # type: ignore[method-assign]
+            mailbox.send = misdelivered
 
     def _lose(self, worker: PaperWorker) -> None:
         """The router notices: what ran there has failed, and is cancelled at the other. D goes on without P."""

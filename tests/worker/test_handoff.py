@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pair import ROUTER, SESSION, Pair, cancel, deltas, expected, of, owned, prompt_of, submit, tokens_of
@@ -27,7 +28,7 @@ SAMPLED = SamplingParams(
 
 
 @pytest.fixture
-def pair(tiny_llama) -> Iterator[Pair]:
+def pair(tiny_llama: Path) -> Iterator[Pair]:
     pair = Pair(tiny_llama)
     yield pair
     pair.close()
@@ -42,7 +43,7 @@ def test_split_equals_one_engine(pair: Pair, llm: LLM, length: int, sampling: Sa
 
 
 @pytest.fixture
-def unequal(tiny_llama, llm: LLM, request: pytest.FixtureRequest) -> Iterator[Pair]:
+def unequal(tiny_llama: Path, llm: LLM, request: pytest.FixtureRequest) -> Iterator[Pair]:
     """P and D of other block sizes; a ring with runs of 128 tokens."""
     p_size, d_size = request.param
     ring = 8 * 128 * llm.engine.layout.token_bytes
@@ -153,7 +154,7 @@ def test_choices_that_end_at_the_first_token_are_not_handed_over(pair: Pair) -> 
     pair.assert_empty()
 
 
-def test_reused_blocks_are_noticed_and_recomputed(tiny_llama, llm: LLM) -> None:
+def test_reused_blocks_are_noticed_and_recomputed(tiny_llama: Path, llm: LLM) -> None:
     pair = Pair(tiny_llama, p={"num_kv_blocks": 8})
     prompt = prompt_of(60)
     handoff, first = pair.prefill(prompt, GREEDY)
@@ -189,7 +190,7 @@ def test_dead_peer_means_recompute(pair: Pair, llm: LLM) -> None:
     assert (arrived.reason, arrived.lag_s, arrived.num_bytes) == ("peer-lost", 0, 0) and arrived.detail
 
 
-def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama, llm: LLM) -> None:
+def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama: Path, llm: LLM) -> None:
     pair = Pair(tiny_llama, pull_deadline_s=0.2)
     prompt = prompt_of(50)
     handoff, first = pair.prefill(prompt, GREEDY)
@@ -208,7 +209,7 @@ def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama, 
     pair.close()
 
 
-def test_lease_ends_without_d(tiny_llama) -> None:
+def test_lease_ends_without_d(tiny_llama: Path) -> None:
     pair = Pair(tiny_llama, lease_s=0.2)
     pair.prefill(prompt_of(50), GREEDY)
     assert owned(pair.p) == 4
@@ -216,7 +217,7 @@ def test_lease_ends_without_d(tiny_llama) -> None:
     pair.close()
 
 
-def test_pin_budget_revokes_the_oldest_ticket(tiny_llama, llm: LLM) -> None:
+def test_pin_budget_revokes_the_oldest_ticket(tiny_llama: Path, llm: LLM) -> None:
     pair = Pair(tiny_llama, p={"num_kv_blocks": 21}, max_pinned_fraction=0.5)
     prompts = [prompt_of(64, seed) for seed in range(4)]
     handed = [pair.prefill(prompt, GREEDY) for prompt in prompts]
@@ -228,7 +229,7 @@ def test_pin_budget_revokes_the_oldest_ticket(tiny_llama, llm: LLM) -> None:
     pair.close()
 
 
-def test_tiny_decode_pool_makes_progress(tiny_llama, llm: LLM) -> None:
+def test_tiny_decode_pool_makes_progress(tiny_llama: Path, llm: LLM) -> None:
     """More imports than blocks: reservations wait, running sequences preempt, all finish, right."""
     pair = Pair(tiny_llama, d={"num_kv_blocks": 14})
     sampling = SamplingParams(temperature=0, max_tokens=40, seed=1)
@@ -245,7 +246,7 @@ def test_tiny_decode_pool_makes_progress(tiny_llama, llm: LLM) -> None:
     pair.close()
 
 
-def test_waiting_imports_get_blocks_by_priority(tiny_llama) -> None:
+def test_waiting_imports_get_blocks_by_priority(tiny_llama: Path) -> None:
     """The pool holds one prompt and what it generates; the urgent one is submitted last."""
     pair = Pair(tiny_llama, d={"num_kv_blocks": 9})
     params = SamplingParams(temperature=0, max_tokens=8, seed=1, ignore_eos=True)
@@ -267,7 +268,7 @@ def test_waiting_imports_get_blocks_by_priority(tiny_llama) -> None:
     pair.close()
 
 
-def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(tiny_llama, llm: LLM) -> None:
+def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(tiny_llama: Path, llm: LLM) -> None:
     """The pool is full; the urgent one is new, the other has waited for longer than a pull may take."""
     pair = Pair(tiny_llama, d={"num_kv_blocks": 9}, pull_deadline_s=0.5)
     params = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
@@ -292,7 +293,7 @@ def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(tiny_llama, l
     pair.close()
 
 
-def test_cancel_at_every_turn_leaves_nothing(tiny_llama) -> None:
+def test_cancel_at_every_turn_leaves_nothing(tiny_llama: Path) -> None:
     pair = Pair(tiny_llama)
     prompt = prompt_of(60)
     for turns in range(12):
@@ -373,7 +374,9 @@ def test_another_router_is_not_disturbed(pair: Pair, llm: LLM) -> None:
         ([1], SamplingParams(max_tokens=1, seed=0), (Start(0, (5,)),), "forced"),
     ],
 )
-def test_what_can_never_run_is_refused_by_name(pair: Pair, prompt, sampling, starts, named) -> None:
+def test_what_can_never_run_is_refused_by_name(
+    pair: Pair, prompt: list[int], sampling: SamplingParams, starts: tuple[Start, ...], named: str
+) -> None:
     key = RequestKey(ROUTER, SESSION, "bad", 1)
     pair.d.command(submit(key, "full", prompt, sampling, starts=starts))
     pair.turn()
@@ -399,7 +402,7 @@ def test_prompt_logprobs_come_from_p(pair: Pair, llm: LLM) -> None:
     handoff, _ = pair.prefill(prompt, sampling)
     [scored] = [e for e in pair.p.events if isinstance(e, PromptScored)]
     [output] = llm.generate([prompt], sampling, use_tqdm=False)
-    assert list(scored.logprobs) == output.prompt_logprobs
+    assert scored.logprobs is not None and list(scored.logprobs) == output.prompt_logprobs
     events = [type(e) for e in pair.p.events]
     assert events.index(PromptScored) < events.index(Handoff)
     assert tokens_of(pair.p, handoff.ticket.key)[0] == output.outputs[0].token_ids[:1]

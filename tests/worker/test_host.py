@@ -2,8 +2,10 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TypeVar
 
 import psutil
 import pytest
@@ -19,16 +21,20 @@ from pdserve.engine.protocol import (
     Handoff,
     Hello,
     PeerStatus,
+    Phase,
     RequestKey,
     SamplingParams,
     Snapshot,
     Start,
     Submit,
+    Ticket,
     decode_batch,
 )
 
 PROMPT = tuple((i * 37) % 251 for i in range(300))
 GREEDY = SamplingParams(temperature=0, max_tokens=20, seed=1)
+
+Kind = TypeVar("Kind")
 
 
 class Wire:
@@ -43,7 +49,9 @@ class Wire:
         async for batch in self.link.events("router", 1):
             self.events += decode_batch(batch).events
 
-    async def submit(self, attempt: int, phase: str, ticket=None, forced: tuple[int, ...] = ()) -> RequestKey:
+    async def submit(
+        self, attempt: int, phase: Phase, ticket: Ticket | None = None, forced: tuple[int, ...] = ()
+    ) -> RequestKey:
         key = RequestKey("router", 1, "request", attempt)
         starts = (Start(0, forced),)
         await self.link.send(
@@ -51,14 +59,20 @@ class Wire:
         )
         return key
 
-    def of(self, kind: type) -> list:
+    def of(self, kind: type[Kind]) -> list[Kind]:
         return [event for event in self.events if isinstance(event, kind)]
 
-    async def until(self, kind: type, test=lambda event: True, seconds: float = 10.0):
+    async def until(self, kind: type[Kind], test: Callable[[Kind], object] = bool, seconds: float = 10.0) -> Kind:
         async with asyncio.timeout(seconds):
             while not (found := [event for event in self.of(kind) if test(event)]):
                 await asyncio.sleep(0.002)
         return found[0]
+
+    async def next(self, kind: type[Kind]) -> Kind:
+        """The first that comes from now on."""
+        seen = len(self.of(kind))
+        await self.until(kind, lambda _: len(self.of(kind)) > seen)
+        return self.of(kind)[seen]
 
     def tokens(self) -> list[int]:
         return [token for delta in self.of(Delta) for token in delta.token_ids]
@@ -87,19 +101,21 @@ async def wires(*pair: Host) -> AsyncIterator[list[Wire]]:
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_llama) -> list[int]:
+def expected(tiny_llama: Path) -> list[int]:
     llm = LLM(str(tiny_llama), tokenizer=False, device="cpu")
     return llm.generate([list(PROMPT)], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
 @pytest.fixture
-def pair(tiny_llama) -> Iterator[list[Host]]:
+def pair(tiny_llama: Path) -> Iterator[list[Host]]:
     with hosts(tiny_llama, "P", "D", transfer={"pull_deadline_s": 2.0}) as started:
         yield started
 
 
 async def connect(p: Wire, d: Wire) -> PeerStatus:
-    await d.link.send(ConnectPeer(meta=p.of(Hello)[0].pool))
+    meta = p.of(Hello)[0].pool
+    assert meta is not None
+    await d.link.send(ConnectPeer(meta=meta))
     return await d.until(PeerStatus)
 
 
@@ -109,7 +125,7 @@ async def test_idle_cost_and_hand_off(pair: list[Host], expected: list[int]) -> 
         await _idle_is_cheap(pair)
         prefilled = await p.submit(1, "prefill")
         handoff = await p.until(Handoff)
-        await d.submit(2, "decode", handoff.ticket, p.tokens()[0:1])
+        await d.submit(2, "decode", handoff.ticket, tuple(p.tokens()[:1]))
         await d.until(Delta, lambda delta: delta.finish_reason)
         assert p.tokens() + d.tokens() == expected
         arrived = d.of(Arrived)[0]
@@ -119,9 +135,7 @@ async def test_idle_cost_and_hand_off(pair: list[Host], expected: list[int]) -> 
         assert metric(snapshot, "pdserve_kv_transfer_bytes_total") == arrived.num_bytes
         assert metric(snapshot, "pdserve_kv_transfer_descriptors_total") == arrived.num_descriptors
         for wire in (p, d):
-            seen = len(wire.of(Snapshot))
-            await wire.until(Snapshot, lambda s, wire=wire, seen=seen: len(wire.of(Snapshot)) > seen)
-            last = wire.of(Snapshot)[-1]
+            last = await wire.next(Snapshot)
             assert last.free_blocks == last.total_blocks and not last.quarantined_blocks
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -73,8 +74,8 @@ def test_a_cancelled_leg_has_the_times_it_came_to() -> None:
 
 
 def test_an_older_worker_sends_no_times() -> None:
-    old = {"worker_id": "w", "incarnation": 1, "events": [["d", "r", 1, 0, 0, [5], None, None, None]]}
-    new = {**old, "events": [[*old["events"][0], [1.0, 2.0, 3.0, 4.0], "a field to come"]]}  # type: ignore[misc]
+    old: dict[str, Any] = {"worker_id": "w", "incarnation": 1, "events": [["d", "r", 1, 0, 0, [5], None, None, None]]}
+    new = {**old, "events": [[*old["events"][0], [1.0, 2.0, 3.0, 4.0], "a field to come"]]}
     assert decode_batch(msgspec.msgpack.encode(old)) == EventBatch(worker_id="w", incarnation=1, events=(delta(),))
     [event] = decode_batch(msgspec.msgpack.encode(new)).events
     assert isinstance(event, Delta) and event.times == LegTimes(1.0, 2.0, 3.0, 4.0)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pair import ROUTER, SESSION, Pair, deltas, prompt_of, submit
@@ -11,7 +12,7 @@ from pdserve.worker.load_meter import LoadMeter
 
 
 @pytest.fixture
-def pair(tiny_llama) -> Iterator[Pair]:
+def pair(tiny_llama: Path) -> Iterator[Pair]:
     pair = Pair(tiny_llama)
     yield pair
     pair.close()

@@ -156,7 +156,7 @@ def test_the_last_chunk_is_the_short_one(pair: Pair, monkeypatch: pytest.MonkeyP
     counts: list[int] = []
     schedule = scheduler.schedule
 
-    def counting(may_preempt: bool = True):
+    def counting(may_preempt: bool = True) -> Plan:
         plan = schedule(may_preempt)
         counts.extend(plan.num_tokens.values())
         return plan

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from pair import ROUTER, SESSION, Pair, deltas, expected, prompt_of, submit, tokens_of
@@ -28,7 +29,7 @@ GREEDY = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True, seed=0)
 
 
 @pytest.fixture
-def pair(tiny_llama) -> Iterator[Pair]:
+def pair(tiny_llama: Path) -> Iterator[Pair]:
     pair = Pair(tiny_llama)
     yield pair
     pair.close()
