@@ -3,6 +3,7 @@
 Knows the model's vocabulary and the engine's limits; no queue and no blocks. Called by the engine.
 """
 
+import sys
 from dataclasses import dataclass
 
 from pdserve.engine.protocol import Submit
@@ -24,13 +25,12 @@ class Admission:
         self._check_prompt(prompt)
         sampling.check_vocab(self.vocab_size)
         self._check_starts(submit)
-        limit = self.max_request_tokens - len(prompt)
         stops = frozenset(sampling.stop_token_ids)
         request = Request(
             key=submit.key,
             prompt_token_ids=prompt,
             sampling=sampling,
-            max_tokens=min(sampling.max_tokens or limit, limit),
+            max_tokens=self._max_tokens(submit),
             stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self.eos_token_ids),
             prefill_only=submit.phase == "prefill",
             overlap=submit.overlap,
@@ -39,8 +39,26 @@ class Admission:
         )
         for start in submit.starts:
             if len(start.forced) >= request.max_tokens:
-                raise ValueError(f"choice {start.choice} has {len(start.forced)} forced tokens: nothing is left to do")
+                raise ValueError(
+                    f"choice {start.choice} has {len(start.forced)} forced tokens of at most {request.max_tokens}: "
+                    "nothing is left to do"
+                )
         return request
+
+    def _max_tokens(self, submit: Submit) -> int:
+        """As many as are asked for, and fit here. A prefill worker ends nothing by its own length: what fits behind
+        its first tokens is for the worker that goes on with them to say.
+        """
+        asked = submit.sampling.max_tokens or sys.maxsize
+        if submit.phase == "prefill":
+            return asked
+        room = self.max_request_tokens - len(submit.prompt_token_ids)
+        if submit.sampling.min_tokens > room:
+            raise ValueError(
+                f"min_tokens is {submit.sampling.min_tokens}, but only {room} fit behind this prompt: lower it, or "
+                "shorten the prompt"
+            )
+        return min(asked, room)
 
     def _check_prompt(self, prompt: tuple[int, ...]) -> None:
         if not prompt:

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypedDict
 
-import msgspec
 from tqdm import tqdm
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
@@ -28,6 +27,7 @@ from pdserve.engine.protocol import (
 )
 from pdserve.engine.sequence import Request
 from pdserve.text.choice import ChoiceText
+from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
@@ -108,7 +108,8 @@ class LLM:
         """
         batch = _as_batch(prompts)
         params = self._params_for(batch, sampling_params)
-        runs = [self._make_run(prompt, p) for prompt, p in zip(batch, params, strict=True)]
+        stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
+        runs = [self._make_run(prompt, p, stops.get(p.stop)) for prompt, p in zip(batch, params, strict=True)]
         self._run(runs, use_tqdm)
         return [run.output for run in runs]
 
@@ -140,7 +141,7 @@ class LLM:
             raise ValueError(f"sampling_params has {len(each)} entries for {len(batch)} prompts: give one, or one each")
         return each
 
-    def _make_run(self, prompt: Prompt, params: SamplingParams) -> "_Run":
+    def _make_run(self, prompt: Prompt, params: SamplingParams, stops: StopStrings | None) -> "_Run":
         text, ids = self._tokenise(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer: use stop_token_ids, or create LLM with a tokenizer")
@@ -151,12 +152,12 @@ class LLM:
             key=RequestKey("llm", 0, name),
             phase="full",
             prompt_token_ids=tuple(ids),
-            sampling=msgspec.structs.replace(params, seed=seed),
+            sampling=params.with_seed(seed),
             starts=tuple(Start(choice) for choice in range(params.n)),
         )
         outputs = [CompletionOutput(choice) for choice in range(params.n)]
         output = RequestOutput(name, text, ids, outputs)
-        return _Run(self.engine.make_request(submit), submit.starts, output, self.tokenizer)
+        return _Run(self.engine.make_request(submit), submit.starts, output, self.tokenizer, stops)
 
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -198,7 +199,12 @@ class _Run:
     """A request in flight: gathers its events into the output."""
 
     def __init__(
-        self, request: Request, starts: tuple[Start, ...], output: RequestOutput, tokenizer: Tokenizer | None
+        self,
+        request: Request,
+        starts: tuple[Start, ...],
+        output: RequestOutput,
+        tokenizer: Tokenizer | None,
+        stops: StopStrings | None,
     ) -> None:
         self.request = request
         self.starts = starts
@@ -207,7 +213,7 @@ class _Run:
         self._texts = [
             ChoiceText(
                 tokenizer,
-                stop=sampling.stop,
+                stops=stops,
                 include_stop=sampling.include_stop_str_in_output,
                 min_tokens=sampling.min_tokens,
                 skip_special_tokens=sampling.skip_special_tokens,

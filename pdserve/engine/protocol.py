@@ -10,6 +10,7 @@ tokens, so every message about a request carries its `RequestKey`, and messages 
                                       CacheChange, CacheState
 """
 
+import copy
 import math
 import re
 from collections.abc import Sequence
@@ -22,15 +23,24 @@ FinishReason = Literal["stop", "length"]
 
 MAX_SEED = 2**63 - 1
 
+# One small body must not cost everybody else time. vLLM's table of biases holds as many (MAX_NUM_LOGIT_BIAS_TOKENS).
+MAX_LOGIT_BIAS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_STOPS = 64
+MAX_STOP_CHARS = 1024
+MAX_STOP_CHARS_IN_ALL = 8192  # the tables of `text.stop` take about a microsecond each
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the tokens of a request are drawn; the names and defaults are vLLM's. Every field is validated by name.
 
     n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off), min_p: filters, applied
     in the order top_k, top_p, min_p after the temperature. repetition_penalty: over prompt and output;
-    presence_penalty, frequency_penalty: over the output. logit_bias: added to the logits of token ids. seed: None lets
-    the receiver draw one. stop: strings that end the text; stop_token_ids end the tokens. ignore_eos: go on past
-    end-of-sequence. min_tokens: no stop token before. max_tokens: None means up to the model's length. logprobs,
+    presence_penalty, frequency_penalty: over the output. logit_bias: added to the logits of at most MAX_LOGIT_BIAS
+    token ids. seed: None lets the receiver draw one. stop: at most MAX_STOPS strings that end the text, of at most
+    MAX_STOP_CHARS characters each and MAX_STOP_CHARS_IN_ALL together; stop_token_ids (at most MAX_STOP_TOKEN_IDS) end
+    the tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before. max_tokens: None means as many
+    as fit the engine that generates them. logprobs,
     prompt_logprobs: how many alternatives to report a position, besides the chosen one (0: the chosen one only; None:
     nothing), of the distribution before any of the above.
     """
@@ -59,27 +69,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_integers(self)
         _check_numbers(self)
         _check_booleans(self)
-        stop = (self.stop,) if isinstance(self.stop, str) else () if self.stop is None else self.stop
-        stop_token_ids = () if self.stop_token_ids is None else self.stop_token_ids
-        if not _is_list(stop) or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop must be a non-empty string or a list of non-empty strings, not {self.stop!r}")
-        if not _is_list(stop_token_ids) or not all(_is_int(t) and t >= 0 for t in stop_token_ids):
-            raise ValueError(f"stop_token_ids must be a list of token ids >= 0, not {stop_token_ids!r}")
-        msgspec.structs.force_setattr(self, "stop", tuple(stop))
-        msgspec.structs.force_setattr(self, "stop_token_ids", tuple(stop_token_ids))
+        msgspec.structs.force_setattr(self, "stop", _checked_stops(self.stop))
+        msgspec.structs.force_setattr(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        if self.logit_bias is not None and not isinstance(self.logit_bias, dict):
-            raise ValueError(f"logit_bias must map token ids to numbers, not {self.logit_bias!r}")
-        for token, bias in (self.logit_bias or {}).items():
-            if not _is_int(token) or token < 0 or not _is_number(bias) or not -100 <= bias <= 100:
-                raise ValueError(
-                    f"logit_bias must map token ids >= 0 to numbers in [-100, 100], not {token!r}: {bias!r}"
-                )
+        _check_bias(self.logit_bias)
 
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    def with_seed(self, seed: int) -> "SamplingParams":
+        """A copy with this seed that is not checked again: a call of thousands of prompts makes one for each."""
+        drawn = copy.copy(self)
+        msgspec.structs.force_setattr(drawn, "seed", seed)
+        return drawn
 
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError when a token id lies outside the vocabulary."""
@@ -143,6 +147,47 @@ def _check_booleans(params: SamplingParams) -> None:
     for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
         if not isinstance(getattr(params, name), bool):
             raise ValueError(f"{name} must be true or false, not {getattr(params, name)!r}")
+
+
+def _checked_stops(given: Any) -> tuple[str, ...]:
+    """Each once. How many there are is looked at first: a list of millions must not be walked through."""
+    stops = (given,) if isinstance(given, str) else () if given is None else given
+    if not _is_list(stops):
+        raise ValueError(f"stop must be a non-empty string or a list of non-empty strings, not {given!r}")
+    if len(stops) > MAX_STOPS:
+        raise ValueError(f"stop must hold at most {MAX_STOPS} strings, not {len(stops)}: send fewer")
+    if not all(isinstance(stop, str) and stop for stop in stops):
+        raise ValueError(f"stop must be a non-empty string or a list of non-empty strings, not {given!r}")
+    lengths = [len(stop) for stop in stops]
+    if max(lengths, default=0) > MAX_STOP_CHARS or sum(lengths) > MAX_STOP_CHARS_IN_ALL:
+        raise ValueError(
+            f"stop must hold strings of at most {MAX_STOP_CHARS} characters, {MAX_STOP_CHARS_IN_ALL} in all, not "
+            f"{max(lengths)} and {sum(lengths)}: send fewer or shorter ones"
+        )
+    return tuple(dict.fromkeys(stops))
+
+
+def _checked_stop_ids(given: Any) -> tuple[int, ...]:
+    """Each once, as `_checked_stops`."""
+    ids = () if given is None else given
+    if not _is_list(ids):
+        raise ValueError(f"stop_token_ids must be a list of token ids >= 0, not {given!r}")
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ValueError(f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(ids)}: send fewer")
+    if not all(_is_int(token) and token >= 0 for token in ids):
+        raise ValueError(f"stop_token_ids must be a list of token ids >= 0, not {given!r}")
+    return tuple(dict.fromkeys(ids))
+
+
+def _check_bias(given: Any) -> None:
+    if given is not None and not isinstance(given, dict):
+        raise ValueError(f"logit_bias must map token ids to numbers, not {given!r}")
+    bias: dict[Any, Any] = given or {}
+    if len(bias) > MAX_LOGIT_BIAS:
+        raise ValueError(f"logit_bias must hold at most {MAX_LOGIT_BIAS} token ids, not {len(bias)}: send fewer")
+    for token, value in bias.items():
+        if not _is_int(token) or token < 0 or not _is_number(value) or not -100 <= value <= 100:
+            raise ValueError(f"logit_bias must map token ids >= 0 to numbers in [-100, 100], not {token!r}: {value!r}")
 
 
 # A field added at the end of an array, with a default, does not change it: older readers skip it, newer ones do
@@ -229,9 +274,10 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
-    """Run (a phase of) a request. sampling.seed is set. phase "prefill": compute the prompt, sample one token of each
+    """Run (a phase of) a request. phase "prefill": compute the prompt, sample one token of each
     start (no forced ones), publish the blocks; "decode": pull the ticket's blocks, or recompute, and generate; "full":
-    everything here. Dropped without an answer when the key's session is not open (any more).
+    everything here. Dropped without an answer when the key's session is not open (any more). sampling.seed is set;
+    sampling.stop is empty, because routers look for stop strings themselves.
 
     starts: distinct choices < n, at least one. All limits (max_tokens, min_tokens) and positions count forced tokens;
     the next draw has position len(forced); forced tokens enter the penalties of their own choice. A start that forced

@@ -30,7 +30,8 @@ class NoWorker(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What choosing needs to know of a request. num_tokens: prompt and all that may be generated. resumed: tokens
+    """What choosing needs to know of a request. num_tokens: a decode worker must have room for so many, the prompt
+    included: for all that max_tokens allows, or without it for one token more than there are. resumed: tokens
     were accepted already. excluded: ids of workers that failed it. fingerprint: of the model that began it, None
     before. prompt None: nothing is looked up in prefix caches. session: requests of one shall go to one worker; ""
     for none."""
@@ -69,6 +70,11 @@ def decodes_it(worker: WorkerState, demand: Demand) -> bool:
 
 def prefills_it(worker: WorkerState, demand: Demand) -> bool:
     return worker.can_prefill and worker.token_limit > demand.num_prompt_tokens
+
+
+def continues_it(worker: WorkerState, demand: Demand) -> bool:
+    """Whether a token fits behind the one that P samples; without room for it a hand-over would be in vain."""
+    return worker.token_limit > demand.num_prompt_tokens + 1
 
 
 def in_turns() -> Picker:
@@ -125,13 +131,14 @@ class Chooser:
         refusal = self._refusal(demand)
         if refusal is not None:
             return Plan(None, whole, refusal)
-        prefills = [p for p in candidates if prefills_it(p, demand) and connected(p, decodes)]
+        able = [worker for worker in decodes if continues_it(worker, demand)]
+        prefills = [p for p in candidates if prefills_it(p, demand) and connected(p, able)]
         if not prefills:
             return Plan(None, whole, "no-prefill")
         task = Task("prefill", demand.num_prompt_tokens, predictor)
         prefill = self._pick(self._pick_prefill, prefills, task, demand)
         task = Task("decode", demand.num_prompt_tokens, predictor, prefill)
-        decode = self._pick(self._pick_decode, connected(prefill, decodes), task, demand)
+        decode = self._pick(self._pick_decode, connected(prefill, able), task, demand)
         reason: Reason = "always" if self._mode == "always" else compare(prefill, decode, whole, predictor, now)
         return Plan(None, whole, reason) if reason == "cheaper" else Plan(prefill, decode, reason)
 

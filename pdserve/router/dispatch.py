@@ -50,6 +50,7 @@ from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline, Timeline, parts_of_time, rounded
 from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
 from pdserve.text.choice import ChoiceText
+from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
 timeline_logger = logging.getLogger("pdserve.timeline")
@@ -60,8 +61,9 @@ DECODE_WEIGHT = 128
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One prompt of a call. sampling.seed and sampling.max_tokens are set. request_id: never used before in this
-    process. prompt: its number within the call. received: perf_counter() when the call came."""
+    """One prompt of a call. sampling: as workers are told, so its seed is set, and it holds no stop strings: the router
+    looks for these itself. stops: the call's, None when it has none. request_id: never used before in this process.
+    prompt: its number within the call. received: perf_counter() when the call came."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -71,6 +73,7 @@ class Job:
     priority: int = 0
     cache_salt: str = ""
     session_id: str = ""
+    stops: StopStrings | None = None
 
 
 class Chunk(msgspec.Struct):
@@ -118,7 +121,7 @@ class RequestRun:
         self._texts = [
             ChoiceText(
                 dispatcher.tokenizer,
-                stop=sampling.stop,
+                stops=job.stops,
                 include_stop=sampling.include_stop_str_in_output,
                 min_tokens=sampling.min_tokens,
                 skip_special_tokens=sampling.skip_special_tokens,
@@ -153,7 +156,9 @@ class RequestRun:
                     failures = (0 if progressed else failures) + (failure.reason != "drained")
                     accepted_before = self.record.num_tokens
                     self._excluded = set() if progressed else self._excluded
-                    await self._recover(failure, failures)
+                    ended = await self._recover(failure, failures)
+                    if ended:
+                        yield ended
             outcome = "ok"
         except NoWorker as error:
             outcome = "unavailable"
@@ -261,8 +266,9 @@ class RequestRun:
         return self._shared.chooser.choose(self._shared.fleet.workers, self._demand(self._excluded))
 
     def _demand(self, excluded: set[str]) -> Demand:
-        num_prompt = len(self._job.prompt_token_ids)
-        num_tokens = num_prompt + (self._job.sampling.max_tokens or 0)
+        sampling, num_prompt = self._job.sampling, len(self._job.prompt_token_ids)
+        wanted = sampling.max_tokens or max(sampling.min_tokens, self.record.num_tokens_longest + 1)
+        num_tokens = num_prompt + wanted
         resumed = self.record.num_tokens > 0
         return Demand(
             num_prompt, num_tokens, resumed, frozenset(excluded), self._fingerprint, self._prompt, self._job.session_id
@@ -368,17 +374,21 @@ class RequestRun:
             self._broken(leg, event)
 
     def _accept(self, leg: Leg, accepted: Accepted, chunks: dict[int, Chunk]) -> None:
+        self._clock.accepted(accepted.choice, len(accepted.token_ids))
+        if accepted.finish_reason is not None:
+            leg.pending.discard(accepted.choice)
+        if self._show(accepted, chunks):
+            self._stop_at_worker(leg, accepted.choice)
+
+    def _show(self, accepted: Accepted, chunks: dict[int, Chunk]) -> bool:
+        """Turn new tokens into text. Whether a stop string ended the choice."""
         choice = accepted.choice
-        self._clock.accepted(choice, len(accepted.token_ids))
         text, stop, length = self._texts[choice].push(accepted.token_ids, accepted.finish_reason)
         tokens, logprobs = accepted.token_ids, accepted.logprobs
-        if accepted.finish_reason is not None:
-            leg.pending.discard(choice)
         if stop is not None:
             keep = len(tokens) - (len(self.record.choices[choice].tokens) - length)
             tokens, logprobs = tokens[:keep], logprobs[:keep]
             self.record.stop(choice, stop, length)
-            self._stop_at_worker(leg, choice)
         record = self.record.choices[choice]
         before = chunks.get(choice)
         if before is not None:
@@ -387,6 +397,7 @@ class RequestRun:
         chunks[choice] = Chunk(
             index, self._job.prompt, text, tokens, logprobs, record.finish_reason, record.stop_reason
         )
+        return stop is not None
 
     def _stop_at_worker(self, leg: Leg, choice: int) -> None:
         """A stop string ended a choice that the worker still generates. (P's leg ends by itself or as a whole.)"""
@@ -455,9 +466,9 @@ class RequestRun:
             raise RequestFailed("invalid", event.message)
         raise _LegFailed(leg.worker, event.kind, event.kind, event.message)
 
-    async def _recover(self, failure: _LegFailed, failures: int) -> None:
+    async def _recover(self, failure: _LegFailed, failures: int) -> list[Chunk]:
         """The next attempt, on other workers where there are some. Raises RequestFailed when it is not worth one
-        more."""
+        more. Returns the ends of choices that no worker can go on with."""
         for leg in list(self._legs):
             self._timeline.ended(leg.key.attempt, "cancelled", time.perf_counter(), f"{failure.reason}: {failure}")
             self._end_early(leg, cancel=True)
@@ -467,7 +478,32 @@ class RequestRun:
         self._timeline.failovers += 1
         self._clock.failed_over()
         self._excluded.add(failure.worker.worker_id)
-        self._begin(await self._choose_again(failure))
+        ended: list[Chunk] = []
+        try:
+            plan = await self._choose_again(failure)
+        except RequestFailed:
+            ended = self._end_full()
+            if not ended:
+                raise
+            if self.record.finished:
+                return ended
+            plan = self._choose()
+        self._begin(plan)
+        return ended
+
+    def _end_full(self) -> list[Chunk]:
+        """Without max_tokens a choice may have as many tokens as its worker has room for. When that worker is lost and
+        no other has more room than the choice has tokens, it has reached its length."""
+        sampling, workers = self._job.sampling, self._shared.fleet.decode_workers
+        limits = [worker.token_limit for worker in workers if worker.hello.model_fingerprint == self._fingerprint]
+        if sampling.max_tokens is not None or not limits:
+            return []
+        room = max(limits) - len(self._job.prompt_token_ids)
+        chunks: dict[int, Chunk] = {}
+        for choice, record in enumerate(self.record.choices):
+            if record.finish_reason is None and len(record.tokens) >= max(room, sampling.min_tokens, 1):
+                self._show(self.record.fill(choice), chunks)
+        return list(chunks.values())
 
     async def _choose_again(self, failure: _LegFailed) -> Plan:
         """Another worker; else the one that failed, if it lives; else whoever joins in time. An overload is

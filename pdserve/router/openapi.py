@@ -12,9 +12,16 @@ import msgspec
 
 import pdserve
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import INTEGERS, NUMBERS
+from pdserve.engine.protocol import (
+    INTEGERS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    NUMBERS,
+)
 from pdserve.router.openai_api import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
-from pdserve.router.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS, MAX_STOP_CHARS, MAX_STOPS
+from pdserve.router.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
 
@@ -139,11 +146,12 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
             "description": "Cached prefixes are shared between equal salts only.",
         },
         "logit_bias": {
+            "maxProperties": MAX_LOGIT_BIAS,
             "propertyNames": {"pattern": "^[0-9]+$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         },
         "stop": {"anyOf": [STRING | text, {"type": "array", "items": STRING | text, "maxItems": MAX_STOPS}]},
-        "stop_token_ids": {"items": INTEGER | {"minimum": 0}},
+        "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
         "messages": {"minItems": 1},
     }

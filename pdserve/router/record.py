@@ -64,6 +64,11 @@ class RequestRecord:
     def num_tokens(self) -> int:
         return sum(len(choice.tokens) for choice in self.choices)
 
+    @property
+    def num_tokens_longest(self) -> int:
+        """Tokens of the longest choice that is not finished; 0 when all are."""
+        return max((len(choice.tokens) for choice in self.choices if choice.finish_reason is None), default=0)
+
     def starts(self) -> tuple[Start, ...]:
         """The unfinished choices, each with its accepted tokens."""
         return tuple(Start(i, tuple(c.tokens)) for i, c in enumerate(self.choices) if c.finish_reason is None)
@@ -93,6 +98,11 @@ class RequestRecord:
         if delta.finish_reason is not None:
             self._finish(choice, delta.finish_reason, delta.stop_reason)
         return accepted
+
+    def fill(self, choice: int) -> Accepted:
+        """No worker has room for another token of an unfinished choice: it ends by length."""
+        self._finish(self.choices[choice], "length", None)
+        return Accepted(choice, (), (), "length", None)
 
     def stop(self, choice: int, stop_string: str, num_tokens: int) -> None:
         """A stop string matched within the first num_tokens tokens: the rest is forgotten."""

@@ -30,6 +30,7 @@ from pdserve.router.predict import Forecast
 from pdserve.router.request_log import RequestLog
 from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline
+from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
@@ -39,8 +40,7 @@ INLINE_CHARS = 4096
 
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192
-MAX_STOPS = 64
-MAX_STOP_CHARS = 1024
+MAX_EDITS = 1 << 20  # entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_PRIORITY = 2**31 - 1  # and as far below zero
@@ -218,7 +218,7 @@ class Service:
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         self.check_num_choices(sampling.n, len(prompts))
-        self._check_sampling(sampling)
+        self._check_sampling(sampling, len(prompts))
         _check_scheduling(priority, cache_salt, session_id)
         cache_salt = f"{tenant}:{cache_salt}" if tenant else cache_salt
         limits = self.limits()
@@ -233,16 +233,20 @@ class Service:
             try:
                 ids = [await self._tokenise(prompt, add_special_tokens, limits, named) for prompt in prompts]
                 self.admission.check_tokens(sum(map(len, ids)))
+                _check_room(sampling, max(map(len, ids)), limits.max_tokens)
+                stops = StopStrings(sampling.stop) if sampling.stop else None
+                sent = msgspec.structs.replace(sampling, stop=())  # this router looks for them, workers do not
                 jobs = [
                     Job(
                         f"{request_id}-{next(self._numbers)}",
                         prompt,
-                        _complete(sampling, len(prompt), limits.max_tokens),
+                        sent.with_seed(secrets.randbits(63)) if sent.seed is None else sent,
                         received,
                         number,
                         priority,
                         cache_salt,
                         session_id,
+                        stops,
                     )
                     for number, prompt in enumerate(ids)
                 ]
@@ -305,13 +309,16 @@ class Service:
             )
             raise ApiError(message, param="n" if num_prompts == 1 else "prompt")
 
-    def _check_sampling(self, sampling: SamplingParams) -> None:
-        if len(sampling.stop) > MAX_STOPS or any(len(stop) > MAX_STOP_CHARS for stop in sampling.stop):
+    def _check_sampling(self, sampling: SamplingParams, num_prompts: int) -> None:
+        bias, num_choices = sampling.logit_bias or {}, sampling.n * num_prompts
+        num_ids = len(bias) + len(sampling.stop_token_ids)
+        if num_ids * num_choices > MAX_EDITS:
+            name = "logit_bias" if len(bias) > len(sampling.stop_token_ids) else "stop_token_ids"
             message = (
-                f"stop must hold at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters: send fewer or "
-                "shorter ones"
+                f"{name}: logit_bias and stop_token_ids hold {num_ids} ids for each of {num_choices} choices, and may "
+                f"hold {MAX_EDITS} for all of them: send fewer ids, or spread the choices over several requests"
             )
-            raise ApiError(message, param="stop")
+            raise ApiError(message, param=name)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(sampling, name)
             if value is not None and value > self.config.max_logprobs:
@@ -387,12 +394,8 @@ def _context_length_error(limit: int, num_prompt: int, num_generated: int, param
     return ApiError(message, param=param, code="context_length_exceeded")
 
 
-def _complete(sampling: SamplingParams, num_prompt: int, limit: int) -> SamplingParams:
-    """With seed and max_tokens set: a request resumed elsewhere draws the same numbers and ends at the same length."""
-    room = limit - num_prompt
+def _check_room(sampling: SamplingParams, num_prompt: int, limit: int) -> None:
+    """Raises ApiError (400) when what is to be generated behind the longest prompt fits no worker."""
     for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
-        if value is not None and value > room:
+        if value is not None and num_prompt + value > limit:
             raise _context_length_error(limit, num_prompt, value, name)
-    seed = secrets.randbits(63) if sampling.seed is None else sampling.seed
-    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
-    return msgspec.structs.replace(sampling, seed=seed, max_tokens=max_tokens)

@@ -8,7 +8,7 @@ Called by the router and by `LLM`.
 from collections.abc import Sequence
 
 from pdserve.text.detokenize import IncrementalDetokenizer
-from pdserve.text.stop import StopMatcher
+from pdserve.text.stop import StopMatcher, StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -17,14 +17,16 @@ class ChoiceText:
         self,
         tokenizer: Tokenizer,
         *,
-        stop: Sequence[str] = (),
+        stops: StopStrings | None = None,
         include_stop: bool = False,
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """The arguments are SamplingParams' of these names."""
+        """stops: the request's, shared by its choices; None: it has none. The others are SamplingParams' of these
+        names, include_stop its include_stop_str_in_output.
+        """
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
-        self._matcher = StopMatcher(stop, include_stop) if stop else None
+        self._matcher = StopMatcher(stops, include_stop) if stops is not None else None
         self._min_tokens = min_tokens
         self._shows_stop = include_stop
         self._num_tokens = 0

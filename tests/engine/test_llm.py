@@ -12,6 +12,7 @@ from tiny_models import make_tiny
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
+from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
 
 EOS = 2  # <|im_end|>
@@ -360,3 +361,16 @@ def test_the_shipped_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     llm = LLM(device="cpu", num_kv_blocks=32)
     completion = one(llm, "Once", max_tokens=8)
     assert len(completion.token_ids) == 8 and completion.text
+
+
+def test_the_tables_of_stop_strings_are_built_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[Any] = []
+
+    class Counted(StopStrings):
+        def __init__(self, stops: Any) -> None:
+            built.append(stops)
+            super().__init__(stops)
+
+    monkeypatch.setattr("pdserve.engine.llm.StopStrings", Counted)
+    outputs = generate(llm, ["The quick", "A", "B"], n=4, stop=["no such text", "nor this"], max_tokens=2, seed=1)
+    assert len(outputs) == 3 and built == [("no such text", "nor this")]

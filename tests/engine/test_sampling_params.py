@@ -1,13 +1,17 @@
 """SamplingParams refuses by name whatever it cannot do, and every message survives its encoded form."""
 
 import math
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import pytest
 
 from pdserve.engine.protocol import (
+    MAX_LOGIT_BIAS,
     MAX_SEED,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
     PROTOCOL_VERSION,
     Arrived,
     CacheChange,
@@ -322,3 +326,42 @@ def test_request_ids(name: str) -> None:
 def test_bad_request_ids(name: str) -> None:
     with pytest.raises(ValueError, match="request_id must"):
         check_request_id(name)
+
+
+SIZES: list[tuple[str, Any, Any]] = [
+    ("stop", [f"{i:02}" for i in range(MAX_STOPS)], [f"{i:02}" for i in range(MAX_STOPS + 1)]),
+    ("stop", ["x" * MAX_STOP_CHARS], ["x" * (MAX_STOP_CHARS + 1)]),
+    ("stop", [c * MAX_STOP_CHARS for c in "abcdefgh"], [c * MAX_STOP_CHARS for c in "abcdefgh"] + ["i"]),
+    ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS)), list(range(MAX_STOP_TOKEN_IDS + 1))),
+    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+]
+
+
+@pytest.mark.parametrize(("name", "most", "more"), SIZES)
+def test_lists_have_a_largest_size(name: str, most: Any, more: Any) -> None:
+    assert len(getattr(SamplingParams(**{name: most}), name)) == len(most)
+    with pytest.raises(ValueError, match=f"^{name} must hold .*at most"):
+        SamplingParams(**{name: more})
+
+
+class Unread(list[Any]):
+    """A list that is too long to be walked through."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("it was walked through")
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids"])
+def test_a_list_that_is_too_long_is_not_walked_through(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name} must hold at most"):
+        SamplingParams(**{name: cast(Any, Unread([7] * 5000))})
+
+
+def test_each_id_and_each_string_counts_once() -> None:
+    params = SamplingParams(stop=["b", "a", "b"], stop_token_ids=[5, 3, 5])
+    assert (params.stop, params.stop_token_ids) == (("b", "a"), (5, 3))
+
+
+def test_a_drawn_seed_changes_nothing_else() -> None:
+    drawn = EVERYTHING.with_seed(5)
+    assert drawn == msgspec.structs.replace(EVERYTHING, seed=5) and EVERYTHING.seed == MAX_SEED

@@ -11,6 +11,8 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
     Arrived,
@@ -284,7 +286,9 @@ class FakeWorker:
         if key in self._tombstones or (key.router_id, key.session) in self._closed:
             return
         assert (key.router_id, key.session) in self._streams, "a command before the Hello"
-        assert submit.starts and submit.sampling.seed is not None and submit.sampling.max_tokens is not None
+        if submit.phase != "prefill":
+            submit = self._clamped(submit)
+        assert submit.starts and submit.sampling.seed is not None and not submit.sampling.stop
         assert all(finish_of(submit.sampling, list(start.forced))[0] is None for start in submit.starts)
         assert submit.phase != "prefill" or not any(start.forced for start in submit.starts)
         kind = self.fail_submit(submit)
@@ -297,6 +301,14 @@ class FakeWorker:
         task = asyncio.get_running_loop().create_task(self._run(submit))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _clamped(self, submit: Submit) -> Submit:
+        """With as many tokens as fit here, as an engine does it."""
+        room = self.max_tokens - len(submit.prompt_token_ids)
+        assert all(len(start.forced) < room for start in submit.starts), "sent to a worker that has no room for it"
+        max_tokens = min(submit.sampling.max_tokens or room, room)
+        assert max_tokens >= submit.sampling.min_tokens
+        return msgspec.structs.replace(submit, sampling=msgspec.structs.replace(submit.sampling, max_tokens=max_tokens))
 
     async def _run(self, submit: Submit) -> None:
         key = submit.key

@@ -15,6 +15,7 @@ from router.harness import Harness, until
 
 from pdserve.engine.protocol import Arrived, Cancel, Command, Delta, Event, Failed, Prepare, SamplingParams, Submit
 from pdserve.router.errors import ApiError, RequestFailed
+from pdserve.text.stop import StopStrings
 
 PROMPT = tuple(range(10, 30))
 Make = Callable[..., Harness]
@@ -534,3 +535,20 @@ async def test_a_ticket_that_d_could_not_use_is_dropped_at_once(make: Make) -> N
     await until(lambda: Cancel(key=prefill.submits()[0].key) in prefill.commands if prefill.submits() else False)
     assert not task.done() and not prefill.tickets
     harness.check(await task, PROMPT, sampling())
+
+
+async def test_the_tables_of_stop_strings_are_built_once_a_call(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And workers do not hear of the strings."""
+    built: list[StopStrings] = []
+
+    class Counted(StopStrings):
+        def __init__(self, stops: Any) -> None:
+            built.append(self)
+            super().__init__(stops)
+
+    monkeypatch.setattr("pdserve.router.service.StopStrings", Counted)
+    harness = await make(1, 1).start()
+    params = sampling(n=3, stop=["no such text", "nor this"])
+    results = await harness.service.collect([PROMPT, PROMPT[1:]], params)
+    assert len(results) == 6 and len(built) == 1
+    assert all(not s.sampling.stop for worker in (*harness.prefills, *harness.decodes) for s in worker.submits())

@@ -1,13 +1,15 @@
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.text.stop import StopMatcher
+from pdserve.text.stop import StopMatcher, StopStrings
 
 
 def run(stops: list[str], text: str, sizes: list[int], include: bool = False) -> tuple[str, str | None]:
     """Feed the text in pieces of these sizes (repeating the last) until a match or its end."""
-    matcher, emitted, at = StopMatcher(stops, include), "", 0
+    matcher, emitted, at = StopMatcher(StopStrings(stops), include), "", 0
     for size in [*sizes, *[sizes[-1]] * len(text)]:
         piece, stop = matcher.push(text[at : at + size])
         emitted, at = emitted + piece, at + size
@@ -34,7 +36,7 @@ def test_agrees_with_looking_at_every_prefix(stops: list[str], text: str, sizes:
 
 
 def test_holds_back_only_a_possible_beginning() -> None:
-    matcher = StopMatcher(["</end>"])
+    matcher = StopMatcher(StopStrings(["</end>"]))
     assert matcher.push("a </e") == ("a ", None)
     assert matcher.push("m") == ("</em", None)
     assert matcher.push("<") == ("", None)
@@ -48,15 +50,72 @@ def test_overlapping_beginnings() -> None:
 
 
 def test_flush_gives_the_held_text() -> None:
-    matcher = StopMatcher(["stop"])
+    matcher = StopMatcher(StopStrings(["stop"]))
     assert matcher.push("xsto") == ("x", None)
     assert (matcher.flush(), matcher.flush()) == ("sto", "")
 
 
 def test_without_stops_text_passes() -> None:
-    assert StopMatcher([]).push("anything") == ("anything", None)
+    assert StopMatcher(StopStrings([])).push("anything") == ("anything", None)
 
 
 def test_an_empty_stop_string_is_refused() -> None:
     with pytest.raises(ValueError, match="stop"):
-        StopMatcher([""])
+        StopMatcher(StopStrings([""]))
+
+
+class OneByOne:
+    """Stop strings by looking at each of them after each character, as `StopMatcher` but slow."""
+
+    def __init__(self, stops: list[str], include: bool) -> None:
+        self.stops, self.include, self.read, self.shown = stops, include, "", 0
+
+    def push(self, text: str) -> tuple[str, str | None]:
+        for char in text:
+            self.read += char
+            ended = [stop for stop in self.stops if self.read.endswith(stop)]
+            if ended:
+                stop = max(ended, key=len)
+                return self.read[self.shown : len(self.read) - (0 if self.include else len(stop))], stop
+        begun = [n for stop in self.stops for n in range(1, len(stop)) if self.read.endswith(stop[:n])]
+        start, self.shown = self.shown, len(self.read) - max(begun, default=0)
+        return self.read[start : self.shown], None
+
+
+@given(st.lists(words, max_size=6), st.lists(st.text("abc", max_size=6), max_size=8), st.booleans())
+@settings(max_examples=500, deadline=None)
+def test_every_piece_is_what_looking_at_each_string_gives(stops: list[str], pieces: list[str], include: bool) -> None:
+    ours, slow = StopMatcher(StopStrings(stops), include), OneByOne(stops, include)
+    for piece in pieces:
+        emitted, stop = ours.push(piece)
+        assert (emitted, stop) == slow.push(piece)
+        if stop is not None:
+            break
+
+
+def test_choices_share_the_tables_and_nothing_else() -> None:
+    stops = StopStrings(["aab", "ab"])
+    first, second = StopMatcher(stops), StopMatcher(stops)
+    assert (first.push("aa"), second.push("xa")) == (("", None), ("x", None))
+    assert (first.push("b"), second.push("c")) == (("", "aab"), ("ac", None))
+
+
+def test_a_character_costs_the_same_however_many_strings_there_are() -> None:
+    """Counted, not timed: how many characters are looked up in the tables."""
+
+    class Counted(dict[str, int]):
+        looked_up = 0
+
+        def get(self, char: str, default: Any = None) -> Any:
+            Counted.looked_up += 1
+            return super().get(char, default)
+
+    text = "ab" * 500
+    counts = []
+    for num_stops in (1, 64):
+        stops = StopStrings([f"{'ab' * 60}{chr(200 + i)}" for i in range(num_stops)])
+        stops.following = [Counted(entries) for entries in stops.following]
+        Counted.looked_up = 0
+        StopMatcher(stops).push(text)
+        counts.append(Counted.looked_up)
+    assert counts[0] == counts[1] <= 2 * len(text)

@@ -406,3 +406,17 @@ def test_prompt_logprobs_come_from_p(pair: Pair, llm: LLM) -> None:
     events = [type(e) for e in pair.p.events]
     assert events.index(PromptScored) < events.index(Handoff)
     assert tokens_of(pair.p, handoff.ticket.key)[0] == output.outputs[0].token_ids[:1]
+
+
+@pytest.mark.parametrize("max_tokens", [None, 9])
+def test_p_without_room_for_a_second_token_ends_nothing(tiny_llama: Path, llm: LLM, max_tokens: int | None) -> None:
+    """How long an answer may be is for D to say."""
+    prompt = prompt_of(40)
+    pair = Pair(tiny_llama, p={"max_model_len": 41}, d={"max_model_len": 60})
+    sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=1)
+    alone = SamplingParams(temperature=0, max_tokens=max_tokens or 20, ignore_eos=True, seed=1)
+    assert pair.split(prompt, sampling) == expected(llm, prompt, alone)
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, seed=1)
+    assert pair.prefill(prompt, one)[0] is None, "what was asked for still ends at P"
+    pair.assert_empty()
+    pair.close()
