@@ -109,6 +109,10 @@ class ChatRequest(_Request, kw_only=True):
             raise ApiError("max_tokens and max_completion_tokens differ: send one of them", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
+        if not self.tools and self.tool_choice not in (None, "none"):
+            raise ApiError(
+                "tool_choice is only for requests with tools: leave it out, or send 'none'", param="tool_choice"
+            )
         if self.tools and self.tool_choice != "none":
             raise ApiError(
                 "tools: tool calls in the answer are not parsed; send tool_choice 'none' to show the model the tools "
