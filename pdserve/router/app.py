@@ -163,6 +163,7 @@ class _Api:
             priority=self._priority(call.priority),
             cache_salt=call.cache_salt or "",
             session_id=request.headers.get("x-session-id", ""),
+            add_special_tokens=False,
             received=received,
             named="messages",
             tenant=self._tenant(request),

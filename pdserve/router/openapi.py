@@ -21,6 +21,7 @@ from pdserve.engine.protocol import (
     NUMBERS,
 )
 from pdserve.router.openai_api import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+from pdserve.router.prompts import MAX_MESSAGES
 from pdserve.router.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
@@ -153,7 +154,8 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         "stop": {"anyOf": [STRING | text, {"type": "array", "items": STRING | text, "maxItems": MAX_STOPS}]},
         "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
-        "messages": {"minItems": 1},
+        "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
+        "tool_choice": {"enum": ["none", None]},
     }
 
 

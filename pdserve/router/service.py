@@ -1,13 +1,12 @@
 """Generation without HTTP: prompts and SamplingParams in, chunks of text and tokens out.
 
 Checks everything a request says against the model, the tokenizer and the router's limits before any worker hears of it,
-tokenises (long texts in a thread), draws the seed, and merges the streams of several prompts. Knows no OpenAI forms and
-no framework. Called by `router.app` and by the Python handle (`cluster/client.py`).
+draws the seed, and merges the streams of several prompts. Knows no OpenAI forms and no framework.
+Called by `router.app` and by the Python handle (`cluster/client.py`).
 """
 
 import asyncio
 import itertools
-import math
 import secrets
 import time
 import uuid
@@ -26,17 +25,14 @@ from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.pace import Pacer
 from pdserve.router.predict import Forecast
+from pdserve.router.prompts import Limits, Prompt, Prompts, context_length_error
 from pdserve.router.request_log import RequestLog
 from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
-
-Prompt = str | Sequence[int]
-
-# tokenising this many characters takes about a millisecond, which the event loop can spare
-INLINE_CHARS = 4096
 
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192
@@ -44,9 +40,6 @@ MAX_EDITS = 1 << 20  # entries of logit_bias and stop_token_ids, times choices: 
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_PRIORITY = 2**31 - 1  # and as far below zero
-
-# No token of the usual vocabularies is longer (theirs are 128 spaces): a longer text is refused before it is tokenised.
-MAX_TOKEN_CHARS = 128
 
 
 @dataclass(slots=True)
@@ -59,14 +52,6 @@ class ChoiceResult:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the workers that are here can take. vocab_size: of the model."""
-
-    max_tokens: int
-    vocab_size: int
 
 
 class Generation:
@@ -174,6 +159,8 @@ class Service:
         self.config = config
         self.model_name = model_name
         self.metrics = RouterMetrics(model_name)
+        self.pacer = Pacer()
+        self.prompts = Prompts(tokenizer, config.max_prompt_tokens, self.pacer)
         chooser = Chooser(config.split_min_tokens, config.policy, config.split)
         self._scout = Chooser(config.split_min_tokens, config.policy, config.split)  # what it picks takes nobody's turn
         slo = slo or SloConfig()
@@ -231,7 +218,7 @@ class Service:
         with self._goodput.refusals(len(prompts)):
             seats = self.admission.enter(len(prompts))
             try:
-                ids = [await self._tokenise(prompt, add_special_tokens, limits, named) for prompt in prompts]
+                ids = await self.prompts.token_ids(prompts, add_special_tokens, limits, named)
                 self.admission.check_tokens(sum(map(len, ids)))
                 _check_room(sampling, max(map(len, ids)), limits.max_tokens)
                 stops = StopStrings(sampling.stop) if sampling.stop else None
@@ -282,20 +269,16 @@ class Service:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
-    ) -> list[int]:
-        """Token ids of a conversation by the model's chat template. Raises ApiError (400)."""
-        if not messages:
-            raise ApiError("messages is empty: send at least one message", param="messages")
+    ) -> str:
+        """The text of a conversation by the model's chat template, which writes its own special
+        tokens. Raises ApiError (400; 429 when there is too much to do)."""
+        variables = variables or {}
         for name in ("self", "messages", "add_generation_prompt", "tools"):
-            if name in (variables or {}):
+            if name in variables:
                 message = f"chat_template_kwargs must not set {name!r}: the server sets it"
                 raise ApiError(message, param="chat_template_kwargs")
-        apply = self.tokenizer.apply_chat_template
-        try:
-            with self._goodput.refusals(1), self.admission.preparing():
-                return await asyncio.to_thread(apply, messages, add_generation_prompt, tools, **(variables or {}))
-        except ValueError as error:
-            raise ApiError(str(error), param="messages") from error
+        with self._goodput.refusals(1), self.admission.preparing():
+            return await self.prompts.render(messages, add_generation_prompt, tools, variables, self.limits())
 
     def check_num_choices(self, n: int, num_prompts: int = 1) -> None:
         """Raises ApiError (400) when n choices of each prompt are more than this router takes."""
@@ -342,34 +325,6 @@ class Service:
             admission.check_lateness(forecast, 1000 * (time.perf_counter() - received))
         return forecast
 
-    async def _tokenise(self, prompt: Prompt, add_special_tokens: bool, limits: Limits, named: str) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            if len(prompt) > limits.max_tokens * MAX_TOKEN_CHARS:
-                least = math.ceil(len(prompt) / MAX_TOKEN_CHARS)
-                raise _context_length_error(limits.max_tokens, least, 1, named, "at least ")
-            encode = self.tokenizer.encode
-            try:
-                if len(prompt) <= INLINE_CHARS:
-                    ids = encode(prompt, add_special_tokens)
-                else:
-                    ids = await asyncio.to_thread(encode, prompt, add_special_tokens)
-            except ValueError as error:
-                raise ApiError(str(error), param=named) from error
-        else:
-            ids = list(prompt)
-        if not ids:
-            raise ApiError(f"{named} is empty: it needs at least one token", param=named)
-        if min(ids) < 0 or max(ids) >= limits.vocab_size:
-            message = f"{named} holds token ids outside the vocabulary 0..{limits.vocab_size - 1}"
-            raise ApiError(message, param=named)
-        if len(ids) >= limits.max_tokens:
-            raise _context_length_error(limits.max_tokens, len(ids), 1, named)
-        most = self.config.max_prompt_tokens
-        if most is not None and len(ids) > most:
-            message = f"{named} has {len(ids)} tokens, more than {most}: shorten it, or raise router.max_prompt_tokens"
-            raise ApiError(message, param=named, code="context_length_exceeded")
-        return tuple(ids)
-
 
 def _check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
     if abs(priority) > MAX_PRIORITY:
@@ -386,16 +341,8 @@ def _check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
         raise ApiError(message, param="x-session-id")
 
 
-def _context_length_error(limit: int, num_prompt: int, num_generated: int, param: str, about: str = "") -> ApiError:
-    message = (
-        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt and asks for "
-        f"{num_generated}: shorten the prompt or lower max_tokens"
-    )
-    return ApiError(message, param=param, code="context_length_exceeded")
-
-
 def _check_room(sampling: SamplingParams, num_prompt: int, limit: int) -> None:
     """Raises ApiError (400) when what is to be generated behind the longest prompt fits no worker."""
     for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
         if value is not None and num_prompt + value > limit:
-            raise _context_length_error(limit, num_prompt, value, name)
+            raise context_length_error(limit, num_prompt, value, name)

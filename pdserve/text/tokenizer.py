@@ -6,6 +6,7 @@ requests and no streams: `text.detokenize` turns single tokens into text. Called
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -15,6 +16,12 @@ import tokenizers
 
 from pdserve.text.chat_template import ChatTemplate
 from pdserve.text.pieces import BytePieces, TextPieces, make_pieces
+
+# Batches would start a thread for each core of the machine. The library reads this at each call.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Unicode's canonical composition makes one character out of at most this many.
+COMPOSED_CHARS = 4
 
 _NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -64,6 +71,13 @@ class Tokenizer:
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
+    def longest_token(self) -> int:
+        """The most characters of a text that one token stands for: a text of more than
+        `longest_token * n` characters has more than n tokens."""
+        longest = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+        return longest if self._backend.normalizer is None else COMPOSED_CHARS * longest
+
+    @cached_property
     def special_ids(self) -> frozenset[int]:
         added = self._backend.get_added_tokens_decoder()
         return frozenset(token_id for token_id, token in added.items() if token.special)
@@ -74,9 +88,22 @@ class Tokenizer:
         return make_pieces(self._backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids; releases the GIL meanwhile. ValueError when the text is no valid Unicode."""
+        """Token ids. ValueError when the text is no valid Unicode. Releases the GIL, except for
+        about 15 ns per token at the end."""
+        return self.encode_batch([text], add_special_tokens)[0]
+
+    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of each text, as by `encode`; the GIL is released once for all of them."""
+        return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
+
+    def count(self, text: str, add_special_tokens: bool = True) -> int:
+        """How many ids `encode` would give; makes none."""
+        return len(self._encodings([text], add_special_tokens)[0])
+
+    def _encodings(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
+        """The library's `encode` holds the GIL, which stops every other thread; this call does not."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            return self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeError) as error:
             raise ValueError("the text holds a lone surrogate, which is no valid Unicode: send valid UTF-8") from error
 

@@ -3,6 +3,8 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -141,3 +143,50 @@ def test_the_text_room_imports_no_torch() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+def test_batches_and_counts_equal_single_texts(tokenizer: Tokenizer) -> None:
+    texts = ["", "The naïve fox", "<|bos|>x<|im_end|> \n\n y", "🙂" * 9]
+    for add in (True, False):
+        alone = [tokenizer.encode(text, add) for text in texts]
+        assert tokenizer.encode_batch(texts, add) == alone
+        assert [tokenizer.count(text, add) for text in texts] == [len(ids) for ids in alone]
+
+
+def test_no_token_has_more_characters_than_the_longest(tokenizer: Tokenizer) -> None:
+    assert tokenizer.longest_token >= max(map(len, tokenizer.special_tokens.values()))
+    assert all(
+        len(tokenizer.decode([i], skip_special_tokens=False)) <= tokenizer.longest_token
+        for i in range(tokenizer.vocab_size)
+    )
+
+
+def test_other_threads_run_while_a_long_text_is_tokenised(tokenizer: Tokenizer) -> None:
+    text = "The quick brown fox " * 50_000
+    moments, done = [time.perf_counter()], threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            moments.append(time.perf_counter())
+
+    thread = threading.Thread(target=tick)
+    thread.start()
+    began = time.perf_counter()
+    num_tokens = tokenizer.count(text)
+    took = time.perf_counter() - began
+    done.set()
+    thread.join()
+    worst = max(b - a for a, b in zip(moments, [*moments[1:], began + took], strict=True))
+    assert num_tokens > 100_000 and worst < took / 2, "the GIL was held"
+
+
+def test_tokenising_starts_no_thread_for_each_core(folder: Path) -> None:
+    script = (
+        "import os, sys\n"
+        "from pdserve.text.tokenizer import Tokenizer\n"
+        "t = Tokenizer.load(sys.argv[1])\n"
+        "t.encode_batch(['a fox'] * 100)\n"
+        "print(len(os.listdir('/proc/self/task')))\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "1"

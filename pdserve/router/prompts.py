@@ -1,0 +1,219 @@
+"""Prompts made into token ids: conversations rendered, texts tokenised, and one check of length for all of them.
+
+What is cheap happens at once. The rest happens in threads, in order of arrival, and little at a
+time, because tokenising takes 200 to 400 bytes of memory per character. A text that cannot fit is
+refused before it is tokenised as a whole. Knows no workers and no HTTP. Called by `router.service`.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, ParamSpec, TypeVar
+
+from pdserve.router.errors import ApiError
+from pdserve.router.pace import Pacer
+from pdserve.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+Prompt = str | Sequence[int]
+
+# Tokenising this many characters takes about 2 ms, which the event loop can spare.
+INLINE_CHARS = 4096
+TEXT_CHARS = 128  # the fixed cost of one text, in characters
+# Short texts are tokenised in batches of at most BATCH_CHARS characters, SHORT_THREADS batches at
+# once. A longer text is tokenised alone, and one at a time.
+BATCH_CHARS = 32_768
+SHORT_THREADS = 4
+
+# A prefix of a text that may be too long is tokenised first: PROBE_CHARS characters for each token
+# that a prompt may have, between LEAST_PROBE and LONGEST_PROBE.
+PROBE_CHARS = 4
+LEAST_PROBE, LONGEST_PROBE = 8192, 65_536
+# A whole text may have this many tokens fewer than its prefix, which may end within a word.
+CUT_TOKENS = 512
+
+# A template takes 2 to 50 us per message.
+MAX_MESSAGES = 4096
+INLINE_MESSAGES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers that are here can take. max_tokens: prompt and answer together."""
+
+    max_tokens: int
+    vocab_size: int
+
+
+class Prompts:
+    """Use from one event loop. max_prompt_tokens: as in RouterConfig."""
+
+    def __init__(self, tokenizer: Tokenizer, max_prompt_tokens: int | None, pacer: Pacer) -> None:
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._pacer = pacer
+        self._short = ThreadPoolExecutor(SHORT_THREADS, "short-prompts")
+        self._long = ThreadPoolExecutor(1, "long-prompts")
+
+    def max_chars(self, limits: Limits) -> int:
+        """A longer text has more tokens than a prompt may have."""
+        return self._most(limits) * self._tokenizer.longest_token
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        limits: Limits,
+    ) -> str:
+        """The text of a conversation by the model's chat template. Raises ApiError (400) when the
+        messages are wrong, or too long to fit."""
+        if not messages:
+            raise ApiError("messages is empty: send at least one message", param="messages")
+        if len(messages) > MAX_MESSAGES:
+            message = f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out some"
+            raise ApiError(message, param="messages", code="too_many_messages")
+        num_chars = sum(map(_num_chars, messages))
+        self.check_chars(num_chars, limits, "messages")
+        is_short = num_chars <= INLINE_CHARS and len(messages) <= INLINE_MESSAGES and not tools
+        render = self._tokenizer.render_chat
+        try:
+            if is_short and all(map(_is_small, variables.values())):
+                return render(messages, add_generation_prompt, tools, **variables)
+            return await _run(self._long, render, messages, add_generation_prompt, tools, **variables)
+        except ValueError as error:
+            raise ApiError(str(error), param="messages") from error
+
+    async def token_ids(
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, limits: Limits, named: str
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each prompt. named: the parameter that they come from. Raises ApiError (400)
+        when one is empty, too long, or outside the vocabulary."""
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for prompt in prompts:
+            if isinstance(prompt, str):
+                self.check_chars(len(prompt), limits, named)
+            else:
+                self.check_length(len(prompt), limits, named)
+        try:
+            encoded = iter(await self._encode(texts, add_special_tokens, limits, named))
+        except ValueError as error:
+            raise ApiError(str(error), param=named) from error
+        ids = []
+        with self._pacer.pace() as pace:
+            for prompt in prompts:
+                ids.append(self._checked(next(encoded) if isinstance(prompt, str) else prompt, limits, named))
+                if pace.is_due:
+                    await pace.rest()
+        return ids
+
+    def check_chars(self, num_chars: int, limits: Limits, named: str) -> None:
+        """ApiError (400) when no text of so many characters can be short enough."""
+        least = math.ceil(num_chars / self._tokenizer.longest_token)
+        self.check_length(least, limits, named, "at least ")
+
+    def check_length(self, num_tokens: int, limits: Limits, named: str, about: str = "") -> None:
+        """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
+        number in the message."""
+        if num_tokens >= limits.max_tokens:
+            raise context_length_error(limits.max_tokens, num_tokens, 1, named, about)
+        most = self._max_prompt_tokens
+        if most is not None and num_tokens > most:
+            message = (
+                f"{named} has {about}{num_tokens} tokens, more than {most}: shorten it, or raise "
+                "router.max_prompt_tokens"
+            )
+            raise ApiError(message, param=named, code="context_length_exceeded")
+
+    def _most(self, limits: Limits) -> int:
+        own = self._max_prompt_tokens
+        return limits.max_tokens - 1 if own is None else min(own, limits.max_tokens - 1)
+
+    def _checked(self, ids: Sequence[int], limits: Limits, named: str) -> tuple[int, ...]:
+        if not ids:
+            raise ApiError(f"{named} is empty: it needs at least one token", param=named)
+        self.check_length(len(ids), limits, named)
+        if min(ids) < 0 or max(ids) >= limits.vocab_size:
+            message = f"{named} holds token ids outside the vocabulary 0..{limits.vocab_size - 1}"
+            raise ApiError(message, param=named)
+        return tuple(ids)
+
+    async def _encode(
+        self, texts: Sequence[str], add_special_tokens: bool, limits: Limits, named: str
+    ) -> list[list[int]]:
+        encode = self._tokenizer.encode_batch
+        if sum(map(_cost, texts)) <= INLINE_CHARS:
+            return encode(texts, add_special_tokens) if texts else []
+        encoded: list[list[int]] = []
+        for batch in _batches(texts):
+            if sum(map(_cost, batch)) <= BATCH_CHARS:
+                encoded += await _run(self._short, encode, batch, add_special_tokens)
+                continue
+            most = self._most(limits)
+            ids = await _run(self._long, _encode_within, self._tokenizer, batch[0], add_special_tokens, most)
+            if isinstance(ids, int):
+                self.check_length(ids, limits, named, "at least ")
+            else:
+                encoded.append(ids)
+        return encoded
+
+
+def _encode_within(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int] | int:
+    """Token ids; for a text of more than `most` tokens a number above `most` instead, which it has
+    at least. The tokens of a prefix say how long the next prefix must be to know."""
+    end = min(max(LEAST_PROBE, PROBE_CHARS * most), LONGEST_PROBE)
+    while max(most, end) < len(text):
+        least = tokenizer.count(text[:end], add_special_tokens) - CUT_TOKENS
+        if least > most:
+            return least
+        end = max(2 * end, int(1.1 * end * (most + CUT_TOKENS) / (least + CUT_TOKENS + 1)))
+    return tokenizer.encode(text, add_special_tokens)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in order; one that is too long for a batch is a batch of its own."""
+    batch: list[str] = []
+    room = BATCH_CHARS
+    for text in texts:
+        if batch and _cost(text) > room:
+            yield batch
+            batch, room = [], BATCH_CHARS
+        batch.append(text)
+        room -= _cost(text)
+    yield batch
+
+
+def _cost(text: str) -> int:
+    return len(text) + TEXT_CHARS
+
+
+def _num_chars(message: Any) -> int:
+    """Characters of a message's content; malformed content has none."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= INLINE_CHARS)
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do it in one of the threads, which take work in order. A cancelled caller leaves the queue;
+    work that has begun keeps its thread until it is done."""
+    return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))
+
+
+def context_length_error(limit: int, num_prompt: int, num_generated: int, param: str, about: str = "") -> ApiError:
+    """ApiError (400). about: stands before the prompt's length in the message."""
+    message = (
+        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt and asks for "
+        f"{num_generated}: shorten the prompt or lower max_tokens"
+    )
+    return ApiError(message, param=param, code="context_length_exceeded")
