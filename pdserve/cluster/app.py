@@ -16,13 +16,11 @@ from pdserve.cluster.counts import DEPLOYMENTS
 from pdserve.cluster.engine_actor import ENGINE_HOST
 from pdserve.cluster.http_server import Address
 from pdserve.cluster.logs import serve_logging
-from pdserve.cluster.placement import CRUMB, worker_bundles, workers
+from pdserve.cluster.placement import CRUMB, worker_bundles
 from pdserve.cluster.room import await_room
 from pdserve.cluster.router_replica import RouterReplica
 from pdserve.cluster.worker_replica import WorkerReplica
-from pdserve.configs.schema import ClusterConfig, Role
-
-ROLES: dict[str, Role] = {"prefill": "prefill", "decode": "decode"}
+from pdserve.configs.schema import ClusterConfig, WorkerKey
 
 # Admission is ours, by tokens: Serve's own limit (5 by default) must never be what refuses.
 NO_LIMIT = 1 << 20
@@ -53,7 +51,7 @@ def build_at(args: ClusterConfig, address: Address | None) -> Application:
 def assemble(config: ClusterConfig, engine_host: str, address: Address | None = None) -> Application:
     """engine_host: import path of the class that an engine process runs (`cluster.engine_actor.Host`)."""
     config = resolve_model(config)
-    handles = [worker_deployment(config, key, engine_host) for key in workers(config)]
+    handles = [worker_deployment(config, key, engine_host) for key in config.worker_keys]
     return router_deployment(config).bind(config, address, *handles)
 
 
@@ -62,8 +60,8 @@ def resolve_model(config: ClusterConfig) -> ClusterConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": config.model.resolved_path})})
 
 
-def worker_deployment(config: ClusterConfig, key: str, engine_host: str) -> Application:
-    deployment = workers(config)[key]
+def worker_deployment(config: ClusterConfig, key: WorkerKey, engine_host: str) -> Application:
+    deployment = config.deployment(key)
     bundles = worker_bundles(deployment)
     decorate = serve.deployment(
         name=DEPLOYMENTS[key],
@@ -77,7 +75,7 @@ def worker_deployment(config: ClusterConfig, key: str, engine_host: str) -> Appl
         logging_config=serve_logging(config.logging),
         **COMMON,
     )
-    return decorate(WorkerReplica).bind(config.worker(ROLES[key]), deployment.num_gpus, engine_host)
+    return decorate(WorkerReplica).bind(config.worker(key), deployment.num_gpus, engine_host)
 
 
 def router_deployment(config: ClusterConfig) -> Deployment:

@@ -16,7 +16,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.exceptions import ExternalScalerDisabledError
 
-from pdserve.cluster.placement import unplaceable, workers
+from pdserve.cluster.placement import unplaceable
 from pdserve.cluster.room import nodes
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import Count
@@ -54,7 +54,7 @@ class ServeCounts:
 
     @property
     def _keys(self) -> list[str]:
-        return list(workers(self._config))
+        return list(self._config.worker_keys)
 
     @property
     def _app(self) -> str:

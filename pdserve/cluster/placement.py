@@ -59,13 +59,6 @@ def worker_bundles(deployment: DeploymentConfig) -> list[dict[str, float]]:
     return [{"CPU": CRUMB}, rank]
 
 
-def workers(config: ClusterConfig) -> dict[str, DeploymentConfig]:
-    """The worker deployments of this mode, by their key in the configuration."""
-    if config.mode == "aggregated":
-        return {"decode": config.decode}
-    return {"prefill": config.prefill, "decode": config.decode}
-
-
 def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
     """As Ray decides: a node without a label has none of its values."""
     for key, selector in selectors.items():
@@ -112,7 +105,8 @@ def _free(node: Node, name: str) -> float:
 def _needs(config: ClusterConfig) -> list[Need]:
     router = config.router
     needs = [Need("router", router.replicas, {"CPU": router.num_cpus, **router.resources}, router.labels)]
-    for name, deployment in workers(config).items():
+    for name in config.worker_keys:
+        deployment = config.deployment(name)
         total: dict[str, float] = {}
         for bundle in worker_bundles(deployment):
             for resource, amount in bundle.items():

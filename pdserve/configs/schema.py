@@ -7,14 +7,30 @@ is an error that names the nearest known one. Torch-free. Knows nothing of Ray.
 import difflib
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 import pdserve
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Role = Literal["prefill", "decode", "both"]
+Device = Literal["cpu", "cuda"]
+WorkerKey = Literal["prefill", "decode"]  # of a worker deployment in the configuration
+
+
+def _is_word(annotation: Any) -> bool:
+    """Whether only certain words are values of this type."""
+    return get_origin(annotation) is Literal and all(isinstance(value, str) for value in get_args(annotation))
 
 
 class Config(BaseModel):
@@ -33,6 +49,20 @@ class Config(BaseModel):
                     near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)
                     raise ValueError(f"unknown key {key!r} in {cls.__name__}: did you mean {near[0]!r}?")
         return data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _name_unquoted_words(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads some words as true or false; only an `off` cannot mean anything else."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and _is_word(annotation):
+            if value is False and "off" in get_args(annotation):
+                return "off"
+            raise ValueError(
+                f"{info.field_name} is {str(value).lower()} here: YAML reads an unquoted off or no as false, and on or "
+                'yes as true; put the word in quotes, as "off"'
+            )
+        return value
 
 
 class ModelConfig(Config):
@@ -88,7 +118,7 @@ class EngineConfig(Config):
     async_scheduling: bool | None = None
     cuda_graphs: bool = True
 
-    def for_device(self, device: Literal["cpu", "cuda"]) -> "ResolvedEngineConfig":
+    def for_device(self, device: Device) -> "ResolvedEngineConfig":
         """The same with nothing left to choose."""
         on_cuda = device == "cuda"
         chosen = {
@@ -366,8 +396,30 @@ class LogConfig(Config):
     requests: bool = True
 
 
+def _given(config: BaseModel) -> dict[str, Any]:
+    """The fields that were set, whatever to."""
+    return {name: getattr(config, name) for name in config.model_fields_set}
+
+
+_SETTINGS = (dict, EngineConfig)  # checked or not
+
+
+def _engine_of(deployment: Any) -> Any:
+    """What a deployment, checked or not, says of its engine."""
+    return deployment.get("engine") if isinstance(deployment, dict) else getattr(deployment, "engine", None)
+
+
+def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
+    own = _engine_of(deployment)
+    if isinstance(deployment, DeploymentConfig):
+        return deployment.model_copy(update={"engine": EngineConfig(**shared | _given(own))})
+    return deployment | {"engine": shared | (_given(own) if isinstance(own, EngineConfig) else own)}
+
+
 class ClusterConfig(Config):
     """Everything under `args:` of cluster.yaml.
+
+    engine: of all workers. `prefill.engine` and `decode.engine` override single fields of it.
 
     mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode` workers alone, each
     doing whole requests. placement_deadline_s: how long a start waits for nodes that have room for it all before it
@@ -385,6 +437,19 @@ class ClusterConfig(Config):
     placement_deadline_s: float | None = Field(60.0, gt=0)
     logging: LogConfig = LogConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _inherit_engine(cls, data: Any) -> Any:
+        """Give `prefill.engine` and `decode.engine` what is set in `engine` and not there."""
+        if not isinstance(data, dict):
+            return data
+        try:
+            shared = _given(EngineConfig.model_validate(data.get("engine", {})))
+        except ValidationError:
+            return data  # reported in its own place
+        own = {key: data[key] for key in ("prefill", "decode") if isinstance(_engine_of(data.get(key)), _SETTINGS)}
+        return data | {key: _with_engine(deployment, shared) for key, deployment in own.items()}
+
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
         if self.decode.replicas < 1:
@@ -394,20 +459,47 @@ class ClusterConfig(Config):
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: aggregated"
             )
         if self.transfer.pool.mode != "off":
-            for name, engine in (("engine", self.engine), ("prefill.engine", self.prefill.engine)):
-                if engine is not None and not engine.enable_prefix_caching:
-                    raise ValueError(
-                        f"{name}.enable_prefix_caching must be true with transfer.pool: its rows are cached"
-                    )
+            for key in self.worker_keys:
+                self._check_pool(key)
         return self
 
-    def worker(self, role: Role) -> "WorkerConfig":
-        """The configuration of one worker of the given role."""
-        deployment = self.prefill if role == "prefill" else self.decode
+    def _check_pool(self, key: WorkerKey) -> None:
+        engine = self.worker(key).engine
+        if not engine.enable_prefix_caching:
+            raise ValueError(
+                f"{key}.engine.enable_prefix_caching (from engine, unless set there) must be true with transfer.pool: "
+                "its rows are cached"
+            )
+        device = self.device(key)
+        try:
+            self.transfer.pool.blocks_per_chunk(engine.for_device(device).block_size)
+        except ValueError as error:
+            chosen = "" if engine.block_size else f"; {device} engines have this block_size unless it is set"
+            raise ValueError(f"{error} ({key} workers{chosen})") from None
+
+    @property
+    def worker_keys(self) -> tuple[WorkerKey, ...]:
+        """The worker deployments of this mode."""
+        return ("decode",) if self.mode == "aggregated" else ("prefill", "decode")
+
+    def deployment(self, key: WorkerKey) -> DeploymentConfig:
+        return self.prefill if key == "prefill" else self.decode
+
+    def device(self, key: WorkerKey) -> Device:
+        """Where these engines compute, as far as the configuration tells: those on `auto` that ask Ray for no GPU use
+        CUDA all the same where their node has a GPU.
+        """
+        device = self.worker(key).engine.device
+        if device == "auto":
+            return "cuda" if self.deployment(key).num_gpus else "cpu"
+        return device
+
+    def worker(self, key: WorkerKey) -> "WorkerConfig":
+        """The configuration of one worker of this deployment."""
         return WorkerConfig(
-            role="both" if self.mode == "aggregated" else role,
+            role="both" if self.mode == "aggregated" else key,
             model=self.model,
-            engine=deployment.engine or self.engine,
+            engine=self.deployment(key).engine or self.engine,
             transfer=self.transfer,
             connects=self.mode == "disaggregated",
             logging=self.logging,

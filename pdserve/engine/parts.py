@@ -51,6 +51,7 @@ def make_parts(model: ModelConfig, config: EngineConfig) -> EngineParts:
         awake = beside.submit(_wake, device)
         spec = read_spec(path, load_format, model.seed)
         awake.result()
+    max_len = spec.max_len(resolved.max_model_len)
     dtype = _dtype(model.dtype, spec, device)
     ops = ops_for(device)
     weights = load_model(path, spec, TORCH_DTYPES[dtype], device, ops, load_format=load_format, seed=model.seed)
@@ -61,7 +62,6 @@ def make_parts(model: ModelConfig, config: EngineConfig) -> EngineParts:
         block_size=resolved.block_size,
         dtype=dtype,
     )
-    max_len = min(resolved.max_model_len or spec.max_position, spec.max_position)
     num_slots = num_slots_for(resolved.max_num_seqs)
     runner = ModelRunner(weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device)
     sampler = Sampler(ops, spec.vocab_size, num_slots, device)

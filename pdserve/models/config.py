@@ -75,6 +75,24 @@ class ModelSpec(BaseModel):
         """128-bit hex: equal only on workers that compute the same KV rows from the same tokens (in the same dtype)."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=16).hexdigest()
 
+    def max_len(self, max_model_len: int | None) -> int:
+        """Tokens that a request may have: as many as the model takes, or fewer on demand. ValueError when more are
+        asked for, as in vLLM.
+
+        config.json's number also holds for scaled ropes: some models write the stretched length there and some the
+        original one (vLLM multiplies by the factor, which is too much for the former).
+        """
+        if max_model_len is not None and max_model_len > self.max_position:
+            stretch = ""
+            if self.rope.kind == "linear":
+                by = f"linear rope scaling by {self.rope.factor:g}"
+                stretch = f"; if {by} is not in it yet, write the stretched length"
+            raise ValueError(
+                f"engine.max_model_len ({max_model_len}) must not be above what the model takes, {self.max_position} "
+                f"(max_position_embeddings in its config.json): lower it or leave it out{stretch}"
+            )
+        return max_model_len or self.max_position
+
 
 def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> ModelSpec:
     """The spec of the model in folder (or of Hub id) `path`.

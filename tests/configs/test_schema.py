@@ -130,19 +130,48 @@ def test_a_cluster_needs_its_workers() -> None:
 
 
 def test_workers_take_their_part_of_the_tree() -> None:
-    own = EngineConfig(block_size=64)
+    own = EngineConfig(block_size=64, max_num_seqs=3)
     tree = ClusterConfig(
         model=ModelConfig(path="m"),
-        engine=EngineConfig(block_size=32),
+        engine=EngineConfig(block_size=32, device="cpu", enable_prefix_caching=False),
         transfer=TransferConfig(lease_s=3),
         prefill=DeploymentConfig(engine=own),
     )
     prefill, decode = tree.worker("prefill"), tree.worker("decode")
-    assert (prefill.role, prefill.engine, prefill.connects) == ("prefill", own, True)
+    assert (prefill.role, prefill.connects) == ("prefill", True)
+    assert prefill.engine == EngineConfig(block_size=64, max_num_seqs=3, device="cpu", enable_prefix_caching=False)
     assert (decode.role, decode.engine.block_size, decode.transfer.lease_s) == ("decode", 32, 3)
     assert prefill.model is tree.model
     alone = ClusterConfig(mode="aggregated").worker("decode")
     assert (alone.role, alone.connects) == ("both", False)
+
+
+@pytest.mark.parametrize("key", ["prefill", "decode"])
+@pytest.mark.parametrize("written", [dict, DeploymentConfig.model_validate], ids=["yaml", "python"])
+def test_an_engine_of_its_own_overrides_single_fields(key: Any, written: Any) -> None:
+    shared = {"device": "cpu", "block_size": 32, "enable_prefix_caching": False, "num_kv_blocks": 7}
+    own = {"max_num_seqs": 3, "enable_prefix_caching": True, "num_kv_blocks": None}
+    tree = ClusterConfig.model_validate({"engine": shared, key: written({"engine": own})})
+    expected = EngineConfig(device="cpu", block_size=32, enable_prefix_caching=True, max_num_seqs=3)
+    assert tree.worker(key).engine == expected, "null is a value: what it stands for is chosen by device"
+    assert ClusterConfig.model_validate_json(tree.model_dump_json()).worker(key).engine == expected
+    empty = ClusterConfig.model_validate({"engine": shared, key: written({"engine": {}})})
+    assert empty.worker(key).engine == EngineConfig.model_validate(shared)
+
+
+def test_a_mistake_in_the_shared_engine_is_reported_once() -> None:
+    for engine, own in (({"block_size": 17}, {}), ({"blok_size": 16}, {"max_num_seqs": 2}), (3, {}), ({}, [])):
+        with pytest.raises(ValidationError) as caught:
+            ClusterConfig.model_validate({"engine": engine, "decode": {"engine": own}})
+        assert caught.value.error_count() == 1
+
+
+def test_words_that_yaml_reads_as_true_or_false() -> None:
+    for data in ({"mode": False}, {"router": {"split": False}}, {"transfer": {"pool": {"mode": True}}}):
+        with pytest.raises(ValidationError, match=r"YAML reads an unquoted off .* put the word in quotes"):
+            ClusterConfig.model_validate(data)
+    assert PoolConfig.model_validate({"mode": False}).mode == "off"
+    assert TransferConfig.model_validate({"overlap": False}).overlap is False
 
 
 def test_names_served() -> None:
@@ -200,6 +229,38 @@ def test_a_chunk_is_whole_blocks() -> None:
     assert PoolConfig(chunk_tokens=256).blocks_per_chunk(64) == 4
     with pytest.raises(ValueError, match=r"chunk_tokens \(100\).*block_size \(16\): set it to 96"):
         PoolConfig(chunk_tokens=100).blocks_per_chunk(16)
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ({"engine": {"block_size": 128}}, r"\(64\) must be a multiple of engine.block_size \(128\): set it to 128"),
+        ({"engine": {"device": "cpu"}, "decode": {"engine": {"block_size": 128}}}, r"\(decode workers\)"),
+        ({"mode": "aggregated", "engine": {"block_size": 128}}, "decode workers"),
+    ],
+)
+def test_a_chunk_is_whole_blocks_of_every_worker(args: dict[str, Any], said: str) -> None:
+    pool = {"transfer": {"pool": {"mode": "start", "chunk_tokens": 64}}}
+    assert ClusterConfig.model_validate(pool).transfer.pool.chunk_tokens == 64
+    with pytest.raises(ValidationError, match=said):
+        ClusterConfig.model_validate(pool | args)
+
+
+def test_a_chunk_is_whole_blocks_of_the_size_that_the_device_chooses() -> None:
+    pool = {"transfer": {"pool": {"mode": "start", "chunk_tokens": 48}}}
+    assert ClusterConfig.model_validate(pool | {"engine": {"device": "cpu"}})
+    for args in ({"engine": {"device": "cuda"}}, {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}):
+        with pytest.raises(ValidationError, match=r"prefill workers; cuda engines have this block_size unless it is"):
+            ClusterConfig.model_validate(pool | args)
+
+
+def test_the_pool_needs_prefix_caching_of_every_worker_in_use() -> None:
+    pool: dict[str, Any] = {"transfer": {"pool": {"mode": "start"}}, "engine": {"enable_prefix_caching": False}}
+    on = {"engine": {"enable_prefix_caching": True}}
+    assert ClusterConfig.model_validate(pool | {"prefill": on, "decode": on})
+    assert ClusterConfig.model_validate(pool | {"decode": on, "mode": "aggregated"})
+    with pytest.raises(ValidationError, match=r"decode.engine.enable_prefix_caching \(from engine, unless set there\)"):
+        ClusterConfig.model_validate(pool | {"prefill": on})
 
 
 def test_bounds_of_autoscaling_hold_what_is_started() -> None:

@@ -195,6 +195,8 @@ def test_max_tokens_and_the_models_length(folder: Path, llm: LLM) -> None:
     assert len(one(short, [7] * 39, max_tokens=100).token_ids) == 1
     with pytest.raises(ValueError, match="prompt has 40 tokens, but a request may have 40 in all"):
         one(short, [7] * 40)
+    with pytest.raises(ValueError, match=r"engine\.max_model_len \(513\) must not be above what the model takes, 512"):
+        LLM(str(folder), device="cpu", num_kv_blocks=3, max_model_len=513)
     tight = LLM(str(folder), device="cpu", num_kv_blocks=3)
     assert len(one(tight, [7] * 20, max_tokens=None).token_ids) == 12
     whole = LLM(str(folder), device="cpu", num_kv_blocks=64)

@@ -115,6 +115,17 @@ def test_old_and_new_rope_keys_mean_the_same(scaling: dict[str, Any], tmp_path: 
     assert old.rope == spec_of(tmp_path, new).rope == RopeSpec(theta=5e4, kind="linear", factor=4.0)
 
 
+def test_a_length_above_the_models_is_refused_with_its_number(tmp_path: Path) -> None:
+    plain = spec_of(tmp_path, LLAMA_31_8B)
+    assert (plain.max_len(None), plain.max_len(131072), plain.max_len(7)) == (131072, 131072, 7)
+    with pytest.raises(ValueError, match=r"engine.max_model_len \(131073\) must not .* 131072 \(max_posit") as own:
+        plain.max_len(131073)
+    assert "stretch" not in str(own.value), "llama3's length is the stretched one"
+    linear = {**LLAMA_31_8B, "max_position_embeddings": 4096, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    with pytest.raises(ValueError, match=r"4096 .* scaling by 4 is not in it yet, write the stretched length"):
+        spec_of(tmp_path, linear).max_len(16384)
+
+
 def test_defaults_are_the_family_s(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, {"model_type": "llama"})
     assert (spec.architecture, spec.num_kv_heads, spec.head_dim) == ("LlamaForCausalLM", 32, 128)
