@@ -33,7 +33,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("kvtransfer", "engine"): {"pdserve.engine.protocol", "pdserve.engine.device_memory"},
     ("kvtransfer", "kernels"): {"pdserve.kernels.ops"},
     ("cluster", "engine"): {"pdserve.engine.protocol"},
-    ("cluster", "models"): {"pdserve.models.checkpoint"},
+    ("cluster", "models"): {"pdserve.models.checkpoint", "pdserve.models.config"},
     ("bench", "engine"): {"pdserve.engine.llm"},
     ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},
 }

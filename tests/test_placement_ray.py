@@ -18,17 +18,18 @@ from ray.cluster_utils import Cluster
 from ray.serve.schema import ServeDeploySchema
 from ray.util import placement_group, remove_placement_group
 
-from pdserve.cluster import room
+from pdserve.cluster import checks, room
 from pdserve.cluster.app import assemble, build
-from pdserve.cluster.cli import BUILDER, settings
-from pdserve.cluster.room import NoRoom, await_room, check_nodes
+from pdserve.cluster.cluster_file import BUILDER
+from pdserve.cluster.ray_settings import settings
+from pdserve.cluster.room import NoRoom, await_room
 from pdserve.configs.schema import ClusterConfig
 
 pytestmark = pytest.mark.slow
 
 FAKE = "fake_engine_host:FakeEngineHost"
 READY_S = 120.0
-SMALL = {"model": {"name": "fake"}, "placement_deadline_s": 2.0}
+SMALL = {"model": {"path": "demo/pdserve-demo", "name": "fake"}, "placement_deadline_s": 2.0}
 PLACED = SMALL | {
     "router": {"replicas": 2, "labels": {"role": "ingress"}},
     "prefill": {"replicas": 2, "labels": {"role": "prefill"}},
@@ -83,9 +84,13 @@ def landed() -> Counter[tuple[str, str]]:
     return found
 
 
+def found_before_the_start(config: ClusterConfig) -> list[str]:
+    return [text for _, text in checks.room(config, checks.Place(room.nodes(), is_here=False))]
+
+
 def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
     config = ClusterConfig.model_validate(PLACED)
-    check_nodes(config)
+    assert found_before_the_start(config) == []
     await_room(config)
     serve._run(assemble(config, FAKE), name="placed", route_prefix="/", _blocking=False)
     until(lambda: serve.status().applications["placed"].status == "RUNNING")
@@ -106,9 +111,8 @@ def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
 
 def test_no_room_is_said_with_names_and_numbers(cluster: Cluster) -> None:
     config = ClusterConfig.model_validate(PLACED | {"prefill": {"replicas": 3, "num_cpus": 1, "num_gpus": 1}})
-    with pytest.raises(ValueError, match="even if nothing else used them") as caught:
-        check_nodes(config)
-    said = str(caught.value)
+    [said] = found_before_the_start(config)
+    assert "there is no room for this cluster even if nothing else used the nodes:" in said
     assert "prefill: 3 replicas, each on one node with 1.001 CPU, 1 GPU; there is room for 0 (of 5 nodes 0" in said
     assert "of 2 CPU free, 2 of 2 decoder free; labels: role=decode" in said and "decode: 3" not in said
 
@@ -118,7 +122,7 @@ def test_room_that_others_hold_is_waited_for(cluster: Cluster, monkeypatch: pyte
     held = placement_group([{"decoder": 1}] * 3, bundle_label_selector=[{"role": "!prefill"}] * 3)
     assert held.wait(10)
     until(lambda: sum(node.free.get("decoder", 0) for node in room.nodes()) == 4)
-    check_nodes(config)
+    assert found_before_the_start(config) == []
     began = time.monotonic()
     with pytest.raises(NoRoom, match=r"within 2 s \(placement_deadline_s\)(.|\n)*decode: 3 replicas.*room for 0"):
         await_room(config)

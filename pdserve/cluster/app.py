@@ -5,12 +5,16 @@ another process and folder than the user's. Decides placement, counts and deadli
 and `worker_replica`.
 """
 
+import logging
 from typing import Any
 
 from ray import serve
 from ray.serve import Application, Deployment
 from ray.serve.config import RequestRouterConfig
+from ray.serve.context import _get_global_client
+from ray.serve.exceptions import RayServeException
 
+from pdserve.cluster.checks import has_keys, is_open, open_door
 from pdserve.cluster.client import ROUTER
 from pdserve.cluster.counts import DEPLOYMENTS
 from pdserve.cluster.engine_actor import ENGINE_HOST
@@ -21,6 +25,8 @@ from pdserve.cluster.room import await_room
 from pdserve.cluster.router_replica import RouterReplica
 from pdserve.cluster.worker_replica import WorkerReplica
 from pdserve.configs.schema import ClusterConfig, WorkerKey
+
+logger = logging.getLogger("ray.serve")
 
 # Admission is ours, by tokens: Serve's own limit (5 by default) must never be what refuses.
 NO_LIMIT = 1 << 20
@@ -37,9 +43,30 @@ ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
 WORKER_SHUTDOWN_S = 30.0
 
 
+class Refused(RayServeException, ValueError):
+    """What `args:` asks for is not served. Of Serve's family for NoRoom's reason."""
+
+
 def build(args: ClusterConfig) -> Application:
-    """The application of one cluster, for `serve run`, which asks for exactly one parameter; Serve carries HTTP."""
+    """The application of one cluster, for `serve run`, which asks for exactly one parameter; Serve carries HTTP.
+
+    Raises Refused when no model is named: Serve gives a file without `args:` an empty one. Raises NoRoom.
+    """
+    try:
+        args.check_model_is_named()
+    except ValueError as error:
+        raise Refused(str(error)) from None
+    host = serve_host()
+    if host is not None and is_open(host) and not has_keys(args):
+        logger.warning(open_door(host))
     return build_at(args, None)
+
+
+def serve_host() -> str | None:
+    """Where the HTTP proxies of the connected Serve listen, if there are any; every interface when the file of
+    `serve run` does not say."""
+    serve_client = _get_global_client(raise_if_no_controller_running=False)
+    return None if serve_client is None else serve_client.http_config.host
 
 
 def build_at(args: ClusterConfig, address: Address | None) -> Application:

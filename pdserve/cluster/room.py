@@ -1,6 +1,7 @@
 """Whether the connected Ray cluster has room for an application, asked before Serve is: Serve waits for ever.
 
-Knows no requests. `cluster.app` waits here while it builds the application, `pdserve up` asks once before that.
+Knows no requests. `cluster.app` waits here while it builds the application; whether the nodes would do if they were
+empty, `cluster.checks` says before that.
 """
 
 import logging
@@ -38,13 +39,6 @@ def await_room(config: ClusterConfig) -> None:
             logger.warning("waiting at most %g s for nodes with room: %s", limit_s, "; ".join(complaints))
             warned = True
         time.sleep(POLL_S)
-
-
-def check_nodes(config: ClusterConfig) -> None:
-    """NoRoom when the nodes that are here could not hold every replica even if they were empty."""
-    complaints = unplaceable(config, [node.emptied() for node in nodes()])
-    if complaints:
-        raise _no_room(config, complaints, "even if nothing else used them")
 
 
 def room() -> list[Node]:

@@ -477,6 +477,13 @@ class ClusterConfig(Config):
             chosen = "" if engine.block_size else f"; {device} engines have this block_size unless it is set"
             raise ValueError(f"{error} ({key} workers{chosen})") from None
 
+    def check_model_is_named(self) -> None:
+        """ValueError unless model.path was written: whoever serves a file must not serve the demo by an oversight."""
+        if "path" not in self.model.model_fields_set:
+            raise ValueError(
+                "args.model.path is missing: it names the model to serve, a folder or a Hub id, as demo/pdserve-demo"
+            )
+
     @property
     def worker_keys(self) -> tuple[WorkerKey, ...]:
         """The worker deployments of this mode."""

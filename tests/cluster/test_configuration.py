@@ -1,49 +1,31 @@
-"""What is read from YAML, what Ray is asked for, and what the command line finds wrong: no Ray is started."""
+"""What is read from YAML, what Ray is asked for, and what the command line says: no Ray is started."""
 
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 from pydantic import ValidationError
 
 from pdserve.cluster import cli
+from pdserve.cluster.cluster_file import load
 from pdserve.cluster.framing import PIECE_BYTES, Joiner, cut
+from pdserve.cluster.http_server import Address
 from pdserve.cluster.membership import Members, listen, publish
 from pdserve.cluster.placement import Node, described, has_labels, unplaceable, worker_bundles
+from pdserve.cluster.ray_settings import settings
+from pdserve.cluster.up import greeting, last_error, own_address, serve_options
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 ROOT = Path(__file__).parents[2]
-CLUSTERS = [ROOT / "cluster.yaml", *sorted((ROOT / "pdserve/configs").glob("*.yaml"))]
 
 
 def node(resources: dict[str, float]) -> Node:
     return Node("node", resources, resources, {})
 
 
-def write(folder: Path, args: object, **changes: object) -> Path:
-    application = {"name": "x", "import_path": cli.BUILDER, "args": args} | changes
-    path = folder / "cluster.yaml"
-    path.write_text(yaml.safe_dump({"applications": [application]}))
-    return path
-
-
-@pytest.mark.parametrize("path", CLUSTERS, ids=lambda path: path.name)
-def test_every_shipped_cluster_is_valid_and_listens_on_loopback(path: Path) -> None:
-    document, config = cli.load(path)
-    assert document["http_options"]["host"] == "127.0.0.1"
-    assert config.decode.replicas >= 1
-
-
-def test_the_shipped_clusters_are_known_by_name() -> None:
-    names = {"cpu-demo", "cpu-2p2d", "cpu-pool", "aggregated", "one-gpu", "1p1d-gpu", "many-nodes", "pool"}
-    assert {path.stem for path in CLUSTERS[1:]} == names
-
-
 def test_the_shipped_cluster_of_many_nodes_fits_nodes_with_its_labels_only() -> None:
-    _, config = cli.load(ROOT / "pdserve/configs/many-nodes.yaml")
+    config = load(ROOT / "pdserve/configs/many-nodes.yaml").config
     roles = ["ingress", "prefill", "prefill", "decode", "decode"]
     nodes = [Node(role, has, has, {"role": role}) for role in roles if (has := {"CPU": 8.0, "GPU": 1.0})]
     assert unplaceable(config, nodes) == []
@@ -52,65 +34,6 @@ def test_the_shipped_cluster_of_many_nodes_fits_nodes_with_its_labels_only() -> 
         "decode: 2 replicas, each on one node with 1 GPU, the labels {role: decode}; there is room"
     )
     assert len(unplaceable(config, [node({"CPU": 8.0, "GPU": 8.0})])) == 3
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ({"decod": {"replicas": 1}}, "did you mean 'decode'"),
-        ({"engine": {"block_size": 17}}, "engine.block_size"),
-        ({"prefill": {"replicas": 0}}, "prefill.replicas must be at least 1"),
-    ],
-)
-def test_mistakes_in_args_are_named(tmp_path: Path, args: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        cli.load(write(tmp_path, args))
-
-
-def test_another_application_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="import_path"):
-        cli.load(write(tmp_path, {}, import_path="other:app"))
-
-
-def test_a_bad_file_ends_up_with_a_message_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["up", str(tmp_path / "none.yaml")]) == 2
-    assert cli.main(["up", str(write(tmp_path, {"modell": {}}))]) == 2
-    assert "did you mean 'model'" in capsys.readouterr().err
-
-
-def test_doctor_names_the_unset_settings_and_the_broken_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
-    monkeypatch.setenv("RAY_SERVE_THROUGHPUT_OPTIMIZED", "1")
-    assert cli.main(["doctor", str(write(tmp_path, {"modell": {}}))]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith("hint") and "RAY_AUTH_MODE is not set" in line for line in lines)
-    assert any(line.startswith("ok") and "RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in line for line in lines)
-    assert any(line.startswith("error") and "did you mean 'model'" in line for line in lines)
-    assert cli.main(["doctor", str(ROOT / "cluster.yaml")]) == 0
-
-
-def test_of_a_replicas_traceback_the_last_error_is_shown() -> None:
-    message = "Deployment failed:\nOSError: first\n\nThe above ...:\n  File x\nValueError: model path 'a'\nis nowhere\n"
-    assert cli.last_error(message) == "ValueError: model path 'a'\nis nowhere"
-    assert cli.last_error("plain words") == "plain words"
-
-
-def test_a_port_in_use_is_named() -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port} .* choose another"):
-            cli.check_port("127.0.0.1", port)
-    cli.check_port("127.0.0.1", port)
-
-
-@pytest.mark.parametrize("port", [0, 65536, "80", None])
-def test_a_port_in_the_file_must_be_one(port: object) -> None:
-    with pytest.raises(ValueError, match=r"http_options\.port must be from 1 to 65535, not"):
-        cli.check_port("127.0.0.1", port)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -133,8 +56,8 @@ def test_impossible_numbers_are_refused(
 
 
 def test_without_haproxy_the_proxy_is_kept() -> None:
-    assert cli.settings(haproxy=False)["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
-    assert "RAY_SERVE_ENABLE_DIRECT_INGRESS" not in cli.settings(haproxy=True)
+    assert settings(haproxy=False)["RAY_SERVE_ENABLE_DIRECT_INGRESS"] == "0"
+    assert "RAY_SERVE_ENABLE_DIRECT_INGRESS" not in settings(haproxy=True)
 
 
 def test_a_workers_gpu_is_in_the_bundle_of_its_engine() -> None:
@@ -218,7 +141,7 @@ def test_a_worker_is_not_spread_over_nodes() -> None:
 
 
 def test_the_demo_fits_two_cores() -> None:
-    _, config = cli.load(ROOT / "cluster.yaml")
+    config = load(ROOT / "cluster.yaml").config
     assert unplaceable(config, [node({"CPU": 2.0})]) == []
 
 
@@ -259,12 +182,26 @@ def test_the_command_line_sets_what_ray_reads_before_importing_it() -> None:
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
+def test_with_haproxy_a_stopping_router_does_not_wait_for_half_a_minute() -> None:
+    assert float(settings(haproxy=True)["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]) <= 5
+
+
+def test_rays_token_authentication_is_on_by_default() -> None:
+    assert settings(False)["RAY_AUTH_MODE"] == settings(True)["RAY_AUTH_MODE"] == "token"
+
+
+def test_of_a_replicas_traceback_the_last_error_is_shown() -> None:
+    message = "Deployment failed:\nOSError: first\n\nThe above ...:\n  File x\nValueError: model path 'a'\nis nowhere\n"
+    assert last_error(message) == "ValueError: model path 'a'\nis nowhere"
+    assert last_error("plain words") == "plain words"
+
+
 def test_routers_serve_http_themselves_unless_the_file_asks_for_what_only_serve_does() -> None:
     http = {"host": "127.0.0.1", "port": 8009, "keep_alive_timeout_s": 7}
-    assert cli.serve_options(http, "/") == []
-    assert cli.own_address(http) == cli.Address("127.0.0.1", 8009, 7)
+    assert serve_options(http, "/") == []
+    assert own_address(http) == Address("127.0.0.1", 8009, 7)
     more = http | {"request_timeout_s": 5, "root_path": "/x"}
-    assert cli.serve_options(more, "/llm") == [
+    assert serve_options(more, "/llm") == [
         "http_options.request_timeout_s",
         "http_options.root_path",
         "route_prefix /llm",
@@ -272,25 +209,6 @@ def test_routers_serve_http_themselves_unless_the_file_asks_for_what_only_serve_
 
 
 def test_the_greeting_names_what_brought_serves_slower_server() -> None:
-    assert "proxy" not in cli.greeting("http://x:1", ClusterConfig(), 1.0, [])
-    shown = cli.greeting("http://x:1", ClusterConfig(), 1.0, ["http_options.root_path", "route_prefix /llm"])
+    assert "proxy" not in greeting("http://x:1", ClusterConfig(), 1.0, [])
+    shown = greeting("http://x:1", ClusterConfig(), 1.0, ["http_options.root_path", "route_prefix /llm"])
     assert "Serve's Python proxy" in shown and "does not know http_options.root_path, route_prefix /llm." in shown
-
-
-def test_with_haproxy_a_stopping_router_does_not_wait_for_half_a_minute() -> None:
-    assert float(cli.settings(haproxy=True)["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]) <= 5
-
-
-def test_rays_token_authentication_is_on_by_default() -> None:
-    assert cli.settings(False)["RAY_AUTH_MODE"] == cli.settings(True)["RAY_AUTH_MODE"] == "token"
-
-
-def test_an_address_that_strangers_reach_without_keys_is_remarked() -> None:
-    keyed = ClusterConfig.model_validate({"router": {"api_key_env": "KEYS"}})
-    for host in ("0.0.0.0", "::", "10.1.2.3", "node-7"):
-        (line,) = cli.open_doors(host, ClusterConfig())
-        assert host in line and "router.api_keys_file" in line
-        assert not list(cli.open_doors(host, keyed))
-    for host in ("127.0.0.1", "localhost", "::1"):
-        assert not list(cli.open_doors(host, ClusterConfig()))
-    assert "authorization: Bearer KEY" in cli.greeting("http://x:1", keyed, 1.0, [])

@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from pdserve.cluster import cli
+from pdserve.cluster.ray_settings import has_haproxy
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,7 +66,7 @@ def seconds_to_stop(process: subprocess.Popen[str]) -> float:
     return time.monotonic() - began
 
 
-@pytest.mark.skipif(not cli.has_haproxy(), reason="no haproxy")
+@pytest.mark.skipif(not has_haproxy(), reason="no haproxy")
 def test_behind_haproxy_it_stops_soon() -> None:
     port = free_port()
     with up("cluster.yaml", "--haproxy", "--port", port) as (process, said):

@@ -1,0 +1,188 @@
+"""What can be known of a cluster before anything of it starts: one list of checks.
+
+`pdserve doctor` prints all findings; `pdserve up` prints the hints and stops at errors. A check asks
+this machine and the nodes that it is given; it starts nothing. Imports Ray inside functions only
+(for `cluster.ray_settings`' reason).
+"""
+
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from pdserve.cluster.cluster_file import ClusterFile
+from pdserve.cluster.placement import Node, described, resource_names, unplaceable
+from pdserve.configs.schema import ClusterConfig, DeploymentConfig, WorkerKey
+from pdserve.models.checkpoint import resolve_folder, tensor_entries, weight_files
+from pdserve.models.config import read_spec
+from pdserve.router.auth import ApiKeys
+from pdserve.text.tokenizer import Tokenizer
+
+Kind = Literal["ok", "hint", "error"]
+Finding = tuple[Kind, str]
+"""An error keeps the cluster from working; a hint is what somebody may not have meant."""
+
+MAX_PORT = 65535
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a cluster would run. is_here: on a Ray of its own, on this machine alone."""
+
+    nodes: Sequence[Node]
+    is_here: bool
+
+
+def findings(file: ClusterFile, port: int | None, place: Place) -> Iterator[Finding]:
+    """All that is found, but for what is all right. port: instead of the file's."""
+    host, own_port = file.http_options["host"], file.http_options["port"]
+    yield from unused_keys(file)
+    yield from listener(file)
+    yield from port_is_free(host, own_port if port is None else port)
+    yield from keys(file.config, place)
+    yield from model(file.config)
+    for key in file.config.worker_keys:
+        yield from device(file.config, key, place)
+    yield from room(file.config, place)
+
+
+def this_machine() -> Place:
+    """What a Ray that starts here would find: asked of Ray's own code, which starts nothing."""
+    from ray._private.resource_and_label_spec import ResourceAndLabelSpec
+
+    spec = ResourceAndLabelSpec().resolve(is_head=True, node_ip_address="127.0.0.1")
+    resources = spec.to_resource_dict()
+    return Place([Node("this machine", resources, resources, spec.labels or {})], is_here=True)
+
+
+def unused_keys(file: ClusterFile) -> Iterator[Finding]:
+    if file.unused:
+        names = ", ".join(file.unused)
+        yield "hint", f"{names}: `serve run` heeds this, `pdserve up` does not"
+
+
+def listener(file: ClusterFile) -> Iterator[Finding]:
+    """What lets strangers ask."""
+    host, config = file.http_options["host"], file.config
+    if not file.names_host:
+        yield (
+            "hint",
+            f"http_options.host is not set: `pdserve up` listens on {host}, `serve run` on every interface; write it",
+        )
+    if is_open(host) and not has_keys(config):
+        yield "hint", open_door(host)
+
+
+def is_open(host: str) -> bool:
+    """Whether other machines can reach it."""
+    return host not in ("localhost", "::1") and not host.startswith("127.")
+
+
+def has_keys(config: ClusterConfig) -> bool:
+    return bool(config.router.api_key_env or config.router.api_keys_file)
+
+
+def open_door(host: str) -> str:
+    return (
+        f"http_options.host {host} can be reached from elsewhere, and everybody may ask: set "
+        "router.api_keys_file or router.api_key_env (docs/security.md)"
+    )
+
+
+def port_is_free(host: str, port: object) -> Iterator[Finding]:
+    """Serve's own complaint comes late and in a log."""
+    if not isinstance(port, int) or not 1 <= port <= MAX_PORT:
+        yield "error", f"http_options.port must be from 1 to {MAX_PORT}, not {port!r}"
+        return
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            yield (
+                "error",
+                f"port {port} of {host} cannot be used ({error.strerror or error}): end who uses "
+                "it, or choose another by http_options.port or --port",
+            )
+
+
+def keys(config: ClusterConfig, place: Place) -> Iterator[Finding]:
+    try:
+        ApiKeys(config.router)  # each router reads the same on its own node
+    except (ValueError, OSError) as error:
+        if place.is_here:
+            yield "error", f"{error}"
+        else:
+            yield "hint", f"not on this node, and routers need it on theirs: {error}"
+
+
+def model(config: ClusterConfig) -> Iterator[Finding]:
+    """The folder, or what the Hub has of it without the weights."""
+    try:
+        folder = resolve_folder(config.model.resolved_path, "dummy")
+        spec = read_spec(str(folder), "dummy")
+        Tokenizer.load(folder)
+        if config.model.load_format == "auto" and str(folder) == config.model.resolved_path:
+            for file in weight_files(folder):
+                list(tensor_entries(file))  # headers alone: complete, and of safetensors
+    except (ValueError, OSError) as error:
+        yield "error", f"model: {error}"
+        return
+    for key in config.worker_keys:
+        try:
+            spec.max_len(config.worker(key).engine.max_model_len)
+        except ValueError as error:
+            yield "error", f"{key}: {error}"
+
+
+def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Finding]:
+    chosen, num_gpus = config.worker(key).engine.device, config.deployment(key).num_gpus
+    gpus_here = any(node.total.get("GPU") for node in place.nodes)
+    if chosen == "cuda" and not num_gpus:
+        yield (
+            "error",
+            f"{key}.num_gpus is 0, but its engine.device is cuda: Ray would start it on any node, "
+            f"and all of them on the first GPU. Set {key}.num_gpus: 1 (less than 1 shares a GPU: "
+            "pdserve/configs/one-gpu.yaml), or engine.device: cpu",
+        )
+    if chosen == "auto" and not num_gpus and gpus_here:
+        yield (
+            "hint",
+            f"{key}.num_gpus is 0 and its engine.device auto: engines on a node with GPUs all use "
+            f"the first one, and Ray does not know. Set {key}.num_gpus: 1, or engine.device: cpu",
+        )
+    if chosen == "cpu" and num_gpus:
+        yield (
+            "hint",
+            f"{key}.num_gpus is {num_gpus:g}, but its engine.device is cpu: Ray keeps GPUs for it that it never uses",
+        )
+    if num_gpus > 1:
+        yield "hint", f"{key}.num_gpus is {num_gpus:g}, but an engine uses one GPU: set it to 1"
+
+
+def room(config: ClusterConfig, place: Place) -> Iterator[Finding]:
+    empty = [node.emptied() for node in place.nodes]
+    have = "The nodes have\n" + described(empty, sorted(resource_names(config)))
+    if complaints := unplaceable(config, empty):
+        fixed = place.is_here or config.placement_deadline_s is not None
+        text = "there is no room for this cluster even if nothing else used the nodes"
+        text += " (set RAY_ADDRESS for those of a running Ray)" if place.is_here else ""
+        yield "error" if fixed else "hint", "\n".join([f"{text}:", *complaints, have])
+    elif complaints := unplaceable(_at_most(config), empty):
+        text = (
+            "there is no room for as many workers as autoscaling.max allows: they are asked for "
+            "and do not come, unless Ray's autoscaler adds nodes"
+        )
+        yield "hint", "\n".join([f"{text}:", *complaints, have])
+
+
+def _at_most(config: ClusterConfig) -> ClusterConfig:
+    """The same with all the workers that autoscaling may ask for."""
+    largest: dict[str, DeploymentConfig] = {}
+    for key in config.worker_keys:
+        deployment = config.deployment(key)
+        if deployment.autoscaling is not None:
+            bound = {"replicas": deployment.autoscaling.max}
+            largest[key] = deployment.model_copy(update=bound)
+    return config.model_copy(update=largest)

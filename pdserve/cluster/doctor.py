@@ -1,0 +1,96 @@
+"""`pdserve doctor`: what this machine lacks, and what keeps a cluster.yaml from working.
+
+With RAY_ADDRESS in the environment the nodes of that cluster count, otherwise this machine. The checks
+of the file are those of `pdserve up` (`cluster.checks`). Imports Ray inside functions only (for
+`cluster.ray_settings`' reason).
+"""
+
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from pdserve.cluster import checks
+from pdserve.cluster.checks import Finding, Place
+from pdserve.cluster.cluster_file import load
+from pdserve.cluster.ray_settings import SETTINGS, has_haproxy
+
+
+def doctor(path: Path) -> int:
+    """Print one line a finding. 0 when nothing is wrong that would keep a cluster from working."""
+    broken = 0
+    for kind, text in findings(path):
+        print(f"{kind:5} {text}")
+        broken += kind == "error"
+    return 1 if broken else 0
+
+
+def findings(path: Path) -> Iterator[Finding]:
+    """All that is looked at: this machine, then the file."""
+    yield _versions()
+    yield from _environment()
+    yield from _hardware()
+    if importlib.util.find_spec("nixl") is None:
+        yield "error", "nixl cannot be imported: KV moves by recomputing prompts; pip install nixl"
+    else:
+        yield "ok", f"nixl {importlib.metadata.version('nixl')}"
+    if has_haproxy():
+        yield "ok", "haproxy is here: `pdserve up --haproxy` puts it in front of the routers of several nodes"
+    else:
+        yield "hint", "no haproxy: routers of several nodes are behind Serve's Python proxy, which costs 6 ms a request"
+    try:
+        file = load(path)
+        yield "ok", f"{path} is valid: {file.config.mode}, model {file.config.model.resolved_path}"
+        yield from checks.findings(file, None, _place())
+    except (ValueError, OSError) as error:
+        yield "error", str(error)
+
+
+def _place() -> Place:
+    if "RAY_ADDRESS" not in os.environ:
+        return checks.this_machine()
+    os.environ.setdefault("RAY_AUTH_MODE", SETTINGS["RAY_AUTH_MODE"][0])  # as `up` does
+    import ray
+
+    from pdserve.cluster.room import nodes
+
+    ray.init(namespace="serve", log_to_driver=False)
+    try:
+        return Place(nodes(), is_here=False)
+    finally:
+        ray.shutdown()
+
+
+def _versions() -> Finding:
+    found = importlib.metadata.version("ray")
+    if found != "2.60.0":
+        return "error", f"ray {found}: pdserve relies on parts of 2.60.0 that Ray calls unstable"
+    return "ok", f"ray {found}, pdserve on Python {sys.version.split()[0]}"
+
+
+def _environment() -> Iterator[Finding]:
+    for name, (value, why) in SETTINGS.items():
+        if name in os.environ:
+            yield "ok", f"{name}={os.environ[name]}"
+        else:
+            yield (
+                "hint",
+                f"{name} is not set ({why}): `pdserve up` sets {value}; export it for `ray start`",
+            )
+
+
+def _hardware() -> Iterator[Finding]:
+    shared = shutil.disk_usage("/dev/shm")
+    if shared.free < 1 << 30:
+        yield "error", f"/dev/shm has {shared.free >> 20} MiB free: Ray's object store and NIXL need about 1 GiB"
+    else:
+        yield "ok", f"/dev/shm has {shared.free >> 30} GiB free"
+    import torch
+
+    if torch.cuda.is_available():
+        yield "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+    else:
+        yield "hint", "no GPU is visible: engines run on CPU, which is for trying things out"
