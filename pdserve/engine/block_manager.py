@@ -57,17 +57,8 @@ class BlockManager:
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.generations = np.zeros(num_blocks, dtype=np.int64)
-        self._refs = [0] * num_blocks  # a list: single elements of an array are several times slower
-        self._blank = np.ones(num_blocks, dtype=bool)
-        self._blank[NULL_BLOCK] = False
-        self._num_blank = num_blocks - 1
-        self._lru: OrderedDict[int, None] = OrderedDict()  # free blocks with known content, oldest first
-        self._hash_of: dict[int, bytes] = {}
-        self._block_of: dict[bytes, int] = {}
         self.cache_changes: dict[bytes, bool] | None = None
-        self._quarantined: dict[int, str] = {}
-        self._num_begun = self._num_ended = 0  # steps
-        self._retiring: dict[int, int] = {}  # block -> the step, counted from 1, that was the newest when it retired
+        self._clear()
 
     # --- counts ---
 
@@ -188,11 +179,6 @@ class BlockManager:
             del self._retiring[block]
             self._set_free(block)
 
-    def end_all_steps(self) -> None:
-        """Nothing is in flight any more, whatever was begun."""
-        while self._num_ended < self._num_begun:
-            self.end_step()
-
     def quarantine(self, blocks: Iterable[int], reason: str) -> None:
         """Blocks with a single owner leave it, but bytes may still land in them: nobody gets them before `settle`."""
         for block in blocks:
@@ -206,6 +192,18 @@ class BlockManager:
         for block in blocks:
             del self._quarantined[block]
             self._set_blank(block)
+
+    def reset(self) -> None:
+        """Make all blocks blank, each with a new generation, whatever state an interruption left
+        the books in. Nothing may be in flight on the device. AssertionError when blocks are in
+        quarantine: bytes may still land in them.
+        """
+        num_waiting = len(self._quarantined)
+        assert not num_waiting, f"{num_waiting} blocks wait for transfers to settle"
+        if self.cache_changes is not None:
+            self.cache_changes.update(dict.fromkeys(self._block_of, False))
+        self.generations[NULL_BLOCK + 1 :] += 1
+        self._clear()
 
     # --- checks ---
 
@@ -223,6 +221,22 @@ class BlockManager:
         assert set(self._lru) <= set(self._hash_of) and not blank & set(self._hash_of)
 
     # --- inside ---
+
+    def _clear(self) -> None:
+        # A list: single elements of an array are several times slower.
+        self._refs = [0] * self.num_blocks
+        self._blank = np.ones(self.num_blocks, dtype=bool)
+        self._blank[NULL_BLOCK] = False
+        self._num_blank = self.num_usable
+        # Free blocks with known content, oldest first.
+        self._lru: OrderedDict[int, None] = OrderedDict()
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+        self._quarantined: dict[int, str] = {}
+        self._num_begun = 0  # steps
+        self._num_ended = 0
+        # block -> the step, counted from 1, that was the newest when it retired
+        self._retiring: dict[int, int] = {}
 
     def _set_free(self, block: int) -> None:
         if block in self._hash_of:

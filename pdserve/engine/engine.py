@@ -7,14 +7,12 @@ somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (i
 hand-off).
 """
 
-import contextlib
 import itertools
 import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
@@ -155,6 +153,8 @@ class Engine:
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._in_flight: deque[_StepInFlight] = deque()
         self._is_blocked = False
+        self._num_reserved = 0
+        self._is_torn = False  # True during a step: whatever ends it early leaves it so
         self._late_compiles: LateCompiles | None = None
         if self.device.type == "cuda":
             warm_up(self)
@@ -185,6 +185,7 @@ class Engine:
         """Queue a request that computes its prompt here. Fresh choices share one computation and fork behind the
         prompt.
         """
+        self._require_whole()
         starts = tuple(starts)
         fresh = not any(start.forced for start in starts)
         self._register(request)
@@ -223,6 +224,7 @@ class Engine:
 
     def reserve(self, request: Request, starts: tuple[Start, ...], num_blocks: int | None = None) -> Reservation | None:
         """Blocks for the prompt's rows, or for the first num_blocks, cached ones first; None when too few are free."""
+        self._require_whole()
         cached = self.blocks.match(request.prompt_hashes(self.hasher)[:num_blocks])
         self.blocks.acquire(cached)
         missing = (num_blocks or self.layout.num_blocks_for(request.num_prompt_tokens)) - len(cached)
@@ -231,10 +233,13 @@ class Engine:
         except OutOfBlocks:
             self.blocks.release(cached)
             return None
+        self._num_reserved += 1
         return Reservation(request, starts, cached + fresh, len(cached))
 
     def join(self, reservation: Reservation) -> None:
         """All rows of the reservation are in place: its choices go on behind their forced tokens."""
+        self._require_whole()
+        self._num_reserved -= 1
         request = reservation.request
         request.prompt_reported = request.prefix_looked_up = True
         request.cached_tokens = reservation.num_cached * self.config.block_size
@@ -253,6 +258,7 @@ class Engine:
         """Give a reservation back. The first num_filled blocks of its destination hold their rows, and stay cached.
         settled False: the others go to quarantine; those blocks are returned.
         """
+        self._num_reserved -= 1
         filled = reservation.num_cached + num_filled
         hashes = reservation.request.prompt_hashes(self.hasher)
         for block, block_hash in list(zip(reservation.block_table, hashes, strict=False))[:filled]:
@@ -268,34 +274,54 @@ class Engine:
     # --- the step ---
 
     def step(self) -> StepResult:
-        """Queue steps until enough are in flight, then complete the oldest; empty when nothing can run."""
-        try:
-            while len(self._in_flight) < self._max_in_flight and not (self._is_blocked and self._in_flight):
-                began = time.perf_counter()
-                plan = self.scheduler.schedule(may_preempt=not self._in_flight)
-                self._is_blocked = plan.blocked
-                if not plan:
-                    break
-                self._in_flight.append(self._dispatch(plan, began))
-            return self._collect(self._in_flight.popleft()) if self._in_flight else StepResult()
-        except BaseException:
-            self._abandon()
-            raise
+        """Queue steps until enough are in flight, then complete the oldest; empty when nothing can
+        run. When it raises, the engine is half-advanced, and serves nothing until `reset`:
+        RuntimeError.
+        """
+        self._require_whole()
+        self._is_torn = True
+        result = self._advance_steps()
+        self._is_torn = False
+        return result
 
-    def close(self) -> None:
-        """Wait for the device and forget all requests: the pool may be unregistered and freed then."""
-        self._abandon()
-
-    def _abandon(self) -> None:
-        """Half-advanced sequences cannot go on: abort everything that is here, once the device is quiet."""
-        if self.device.type == "cuda":
-            with contextlib.suppress(RuntimeError):  # a device error that was raised already
-                torch.cuda.synchronize(self.device)
+    def reset(self) -> None:
+        """Forget all requests, held prompts and cached content, in whatever state an interruption
+        left them: the rows of a step that did not end may never have been written. It may be
+        interrupted itself, and called again. AssertionError while a reservation is out: a transfer
+        may still write into its blocks.
+        """
+        assert not self._num_reserved, f"{self._num_reserved} reservations are out: cannot reset"
+        self._is_torn = True
+        self.runner.synchronize()
         self._in_flight.clear()
         self._is_blocked = False
-        for key in list(self._requests):
-            self.abort(key)
-        self.blocks.end_all_steps()
+        self._requests.clear()
+        self._held.clear()
+        self.scheduler.reset()
+        self.blocks.reset()
+        self._is_torn = False
+
+    def close(self) -> None:
+        """Wait for the device: the pool may be unregistered and freed then. Nothing is served any
+        more.
+        """
+        self._is_torn = True
+        self.runner.synchronize()
+
+    def _require_whole(self) -> None:
+        if self._is_torn:
+            raise RuntimeError("a step of this engine failed, or it is closed: make another one")
+
+    def _advance_steps(self) -> StepResult:
+        in_flight = self._in_flight
+        while len(in_flight) < self._max_in_flight and not (self._is_blocked and in_flight):
+            began = time.perf_counter()
+            plan = self.scheduler.schedule(may_preempt=not in_flight)
+            self._is_blocked = plan.blocked
+            if not plan:
+                break
+            in_flight.append(self._dispatch(plan, began))
+        return self._collect(in_flight.popleft()) if in_flight else StepResult()
 
     def _dispatch(self, plan: Plan, started: float) -> _StepInFlight:
         """Do all that needs counts alone, and queue the step on the device."""

@@ -5,6 +5,7 @@ Re-exports SamplingParams, the one name users need besides LLM.
 """
 
 import random
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -94,6 +95,9 @@ class LLM:
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
         self._seeds = random.Random(seed)
         self._num_requests = 0
+        self._lock = threading.Lock()
+        # True while a call runs; behind its end only when its reset was interrupted, too.
+        self._is_dirty = False
 
     def generate(
         self,
@@ -104,7 +108,9 @@ class LLM:
         """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; default
         SamplingParams().
 
-        Every request is checked before the first is computed (ValueError).
+        Every request is checked before the first is computed (ValueError). An exception or Ctrl-C
+        ends all of them and empties the prefix cache; the next call runs as if it were the first.
+        Calls from several threads run one after the other.
         """
         batch = _as_batch(prompts)
         params = self._params_for(batch, sampling_params)
@@ -171,23 +177,36 @@ class LLM:
         return prompt, self.tokenizer.encode(prompt)
 
     def _run(self, runs: list["_Run"], use_tqdm: bool) -> None:
+        """Run all to their ends. Whatever ends it early, at whatever instruction, leaves an empty
+        engine: at once, or, when that was interrupted too, before the next call's first step.
+        """
+        with self._lock:
+            if self._is_dirty:
+                self.engine.reset()
+            self._is_dirty = True
+            try:
+                self._run_to_end(runs, use_tqdm)
+            except BaseException:
+                self.engine.reset()
+                self._is_dirty = False
+                raise
+            self._is_dirty = False
+
+    def _run_to_end(self, runs: list["_Run"], use_tqdm: bool) -> None:
         live = {run.request.key: run for run in runs}
-        try:
-            for run in runs:
-                self.engine.add(run.request, run.starts)
-            with tqdm(total=len(runs), desc="generating", unit="request", disable=not use_tqdm) as progress:
-                while live:
-                    for key, event in self.engine.step().events:
-                        if key in live:
-                            self._take(live[key], event)
-                            if live[key].finished:
-                                del live[key]
-                                progress.update()
-        finally:
-            for key in live:
-                self.engine.abort(key)
-            while self.engine.has_work:  # what was queued for sequences that have ended
-                self.engine.step()
+        for run in runs:
+            self.engine.add(run.request, run.starts)
+        bar = tqdm(total=len(runs), desc="generating", unit="request", disable=not use_tqdm)
+        with bar as progress:
+            while live:
+                for key, event in self.engine.step().events:
+                    if key in live:
+                        self._take(live[key], event)
+                        if live[key].finished:
+                            del live[key]
+                            progress.update()
+        while self.engine.has_work:  # what was queued for sequences that have ended
+            self.engine.step()
 
     def _take(self, run: "_Run", event: Event) -> None:
         stopped = run.take(event)

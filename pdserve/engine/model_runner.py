@@ -7,6 +7,7 @@ padded to a multiple of 16 (they write to the null block): float32 products give
 number of rows, which makes the CPU path batch-invariant. Called by the engine.
 """
 
+import contextlib
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
@@ -139,6 +140,12 @@ class ModelRunner:
     def fence(self) -> Fence:
         """Behind everything queued so far."""
         return Fence(self.device)
+
+    def synchronize(self) -> None:
+        """Wait until the device has nothing left to do, also when it has failed."""
+        if self.device.type == "cuda":
+            with contextlib.suppress(RuntimeError):  # a device error that was raised already
+                torch.cuda.synchronize(self.device)
 
     def _eager(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         total = sum(plan.num_tokens.values())

@@ -66,15 +66,19 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
         self.last_chunk_tokens = min(LAST_CHUNK, max_num_batched_tokens)
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
-        self.freed_slots: list[int] = []  # since the engine last cleared it
-        self._slots = list(range(num_slots_for(max_num_seqs), 0, -1))
-        self.wants_blocks = False  # the first in line waits for blocks
         self.num_preemptions = 0
         self.prefix_queries = 0
         self.prefix_hits = 0
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all sequences, whatever state an interruption left the queues in. Totals stay."""
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
+        self._slots = list(range(num_slots_for(self.max_num_seqs), 0, -1))
+        self.freed_slots = list(self._slots)  # since the engine last cleared it
+        self.wants_blocks = False  # the first in line waits for blocks
 
     @property
     def parts_from(self) -> int:

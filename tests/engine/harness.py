@@ -131,6 +131,7 @@ class PaperRunner:
         self.tables: dict[int, list[int]] = defaultdict(list)  # by slot, from the changes a step sends
         self.last_token: dict[int, int] = {}
         self._queue: list[Callable[[], None]] = []
+        self._fences: list[PaperFence] = []
 
     def execute(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         self.plans.append(dict(plan.num_tokens))
@@ -162,7 +163,15 @@ class PaperRunner:
             for run in queue:
                 run()
 
-        return PaperFence(run_all)
+        fence = PaperFence(run_all)
+        self._fences = [*(f for f in self._fences if not f.ready()), fence]
+        return fence
+
+    def synchronize(self) -> None:
+        """Everything that was queued moves now, in order."""
+        self.fence()
+        for fence in self._fences:
+            fence.wait()
 
     def fill(self, blocks: SequenceOf[int], prompt: SequenceOf[int], first_block: int = 0) -> None:
         """Write the prompt's rows as another engine would."""

@@ -283,10 +283,9 @@ def test_positions_and_reasons_of_deltas(tiny_llama: Path) -> None:
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @pytest.mark.parametrize("where", ["execute", "fence", "feed_back"])
-def test_an_error_in_a_step_ends_every_request_and_leaks_nothing(
+def test_after_an_error_in_a_step_nothing_is_served_until_reset(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_async: bool
 ) -> None:
-    """Ctrl-C in a notebook, or a device out of memory: `LLM` goes on with an empty engine."""
     engine = paper_engine(tiny_llama, async_scheduling=is_async, max_num_batched_tokens=64)
     driver = Driver(engine)
     keys = [driver.add(prompt_of(40, i), SAMPLED) for i in range(3)]
@@ -300,7 +299,11 @@ def test_an_error_in_a_step_ends_every_request_and_leaks_nothing(
         patch.setattr(engine.runner, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             driver.step()
-    assert not any(engine.knows(key) for key in keys)
+    for call in (driver.step, lambda: driver.add([1, 2], GREEDY)):
+        with pytest.raises(RuntimeError, match="a step of this engine failed"):
+            call()
+    engine.reset()
+    assert not any(engine.knows(key) for key in keys) and engine.blocks.cached_digests() == []
     driver.assert_empty()
     again = driver.add(prompt_of(20, 7), GREEDY)
     driver.run()
@@ -308,10 +311,43 @@ def test_an_error_in_a_step_ends_every_request_and_leaks_nothing(
     driver.assert_empty()
 
 
-def test_close_forgets_what_is_in_flight(tiny_llama: Path) -> None:
+def test_rows_under_way_never_join_an_engine_whose_step_failed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was cached for them may never have been written; and their blocks cannot be given to others."""
+    engine = paper_engine(tiny_llama)
+    driver = Driver(engine)
+    starts = (Start(0, (9,)),)
+    submit = submit_of(prompt_of(40), GREEDY, starts=starts, phase="decode")
+    reservation = engine.reserve(engine.make_request(submit), starts)
+    assert reservation is not None
+    driver.add(prompt_of(40, 1), GREEDY)
+    with monkeypatch.context() as patch:
+        patch.delattr(type(engine.runner), "execute")
+        with pytest.raises(AttributeError):
+            driver.step()
+    for call in (
+        lambda: engine.join(reservation),
+        lambda: engine.reserve(engine.make_request(submit), starts),
+    ):
+        with pytest.raises(RuntimeError, match="a step of this engine failed"):
+            call()
+    with pytest.raises(AssertionError, match="1 reservations are out"):
+        engine.reset()
+    engine.cancel_reservation(reservation, settled=False)
+    with pytest.raises(AssertionError, match="3 blocks wait for transfers"):
+        engine.reset()
+    engine.blocks.settle(reservation.destination)
+    engine.reset()
+    driver.assert_empty()
+
+
+def test_a_closed_engine_serves_nothing(tiny_llama: Path) -> None:
     engine = paper_engine(tiny_llama, async_scheduling=True)
     driver = Driver(engine)
     driver.add(prompt_of(40), SAMPLED)
     driver.step()
     engine.close()
-    driver.assert_empty()
+    assert all(fence.ready() for fence in engine.runner._fences)
+    with pytest.raises(RuntimeError, match="or it is closed"):
+        driver.step()

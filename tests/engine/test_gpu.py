@@ -131,6 +131,23 @@ def test_a_step_is_queued_without_waiting_and_complete_only_when_the_device_is(
     driver.assert_empty()
 
 
+def test_the_device_is_quiet_when_an_interrupted_call_returns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, params = make_llm(folder, "float32"), SamplingParams(temperature=0, max_tokens=12, n=2)
+    expected = [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+    llm.engine.reset()
+
+    def interrupted(*_: Any) -> None:
+        torch.cuda._sleep(SLEEP_CYCLES)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.sampler, "sample", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params, use_tqdm=False)
+    assert torch.cuda.current_stream().query()
+    assert [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
+
+
 def test_blocks_of_an_aborted_request_are_free_only_when_no_step_can_touch_them(folder: Path) -> None:
     engine = make_engine(folder, device="cuda", enable_prefix_caching=False)
     driver = Driver(engine)

@@ -10,7 +10,6 @@ import pytest
 from text.backends import TEMPLATE, byte_level_backend, write_folder
 from tiny_models import make_tiny
 
-from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
@@ -291,54 +290,6 @@ def test_params_are_one_for_all_or_one_each(llm: LLM) -> None:
 def test_bad_settings_are_refused_by_name(folder: Path, keywords: dict, named: str) -> None:
     with pytest.raises(ValueError, match=named):
         LLM(str(folder), **{"device": "cpu", "num_kv_blocks": 16, **keywords})
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
-@pytest.mark.parametrize("where", ["execute", "logits", "between"])
-def test_everything_is_free_after_an_interruption(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str
-) -> None:
-    expected = generate(llm, ["again", "and again"], n=2, temperature=1.0, seed=3)
-    calls = 0
-
-    def breaking(original: Any) -> Any:
-        def call(*args: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            if calls == 7:
-                raise error
-            return original(*args)
-
-        return call
-
-    with monkeypatch.context() as patch:
-        if where == "between":
-            patch.setattr(Engine, "step", breaking(Engine.step))
-        else:
-            patch.setattr(llm.engine.runner, where, breaking(getattr(llm.engine.runner, where)))
-        with pytest.raises(error):
-            generate(llm, ["again", "and again", [3] * 100], n=2, temperature=1.0)
-    assert_empty(llm)
-    assert [o.outputs for o in generate(llm, ["again", "and again"], n=2, temperature=1.0, seed=3)] == [
-        o.outputs for o in expected
-    ]
-
-
-def test_an_interruption_while_requests_are_queued(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    added = 0
-    add = Engine.add
-
-    def interrupted(*args: Any) -> None:
-        nonlocal added
-        added += 1
-        if added == 2:
-            raise KeyboardInterrupt
-        add(*args)
-
-    monkeypatch.setattr(Engine, "add", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        generate(llm, ["a", "b"])
-    monkeypatch.undo()
 
 
 def test_shards_and_whole_files_are_the_same_model(folder: Path, tmp_path: Path, llm: LLM) -> None:

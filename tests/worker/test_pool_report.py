@@ -54,7 +54,8 @@ def test_what_was_read_and_what_was_gone(tiny_llama: Path) -> None:
     second = Pair(tiny_llama, shared=server, pool=POOL)
     longer = prompt[: 2 * CHUNK] + prompt_of(2 * CHUNK, seed=5)
     whole(second, longer)
-    second.until(lambda: found(told(second.d), second.d, prompt) == 2 * CHUNK)
+    second.until(lambda: found(told(second.d), second.d, [*longer, 0]) == 4 * CHUNK)  # stored
+    assert found(told(second.d), second.d, prompt) == 2 * CHUNK
     server.chunks.clear()
     stores_nothing = POOL.model_copy(update={"max_store_fraction": 1e-6})
     third = Pair(tiny_llama, shared=server, pool=stores_nothing)
