@@ -1,10 +1,14 @@
-"""An engine that computes nothing: one token a step for each request, steps at fixed moments, whatever they cost.
+"""An engine that computes nothing: one token a step for each choice, steps at fixed moments, whatever they cost.
 
 It speaks what a worker's engine speaks, as P, as D or as both: what is measured around it is the router, Ray and the
-wires. First tokens come at once. Used by router_cpu.py (a socket) and cluster_cpu.py (as an engine host under Ray).
+wires. First tokens come at once while MAX_SEQS choices have room; prompts beyond that wait. Used by router_cpu.py and
+router_stall.py (a socket) and by cluster_cpu.py (as an engine host under Ray).
 """
 
 import time
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -20,6 +24,7 @@ from pdserve.engine.protocol import (
     Delta,
     Event,
     EventBatch,
+    FinishReason,
     Handoff,
     Hello,
     PeerStatus,
@@ -32,6 +37,7 @@ from pdserve.engine.protocol import (
     Submit,
     Subscribe,
     Ticket,
+    TokenLogprob,
     decode_command,
     encode,
 )
@@ -40,16 +46,45 @@ STEP_S = 0.02
 SNAPSHOT_PERIOD_S = 1.0
 VOCAB = 1 << 16
 MANY = 1 << 20
+MAX_SEQS = 512  # choices that run at once, as on a GPU by default
+SCORES_PER_EVENT = 1024  # prompt positions in one PromptScored, as an engine sends them
+SCORES_PER_STEP = 4 * SCORES_PER_EVENT
 ALL_ROUTERS = "*"
 
 
-class PacedEngine:
-    """role: "prefill", "decode" or "both". step_s: of a decode step. The methods of `cluster.engine_actor.Host`."""
+@dataclass(slots=True)
+class _Choice:
+    """position: of its next token. last: of its last one. top: alternatives of each token; None: no logprobs."""
 
-    def __init__(self, address: str, role: str, step_s: float, worker_id: str = "paced", incarnation: int = 1) -> None:
-        self._role, self._step_s = role, step_s
-        self._worker_id, self._incarnation = worker_id, incarnation
-        self._running: dict[RequestKey, tuple[int, int]] = {}  # next position, last position
+    number: int
+    position: int
+    last: int
+    top: tuple[tuple[int, float], ...] | None
+
+
+class PacedEngine:
+    """role: "prefill", "decode" or "both". step_s: of a decode step. max_model_len: what Hello says. The methods of
+    `cluster.engine_actor.Host`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        role: str,
+        step_s: float,
+        worker_id: str = "paced",
+        incarnation: int = 1,
+        max_model_len: int = MANY,
+    ) -> None:
+        self._role = role
+        self._step_s = step_s
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._max_model_len = max_model_len
+        self._waiting: OrderedDict[RequestKey, Submit] = OrderedDict()
+        self._scoring: deque[tuple[Submit, Iterator[PromptScored]]] = deque()
+        self._running: dict[RequestKey, list[_Choice]] = {}
+        self._num_running = 0
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.PAIR)
         self._socket.set(zmq.LINGER, 0)
@@ -66,10 +101,11 @@ class PacedEngine:
             if now >= snapshot_due:
                 snapshot_due += SNAPSHOT_PERIOD_S
                 self._send(ALL_ROUTERS, self._snapshot())
-            wait_ms = 1000 * ((due if self._running else snapshot_due) - now)
+            is_busy = self._running or self._scoring
+            wait_ms = 1000 * ((due if is_busy else snapshot_due) - now)
             if wait_ms > 0 and self._socket.poll(int(wait_ms)):
                 self._handle(decode_command(self._socket.recv()))
-            elif self._running and wait_ms <= 0:
+            elif is_busy and wait_ms <= 0:
                 due = max(due + self._step_s, now)
                 self._step()
         self._context.destroy(linger=0)
@@ -85,47 +121,88 @@ class PacedEngine:
                 )
                 self._send(ALL_ROUTERS, status)
             case Submit():
-                self._submitted(command)
-            case Cancel(key=key, choices=None):
-                self._running.pop(key, None)
+                self._waiting[command.key] = command
+                self._admit()
+            case Cancel(key=key, choices=choices):
+                self._cancel(key, choices)
+                self._admit()
             case RouterLost(router_id=router_id, session=session):
-                lost = (router_id, session)
-                self._running = {k: v for k, v in self._running.items() if (k.router_id, k.session) != lost}
+                for key in [*self._waiting, *self._running]:
+                    if (key.router_id, key.session) == (router_id, session):
+                        self._cancel(key, None)
             case Stop():
                 self._stopped = True
 
-    def _submitted(self, submit: Submit) -> None:
-        """What stands at once: a first token, and the hand-off behind it or the arrival before it."""
+    def _cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
+        self._waiting.pop(key, None)
+        self._scoring = deque(entry for entry in self._scoring if entry[0].key != key)
+        before = self._running.pop(key, [])
+        left = [] if choices is None else [choice for choice in before if choice.number not in choices]
+        if left:
+            self._running[key] = left
+        self._num_running -= len(before) - len(left)
+
+    def _admit(self) -> None:
+        """Begin what waits, as far as there is room."""
+        while self._waiting:
+            submit = next(iter(self._waiting.values()))
+            if self._num_running and self._num_running + len(submit.starts) > MAX_SEQS:
+                return
+            self._waiting.popitem(last=False)
+            if submit.sampling.prompt_logprobs is None:
+                self._begin(submit)
+            else:
+                self._scoring.append((submit, _scores(submit)))
+
+    def _begin(self, submit: Submit) -> None:
+        """Send what stands at once: first tokens, and the hand-off behind them or the arrival before them."""
         key, last = submit.key, (submit.sampling.max_tokens or 1) - 1
         name, attempt = key.request_id, key.attempt
-        position = len(submit.starts[0].forced)
+        top = None if submit.sampling.logprobs is None else _top(submit.sampling.logprobs)
+        choices = [_Choice(start.choice, len(start.forced), last, top) for start in submit.starts]
         events: list[Event] = []
         if submit.phase == "decode":
             events.append(Arrived(request_id=name, attempt=attempt, source="p2p", num_bytes=1))
         else:
-            events.append(PromptScored(request_id=name, attempt=attempt, cached_tokens=0))
-            events.append(self._token(key, position, last))
-            position += 1
+            if submit.sampling.prompt_logprobs is None:
+                events.append(PromptScored(request_id=name, attempt=attempt, cached_tokens=0))
+            events += [_token(key, choice) for choice in choices]
         if submit.phase == "prefill":
             events.append(Handoff(request_id=name, attempt=attempt, ticket=self._ticket(submit)))
-        elif position <= last:
-            self._running[key] = position, last
-        self._send(f"{key.router_id}/{key.session}", *events)
+        else:
+            self._run_on(key, [choice for choice in choices if choice.position <= last])
+        self._send(_target(key), *events)
+
+    def _run_on(self, key: RequestKey, choices: list[_Choice]) -> None:
+        if choices:
+            self._running[key] = choices
+            self._num_running += len(choices)
 
     def _step(self) -> None:
         """One batch to each router's stream."""
+        self._score()
         events: dict[str, list[Event]] = {}
-        for key, (position, last) in list(self._running.items()):
-            events.setdefault(f"{key.router_id}/{key.session}", []).append(self._token(key, position, last))
-            self._running[key] = position + 1, last
-            if position == last:
-                del self._running[key]
+        for key, choices in list(self._running.items()):
+            events.setdefault(_target(key), []).extend([_token(key, choice) for choice in choices])
+            if any(choice.position > choice.last for choice in choices):
+                ended = tuple(choice.number for choice in choices if choice.position > choice.last)
+                self._cancel(key, ended)
         for target, batch in events.items():
             self._send(target, *batch)
+        self._admit()
 
-    def _token(self, key: RequestKey, position: int, last: int) -> Delta:
-        token = 3 + hash((key.request_id, position)) % 400
-        return Delta(key.request_id, key.attempt, 0, position, (token,), "length" if position == last else None)
+    def _score(self) -> None:
+        """Some of the first scored prompt's log-probabilities; behind the last of them it begins."""
+        if not self._scoring:
+            return
+        submit, parts = self._scoring[0]
+        for _ in range(SCORES_PER_STEP // SCORES_PER_EVENT):
+            part = next(parts)
+            self._send(_target(submit.key), part)
+            if part.final:
+                self._scoring.popleft()
+                self._begin(submit)
+                return
 
     def _send(self, target: str, *events: Event) -> None:
         batch = EventBatch(worker_id=self._worker_id, incarnation=self._incarnation, events=events)
@@ -137,8 +214,8 @@ class PacedEngine:
             role=self._role,
             model_fingerprint="paced",
             vocab_size=VOCAB,
-            max_model_len=MANY,
-            max_request_tokens=MANY,
+            max_model_len=self._max_model_len,
+            max_request_tokens=self._max_model_len,
             block_size=16,
             pool=None if self._role == "both" else self._pool(),
         )
@@ -161,10 +238,10 @@ class PacedEngine:
     def _snapshot(self) -> Snapshot:
         return Snapshot(
             role=self._role,
-            num_waiting=0,
-            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._scoring),
+            num_running=self._num_running,
             queue_tokens=0,
-            free_blocks=MANY - len(self._running),
+            free_blocks=MANY - self._num_running,
             total_blocks=MANY,
             pinned_blocks=0,
             quarantined_blocks=0,
@@ -184,6 +261,39 @@ class PacedEngine:
             num_tokens=len(submit.prompt_token_ids),
             lease_s=30.0,
             written_at=time.time(),
+        )
+
+
+def _target(key: RequestKey) -> str:
+    return f"{key.router_id}/{key.session}"
+
+
+def _token(key: RequestKey, choice: _Choice) -> Delta:
+    """Its next token."""
+    position = choice.position
+    choice.position += 1
+    token = 3 + hash((key.request_id, choice.number, position)) % 400
+    reason: FinishReason | None = "length" if position == choice.last else None
+    logprobs = None if choice.top is None else (TokenLogprob(token, -1.0, 1, choice.top),)
+    return Delta(key.request_id, key.attempt, choice.number, position, (token,), reason, None, logprobs)
+
+
+def _top(count: int) -> tuple[tuple[int, float], ...]:
+    return tuple((3 + rank, -1.0 - rank) for rank in range(count))
+
+
+def _scores(submit: Submit) -> Iterator[PromptScored]:
+    prompt, top = submit.prompt_token_ids, _top(submit.sampling.prompt_logprobs or 0)
+    for start in range(0, len(prompt), SCORES_PER_EVENT):
+        end = min(start + SCORES_PER_EVENT, len(prompt))
+        scored = [None if i == 0 else TokenLogprob(prompt[i], -1.0, 1, top) for i in range(start, end)]
+        yield PromptScored(
+            request_id=submit.key.request_id,
+            attempt=submit.key.attempt,
+            cached_tokens=0,
+            start=start,
+            logprobs=tuple(scored),
+            final=end == len(prompt),
         )
 
 
