@@ -20,6 +20,7 @@ import triton
 from tqdm import tqdm
 
 from pdserve.bench.record import append, git_commit
+from pdserve.engine.protocol import MAX_LOGIT_BIAS
 from pdserve.kernels import triton_ops
 from pdserve.kernels.attention_decode import decode_tiles, launch_decode
 from pdserve.kernels.attention_prefill import launch_prefill
@@ -233,6 +234,9 @@ def sampling_cases() -> Iterator[Case]:
         slots = torch.arange(1, rows + 1, dtype=torch.int32, device="cuda")
         settings = counts, slots, ones * 1.1, ones * 0.1, ones * 0.1
         yield Case(f"sample {rows}, penalties", partial(penalised_draw, logits, settings), work, "TB/s")
+        ids = torch.randint(VOCAB, (rows + 1, MAX_LOGIT_BIAS), device="cuda").int()
+        edits = slots, torch.full((rows + 1,), MAX_LOGIT_BIAS, device="cuda").int(), ids, torch.rand_like(ids.float())
+        yield Case(f"sample {rows}, {MAX_LOGIT_BIAS} biases", partial(edited_draw, logits, edits), work, "TB/s")
         scores = partial(triton_ops.token_logprobs, logits, slots)
         yield Case(f"sample {rows}, logprob of one token", partial(scores, 0), work, "TB/s")
         yield Case(f"sample {rows}, logprobs of 5", partial(scores, 5), work, "TB/s")
@@ -240,6 +244,12 @@ def sampling_cases() -> Iterator[Case]:
 
 def filtered_draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *settings: torch.Tensor) -> None:
     triton_ops.draw_tokens(logits, temperature, keys, triton_ops.cut_tokens(logits, temperature, *settings))
+
+
+def edited_draw(logits: torch.Tensor, edits: tuple[torch.Tensor, ...]) -> None:
+    edited = logits.float()
+    triton_ops.apply_edits(edited, *edits)
+    triton_ops.draw_tokens(edited)
 
 
 def penalised_draw(logits: torch.Tensor, settings: tuple[torch.Tensor, ...]) -> None:

@@ -14,6 +14,7 @@ from pdserve.engine.cpu_memory import keep_freed_memory
 from pdserve.engine.cuda_graphs import graph_sizes
 from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
 from pdserve.engine.model_runner import ModelRunner
+from pdserve.engine.sample_rows import max_edits
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import num_slots_for
 from pdserve.kernels.ops import ops_for
@@ -64,7 +65,7 @@ def make_parts(model: ModelConfig, config: EngineConfig) -> EngineParts:
     )
     num_slots = num_slots_for(resolved.max_num_seqs)
     runner = ModelRunner(weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device)
-    sampler = Sampler(ops, spec.vocab_size, num_slots, device)
+    sampler = Sampler(ops, spec.vocab_size, num_slots, max_edits(len(spec.eos_token_ids)), device)
     num_blocks = num_blocks_for(resolved, layout, device, _reserved_bytes(resolved, runner, sampler))
     runner.use_pool(allocate_pool(layout, num_blocks, device))
     if device.type == "cuda":

@@ -1,8 +1,9 @@
 """What a step's rows ask of the sampler, as small arrays that go to the device in one copy.
 
-Biases, masked stop tokens, penalties, temperatures, keys and filters, each array present only when some row needs it.
-Remembers of each slot what need not be made or sent again. Host only: knows neither logits nor device. `SampleRow`s are
-made by the engine; `RowStaging` is called by the sampler.
+Edits of single logits (biases and masked stop tokens), penalties, temperatures, keys and filters, each array present
+only when some row needs it. What a slot keeps on the device, its edits and its token counts, is sent when it changes:
+when a row joins, and when it reaches min_tokens. Host only: knows neither logits nor device. `SampleRow`s are made by
+the engine; `RowStaging` is called by the sampler.
 """
 
 from collections.abc import Iterable
@@ -10,11 +11,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdserve.engine.protocol import SamplingParams
+from pdserve.engine.protocol import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 from pdserve.engine.randomness import Purpose, row_keys
-from pdserve.kernels.reference import IN_PROMPT
+from pdserve.kernels.reference import IN_PROMPT, NEG_INF
 
 RowArrays = dict[str, np.ndarray]
+Edits = tuple[np.ndarray, np.ndarray]
+"""Distinct token ids (int32), and what is added to their logits (float32)."""
+
+
+def max_edits(num_eos: int) -> int:
+    """The most edits that a row can have: of a model with so many end-of-sequence tokens."""
+    return MAX_LOGIT_BIAS + MAX_STOP_TOKEN_IDS + num_eos
 
 
 @dataclass(frozen=True)
@@ -43,26 +51,31 @@ class SampleRow:
     def masks_stops(self) -> bool:
         return self.position < self.sampling.min_tokens and bool(self.stop_token_ids)
 
+    @property
+    def is_edited(self) -> bool:
+        return bool(self.sampling.logit_bias) or self.masks_stops
+
 
 @dataclass
 class _SlotState:
-    """What is known of a slot. next_position: that of the token which the counts on the device lack; None: no counts.
-    bias, stops: its sparse settings, made once.
+    """What the device has of a slot. next_position: that of the token which its counts lack; None: no counts. edits_of:
+    whose edits are there; None: nobody's. masks_stops: whether these mask stop tokens.
     """
 
     next_position: int | None = None
-    bias: tuple[np.ndarray, np.ndarray] | None = None
-    stops: np.ndarray | None = None
+    edits_of: SamplingParams | None = None
+    masks_stops: bool = False
 
 
 class RowStaging:
-    """Makes the arrays of one step after another. `bias_at` and `masked_at` are flat positions in the step's logits
-    `[rows, vocab]`, `counted_at` and `counts_rows` in the token counts `[num_slots + 1, vocab]`.
+    """Makes the arrays of one step after another. `changed_at` are flat positions in the tables of edits
+    `[num_slots + 1, max_edits]`, `counted_at` and `counts_rows` in the token counts `[num_slots + 1, vocab]`.
     """
 
-    def __init__(self, vocab_size: int, num_slots: int) -> None:
+    def __init__(self, vocab_size: int, num_slots: int, max_edits: int) -> None:
         self.vocab_size = vocab_size
         self.num_slots = num_slots
+        self.max_edits = max_edits
         self._slots: dict[int, _SlotState] = {}
 
     def release(self, slot: int) -> None:
@@ -75,6 +88,7 @@ class RowStaging:
         """
         arrays: RowArrays = {}
         self._stage_edits(arrays, rows)
+        self._stage_penalties(arrays, rows)
         self._stage_draws(arrays, rows)
         return arrays
 
@@ -96,26 +110,41 @@ class RowStaging:
             arrays["min_p"] = _floats(p.min_p for p in params)
 
     def _stage_edits(self, arrays: RowArrays, rows: list[SampleRow]) -> None:
-        """Biases, masked stop tokens and penalties of the rows that have any."""
-        biased: list[tuple[int, tuple[np.ndarray, np.ndarray]]] = []
-        masked: list[tuple[int, np.ndarray]] = []
-        penalised: list[int] = []
-        for i, row in enumerate(rows):
-            if row.sampling.logit_bias:
-                biased.append((i, self._bias(row)))
-            if row.masks_stops:
-                masked.append((i, self._stops(row)))
-            if row.has_penalties:
-                penalised.append(i)
-        if biased:
-            arrays["bias_at"] = np.concatenate([ids + i * self.vocab_size for i, (ids, _) in biased])
-            arrays["bias"] = np.concatenate([values for _, (_, values) in biased])
-        if masked:
-            arrays["masked_at"] = np.concatenate([ids + i * self.vocab_size for i, ids in masked])
-        if penalised:
-            self._stage_penalties(arrays, rows, penalised)
+        """The slots of the rows that have edits, and those edits which the device does not have."""
+        edited = [i for i, row in enumerate(rows) if row.is_edited]
+        if not edited:
+            return
+        slots = np.zeros(len(rows), dtype=np.int32)
+        slots[edited] = [rows[i].slot for i in edited]
+        arrays["edited_slots"] = slots
+        changed = [rows[i] for i in edited if self._edits_change(rows[i])]
+        if not changed:
+            return
+        made: dict[tuple[int, bool], Edits] = {}  # choices of a request have the same
+        for row in changed:
+            if (id(row.sampling), row.masks_stops) not in made:
+                made[id(row.sampling), row.masks_stops] = _edits(row)
+        edits = [made[id(row.sampling), row.masks_stops] for row in changed]
+        starts = [row.slot * self.max_edits for row in changed]
+        at = [np.arange(start, start + len(ids)) for start, (ids, _) in zip(starts, edits, strict=True)]
+        arrays["changed_slots"] = np.array([row.slot for row in changed], dtype=np.int64)
+        arrays["changed_counts"] = np.array([len(ids) for ids, _ in edits], dtype=np.int32)
+        arrays["changed_at"] = np.concatenate(at)
+        arrays["changed_ids"] = np.concatenate([ids for ids, _ in edits])
+        arrays["changed_values"] = np.concatenate([values for _, values in edits])
 
-    def _stage_penalties(self, arrays: RowArrays, rows: list[SampleRow], penalised: list[int]) -> None:
+    def _edits_change(self, row: SampleRow) -> bool:
+        """Whether the device has other edits in the row's slot than the row needs; it will have these."""
+        state, masks_stops = self._state(row), row.masks_stops
+        if state.edits_of is row.sampling and state.masks_stops == masks_stops:
+            return False
+        state.edits_of, state.masks_stops = row.sampling, masks_stops
+        return True
+
+    def _stage_penalties(self, arrays: RowArrays, rows: list[SampleRow]) -> None:
+        penalised = [i for i, row in enumerate(rows) if row.has_penalties]
+        if not penalised:
+            return
         slots = np.zeros(len(rows), dtype=np.int32)
         slots[penalised] = [rows[i].slot for i in penalised]
         arrays["slots"] = slots
@@ -142,17 +171,13 @@ class RowStaging:
         assert 0 < row.slot <= self.num_slots, f"slot {row.slot} lies outside 1..{self.num_slots}"
         return self._slots.setdefault(row.slot, _SlotState())
 
-    def _bias(self, row: SampleRow) -> tuple[np.ndarray, np.ndarray]:
-        state, bias = self._state(row), row.sampling.logit_bias or {}
-        if state.bias is None:
-            state.bias = np.array(list(bias), dtype=np.int64), _floats(bias.values())
-        return state.bias
 
-    def _stops(self, row: SampleRow) -> np.ndarray:
-        state = self._state(row)
-        if state.stops is None:
-            state.stops = np.array(list(row.stop_token_ids), dtype=np.int64)
-        return state.stops
+def _edits(row: SampleRow) -> Edits:
+    """A masked token's bias does not matter."""
+    edits: dict[int, float] = dict(row.sampling.logit_bias or {})
+    if row.masks_stops:
+        edits |= dict.fromkeys(row.stop_token_ids, NEG_INF)
+    return np.array(list(edits), dtype=np.int32), _floats(edits.values())
 
 
 def _count(row: SampleRow) -> tuple[np.ndarray, np.ndarray]:

@@ -1,12 +1,14 @@
 """Turns logits into tokens and log-probabilities, without waiting for the device: penalties, filters, draws.
 
 Rows are independent: a row's result does not depend on the batch it is in. What a step needs to know of its rows goes
-to the device in one copy; only the token counts of sequences with penalties stay there, one row of them a slot. Knows
-no blocks, no scheduling and no text. Called by the engine with one `SampleRow` a logits row.
+to the device in one copy; the token counts of sequences with penalties and the edits of single logits (biases, masked
+stop tokens) stay there, one row of them a slot. Knows no blocks, no scheduling and no text. Called by the engine with
+one `SampleRow` a logits row.
 """
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -17,33 +19,54 @@ from pdserve.engine.protocol import SamplingParams
 from pdserve.engine.sample_rows import RowStaging, SampleRow
 from pdserve.engine.sampled_tokens import SampledTokens, Scores
 from pdserve.kernels.ops import Ops
-from pdserve.kernels.reference import NEG_INF
 
 TOP_ENTRIES = 1 << 21  # alternatives (row x rank) that are looked up at once: 32 MiB on the device
 SCRATCH_BYTES = 64 << 10  # of the kernels' scratch, a row
+EDIT_BYTES = 16  # of an edit on its way to the tables
+
+
+@dataclass(frozen=True)
+class _EditTables:
+    """The edits of all slots, as `Ops.apply_edits` reads them. counts: int32 [num_slots + 1]; ids: int32, values:
+    float32 [num_slots + 1, max_edits].
+    """
+
+    counts: Tensor
+    ids: Tensor
+    values: Tensor
+
+    def update(self, staged: Mapping[str, Tensor]) -> None:
+        self.counts.index_copy_(0, staged["changed_slots"], staged["changed_counts"])
+        self.ids.view(-1).index_copy_(0, staged["changed_at"], staged["changed_ids"])
+        self.values.view(-1).index_copy_(0, staged["changed_at"], staged["changed_values"])
 
 
 class Sampler:
-    """One engine's sampler. Not thread-safe; all its work is on the current stream."""
+    """One engine's sampler. Not thread-safe; all its work is on the current stream. max_edits: the most that a row can
+    have (`sample_rows.max_edits`).
+    """
 
-    def __init__(self, ops: Ops, vocab_size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(self, ops: Ops, vocab_size: int, num_slots: int, max_edits: int, device: torch.device) -> None:
         self.ops = ops
         self.vocab_size = vocab_size
         self.num_slots = num_slots
+        self.max_edits = min(max_edits, vocab_size)  # they are of distinct tokens
         self.device = device
-        self._staging = RowStaging(vocab_size, num_slots)
-        # int32 [num_slots + 1, vocab], made by warm_up, or when a request first needs it.
+        self._staging = RowStaging(vocab_size, num_slots, self.max_edits)
+        # Both are made by warm_up, or when a request first needs them. Counts: int32 [num_slots + 1, vocab].
         self._counts: Tensor | None = None
+        self._edits: _EditTables | None = None
 
     def state_bytes(self) -> int:
-        """Device memory of the token counts."""
-        return (self.num_slots + 1) * self.vocab_size * 4
+        """Device memory of the token counts and the edits."""
+        return (self.num_slots + 1) * (self.vocab_size * 4 + self.max_edits * 8 + 4)
 
     def peak_bytes(self, num_rows: int) -> int:
         """Device memory, beside logits and `state_bytes`, that a sample or score of so many rows may take: a float32
-        copy of the logits, then the alternatives with torch.topk's own workspace.
+        copy of the logits and new edits, then the alternatives with torch.topk's own workspace.
         """
-        return num_rows * (self.vocab_size * 4 + SCRATCH_BYTES) + 16 * TOP_ENTRIES + 320 * self.vocab_size
+        row = self.vocab_size * 4 + self.max_edits * EDIT_BYTES + SCRATCH_BYTES
+        return num_rows * row + 16 * TOP_ENTRIES + 320 * self.vocab_size
 
     def warm_up(self, dtype: torch.dtype) -> None:
         """Compile the kernels of every feature, alone and together, for logits of this dtype (CUDA). On a stream of its
@@ -105,15 +128,15 @@ class Sampler:
         return Scores(tokens, parts, counts)
 
     def _edited(self, logits: Tensor, staged: Mapping[str, Tensor]) -> Tensor:
-        """Logits with bias, then masked stop tokens, then penalties; the input itself when no row asks for any."""
-        if not ("bias" in staged or "masked_at" in staged or "slots" in staged):
+        """Logits with biases and masked stop tokens, then penalties; the input itself when no row asks for any."""
+        if not ("edited_slots" in staged or "slots" in staged):
             return logits
         edited = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-        flat = edited.view(-1)
-        if "bias" in staged:
-            flat.index_add_(0, staged["bias_at"], staged["bias"])
-        if "masked_at" in staged:
-            flat.index_fill_(0, staged["masked_at"], NEG_INF)
+        if "edited_slots" in staged:
+            tables = self._edit_tables()
+            if "changed_slots" in staged:
+                tables.update(staged)
+            self.ops.apply_edits(edited, staged["edited_slots"], tables.counts, tables.ids, tables.values)
         if "slots" in staged:
             counts = self._token_counts()
             if "fresh_slots" in staged:
@@ -135,3 +158,13 @@ class Sampler:
         if self._counts is None:
             self._counts = torch.empty((self.num_slots + 1, self.vocab_size), dtype=torch.int32, device=self.device)
         return self._counts
+
+    def _edit_tables(self) -> _EditTables:
+        if self._edits is None:
+            shape = self.num_slots + 1, self.max_edits
+            self._edits = _EditTables(
+                torch.zeros(shape[0], dtype=torch.int32, device=self.device),
+                torch.empty(shape, dtype=torch.int32, device=self.device),
+                torch.empty(shape, dtype=torch.float32, device=self.device),
+            )
+        return self._edits

@@ -561,6 +561,23 @@ def cut_tokens(
     return logits.gather(1, last)[:, 0].float(), last[:, 0].int()
 
 
+def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
+    """Add values to single logits float32 [R, V], in place.
+
+    slots int32 [R]: each row's, or 0 for a row without edits. counts int32 [slots]: how many edits a slot has.
+    ids int32 and values float32 [slots, W]: a slot's first entries say what is added to which token's logit; its ids
+    are distinct.
+    """
+    rows = slots.nonzero()[:, 0]
+    of_slot = slots[rows].long()
+    edits = counts[of_slot].long()
+    behind = edits.cumsum(0) - edits
+    starts = (of_slot * ids.shape[1] - behind).repeat_interleave(edits)
+    entries = starts + torch.arange(len(starts), device=logits.device)
+    at = rows.repeat_interleave(edits) * logits.shape[1] + ids.view(-1)[entries]
+    logits.view(-1).index_add_(0, at, values.view(-1)[entries])
+
+
 def apply_penalties(
     logits: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
 ) -> None:

@@ -1,6 +1,6 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
 elementwise.py, kv_cache.py, small_products.py, attention_{decode,prefill,dense}.py, batch_state.py and
-sampling_{draw,cut,penalties,logprobs}.py; reference.py documents each function.
+sampling_{draw,cut,edits,penalties,logprobs}.py; reference.py documents each function.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -21,6 +21,7 @@ from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.repack import launch_repack
 from pdserve.kernels.sampling_cut import launch_cut
 from pdserve.kernels.sampling_draw import launch_draw
+from pdserve.kernels.sampling_edits import launch_edits
 from pdserve.kernels.sampling_logprobs import launch_token_logprobs
 from pdserve.kernels.sampling_penalties import launch_penalties
 from pdserve.kernels.small_products import MAX_ROWS, launch_row_product, launch_small_product
@@ -284,6 +285,12 @@ def cut_tokens(
     """reference.cut_tokens."""
     _check_rows(logits=logits)
     return launch_cut(logits, temperature, top_k, top_p, min_p)
+
+
+def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
+    """reference.apply_edits."""
+    _check_ids(logits=logits, ids=ids, values=values)
+    launch_edits(logits, slots, counts, ids, values)
 
 
 def apply_penalties(

@@ -232,7 +232,8 @@ def alone(
     tokens = [*prompt, *forced]
     digest = prefix_digests(tokens)[-1]
     request = engine.make_request(submit_of(prompt, sampling))
-    sampler = Sampler(engine.runner.ops, engine.spec.vocab_size, 1, torch.device("cpu"))
+    vocab = engine.spec.vocab_size
+    sampler = Sampler(engine.runner.ops, vocab, 1, vocab, torch.device("cpu"))
     while True:
         row = SampleRow(sampling, choice, 1, len(tokens) - len(prompt), tokens, len(prompt), request.stop_token_ids)
         sampler.release(1)

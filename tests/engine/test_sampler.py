@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from pdserve.engine.device_copies import to_device_packed
-from pdserve.engine.protocol import MAX_SEED, SamplingParams, TokenLogprob
-from pdserve.engine.sample_rows import RowStaging, SampleRow
+from pdserve.engine.protocol import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams, TokenLogprob
+from pdserve.engine.sample_rows import RowArrays, RowStaging, SampleRow, max_edits
 from pdserve.engine.sampled_tokens import Sampled
 from pdserve.engine.sampler import Sampler
 from pdserve.kernels import reference
@@ -33,7 +33,7 @@ def logits_of(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Ten
 
 
 def sampler_of(vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = reference, device: str = "cpu") -> Sampler:
-    return Sampler(ops, vocab, max_num_seqs, torch.device(device))
+    return Sampler(ops, vocab, max_num_seqs, max_edits(2), torch.device(device))
 
 
 def row_of(
@@ -59,13 +59,13 @@ def tokens(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
 
 
 def adjusted(row: SampleRow, logits: torch.Tensor | None = None) -> torch.Tensor:
-    staged = to_device_packed(RowStaging(VOCAB, 16).stage([row]), CPU)
+    staged = to_device_packed(RowStaging(VOCAB, 16, VOCAB).stage([row]), CPU)
     return sampler_of()._edited(logits_of() if logits is None else logits, staged)[0]
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     rows = [SampleRow(params, 0, 1, 0, [], 0, frozenset())] * len(logits)
-    staged = to_device_packed(RowStaging(logits.shape[-1], 1).stage(rows), CPU)
+    staged = to_device_packed(RowStaging(logits.shape[-1], 1, 1).stage(rows), CPU)
     scaled = logits / params.temperature
     if "top_k" in staged:
         names = ("temperature", "top_k", "top_p", "min_p")
@@ -400,6 +400,72 @@ def test_a_sequence_that_starts_over_is_counted_anew() -> None:
     assert sampler.sample(logits, [again]).fetch() == sample(logits, [again])
 
 
+class Slots:
+    """A RowStaging whose arrays are looked at."""
+
+    def __init__(self) -> None:
+        self.staging = RowStaging(VOCAB, 16, VOCAB)
+
+    def changed(self, *rows: SampleRow) -> dict[int, dict[int, float]]:
+        """The edits that are sent: of each slot."""
+        arrays = self.staging.stage(list(rows))
+        if "changed_slots" not in arrays:
+            assert not any(name.startswith("changed") for name in arrays)
+            return {}
+        return {slot: self._of(slot, count, arrays) for slot, count in self._counts(arrays)}
+
+    def _counts(self, arrays: RowArrays) -> list[tuple[int, int]]:
+        return list(zip(arrays["changed_slots"].tolist(), arrays["changed_counts"].tolist(), strict=True))
+
+    def _of(self, slot: int, count: int, arrays: RowArrays) -> dict[int, float]:
+        mine = (arrays["changed_at"] // VOCAB) == slot
+        assert sorted(arrays["changed_at"][mine] % VOCAB) == list(range(count))
+        return dict(zip(arrays["changed_ids"][mine].tolist(), arrays["changed_values"][mine].tolist(), strict=True))
+
+
+def later(row: SampleRow, steps: int = 1) -> SampleRow:
+    return replace(row, position=row.position + steps)
+
+
+def test_only_edits_that_change_are_sent() -> None:
+    slots = Slots()
+    biased = row_of(slot=3, temperature=0, logit_bias={8: 3.0, 4: -1.0}, stops={4, 9}, min_tokens=2)
+    plain, masked = row_of(slot=1), row_of(slot=2, stops={7}, min_tokens=2)
+    masks = -math.inf
+    assert slots.changed(plain, biased) == {3: {8: 3.0, 4: masks, 9: masks}}
+    assert slots.changed(later(biased), later(plain)) == {}, "wherever its row is by now"
+    joined = slots.changed(later(plain, 2), masked, later(biased, 2))
+    assert joined == {2: {7: masks}, 3: {8: 3.0, 4: -1.0}}, "one joins, one reaches its min_tokens"
+    assert slots.changed(later(masked, 2), later(biased, 3)) == {}
+    assert slots.changed(later(masked, 3)) == {}
+    slots.staging.release(3)
+    other = row_of(slot=3, logit_bias={1: 1.0})
+    assert slots.changed(other) == {3: {1: 1.0}}
+    assert slots.changed(row_of(slot=3, logit_bias={2: 1.0})) == {3: {2: 1.0}}, "another sequence in the slot"
+
+
+def test_a_step_sends_little_of_many_edits() -> None:
+    """A step of 64 rows with all the biases that there can be, behind the first."""
+    params = SamplingParams(temperature=0, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
+    staging = RowStaging(MAX_LOGIT_BIAS, 64, MAX_LOGIT_BIAS)
+    sent = []
+    for position in range(3):
+        rows = [SampleRow(params, i, i + 1, position, [1], 1, frozenset()) for i in range(64)]
+        sent.append(sum(array.nbytes for array in staging.stage(rows).values()))
+    assert sent[0] > 64 * MAX_LOGIT_BIAS * 8 and sent[1] == sent[2] == 64 * 4
+
+
+def test_rows_keep_their_edits_when_their_order_changes() -> None:
+    sampler, logits = sampler_of(), logits_of(3)
+    rows = [row_of(slot=5, temperature=0, logit_bias={17: 100}), row_of(slot=2, temperature=0)]
+    rows.append(row_of(slot=9, temperature=0, logit_bias={23: 100}, stops={23}, min_tokens=1))
+    alone = [tokens(logits[:1], [row])[0] for row in rows]
+    for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
+        drawn = sampler.sample(logits[:1].expand(3, -1), [rows[i] for i in order]).fetch()
+        assert [sampled.token_id for sampled in drawn] == [alone[i] for i in order]
+    assert alone[0] == 17 and alone[2] == alone[1] != 23
+
+
 def test_unknown_tokens_cannot_be_counted() -> None:
     with pytest.raises(AssertionError, match="in flight"):
         sampler_of().sample(logits_of(), [replace(row_of(**PENALTIES), position=1)])
@@ -477,7 +543,9 @@ class TestOnTheDevice:
         vocab, num_rows = 128256, 64
         sampler = self.on_gpu(vocab, num_rows)
         logits = torch.randn(num_rows, vocab, device="cuda")
-        rows = [row_of(slot=i + 1, seed=i, top_p=0.9, logprobs=20, **PENALTIES) for i in range(num_rows)]
+        bias = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)
+        every: dict[str, Any] = {"top_p": 0.9, "logprobs": 20, "logit_bias": bias, **PENALTIES}
+        rows = [row_of(slot=i + 1, seed=i, **every) for i in range(num_rows)]
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

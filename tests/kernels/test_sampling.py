@@ -221,7 +221,44 @@ def test_a_row_is_cut_and_drawn_alike_in_any_batch() -> None:
         assert torch.equal(tokens(slice(i, i + 1))[:, 0], whole[:, i])
 
 
-# --- penalties and log-probabilities ---
+# --- edits, penalties and log-probabilities ---
+
+
+def check_edits(vocab: int, width: int, num_rows: int = 5) -> None:
+    """Slots with all their edits, with one, and with none."""
+    logits = logits_of(num_rows, vocab, torch.float32)
+    counts = ints([0, width, 1, width // 2, 0, width])
+    ids = torch.stack([torch.randperm(vocab, device=DEVICE)[:width] for _ in counts]).int()
+    values = torch.randn(ids.shape, device=DEVICE)
+    values[:, ::3] = float("-inf")
+    slots = ints([5, 0, 1, 3, 2][:num_rows])
+    answer = logits.clone()
+    for row, slot in enumerate(slots.tolist()):
+        for entry in range(int(counts[slot]) if slot else 0):
+            answer[row, ids[slot, entry]] += values[slot, entry]
+    for apply_edits in (triton_ops.apply_edits, reference.apply_edits):
+        out = logits.clone()
+        apply_edits(out, slots, counts, ids, values)
+        assert torch.equal(out, answer)
+
+
+@pytest.mark.parametrize(("vocab", "width"), [(1, 1), (50, 50), (50, 7), (2500, 1030)])
+def test_edits(vocab: int, width: int) -> None:
+    check_edits(vocab, width)
+
+
+@gpu
+@pytest.mark.parametrize("vocab", LARGE)
+def test_edits_of_large_vocabularies(vocab: int) -> None:
+    check_edits(vocab, 2050)
+
+
+def test_no_row_has_edits() -> None:
+    logits, nothing = logits_of(2, 50, torch.float32), ints([0, 0])
+    for apply_edits in (triton_ops.apply_edits, reference.apply_edits):
+        out = logits.clone()
+        apply_edits(out, nothing, nothing, nothing[:, None], floats([1.0, 1.0])[:, None])
+        assert torch.equal(out, logits)
 
 
 @pytest.mark.parametrize("vocab", [1, 50, 2500])
