@@ -34,6 +34,7 @@ from pdserve.engine.protocol import (
     Failed,
     Handoff,
     Hello,
+    LegsWaiting,
     PeerStatus,
     Phase,
     PoolChange,
@@ -233,7 +234,7 @@ class Worker:
                 leg.woken.set()
 
     def _take(self, now: float, event: Event) -> None:
-        if isinstance(event, (CacheChange, CacheState, PoolChange)):
+        if isinstance(event, (CacheChange, CacheState, LegsWaiting, PoolChange)):
             return
         if isinstance(event, (Hello, PeerStatus, Snapshot)):
             leg: Leg | None = self._own

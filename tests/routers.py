@@ -32,7 +32,8 @@ def _serve(model: Path, config: RouterConfig, resume_wait_s: float, folder: Path
 
 
 async def _run(model: Path, config: RouterConfig, resume_wait_s: float, folder: Path, port: int) -> None:
-    fleet, tokenizer = Fleet(config.worker_silence_s), Tokenizer.load(model)
+    fleet = Fleet(config.worker_silence_s, attempt_deadline_s=config.attempt_deadline_s)
+    tokenizer = Tokenizer.load(model)
     service = Service(fleet, tokenizer, config, model.name, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, model.name, service)
     app.router.routes.append(Route("/tasks", _tasks))

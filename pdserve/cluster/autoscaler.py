@@ -9,8 +9,9 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 
+from pdserve.background.tasks import keep
 from pdserve.configs.schema import AutoscalingConfig, ClusterConfig
-from pdserve.router.admin import Count, Counts, decoders_left, deployment_of
+from pdserve.router.admin import CannotScale, Count, Counts, decoders_left, deployment_of
 from pdserve.router.fleet import Fleet
 from pdserve.router.predict import Predictor
 from pdserve.router.scaling import LeastInterval, Load, Scaler, decode_demand, prefill_demand, queue_target_ms
@@ -50,13 +51,14 @@ class Autoscaler:
 
     def start(self) -> None:
         if self._bounds:
-            self._task = asyncio.get_running_loop().create_task(self._run())
+            self._task = keep("autoscaler", self._run, longest_pause_s=10.0)
 
     def stop(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
     async def _run(self) -> None:
+        """After an error it goes on with what it knew."""
         while True:
             await asyncio.sleep(PERIOD_S)
             if not self._is_first():
@@ -66,11 +68,9 @@ class Autoscaler:
                 await self.look()
             except ConnectionError as error:
                 logger.warning("autoscaling: %s", error)
-            except ValueError as error:
+            except CannotScale as error:
                 logger.error("autoscaling ends: %s", error)
                 return
-            except Exception:  # serving must not end with it, and the next second is another chance
-                logger.exception("autoscaling failed")
 
     async def look(self) -> None:
         """Decide once. Raises ConnectionError."""

@@ -8,6 +8,8 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from pdserve.background.tasks import once
+
 MAX_CALLS = 2  # at once: with one, a message would wait for the answer to a stranger's
 
 
@@ -27,7 +29,7 @@ class Batcher:
         self._waiting.append((message, sent))
         if self._num_calls < MAX_CALLS:
             self._num_calls += 1  # here and below without an await between: no message is left to nobody
-            task = asyncio.create_task(self._deliver_waiting())
+            task = once("batcher", self._deliver_waiting())
             self._tasks.add(task)  # the loop keeps weak references only
             task.add_done_callback(self._tasks.discard)
         await sent

@@ -19,7 +19,7 @@ from ray.serve._private.exceptions import ExternalScalerDisabledError
 from pdserve.cluster.placement import unplaceable
 from pdserve.cluster.room import nodes
 from pdserve.configs.schema import ClusterConfig
-from pdserve.router.admin import Count
+from pdserve.router.admin import CannotScale, Count
 
 DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}  # key in the configuration -> deployment
 ANSWER_S = 10.0
@@ -45,7 +45,7 @@ class ServeCounts:
     async def set(self, targets: Mapping[str, int]) -> list[str]:
         unknown = targets.keys() - set(self._keys)
         if unknown:
-            raise ValueError(f"mode {self._config.mode} has no {min(unknown)} workers")
+            raise CannotScale(f"mode {self._config.mode} has no {min(unknown)} workers")
         current = {key: count.target for key, count in (await self.get()).items()}
         for key, count in targets.items():
             deployment = DeploymentID(name=DEPLOYMENTS[key], app_name=self._app)
@@ -61,14 +61,14 @@ class ServeCounts:
         return serve.get_replica_context().app_name
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        """Raises ConnectionError, and ValueError when the application was not deployed for this."""
+        """Raises ConnectionError, and CannotScale when the application was not deployed for this."""
         try:
             controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
             async with asyncio.timeout(ANSWER_S):
                 return await getattr(controller, method).remote(*args)
         except RayTaskError as error:
             if isinstance(error.cause, ExternalScalerDisabledError):
-                raise ValueError(
+                raise CannotScale(
                     f"the application {self._app!r} cannot be scaled: write `external_scaler_enabled: true` beside its "
                     "`import_path:` and deploy it again (`pdserve up` does so by itself)"
                 ) from error

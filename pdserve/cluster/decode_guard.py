@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from pdserve.background.tasks import keep
 from pdserve.engine.protocol import SetRole
 from pdserve.router.fleet import Fleet
 from pdserve.router.worker_state import WorkerState
@@ -31,7 +32,7 @@ class DecodeGuard:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = keep("decode guard", self._run)
 
     def stop(self) -> None:
         if self._task is not None:
@@ -40,10 +41,7 @@ class DecodeGuard:
     async def _run(self) -> None:
         while True:
             await asyncio.sleep(PERIOD_S)
-            try:
-                self.look()
-            except Exception:  # serving must not end with it, and the next second is another chance
-                logger.exception("looking for a decode worker failed")
+            self.look()
 
     def look(self) -> None:
         workers = [worker for worker in self._fleet.workers if not worker.draining]

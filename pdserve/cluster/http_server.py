@@ -17,6 +17,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from pdserve.background.tasks import once
+
 KEEP_ALIVE_S = 90  # Serve's default too; load generators and connection pools dislike uvicorn's 5
 HEAD_DEADLINE_S = 20.0  # from a request's first byte to its headers' last
 MAX_HEAD_BYTES = 64 << 10  # as far as they come in more than one piece; a piece is at most 256 KiB
@@ -124,13 +126,14 @@ class HttpServer:
         return self._task is not None and not self._task.done()
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._server.serve(sockets=[self._socket]))
+        """An error ends the server, and `running` says so: its process must be replaced."""
+        self._task = once("http server", self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:
         """Take no new connections, wait for the answers that are being written, then end."""
         self._server.should_exit = True
         if self._task is not None:
-            await self._task
+            await asyncio.wait([self._task])
         self._socket.close()
 
 

@@ -17,6 +17,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
+from pdserve.background.patience import patience
+from pdserve.background.tasks import keep
 from pdserve.cluster.addressing import board_key
 from pdserve.cluster.batching import Batcher
 from pdserve.cluster.framing import Joiner
@@ -59,7 +61,7 @@ class ServeLink:
 
     async def _deliver(self, commands: list[bytes]) -> None:
         try:
-            async with asyncio.timeout(SEND_DEADLINE_S):
+            async with patience(SEND_DEADLINE_S):
                 await _call(self._submit, commands, worker_id=self._worker_id)
         except LOSSES as error:
             raise self._lost(error) from error
@@ -68,7 +70,7 @@ class ServeLink:
         response = _call(self._events, router_id, session, worker_id=self._worker_id)
         pieces, joiner = aiter(response), Joiner()
         try:
-            async with asyncio.timeout(HELLO_DEADLINE_S):
+            async with patience(HELLO_DEADLINE_S):
                 message = joiner.feed(await anext(pieces, b""))
             if message:
                 yield message
@@ -130,7 +132,7 @@ class MembershipWatcher:
         for key, handle in self._handles.items():
             handle.options(_by_reference=False)  # makes Serve build this process's PinRouter
             self._stops.append(listen(key, partial(_on_loop, loop, partial(self._set, key))))
-        self._task = loop.create_task(self._watch())
+        self._task = keep("membership watcher", self._watch)
 
     def stop(self) -> None:
         for stop in self._stops:
@@ -161,5 +163,5 @@ class MembershipWatcher:
                     self._links[worker_id] = ServeLink(self._handles[key], worker_id)
                 self._fleet.join(self._links[worker_id])
         for worker_id in self._links.keys() - present:
-            del self._links[worker_id]
             self._fleet.leave(worker_id)
+            del self._links[worker_id]  # only now: whoever did not leave for an error leaves at the next look

@@ -9,15 +9,13 @@ Knows no families by name. Used by `cluster.router_replica` and `cluster.worker_
 """
 
 import asyncio
-import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ray.util.metrics import Counter, Gauge
 
+from pdserve.background.tasks import keep
 from pdserve.engine.protocol import MetricFamily, Sample
-
-logger = logging.getLogger("ray.serve")
 
 PERIOD_S = 2.5  # Ray reports every 10 s by default, what was set since the last time
 
@@ -38,7 +36,7 @@ class MetricsBridge:
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._told: dict[tuple[str, tuple[str, ...]], float] = {}
-        self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task = keep("metrics bridge", self._run, longest_pause_s=60.0)
 
     def close(self) -> None:
         self._task.cancel()
@@ -56,15 +54,9 @@ class MetricsBridge:
                     self._set(family, sample, labels)
 
     async def _run(self) -> None:
-        failed = False
         while True:
             await asyncio.sleep(PERIOD_S)
-            try:
-                self.publish()
-            except Exception:
-                level = logging.DEBUG if failed else logging.ERROR  # once
-                logger.log(level, "metrics could not be repeated to Ray's exporter", exc_info=True)
-                failed = True
+            self.publish()
 
     def _count(self, family: MetricFamily, sample: Sample, labels: dict[str, str]) -> None:
         key = sample.name, tuple(sample.labels.values())  # not the process's: a role may change

@@ -64,7 +64,10 @@ class RouterReplica:
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
     ) -> None:
         tokenizer = await asyncio.to_thread(load_tokenizer, config)
-        self._fleet = Fleet(config.router.worker_silence_s, drain_s=config.router.drain_s)
+        router = config.router
+        self._fleet = Fleet(
+            router.worker_silence_s, drain_s=router.drain_s, attempt_deadline_s=router.attempt_deadline_s
+        )
         name = config.model.served_name
         self._service = Service(self._fleet, tokenizer, config.router, name, slo=config.slo, logs=config.logging)
         self._watcher = MembershipWatcher(self._fleet, list(workers))

@@ -19,6 +19,7 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.util import get_current_placement_group, get_node_ip_address
 
+from pdserve.background.tasks import FAILURES, failed, once
 from pdserve.cluster.addressing import worker_id_of
 from pdserve.cluster.engine_actor import ENGINE_HOST, create_engine_actor
 from pdserve.cluster.framing import cut
@@ -26,6 +27,7 @@ from pdserve.cluster.logs import log_as_serve_does
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.protocol import Snapshot, decode_batch
+from pdserve.router.metrics import families_of
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
 logger = logging.getLogger("ray.serve")
@@ -57,7 +59,7 @@ class WorkerReplica:
             await self._created(num_gpus)
             info = await self._engine.start.remote()
             self._client = EngineClient(address, self._overhear)
-            self._running = asyncio.ensure_future(self._run())
+            self._running = once("engine watch", self._run())
             async with asyncio.timeout(PING_DEADLINE_S):
                 await self._client.connected.wait()
         finally:
@@ -106,7 +108,8 @@ class WorkerReplica:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
             return None
-        return Exposed(snapshot.metrics, {"worker": self.worker_id, "role": snapshot.role})
+        families = (*snapshot.metrics, *families_of(FAILURES))
+        return Exposed(families, {"worker": self.worker_id, "role": snapshot.role})
 
     async def _created(self, num_gpus: float) -> None:
         """Ray waits for ever for an actor that it cannot start. Loading a model may take long: that is `start`."""
@@ -125,8 +128,19 @@ class WorkerReplica:
 
     async def _run(self) -> None:
         """Ends with the engine. Unless it was asked to stop, this process goes too, at once: a shell without an engine
-        serves nobody."""
-        reason = "its loop ended"
+        serves nobody, nor does one that cannot watch it."""
+        try:
+            reason = await self._end_of_engine()
+        except Exception as error:
+            failed("engine watch", error)
+            reason = f"nobody watches it: {error!r}"
+        if not self._stopping:
+            logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
+            logging.shutdown()
+            os._exit(1)
+
+    async def _end_of_engine(self) -> str:
+        """Why it came."""
         run = asyncio.ensure_future(self._engine.run.remote())
         closed = asyncio.ensure_future(self._client.closed.wait())
         await asyncio.wait([run, closed], return_when=asyncio.FIRST_COMPLETED)
@@ -134,10 +148,7 @@ class WorkerReplica:
             async with asyncio.timeout(REASON_DEADLINE_S):
                 await run
         except RayError as error:
-            reason = str(error)
+            return str(error)
         except TimeoutError:
-            reason = "it closed its socket and does not end"
-        if not self._stopping:
-            logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
-            logging.shutdown()
-            os._exit(1)
+            return "it closed its socket and does not end"
+        return "its loop ended"

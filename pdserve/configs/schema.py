@@ -302,8 +302,10 @@ class RouterConfig(Config):
     policy: how workers are scored (docs/routing.md). split: "auto" splits a request when it is predicted to pay,
     "always" when there is a prefill worker, "never" leaves them idle. split_min_tokens: prompts shorter than this are
     never split. max_attempts: workers tried in a row without a new token.
-    worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: so is a leg
-    without events. drain_s: of a worker that shall stop; what runs there for longer is moved to another one.
+    worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: a request is moved
+    to another worker when its own, which lives, has had nothing to say of it for so long; time in which it waits there
+    for its turn does not count. drain_s: of a worker that shall stop; what runs there for longer is moved to another
+    one.
 
     Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being answered, and prompt tokens
     that no worker has computed yet; more are refused with 429. max_prompt_tokens: of one prompt, below what the model

@@ -214,6 +214,19 @@ class Engine:
         """Whether the request still has unfinished choices."""
         return key in self._requests
 
+    def waits(self, key: RequestKey) -> bool:
+        """Whether the request is here and none of its choices is in the running batch."""
+        request = self._requests.get(key)
+        return request is not None and all(seq.status is not Status.RUNNING for seq in request.sequences)
+
+    def num_prompt_rows(self, key: RequestKey) -> int:
+        """How many of the prompt's rows are computed, by the choice that got furthest; 0 when the request is not
+        here."""
+        request = self._requests.get(key)
+        if request is None:
+            return 0
+        return min(request.num_prompt_tokens, max(seq.num_computed for seq in request.sequences))
+
     def release_held(self, key: RequestKey) -> None:
         """Free the blocks of a held prompt; idempotent."""
         held = self._held.pop(key, None)

@@ -6,8 +6,8 @@ tokens, so every message about a request carries its `RequestKey`, and messages 
 
     router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer, Subscribe, Resync,
                                       RouterLost
-    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed, PeerStatus, Snapshot,
-                                      CacheChange, CacheState
+    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed, PeerStatus, LegsWaiting,
+                                      Snapshot, CacheChange, CacheState, PoolChange
 """
 
 import copy
@@ -192,7 +192,7 @@ def _check_bias(given: Any) -> None:
 
 # A field added at the end of an array, with a default, does not change it: older readers skip it, newer ones do
 # without.
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
@@ -496,6 +496,16 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     detail: str = ""
 
 
+class LegsWaiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="legs_waiting"):
+    """Legs of this router, as (request id, attempt), that have nothing to say yet although nothing is wrong: they wait
+    for their turn behind work that goes on, for blocks, a transfer or the KV pool, or more of their prompt was computed
+    since the last such event. Sent before each Snapshot unless there are none. A leg that is neither here nor has
+    events hangs, or its Submit never came.
+    """
+
+    legs: tuple[tuple[str, int], ...]
+
+
 class Sample(msgspec.Struct, frozen=True, array_like=True):
     """One exposed sample of a metric: its name with suffix (`_bucket`, `_total` ...), labels and value."""
 
@@ -573,6 +583,7 @@ Event = (
     | Arrived
     | Failed
     | PeerStatus
+    | LegsWaiting
     | Snapshot
     | CacheChange
     | CacheState

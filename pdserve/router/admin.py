@@ -56,6 +56,10 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str] = []
 
 
+class CannotScale(ValueError):
+    """This cluster can never do it, as it was deployed."""
+
+
 class Counts(Protocol):
     """Who starts and stops workers."""
 
@@ -64,7 +68,7 @@ class Counts(Protocol):
         ...
 
     async def set(self, targets: Mapping[str, int]) -> list[str]:
-        """Warnings. Raises ConnectionError, and ValueError for what this cluster cannot do at all."""
+        """Warnings. Raises ConnectionError, and CannotScale."""
         ...
 
 
@@ -120,7 +124,7 @@ class Admin:
                 warnings = await self._counts.set(targets)
             except ConnectionError as error:
                 raise _unavailable(str(error)) from error
-            except ValueError as error:
+            except CannotScale as error:
                 raise ApiError(str(error), status=409, code="cannot_scale") from error
         return msgspec.structs.replace(await self.report(), warnings=warnings)
 

@@ -137,7 +137,6 @@ class RequestRun:
         self._awaiting: WorkerState | None = None  # the planned D, from P's start to the hand-off
         self._excluded: set[str] = set()
         self._fingerprint: str | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
     async def stream(self) -> AsyncGenerator[list[Chunk], None]:
         """What became certain, as it comes, until every choice is finished. Raises RequestFailed. Whoever stops early
@@ -247,9 +246,6 @@ class RequestRun:
     def close(self) -> None:
         """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
         self._seat.leave()
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         for leg in list(self._legs):
             self._end(leg, cancel=True)
         self._await(None)
@@ -289,7 +285,6 @@ class RequestRun:
             self._prepare(plan.decode, plan.prefill, self._submit(plan.prefill, "prefill", overlap=is_slow))
         else:
             self._submit(plan.prefill, "prefill")
-        self._watch()
 
     def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None = None, overlap: bool = False) -> Leg:
         make = partial(self._command, phase, ticket, overlap, self.record.starts())
@@ -539,24 +534,6 @@ class RequestRun:
         self.record.close_leg(leg.key.attempt)
         self._shared.fleet.end(leg, cancel and (bool(leg.pending) or self._is_prefill(leg)))
 
-    def _watch(self) -> None:
-        """A leg without events for attempt_deadline_s has failed; events that wait here for a slow client are
-        events."""
-        if self._timer is not None:
-            self._timer.cancel()
-        limit = self._shared.config.attempt_deadline_s
-        loop = asyncio.get_running_loop()
-
-        def look(last: int) -> None:
-            now = self._clock.num_messages
-            working = [leg for leg in self._legs if not leg.prepared]
-            if working and not self._inbox and now == last:
-                self._inbox.put(working[-1], Silent(limit))
-            else:
-                self._timer = loop.call_later(limit, look, now)
-
-        self._timer = loop.call_later(limit, look, self._clock.num_messages)
-
 
 class _Clock:
     """Times of one request's tokens, for the metrics."""
@@ -571,7 +548,6 @@ class _Clock:
         self._last = [0.0] * n
         self._counts = [0] * n
         self._pausing: set[int] = set()
-        self.num_messages = 0
 
     @property
     def first_token_s(self) -> float | None:
@@ -601,7 +577,6 @@ class _Clock:
             self._resumed(choice, now)
         self._last[choice] = now
         self._counts[choice] += num_tokens
-        self.num_messages += 1
         self._metrics.generation_tokens.inc(num_tokens)
 
     def failed_over(self) -> None:

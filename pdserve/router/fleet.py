@@ -3,6 +3,9 @@
     join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends, or drain_s later: its legs are told
                                  -> lost: stream ended, broken, or silent (sooner, if it left); its legs are told
 
+    leg: sent -> waits (its worker says so, once a second) -> works: events -> ended
+           '-------------'---------------------------------------'--> silent: its worker lives, but said nothing of it
+
 Knows no tokens and no policies. A lost worker is forgotten; whoever watches the running set (`cluster/`) calls `join`
 again for every running worker, as often as it likes. One object a router process, used from its event loop only.
 """
@@ -19,6 +22,7 @@ from weakref import WeakValueDictionary
 
 import msgspec
 
+from pdserve.background.tasks import keep, once
 from pdserve.engine.protocol import (
     PROTOCOL_VERSION,
     CacheChange,
@@ -29,6 +33,7 @@ from pdserve.engine.protocol import (
     EventBatch,
     Failed,
     Hello,
+    LegsWaiting,
     PeerStatus,
     PoolChange,
     Prepare,
@@ -41,7 +46,7 @@ from pdserve.engine.protocol import (
 from pdserve.router.link import WorkerLink, WorkerLost
 from pdserve.router.peers import Introducer
 from pdserve.router.prefix_index import PooledChunks
-from pdserve.router.worker_state import Inbox, Leg, Lost, WorkerState
+from pdserve.router.worker_state import Inbox, Leg, Lost, Silent, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -56,22 +61,33 @@ DRAIN_SLACK_S = 5.0
 
 
 class Fleet:
-    def __init__(self, worker_silence_s: float = 15.0, router_id: str | None = None, drain_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        worker_silence_s: float = 15.0,
+        router_id: str | None = None,
+        drain_s: float = 60.0,
+        attempt_deadline_s: float = 300.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         """worker_silence_s: a worker that pushes nothing for so long is lost. router_id: unique per process by
-        default. drain_s: so long may the legs of a worker that leaves go on there."""
+        default. drain_s: so long may the legs of a worker that leaves go on there. attempt_deadline_s: a leg that
+        neither waits nor has events for so long at a living worker is told that it is Silent."""
         self.router_id = router_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self.changed = asyncio.Event()
         self.num_stale_events = 0
         self.num_resyncs = 0
         self._silence_s = worker_silence_s
         self._drain_s = drain_s
+        self._deadline_s = attempt_deadline_s
+        self._now = now
+        self._looked_at = now()
         self._workers: dict[str, WorkerState] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ticker: asyncio.Task[None] | None = None
         self._session = 0
         self._unready: set[str] = set()
-        self._introducer = Introducer(self.post, time.monotonic)
+        self._introducer = Introducer(self.post, now)
         self._pools: WeakValueDictionary[str, PooledChunks] = WeakValueDictionary()  # by name, while a worker uses it
 
     @property
@@ -101,9 +117,9 @@ class Fleet:
     def join(self, link: WorkerLink) -> None:
         """Open the worker's event stream. Does nothing for a worker that is here, but that a drain is called off."""
         if self._ticker is None:
-            self._ticker = asyncio.get_running_loop().create_task(self._tick())
+            self._ticker = keep("fleet tick", self._tick)
         if link.worker_id not in self._readers:
-            self._readers[link.worker_id] = asyncio.get_running_loop().create_task(self._read(link))
+            self._readers[link.worker_id] = once("worker stream", self._read(link))
         elif link.worker_id in self._workers:
             self._workers[link.worker_id].left_at = None
 
@@ -115,7 +131,7 @@ class Fleet:
             self._introducer.left(worker_id, self._workers.values())
             self._unready.discard(worker_id)
         elif not worker.draining:
-            worker.left_at = time.monotonic()
+            worker.left_at = self._now()
             self._notify()
             self._retire_when_idle(worker)
 
@@ -145,7 +161,8 @@ class Fleet:
         command = make(key)
         is_prepared = isinstance(command, Prepare)
         starts = command.submit.starts if isinstance(command, Prepare) else command.starts
-        leg = Leg(key, worker, inbox, tokens, {start.choice for start in starts}, prepared=is_prepared)
+        choices = {start.choice for start in starts}
+        leg = Leg(key, worker, inbox, tokens, choices, self._now(), prepared=is_prepared)
         if self._workers.get(worker.worker_id) is not worker:
             inbox.put(leg, Lost("the worker is gone"))
             return leg
@@ -157,6 +174,7 @@ class Fleet:
     def submit_prepared(self, leg: Leg, submit: Submit) -> None:
         """Send the Submit of a leg that was prepared."""
         leg.prepared, leg.pending = False, {start.choice for start in submit.starts}
+        leg.last_sign = self._now()
         self.post(leg.worker, submit)
 
     def unload(self, leg: Leg) -> None:
@@ -187,7 +205,7 @@ class Fleet:
         self._spawn(self._deliver(worker, command))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
+        task = once("fleet send", work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -223,14 +241,16 @@ class Fleet:
             logger.exception("reading from worker %s failed", link.worker_id)
             reason = f"reading from it failed: {error!r}"
         finally:
-            if worker is not None:
-                self._forget(worker, reason)
             if self._readers.get(link.worker_id) is asyncio.current_task():
                 del self._readers[link.worker_id]
                 self._report(link.worker_id, worker is not None, reason)
-            aclose = getattr(stream, "aclose", None)
-            if aclose is not None:
-                await aclose()
+            try:
+                if worker is not None:
+                    self._forget(worker, reason)
+            finally:
+                aclose = getattr(stream, "aclose", None)
+                if aclose is not None:
+                    await aclose()
 
     def _report(self, worker_id: str, was_ready: bool, reason: str) -> None:
         """Once, for a worker that is joined again and again without ever saying Hello."""
@@ -244,7 +264,7 @@ class Fleet:
             raise _ProtocolError("the first batch holds no Hello")
         if hello.protocol != PROTOCOL_VERSION:
             raise _ProtocolError(f"it speaks protocol {hello.protocol}, this router {PROTOCOL_VERSION}")
-        worker = WorkerState(link, session, hello, batch.incarnation, time.monotonic())
+        worker = WorkerState(link, session, hello, batch.incarnation, self._now())
         if hello.kv_pool:
             worker.pooled = self._pools.setdefault(hello.kv_pool, PooledChunks())
         worker.peers = {(peer.engine_id, peer.incarnation): peer for peer in hello.peers}
@@ -257,10 +277,12 @@ class Fleet:
     def _take(self, worker: WorkerState, batch: EventBatch) -> None:
         if batch.incarnation != worker.incarnation:
             raise _ProtocolError("its engine was restarted within the stream")
-        worker.last_seen = time.monotonic()
+        worker.last_seen = self._now()
         for event in batch.events:
             if isinstance(event, Delta):  # first: nearly all events are
                 self._route(worker, event)
+            elif isinstance(event, LegsWaiting):
+                self._wait_on(worker, event)
             elif isinstance(event, Snapshot):
                 self._update(worker, event)
             elif isinstance(event, PeerStatus):
@@ -283,10 +305,17 @@ class Fleet:
         if leg is None:
             self.num_stale_events += 1
         else:
+            leg.last_sign = worker.last_seen
             leg.inbox.put(leg, event)
 
+    def _wait_on(self, worker: WorkerState, waiting: LegsWaiting) -> None:
+        for name in waiting.legs:
+            leg = worker.legs.get(name)
+            if leg is not None:
+                leg.last_sign = worker.last_seen
+
     def _update(self, worker: WorkerState, snapshot: Snapshot) -> None:
-        role, worker.snapshot = worker.role, snapshot
+        role, worker.snapshot, worker.reported_at = worker.role, snapshot, worker.last_seen
         worker.queue.reported(snapshot.queue_tokens, worker.last_seen)
         worker.num_others = max(0, snapshot.num_running + snapshot.num_waiting - len(worker.legs))
         self._keep_whole(worker, snapshot.cache_number)
@@ -358,18 +387,50 @@ class Fleet:
         await asyncio.sleep(0)
         self._close_stream(worker.worker_id)
 
+    @property
+    def _period_s(self) -> float:
+        return min(TICK_S, self._silence_s / 4, self._deadline_s / 4)
+
     async def _tick(self) -> None:
+        self._looked_at = self._now()
         while True:
-            await asyncio.sleep(min(TICK_S, self._silence_s / 4))
-            now = time.monotonic()
-            for worker in self.workers:
-                limit = min(self._silence_s, LEFT_SILENCE_S) if worker.draining else self._silence_s
-                if now - worker.last_seen > limit:
-                    self._lose(worker, f"pushed nothing for {limit:g} s")
-                elif worker.left_at is not None and now - worker.left_at > self._drain_s:
-                    self._move_legs(worker)
-            self._introducer.introduce(self._workers.values())
-            self._introducer.disconnect_drained(self._workers.values())
+            await asyncio.sleep(self._period_s)
+            self.look()
+
+    def look(self) -> None:
+        """What time alone brings: silent workers and legs, drains that are over, pairs to be asked again. Called by the
+        tick."""
+        now = self._now()
+        late_s = now - self._looked_at - self._period_s
+        self._looked_at = now
+        if late_s > self._period_s:
+            self._excuse(late_s, now)
+        for worker in self.workers:
+            limit = min(self._silence_s, LEFT_SILENCE_S) if worker.draining else self._silence_s
+            if now - worker.last_seen > limit:
+                self._lose(worker, f"pushed nothing for {limit:g} s")
+            elif worker.left_at is not None and now - worker.left_at > self._drain_s:
+                self._move_legs(worker)
+            else:
+                self._end_silent_legs(worker)
+        self._introducer.introduce(self._workers.values())
+        self._introducer.disconnect_drained(self._workers.values())
+
+    def _excuse(self, late_s: float, now: float) -> None:
+        """This process stood still, and nobody can be blamed for what it has not read yet."""
+        logger.warning("this router stood still for %.1f s: workers and their legs have as much more time", late_s)
+        for worker in self.workers:
+            worker.last_seen = min(now, worker.last_seen + late_s)
+            for leg in worker.legs.values():
+                leg.last_sign = min(now, leg.last_sign + late_s)
+
+    def _end_silent_legs(self, worker: WorkerState) -> None:
+        """Those of which the worker, when it last reported, had said nothing for the deadline. One that was handed off
+        or only prepared need not say anything."""
+        for leg in worker.legs.values():
+            if worker.reported_at - leg.last_sign > self._deadline_s and not (leg.handed_off or leg.prepared):
+                leg.last_sign = worker.last_seen  # said once per deadline
+                leg.inbox.put(leg, Silent(self._deadline_s))
 
 
 class _ProtocolError(Exception):

@@ -15,6 +15,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 import pdserve
+from pdserve.background.tasks import FAILURES
 from pdserve.engine.protocol import LegTimes, MetricFamily, Sample
 from pdserve.router.fleet import Fleet
 from pdserve.router.timeline import parts_of_time
@@ -64,6 +65,7 @@ class RouterMetrics:
 
     def __init__(self, model_name: str) -> None:
         self.registry = CollectorRegistry()
+        self.registry.register(FAILURES)
         info = Gauge(
             "pdserve_router_info",
             "What is served, and by which version.",
@@ -141,10 +143,7 @@ class RouterMetrics:
     def families(self, fleet: Fleet) -> tuple[MetricFamily, ...]:
         """This router's own, as messages carry them."""
         self.look_at(fleet)
-        return tuple(
-            MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric)))
-            for metric in self.registry.collect()
-        )
+        return families_of(self.registry)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"pdserve_router_{name}", text, labels, registry=self.registry)
@@ -154,6 +153,14 @@ class RouterMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
         return QuickHistogram(f"pdserve_router_{name}", text, buckets, self.registry)
+
+
+def families_of(source: CollectorRegistry | Collector) -> tuple[MetricFamily, ...]:
+    """All that it collects now, as messages carry it."""
+    return tuple(
+        MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric)))
+        for metric in source.collect()
+    )
 
 
 def _samples(metric: Metric) -> Iterator[Sample]:

@@ -5,6 +5,7 @@ it with what the worker says, `router.choose` with what is sent there; `predict`
 """
 
 import asyncio
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
@@ -37,7 +38,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """No event came for the leg's deadline."""
+    """The worker lives, but for so long it neither sent an event of the leg nor said that the leg waits."""
 
     seconds: float
 
@@ -73,7 +74,8 @@ class Inbox:
 @dataclass(slots=True, eq=False)
 class Leg:
     """One Submit at one worker. tokens: its weight in the worker's load. pending: choices the worker still works on.
-    prepared: only announced yet.
+    last_sign: monotonic seconds of its Submit, its last event, or the worker's last word that it waits. prepared: only
+    announced yet.
     """
 
     key: RequestKey
@@ -81,6 +83,7 @@ class Leg:
     inbox: Inbox
     tokens: int
     pending: set[int]
+    last_sign: float
     handed_off: bool = False
     prepared: bool = False
 
@@ -88,9 +91,9 @@ class Leg:
 @dataclass(slots=True, eq=False)
 class WorkerState:
     """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens:
-    weight of this router's legs there. last_seen: monotonic seconds. cached: what its prefix cache holds. pooled: what
-    the KV pool that it uses holds. queue: prompt
-    tokens that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole
+    weight of this router's legs there. last_seen: monotonic seconds of its last message, reported_at: of its last
+    Snapshot. cached: what its prefix cache holds. pooled: what the KV pool that it uses holds. queue: prompt tokens
+    that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole
     prompts took from its decodes. num_planned: requests of this router that a P computes and hands to it. left_at: when
     it left the running set (monotonic seconds); None: it is in it."""
 
@@ -100,6 +103,7 @@ class WorkerState:
     incarnation: int
     last_seen: float
     snapshot: Snapshot | None = None
+    reported_at: float = -math.inf
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
     legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
     outstanding_tokens: int = 0

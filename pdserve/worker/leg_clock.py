@@ -16,7 +16,7 @@ class LegClock:
     """arrived: monotonic seconds. choices: the leg is done when all of them have ended; with phase "prefill" each ends
     with its first token."""
 
-    __slots__ = ("_arrived", "_device_before", "_open", "_phase", "_planned", "_prompt_done")
+    __slots__ = ("_arrived", "_device_before", "_open", "_phase", "_planned", "_prompt_done", "_rows")
 
     def __init__(self, arrived: float, choices: Iterable[int], phase: Phase) -> None:
         self._arrived = arrived
@@ -25,6 +25,7 @@ class LegClock:
         self._planned: float | None = None
         self._device_before = 0.0
         self._prompt_done: float | None = None
+        self._rows = 0
 
     @property
     def done(self) -> bool:
@@ -45,6 +46,11 @@ class LegClock:
             self._planned, self._device_before = now, device_seconds
             if self._phase == "decode":
                 self._prompt_done = now
+
+    def advanced(self, num_rows: int) -> bool:
+        """Whether more of the prompt's rows are computed than at any earlier call."""
+        before, self._rows = self._rows, max(self._rows, num_rows)
+        return num_rows > before
 
     def see(self, event: Delta | PromptScored, now: float, device_seconds: float) -> LegTimes | None:
         """Take note of one of the leg's events; the times so far when it ends a choice here."""

@@ -31,6 +31,7 @@ from pdserve.engine.protocol import (
     Failed,
     Handoff,
     Hello,
+    LegsWaiting,
     PeerStatus,
     Prepare,
     PromptScored,
@@ -131,6 +132,7 @@ class WorkerLoop:
         self._last_busy = 0.0
         self._is_checked = True  # since the last work
         self._snapshot_is_stale = False
+        self._num_steps_told = 0
 
     # --- commands ---
 
@@ -441,18 +443,42 @@ class WorkerLoop:
         part = self._cache.next_part()
         if part is not None:
             self._outgoing[part[0]].append(part[1])
+        is_due = now >= self._next_snapshot()
+        if is_due:
+            self._tell_waiting()
         for session, events in self._outgoing.items():
             self._send_to(f"{session[0]}/{session[1]}", events)
         self._outgoing.clear()
         for change in self._cache.changes(now, bool(self._sessions)):
             self._send_to(ALL_ROUTERS, [change])
-        if now < self._next_snapshot():
+        if not is_due:
             return
         self._last_snapshot = now
         self._snapshot_is_stale = False
         if self._sessions:
             pooled = self.pool.report.changes() if self.pool is not None else None
             self._send_to(ALL_ROUTERS, [self.snapshot(), *([pooled] if pooled is not None else [])])
+
+    def _tell_waiting(self) -> None:
+        """Routers measure how long a leg says nothing: tell each of them which of its legs wait."""
+        phases = [phase for phase in (self.decode, self.pool) if phase is not None]
+        kept: set[RequestKey] = set().union(*(phase.keys() for phase in phases))  # within deadlines of their own
+        goes_on = self.engine.stats.num_steps > self._num_steps_told
+        self._num_steps_told = self.engine.stats.num_steps
+        for session, clocks in self._keys.items():
+            legs = tuple(
+                (key.request_id, key.attempt)
+                for key, clock in clocks.items()
+                if key in kept or self._is_in_order(key, clock, goes_on)
+            )
+            if legs:
+                self._outgoing[session].append(LegsWaiting(legs=legs))
+
+    def _is_in_order(self, key: RequestKey, clock: LegClock, goes_on: bool) -> bool:
+        """Whether a leg at the engine waits in a queue that moves, or its prompt got further than it ever was."""
+        if self.engine.waits(key):
+            return goes_on
+        return clock.advanced(self.engine.num_prompt_rows(key))
 
     def _next_snapshot(self) -> float:
         """Monotonic seconds. Once a second; soon when the work is done, so that what clients look at next is true."""

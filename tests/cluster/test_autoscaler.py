@@ -12,7 +12,7 @@ from router.workers import made
 from pdserve.cluster import autoscaler
 from pdserve.cluster.autoscaler import Autoscaler
 from pdserve.configs.schema import ClusterConfig
-from pdserve.router.admin import Count
+from pdserve.router.admin import CannotScale, Count
 from pdserve.router.scaling import Scaler
 from pdserve.router.worker_state import WorkerState
 
@@ -35,7 +35,7 @@ class FakeCounts:
 
     async def set(self, targets: Mapping[str, int]) -> list[str]:
         if self.refuses:
-            raise ValueError("external_scaler_enabled")
+            raise CannotScale("external_scaler_enabled")
         self.targets |= targets
         return []
 

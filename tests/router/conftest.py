@@ -1,3 +1,4 @@
+import time
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -29,10 +30,11 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
         num_decode: int = 1,
         resume_wait_s: float = 0.3,
         slo: dict[str, Any] | None = None,
+        now: Callable[[], float] = time.monotonic,
         **config: Any,
     ) -> Harness:
         router = RouterConfig(**{"split": "always", **config})
-        harness = Harness(tokenizer, router, num_prefill, num_decode, resume_wait_s, SloConfig(**slo or {}))
+        harness = Harness(tokenizer, router, num_prefill, num_decode, resume_wait_s, SloConfig(**slo or {}), now)
         made.append(harness)
         return harness
 

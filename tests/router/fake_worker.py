@@ -28,6 +28,7 @@ from pdserve.engine.protocol import (
     FinishReason,
     Handoff,
     Hello,
+    LegsWaiting,
     MetricFamily,
     PeerStatus,
     PoolMeta,
@@ -118,6 +119,9 @@ class FakeWorker:
         self.protocol = PROTOCOL_VERSION
         self.fingerprint = "model"
         self.mute = False
+        self.gate: asyncio.Event | None = None  # what it is sent waits until this is set
+        self.loses: Callable[[Submit], bool] = lambda submit: False  # on its way
+        self.hangs_at: int | None = None  # tokens of a leg, behind which nothing comes
         self.kv_pool = ""
         self.cache_number, self.cache_keys = 0, b""
         self.queue_tokens, self.prefill_tokens_per_s = 0, 0.0
@@ -130,6 +134,7 @@ class FakeWorker:
         self._world = world
         self._streams: dict[tuple[str, int], asyncio.Queue[bytes | None]] = {}
         self._runs: dict[RequestKey, set[int]] = {}
+        self._queued: set[RequestKey] = set()
         self._tombstones: set[RequestKey] = set()
         self._closed: set[tuple[str, int]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -223,6 +228,16 @@ class FakeWorker:
             if key is None or stream == (key.router_id, key.session):
                 queue.put_nowait(self._batch(self.mangle(events)))
 
+    def report(self) -> None:
+        """What a worker says once a second."""
+        for (router_id, session), queue in self._streams.items():
+            keys = [
+                key for key in self._queued & self._runs.keys() if (key.router_id, key.session) == (router_id, session)
+            ]
+            waiting = LegsWaiting(legs=tuple((key.request_id, key.attempt) for key in keys))
+            if self.alive and not self.mute:
+                queue.put_nowait(self._batch([*([waiting] if keys else []), self.snapshot()]))
+
     def _batch(self, events: list[Event]) -> bytes:
         return encode(EventBatch(worker_id=self.worker_id, incarnation=self.incarnation, events=tuple(events)))
 
@@ -291,6 +306,8 @@ class FakeWorker:
         assert submit.starts and submit.sampling.seed is not None and not submit.sampling.stop
         assert all(finish_of(submit.sampling, list(start.forced))[0] is None for start in submit.starts)
         assert submit.phase != "prefill" or not any(start.forced for start in submit.starts)
+        if self.loses(submit):
+            return
         kind = self.fail_submit(submit)
         if kind is not None:
             self.push(
@@ -312,12 +329,19 @@ class FakeWorker:
 
     async def _run(self, submit: Submit) -> None:
         key = submit.key
+        if self.gate is not None:
+            self._queued.add(key)
+            await self.gate.wait()
+            self._queued.discard(key)
         await asyncio.sleep(self.step_s)
         if submit.phase == "decode":
             self.push(key, [self._pull(submit)])
         tokens = {start.choice: list(start.forced) for start in submit.starts}
         first = [] if submit.phase == "decode" else [self._scored(submit)]
+        begun = sum(map(len, tokens.values()))
         while key in self._runs and self.alive:
+            if self.hangs_at is not None and sum(map(len, tokens.values())) - begun >= self.hangs_at:
+                return
             events: list[Event] = [*first, *self._step(submit, tokens)]
             if submit.phase == "prefill":
                 del self._runs[key]

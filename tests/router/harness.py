@@ -1,6 +1,8 @@
 """A router over fake workers, and the few things most tests do with it."""
 
 import asyncio
+import time
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -10,11 +12,21 @@ from router.fake_worker import FakeWorker, World, expected_tokens
 from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.engine.protocol import SamplingParams
 from pdserve.router.app import build_app
-from pdserve.router.fleet import Fleet
+from pdserve.router.fleet import TICK_S, Fleet
 from pdserve.router.service import ChoiceResult, Service
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "demo"
+
+
+class Clock:
+    """The fleet's time, made by hand."""
+
+    def __init__(self) -> None:
+        self.seconds = 1000.0
+
+    def __call__(self) -> float:
+        return self.seconds
 
 
 class Harness:
@@ -26,10 +38,13 @@ class Harness:
         num_decode: int,
         wait_s: float,
         slo: SloConfig | None = None,
+        now: Callable[[], float] = time.monotonic,
     ) -> None:
         self.tokenizer = tokenizer
         self.world = World()
-        self.fleet = Fleet(config.worker_silence_s, drain_s=config.drain_s)
+        self.fleet = Fleet(
+            config.worker_silence_s, drain_s=config.drain_s, attempt_deadline_s=config.attempt_deadline_s, now=now
+        )
         self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s, slo)
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)
         self.prefills = [FakeWorker(self.world, f"p{i}", "prefill") for i in range(num_prefill)]
@@ -59,6 +74,17 @@ class Harness:
         client: Any = self.http()
         return openai.AsyncOpenAI(api_key="x", base_url="http://router/v1", http_client=client, max_retries=0)
 
+    async def pass_time(self, clock: Clock, seconds: float) -> None:
+        """Ticks, before each of which every worker that is not mute says how it is. The fleet was made with this
+        clock."""
+        for _ in range(int(seconds / TICK_S)):
+            clock.seconds += TICK_S
+            for worker in self.world.workers.values():
+                worker.report()
+            await settle()
+            self.fleet.look()
+            await settle()
+
     async def collect(self, prompt: Any, sampling: SamplingParams) -> list[ChoiceResult]:
         return await asyncio.wait_for(self.service.collect([prompt], sampling), 10)
 
@@ -70,6 +96,12 @@ class Harness:
             assert (result.token_ids, result.finish_reason) == (tokens, reason)
             shown = tokens[:-1] if reason == "stop" else tokens
             assert result.text == self.tokenizer.decode(shown)
+
+
+async def settle() -> None:
+    """Let everything happen that needs no time."""
+    for _ in range(50):
+        await asyncio.sleep(0)
 
 
 async def until(condition: Any, seconds: float = 5.0) -> None:

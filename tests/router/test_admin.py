@@ -12,7 +12,7 @@ from router.harness import Harness, until
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, SamplingParams, SetRole
 from pdserve.router import admin as router_admin
-from pdserve.router.admin import Admin, Count
+from pdserve.router.admin import Admin, CannotScale, Count
 from pdserve.router.app import build_app
 from pdserve.router.errors import ApiError
 
@@ -177,7 +177,7 @@ async def test_counts_go_to_who_starts_workers(make: Make) -> None:
     counts.broken = ConnectionError("the controller is gone")
     await refused(admin.scale({"decode": 1}), 503, "controller")
     await refused(admin.report(), 503, "controller")
-    counts.broken = ValueError("external_scaler_enabled")
+    counts.broken = CannotScale("external_scaler_enabled")
     await refused(admin.scale({"decode": 1}), 409, "external_scaler_enabled")
     await refused(Admin(harness.fleet).scale({"decode": 1}), 409)
 

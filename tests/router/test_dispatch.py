@@ -339,15 +339,6 @@ async def test_an_overloaded_prefill_worker_leaves_the_work_to_d(make: Make) -> 
     assert [s.phase for s in harness.decodes[0].submits()] == ["full"]
 
 
-async def test_a_silent_leg_is_moved(make: Make) -> None:
-    harness = await make(0, 2, attempt_deadline_s=0.1).start()
-    harness.decodes[0].mute = True
-    for _ in range(2):  # round robin reaches the mute one at least once
-        harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
-    assert any(isinstance(c, Cancel) for c in harness.decodes[0].commands)
-    assert await harness.world.settled() == 0
-
-
 async def test_duplicated_and_stale_events_change_nothing(make: Make) -> None:
     harness = await make(1, 2).start()
     old: list[Event] = []

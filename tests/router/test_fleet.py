@@ -3,7 +3,7 @@
 import asyncio
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,10 +12,12 @@ import pytest
 from router.fake_worker import FakeWorker
 from router.harness import Harness, until
 
+from pdserve.background import tasks
 from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, EventBatch, PeerStatus, SamplingParams, encode
 from pdserve.router import fleet
 from pdserve.router.choose import Chooser, Demand, NoWorker
 from pdserve.router.fleet import Fleet
+from pdserve.router.worker_state import WorkerState
 
 Make = Callable[..., Harness]
 PROMPT = tuple(range(10, 30))
@@ -392,3 +394,51 @@ def test_the_router_room_imports_no_torch_and_no_ray() -> None:
     assert (
         subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
     )
+
+
+async def test_an_error_in_the_tick_ends_neither_silence_nor_introductions(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+    harness = make(0, 2, worker_silence_s=0.2)
+    introduce, calls = harness.fleet._introducer.introduce, iter(range(1000))
+
+    def sometimes(workers: Iterable[WorkerState]) -> None:
+        if asyncio.current_task() is harness.fleet._ticker and next(calls) in (0, 1, 3):
+            raise KeyError("by test")
+        introduce(workers)
+
+    monkeypatch.setattr(harness.fleet._introducer, "introduce", sometimes)
+    await harness.start()
+    await until(lambda: next(calls) > 4)
+    assert len(harness.fleet.workers) == 2
+    for worker in harness.decodes:
+        worker.mute = True
+    await until(lambda: not harness.fleet.worker_ids)
+    assert harness.fleet._ticker is not None and not harness.fleet._ticker.done()
+
+
+async def test_an_error_while_a_worker_is_forgotten_keeps_it_from_nothing(
+    make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its legs move, the error is told, and it can join again."""
+    harness = await make(0, 2).start()
+    for worker in harness.decodes:
+        worker.step_s = 0.05
+    task = asyncio.create_task(harness.collect(PROMPT, sampling()))
+    await until(lambda: any(worker.submits() for worker in harness.decodes))
+    busy = next(worker for worker in harness.decodes if worker.submits())
+
+    def fails(gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
+        raise KeyError("by test")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.fleet._introducer, "lost", fails)
+        for queue in busy._streams.values():
+            queue.put_nowait(None)
+        await until(lambda: busy.worker_id not in harness.fleet.worker_ids)
+    harness.check(await task, PROMPT, sampling())
+    assert "background task worker stream failed" in caplog.text
+    assert busy.held() == 0, "its stream was closed"
+    harness.fleet.join(busy)
+    await until(lambda: len(harness.fleet.workers) == 2)

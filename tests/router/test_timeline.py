@@ -10,9 +10,9 @@ import httpx
 import msgspec
 import pytest
 from router.fake_worker import FakeWorker, expected_tokens
-from router.harness import MODEL, Harness, until
+from router.harness import MODEL, Clock, Harness, until
 
-from pdserve.engine.protocol import Arrived, Delta, Event, LegTimes, SamplingParams
+from pdserve.engine.protocol import Arrived, Delta, Event, LegTimes, SamplingParams, Submit
 from pdserve.router.errors import RequestFailed
 from pdserve.router.service import Generation
 from pdserve.router.timeline import LegReport, PromptTimeline, Timeline
@@ -177,15 +177,26 @@ async def test_failover(start: Make, caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_refused_attempt_and_silence_are_named(start: Make) -> None:
-    harness = await start(0, 2, attempt_deadline_s=0.1)
+    clock = Clock()
+    harness = await start(0, 2, attempt_deadline_s=3, now=clock)
     refused = iter([True])
     for worker in harness.decodes:
         worker.fail_submit = lambda submit: "internal" if next(refused, False) else None
     [line] = await run(harness)
     assert [(leg.end, leg.reason) for leg in line.legs] == [("lost", "internal: internal by test"), ("finished", "")]
-    harness.decodes[0].mute = harness.decodes[0].alive
-    silent = [line for [line] in [await run(harness) for _ in range(2)] if line.failovers]
-    assert silent and all("no sign of progress for 0.1 s" in line.legs[0].reason for line in silent)
+    lost: list[Submit] = []
+
+    def loses(submit: Submit) -> bool:
+        lost.append(submit)
+        return len(lost) == 1
+
+    for worker in harness.decodes:
+        worker.loses = loses
+    running = asyncio.create_task(run(harness))
+    await until(lambda: lost)
+    await harness.pass_time(clock, 4)
+    [line] = await running
+    assert line.failovers == 1 and line.legs[0].reason == "no sign of progress for 3 s"
 
 
 async def test_choices_share_a_leg(start: Make) -> None:

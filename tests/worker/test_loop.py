@@ -1,13 +1,14 @@
-"""What a worker loop does when nothing is asked of it."""
+"""What a worker loop does when nothing is asked of it, and what it says of legs that wait."""
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pair import ROUTER, SESSION, Pair, deltas, submit
+from pair import ROUTER, SESSION, Pair, Worker, deltas, prompt_of, submit
 
-from pdserve.engine.protocol import RequestKey, SamplingParams
+from pdserve.engine.engine import StepResult
+from pdserve.engine.protocol import LegsWaiting, RequestKey, SamplingParams, Subscribe
 from pdserve.worker import loop as worker_loop
 
 
@@ -47,3 +48,80 @@ def test_a_lost_block_ends_the_loop_after_a_rest(pair: Pair, monkeypatch: pytest
     pair.d.engine.blocks.allocate(1)
     with pytest.raises(AssertionError, match="reference counts"):
         pair.until(lambda: False, 5)
+
+
+def told_waiting(worker: Worker, session: int = SESSION) -> list[tuple[tuple[str, int], ...]]:
+    """Each LegsWaiting to one router."""
+    return [e.legs for e in worker.by_session[f"{ROUTER}/{session}"] if isinstance(e, LegsWaiting)]
+
+
+@pytest.fixture
+def narrow(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """D runs one sequence at a time, computes 16 tokens per step, and reports with every turn."""
+    monkeypatch.setattr(worker_loop, "SNAPSHOT_PERIOD_S", 0.0)
+    pair = Pair(tiny_llama, d={"max_num_seqs": 1, "max_num_batched_tokens": 16})
+    yield pair
+    pair.close()
+
+
+def test_a_leg_that_waits_behind_work_is_told_and_one_that_has_begun_is_not(narrow: Pair) -> None:
+    first, second = (RequestKey(ROUTER, SESSION, name, 3) for name in ("first", "second"))
+    sampling = SamplingParams(max_tokens=6, seed=1, ignore_eos=True)
+    for key in (first, second):
+        narrow.d.command(submit(key, "full", [1, 2, 3], sampling))
+    narrow.until(lambda: any(delta.finish_reason for delta in deltas(narrow.d, first)))
+    waited = told_waiting(narrow.d)
+    assert len(waited) >= 6 and all(("second", 3) in legs for legs in waited)
+    assert sum(("first", 3) in legs for legs in waited) <= 1, "its prompt was computed in one step"
+    narrow.d.by_session.clear()
+    narrow.until(lambda: any(delta.finish_reason for delta in deltas(narrow.d, second)))
+    assert sum(("second", 3) in legs for legs in told_waiting(narrow.d)) <= 1
+    narrow.d.by_session.clear()
+    narrow.turn()
+    assert told_waiting(narrow.d) == [], "nothing is left"
+
+
+def test_a_prompt_in_many_steps_is_told_as_long_as_it_advances(narrow: Pair) -> None:
+    key = RequestKey(ROUTER, SESSION, "long")
+    narrow.d.command(submit(key, "full", prompt_of(100), SamplingParams(max_tokens=2, seed=1, ignore_eos=True)))
+    narrow.until(lambda: deltas(narrow.d, key))
+    assert 6 <= len(told_waiting(narrow.d)) <= 8, "with each of 7 steps"
+
+
+def test_a_router_is_told_of_its_own_legs_only(narrow: Pair) -> None:
+    narrow.d.command(Subscribe(router_id=ROUTER, session=SESSION + 1))
+    keys = [RequestKey(ROUTER, session, "same") for session in (SESSION, SESSION + 1, SESSION + 1)]
+    keys[2] = RequestKey(ROUTER, SESSION + 1, "other")
+    for key in keys:
+        narrow.d.command(submit(key, "full", [1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True)))
+    narrow.d.by_session.clear()
+    narrow.until(lambda: any(delta.finish_reason for delta in deltas(narrow.d, keys[0])))
+    assert {leg for legs in told_waiting(narrow.d) for leg in legs} <= {("same", 0)}
+    assert {leg for legs in told_waiting(narrow.d, SESSION + 1) for leg in legs} == {("same", 0), ("other", 0)}
+
+
+def test_a_queue_that_does_not_move_is_no_reason_to_wait(narrow: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when its blocks never come back: the router shall find that nothing happens."""
+    monkeypatch.setattr(narrow.d.engine, "step", StepResult)
+    narrow.d.command(submit(RequestKey(ROUTER, SESSION, "stuck"), "full", [1, 2, 3], SamplingParams(seed=1)))
+    for _ in range(5):
+        narrow.turn()
+    assert told_waiting(narrow.d) == []
+
+
+def test_an_import_that_waits_for_blocks_is_told(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_loop, "SNAPSHOT_PERIOD_S", 0.0)
+    pair = Pair(tiny_llama, d={"num_kv_blocks": 8})
+    try:
+        sampling = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)
+        prompt = prompt_of(40)
+        handoff, first = pair.prefill(prompt, sampling)
+        taken = pair.d.engine.blocks.allocate(pair.d.engine.blocks.num_free)
+        key = pair.decode(handoff, prompt, sampling, first)
+        for _ in range(3):
+            pair.turn()
+        assert told_waiting(pair.d) == [((key.request_id, key.attempt),)] * 3
+        pair.d.engine.blocks.release(taken)
+        pair.finish(key)
+    finally:
+        pair.close()

@@ -1,0 +1,80 @@
+"""Background tasks that do not end without a word: what one raises is logged with its traceback and counted.
+
+    keep:  running --returns--> ended           once:  running --returns--> ended
+             |  ^                                         '----raises---> ended, logged and counted
+           raises, logged and counted
+             '--pause: twice as long each time, up to a bound; short again after STEADY_S without a failure
+    both:  cancelled --> ended
+
+Knows nothing of what the tasks do: whoever starts one says whether it may be run again. The caller keeps the task that
+it gets, as with `asyncio.create_task`. Used by the router, and by the Serve replicas of routers and workers.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from prometheus_client import Counter
+
+logger = logging.getLogger(__name__)
+
+FIRST_PAUSE_S = 0.5
+STEADY_S = 60.0
+
+# One counter per process, whose shell exposes it.
+FAILURES = Counter(
+    "pdserve_background_failures",
+    "Errors that ended a run of a background task of this process.",
+    ["task"],
+    registry=None,
+)
+
+
+def keep(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float = 5.0) -> asyncio.Task[None]:
+    """Run until it returns or the task is cancelled; after an error run it again. name: one of few, a metric's label.
+    longest_pause_s: bound of the pause before another run."""
+    return once(name, _kept(name, run, longest_pause_s))
+
+
+def once(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run to its end; an error ends it. name: as in `keep`."""
+    FAILURES.labels(name)  # counts from zero: the first failure is a step that a query sees
+    task = asyncio.get_running_loop().create_task(work, name=name)
+    task.add_done_callback(_ended)
+    return task
+
+
+def failed(name: str, error: BaseException) -> None:
+    """Log and count an error that its task survives."""
+    FAILURES.labels(name).inc()
+    logger.error("background task %s failed", name, exc_info=error)
+
+
+async def _kept(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float) -> None:
+    loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+    while True:
+        began = loop.time()
+        try:
+            return await run()
+        except asyncio.CancelledError as error:
+            if _is_cancelled():
+                raise
+            failed(name, error)  # something that it awaited was cancelled, not the task
+        except Exception as error:
+            failed(name, error)
+        if loop.time() - began >= STEADY_S:
+            pause_s = FIRST_PAUSE_S
+        await asyncio.sleep(min(pause_s, longest_pause_s))
+        pause_s *= 2
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _ended(task: asyncio.Task[None]) -> None:
+    error = None if task.cancelled() else task.exception()
+    if error is not None:
+        failed(task.get_name(), error)
