@@ -6,11 +6,12 @@ two turns.
 
 import itertools
 import random
-import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from waiting import until
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.engine.engine import Engine
@@ -127,11 +128,7 @@ class Pair:
 
     def until(self, done: Callable[[], object], seconds: float = 10.0) -> None:
         """Turn both loops until `done()`."""
-        limit = time.monotonic() + seconds
-        while not done():
-            assert time.monotonic() < limit, "nothing came of it"
-            self.turn()
-            time.sleep(0.0005)
+        until(done, seconds, self.turn, pause_s=0.0005)
 
     def prefill(self, prompt: list[int], sampling: SamplingParams) -> tuple[Handoff | None, dict[int, list[int]]]:
         """Run the prefill leg: the hand-off (None when every choice is finished) and the first tokens."""

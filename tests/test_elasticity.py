@@ -3,13 +3,14 @@ the byte, and nothing has failed. The same over Ray, with counts and nodes: test
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 from constant_load import Calm, calmed, load
 from hosts import Host, hosts
 from served import DEMO, Cluster, blocks_in_use, cluster
 from streams import drafted, prompts
+from waiting import Condition, until_async
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.admin import Admin
@@ -37,10 +38,8 @@ def state_of(running: Cluster, host: Host) -> WorkerState:
     return next(worker for worker in running.fleet.workers if worker.worker_id == host.worker_id)
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(40):
-        while not condition():
-            await asyncio.sleep(0.005)
+async def until(condition: Condition) -> None:
+    await until_async(condition, 40.0)
 
 
 async def all_free(*running: Cluster) -> None:

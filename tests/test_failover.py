@@ -20,6 +20,7 @@ from processes import freeze
 from routers import RouterProcess
 from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 from streams import Ask, check, drafted, mid_stream, prompts
+from waiting import Condition, until_async
 
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.worker_state import Leg, WorkerState
@@ -73,10 +74,8 @@ async def under_way(running: Cluster, stage: Stage) -> AsyncIterator[list[Ask]]:
     assert check(asks, answers, stage.expected) < LONGEST_GAP_S
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(40):
-        while not condition():
-            await asyncio.sleep(0.002)
+async def until(condition: Condition) -> None:
+    await until_async(condition, 40.0)
 
 
 def state_of(running: Cluster, worker: Host) -> WorkerState:

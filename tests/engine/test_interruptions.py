@@ -257,9 +257,9 @@ def test_readers_of_an_old_ticket_notice_the_reset(tiny_llama: Path) -> None:
 
 
 def test_calls_of_several_threads_run_one_after_the_other(
-    tiny_llama: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, is_async: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make_llm(tiny_llama, is_async=False)
+    llm = make_llm(tiny_llama, is_async)
     running = threading.Lock()
     run_to_end = llm._run_to_end
 

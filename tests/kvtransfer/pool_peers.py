@@ -5,13 +5,14 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS
 from prometheus_client import CollectorRegistry
+from waiting import until
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.build import build_pool
@@ -73,7 +74,7 @@ class Engine:
             self.wait_available()
 
     def wait_available(self, timeout_s: float = 10.0) -> None:
-        wait_until(lambda: self.pool.available, timeout_s, "the pool is not available")
+        until(lambda: self.pool.available, timeout_s)
 
     def gated_copies(self) -> PoolFaults:
         """From now on copies wait while `.copies_frozen` of the result is set."""
@@ -142,13 +143,6 @@ class Engine:
 
     def close(self) -> None:
         self.pool.close()
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, complaint: str) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, complaint
-        time.sleep(0.005)
 
 
 def keep_in_another_process(address: str, tokens: list[int], blocks: list[int]) -> None:

@@ -2,12 +2,13 @@
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
 import zmq
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern
+from waiting import until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import RequestKey, Source, Ticket
@@ -48,8 +49,8 @@ def sink(connected: Engine) -> Engine:
 
 
 @pytest.fixture
-def local(sink: Engine) -> Iterator[LocalSource]:
-    """A source in this process, to be tampered with; the sink of the module is connected to it."""
+def local() -> Iterator[LocalSource]:
+    """A source in this process, to be tampered with."""
     source = LocalSource("tampered", TransferConfig(connector="local", lease_s=LEASE_S), seed=5)
     yield source
     source.close()
@@ -79,13 +80,6 @@ def follow(
 def arrived(sink: Engine, local: list[int], remote: list[int], seconds: float = 5.0) -> None:
     """Those rows are there, soon."""
     until(lambda: torch.equal(sink.pool[local], pattern(5)[remote]), seconds)
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not come true"
-        time.sleep(0.001)
 
 
 def complete(sink: Engine, pull_id: int, ticket: Ticket, deadline_s: float = 5.0) -> PullDone | PullFailed:

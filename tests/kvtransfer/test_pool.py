@@ -25,8 +25,8 @@ from kvtransfer.pool_peers import (
     keep_in_another_process,
     left_behind,
     prompt,
-    wait_until,
 )
+from waiting import until
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.breaker import Breaker
@@ -59,7 +59,7 @@ def engines(server: Server) -> Iterator[tuple[Engine, Engine]]:
     writer, reader = Engine(server), Engine(server)
     yield writer, reader
     tidy = dict.fromkeys(left_behind(server), 0)
-    wait_until(lambda: left_behind(server) == tidy, 5.0, f"left behind: {left_behind(server)}")
+    until(lambda: left_behind(server) == tidy, 5.0)
     writer.close()
     reader.close()
 
@@ -192,7 +192,7 @@ def test_a_block_reused_during_a_store_is_not_found(engines: tuple[Engine, Engin
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(tokens, range(8))
-    wait_until(lambda: writer.pool._operations[op_id].touching, 5.0, "no copy began")
+    until(lambda: writer.pool._operations[op_id].touching, 5.0)
     writer.generations[6] += 1
     writer.blocks[6] = 0.5
     gate.copies_frozen = False
@@ -233,7 +233,7 @@ def test_blocks_settle_when_the_copy_ends(engines: tuple[Engine, Engine], how: s
     gate.copies_frozen = True
     started = time.monotonic()
     op_id = reader.begin_retrieve(tokens, range(8), deadline_s=0.3 if how == "deadline" else 30.0)
-    wait_until(lambda: reader.pool._operations[op_id].touching, 5.0, "no copy began")
+    until(lambda: reader.pool._operations[op_id].touching, 5.0)
     if how == "cancelled":
         reader.pool.cancel(op_id)
     assert reader.next_event(op_id) == PoolFailed(op_id, how, "", settled=False)
@@ -254,7 +254,7 @@ def test_a_store_that_is_cancelled_settles_too(engines: tuple[Engine, Engine]) -
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(prompt(8 * CHUNK), range(32))
-    wait_until(lambda: writer.pool._operations[op_id].touching, 5.0, "no copy began")
+    until(lambda: writer.pool._operations[op_id].touching, 5.0)
     writer.pool.cancel(op_id)
     assert writer.next_event(op_id) == PoolFailed(op_id, "cancelled", "", settled=False)
     assert writer.begin_store(prompt(CHUNK), range(4)) is None, "the sources still count for the cap"
@@ -270,7 +270,7 @@ def test_cancelled_while_it_waits_settles_at_once(engines: tuple[Engine, Engine]
     gate = reader.gated_copies()
     gate.copies_frozen = True
     first = reader.begin_retrieve(tokens, range(4))
-    wait_until(lambda: reader.pool._operations[first].touching, 5.0, "no copy began")
+    until(lambda: reader.pool._operations[first].touching, 5.0)
     second = reader.begin_retrieve(tokens, range(8, 12))
     reader.pool.cancel(second)
     assert reader.next_event(second) == PoolFailed(second, "cancelled", "", settled=True)
@@ -328,7 +328,7 @@ def test_close_ends_everything(server: Server) -> None:
     assert engine.begin_store(tokens, range(4)) is None
     op_id = engine.begin_lookup(tokens)
     assert engine.pool.poll() == [PoolFound(op_id, 0)]
-    wait_until(lambda: threading.active_count() <= before, 5.0, f"threads are left: {threading.enumerate()}")
+    until(lambda: len(threading.enumerate()) <= before, 5.0)
 
 
 # -- faults of the in-process twin
@@ -353,7 +353,7 @@ def open_breaker(engine: Engine, tokens: list[int]) -> None:
         else:
             assert engine.lookup(tokens) == 0
         assert time.monotonic() - started < IMPATIENT.request_deadline_s + 0.5
-    wait_until(lambda: not engine.pool.available, 1.0, "the breaker is closed after three errors")
+    until(lambda: not engine.pool.available, 1.0)
 
 
 def test_the_breaker_opens_probes_and_closes(twin: tuple[LocalPoolServer, Engine]) -> None:
@@ -386,7 +386,7 @@ def test_an_answer_in_between_keeps_the_breaker_closed(twin: tuple[LocalPoolServ
             server.faults.frozen = True
             assert engine.lookup(tokens) == 0
         server.faults.frozen = False
-        wait_until(lambda: engine.lookup(tokens) == CHUNK, 3.0, "no answer after the thaw")
+        until(lambda: engine.lookup(tokens) == CHUNK, 3.0)
     assert engine.pool.available
 
 
@@ -509,7 +509,7 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
             setattr(server.faults, dice.choice(["frozen", "dead", "wrong", "copies_frozen"]), dice.random() < 0.5)
         poll()
     server.faults.__dict__.update(vars(PoolFaults()))
-    wait_until(lambda: poll() and all(results.values()) and not holding, 10.0, f"never ends: {holding}")
+    until(lambda: poll() and all(results.values()) and not holding, 10.0)
     poll()
     for events in results.values():
         unsettled = isinstance(events[0], PoolFailed) and not events[0].settled
@@ -544,13 +544,13 @@ def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, rea
     finally:
         os.kill(real_server.process.pid, signal.SIGCONT)
     real.wait_available()
-    wait_until(lambda: real.lookup(tokens) == 2 * CHUNK, 5.0, "no hit after the thaw")
+    until(lambda: real.lookup(tokens) == 2 * CHUNK, 5.0)
     assert real.untouched(range(40, 44)), "late answers copy nothing"
     assert isinstance(real.retrieve(tokens, range(20, 28)), PoolDone)
     assert real.holds(tokens, range(20, 28))
     assert isinstance(real.store(unstored, range(4)), PoolStored)
     tidy = dict.fromkeys(left_behind(real_server), 0)
-    wait_until(lambda: left_behind(real_server) == tidy, 5.0, f"left behind: {left_behind(real_server)}")
+    until(lambda: left_behind(real_server) == tidy, 5.0)
 
 
 def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer) -> None:
@@ -561,7 +561,7 @@ def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer
     gate.copies_frozen = True
     reads, stores = real.begin_retrieve(tokens, range(20, 28)), real.begin_store(other, range(4))
     for op_id in (reads, stores):
-        wait_until(lambda op_id=op_id: real.pool._operations[op_id].touching, 5.0, "no copy began")
+        until(lambda op_id=op_id: real.pool._operations[op_id].touching, 5.0)
     os.kill(real_server.process.pid, signal.SIGSTOP)
     try:
         gate.copies_frozen = False
@@ -572,7 +572,7 @@ def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer
     finally:
         os.kill(real_server.process.pid, signal.SIGCONT)
     tidy = dict.fromkeys(left_behind(real_server), 0)
-    wait_until(lambda: left_behind(real_server) == tidy, 5.0, f"left behind: {left_behind(real_server)}")
+    until(lambda: left_behind(real_server) == tidy, 5.0)
 
 
 def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
@@ -602,7 +602,7 @@ def test_an_uncommitted_reservation_is_not_committed_by_our_leaving(real_server:
 
 def test_a_server_that_does_not_fit_is_named(real_server: PoolServer, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(real_server, config=CONFIG.model_copy(update={"chunk_tokens": 2 * CHUNK}), connect=False)
-    wait_until(lambda: "pool.chunk_tokens" in caplog.text, 5.0, "no complaint")
+    until(lambda: "pool.chunk_tokens" in caplog.text, 5.0)
     assert f"has chunks of {CHUNK} tokens, pool.chunk_tokens is {2 * CHUNK}" in caplog.text
     assert engine.lookup(prompt(2 * CHUNK)) == 0
     assert not engine.pool.available
@@ -629,14 +629,14 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         engine = Engine(servers[0])
         tokens, other = prompt(2 * CHUNK), prompt(CHUNK)
         engine.keep(tokens, range(8))
-        wait_until(lambda: len(list((tmp_path / "tier").rglob("*.data"))) >= 2, 10.0, "nothing came to the disk")
+        until(lambda: len(list((tmp_path / "tier").rglob("*.data"))) >= 2, 10.0)
         gate = engine.gated_copies()
         gate.copies_frozen = True
         reads, stores = engine.begin_retrieve(tokens, range(20, 28)), engine.begin_store(other, range(4))
         for op_id in (reads, stores):
-            wait_until(lambda op_id=op_id: engine.pool._operations[op_id].touching, 5.0, "no copy began")
+            until(lambda op_id=op_id: engine.pool._operations[op_id].touching, 5.0)
         servers[0].process.kill()
-        wait_until(lambda: not engine.pool.available, 2.0, "its death is not noticed")
+        until(lambda: not engine.pool.available, 2.0)
         gate.copies_frozen = False
         ends = {event.op_id: event for event in drain(engine, 2)}
         assert isinstance(ends[reads], PoolDone) and engine.holds(tokens, range(20, 28))
@@ -651,13 +651,13 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr("pdserve.kvtransfer.lmcache_pool.PREFETCH_MARGIN", 0.0)
         engine.lookup(tokens)  # gives up while the server loads, unless that took no time
         monkeypatch.undo()
-        wait_until(lambda: engine.lookup(tokens) == 2 * CHUNK, 5.0, "the disk tier does not hit")
+        until(lambda: engine.lookup(tokens) == 2 * CHUNK, 5.0)
         assert engine.lookup(other) == 0, "what was never committed"
         engine.blocks.fill_(EMPTY)
         assert isinstance(engine.retrieve(tokens, range(40, 48)), PoolDone)
         assert engine.holds(tokens, range(40, 48))
         tidy = dict.fromkeys(left_behind(servers[1]), 0)
-        wait_until(lambda: left_behind(servers[1]) == tidy, 5.0, f"left behind: {left_behind(servers[1])}")
+        until(lambda: left_behind(servers[1]) == tidy, 5.0)
         engine.close()
     finally:
         for server in servers:
@@ -672,7 +672,7 @@ def drain(engine: Engine, count: int, timeout_s: float = 10.0) -> list[PoolEvent
         events.extend(engine.pool.poll())
         return len(events) >= count
 
-    wait_until(enough, timeout_s, "too few events")
+    until(enough, timeout_s)
     return events
 
 
@@ -730,7 +730,7 @@ def test_a_server_ends_with_its_parent() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    wait_until(lambda: not psutil.pid_exists(int(pid)), 15.0, "the server outlives its parent")
+    until(lambda: not psutil.pid_exists(int(pid)), 15.0)
     assert not Path(memory).exists(), "its shared memory stays"
 
 

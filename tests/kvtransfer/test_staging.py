@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, rows
+from waiting import until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus, RequestKey, Source, Ticket
@@ -34,13 +35,6 @@ def name() -> RequestKey:
 def pull(sink: Engine, ticket: Ticket, local: list[int], skip: int = 0, deadline_s: float = 10.0) -> Any:
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, skip, deadline_s)
     return sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
-
-
-def until(condition: Callable[[], bool], seconds: float = 5.0) -> None:
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "it did not come true"
-        time.sleep(0.001)
 
 
 def ring_of(sink: Engine) -> StagingRing:
@@ -460,6 +454,7 @@ def test_rows_arrive_on_a_device(sizes: tuple[int, int]) -> None:
 # --- the ring ---
 
 
+@pytest.mark.parametrize("sizes", [(16, 16)], indirect=True)
 def test_the_ring_is_taken_when_it_is_needed(source: LocalSource) -> None:
     sink = Engine(f"d{next(_names)}", LOCAL, block_size=source.block_size)
     try:

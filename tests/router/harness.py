@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import openai
 from router.fake_worker import FakeWorker, World, expected_tokens
+from waiting import Condition, until_async
 
 from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.engine.protocol import SamplingParams
@@ -104,9 +105,5 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Any, seconds: float = 5.0) -> None:
-    for _ in range(int(seconds / 0.005)):
-        if condition():
-            return
-        await asyncio.sleep(0.005)
-    raise AssertionError("it did not happen in time")
+async def until(condition: Condition, seconds: float = 5.0) -> None:
+    await until_async(condition, seconds)

@@ -28,6 +28,10 @@ def parts_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     return request.param
 
 
+announces_nothing = pytest.mark.parametrize("parts_from", [0], indirect=True, ids=[""])
+"""Marks tests in which no prompt is announced: overlapped they would run twice on the same thing."""
+
+
 def sampling(**values: Any) -> SamplingParams:
     return SamplingParams(**({"seed": 7, "max_tokens": 12, "ignore_eos": True} | values))
 
@@ -110,6 +114,7 @@ async def test_choices_that_end_at_p_do_not_reach_d(make: Make) -> None:
     assert await harness.world.settled() == 0
 
 
+@announces_nothing
 async def test_short_prompts_and_missing_prefill_are_not_split(make: Make) -> None:
     harness = await make(1, 1, split_min_tokens=10).start()
     params = sampling()
@@ -283,6 +288,7 @@ async def test_internal_failure_goes_to_another_worker(make: Make, role: str) ->
     assert await harness.world.settled() == 0
 
 
+@announces_nothing
 async def test_a_single_worker_that_fails_once_is_tried_again(make: Make) -> None:
     harness = await make(0, 1).start()
     decode = harness.decodes[0]
@@ -301,6 +307,7 @@ async def test_attempts_are_bounded(make: Make) -> None:
     assert await harness.world.settled() == 0
 
 
+@announces_nothing
 async def test_attempts_count_only_those_without_progress(make: Make) -> None:
     harness = await make(0, 2, max_attempts=2).start()
     counts: dict[int, int] = {}
@@ -321,6 +328,7 @@ async def test_attempts_count_only_those_without_progress(make: Make) -> None:
     assert len(counts) == 5
 
 
+@announces_nothing
 @pytest.mark.parametrize(("kind", "status"), [("invalid", 400), ("overloaded", 429)])
 async def test_refusals_reach_the_client(make: Make, kind: str, status: int) -> None:
     harness = await make(0, 2).start()
@@ -356,6 +364,7 @@ async def test_duplicated_and_stale_events_change_nothing(make: Make) -> None:
     assert await harness.world.settled() == 0
 
 
+@announces_nothing
 async def test_reordered_events_are_a_failure_of_the_leg_not_of_the_answer(make: Make) -> None:
     harness = await make(0, 2).start()
     kept: list[Event] = []
@@ -457,6 +466,7 @@ async def test_metrics_count_what_happened(make: Make) -> None:
     assert value("pdserve_router_request_success_total", {"finished_reason": "length"}) == 1
 
 
+@announces_nothing
 async def test_a_call_that_is_left_counts_as_aborted(make: Make) -> None:
     harness = await make(0, 1).start()
     harness.decodes[0].step_s = 0.01
@@ -471,11 +481,13 @@ async def test_a_call_that_is_left_counts_as_aborted(make: Make) -> None:
     assert first is not None and count and first / count == pytest.approx(5, abs=0.5), "counts from the call's arrival"
 
 
+@announces_nothing
 def test_the_fake_worker_finishes_as_the_protocol_says() -> None:
     assert finish_of(sampling(max_tokens=2), [5, 6]) == ("length", None)
     assert finish_of(sampling(stop_token_ids=[6]), [5, 6]) == ("stop", 6)
 
 
+@announces_nothing
 @pytest.mark.parametrize(
     ("error", "status"), [(ValueError("prompt: too large to send"), 400), (RuntimeError("odd"), 500)]
 )

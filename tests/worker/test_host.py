@@ -10,6 +10,7 @@ from typing import TypeVar
 import psutil
 import pytest
 from hosts import Host, LocalLink, hosts
+from waiting import until_async
 
 from pdserve.engine.llm import LLM
 from pdserve.engine.protocol import (
@@ -63,10 +64,8 @@ class Wire:
         return [event for event in self.events if isinstance(event, kind)]
 
     async def until(self, kind: type[Kind], test: Callable[[Kind], object] = bool, seconds: float = 10.0) -> Kind:
-        async with asyncio.timeout(seconds):
-            while not (found := [event for event in self.of(kind) if test(event)]):
-                await asyncio.sleep(0.002)
-        return found[0]
+        await until_async(lambda: any(test(event) for event in self.of(kind)), seconds)
+        return next(event for event in self.of(kind) if test(event))
 
     async def next(self, kind: type[Kind]) -> Kind:
         """The first that comes from now on."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, submit
+from waiting import until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import (
@@ -150,10 +151,7 @@ def alone(tiny_llama: Path, **engine: object) -> Worker:
 
 
 def turn_until(worker: Worker, done: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 10
-    while not done():
-        assert time.monotonic() < limit, "nothing came of it"
-        worker.loop.turn()
+    until(done, 10.0, worker.loop.turn, pause_s=0.0)
 
 
 def test_a_leg_counts_when_some_of_its_choices_are_cancelled(tiny_llama: Path) -> None:
