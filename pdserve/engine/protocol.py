@@ -474,13 +474,11 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):
-    """The attempt ended without finishing. kind "invalid": never retry; "overloaded", "internal": another worker may
-    do.
-    """
+    """The attempt ended without finishing. kind "invalid": never retry; "internal": another worker may do."""
 
     request_id: str
     attempt: int
-    kind: Literal["invalid", "overloaded", "internal"]
+    kind: Literal["invalid", "internal"]
     message: str
 
 

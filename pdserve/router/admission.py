@@ -9,12 +9,13 @@ no HTTP and no text. `router.service` takes seats, a request's run gives them ba
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from pdserve.configs.schema import SloConfig
 from pdserve.router.errors import ApiError
 from pdserve.router.predict import Forecast
+from pdserve.router.timeline import rounded
 
 # Retry-After is kept within these seconds: less is a busy loop of the client, more is a guess about another hour
 SOONEST_S, LATEST_S = 1, 60
@@ -123,7 +124,7 @@ class Admission:
                 f"this router is answering {self.num_prompts} prompts and takes {self._max_prompts} at once: try again "
                 "later, or raise router.max_concurrent_prompts"
             )
-            raise _too_much(message, "too_many_concurrent_prompts", self.prompt_rate.seconds_for(over))
+            raise too_much(message, "too_many_concurrent_prompts", self.prompt_rate.seconds_for(over))
         self.num_prompts += num_prompts
         return [Seat(self) for _ in range(num_prompts)]
 
@@ -135,7 +136,7 @@ class Admission:
                 f"{self.queued_tokens} prompt tokens wait at this router, which takes {self._max_queued_tokens}: try "
                 "again later, or raise router.max_queued_tokens"
             )
-            raise _too_much(message, "too_many_queued_tokens", self.token_rate.seconds_for(over))
+            raise too_much(message, "too_many_queued_tokens", self.token_rate.seconds_for(over))
 
     @property
     def foresees(self) -> bool:
@@ -154,7 +155,13 @@ class Admission:
                 f"the first token would come after about {wait_ms + alone_ms:.0f} ms, but this server "
                 f"promises {self._slo.ttft_ms:g} ms (slo.ttft_ms; more than {latest_ms:g} are refused): try again later"
             )
-            raise _too_much(message, "predicted_late", _seconds(over_ms / 1000))
+            figures = {
+                "wait_s": rounded(forecast.wait_ms / 1000),
+                "own_s": rounded(forecast.own_ms / 1000),
+                "caution": rounded(self.caution),
+                "worker": forecast.worker,
+            }
+            raise too_much(message, "predicted_late", _seconds(over_ms / 1000), figures)
 
     def learn(self, forecast: Forecast, took_ms: float) -> None:
         """Follow the quantile IN_TIME of what first tokens took, relative to their forecast, where it mattered: steps
@@ -208,5 +215,7 @@ def _seconds(until: float) -> int:
     return min(LATEST_S, max(SOONEST_S, math.ceil(until)))
 
 
-def _too_much(message: str, code: str, retry_after: int) -> ApiError:
-    return ApiError(message, status=429, kind="rate_limit_error", code=code, retry_after=retry_after)
+def too_much(message: str, code: str, retry_after: int, figures: Mapping[str, object] | None = None) -> ApiError:
+    """ApiError (429). code: has a row in docs/security.md. retry_after: seconds. figures: see ApiError."""
+    kind = "rate_limit_error"
+    return ApiError(message, status=429, kind=kind, code=code, retry_after=retry_after, figures=figures)

@@ -501,16 +501,13 @@ class RequestRun:
         return list(chunks.values())
 
     async def _choose_again(self, failure: _LegFailed) -> Plan:
-        """Another worker; else the one that failed, if it lives; else whoever joins in time. An overload is
-        passed on at once."""
+        """Another worker; else the one that failed, if it lives; else whoever joins in time."""
         deadline = time.monotonic() + self._shared.resume_wait_s
         while True:
             changed = self._shared.fleet.changed
             try:
                 return self._choose()
             except NoWorker:
-                if failure.kind == "overloaded":
-                    raise RequestFailed("overloaded", f"all workers are full: {failure}") from None
                 self._excluded.clear()
             try:
                 return self._choose()

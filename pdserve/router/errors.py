@@ -4,17 +4,16 @@ Knows no HTTP framework. Raised by parsing, admission and dispatch; `router.app`
 events.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-FailureKind = Literal["invalid", "overloaded", "unavailable", "internal"]
+FailureKind = Literal["invalid", "unavailable", "internal"]
 
 LONGEST_MESSAGE = 2000
 LONGEST_PARAM = 200
 
 _STATUS: dict[str, tuple[int, str, str | None]] = {
     "invalid": (400, "invalid_request_error", None),
-    "overloaded": (429, "rate_limit_error", "overloaded"),
     "unavailable": (503, "service_unavailable_error", "no_workers"),
     "internal": (500, "internal_error", None),
 }
@@ -22,7 +21,7 @@ _STATUS: dict[str, tuple[int, str, str | None]] = {
 
 class ApiError(Exception):
     """An answer in OpenAI's error form. param: the request's parameter at fault. retry_after: seconds, for 429 and
-    503."""
+    503. figures: what it was decided by, for the log alone."""
 
     def __init__(
         self,
@@ -33,6 +32,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        figures: Mapping[str, object] | None = None,
     ) -> None:
         if len(message) > LONGEST_MESSAGE:  # it repeats something that was sent, which may be megabytes
             message = f"{message[:LONGEST_MESSAGE]} ... ({len(message)} characters)"
@@ -43,6 +43,7 @@ class ApiError(Exception):
         self.param = param if param is None else param[:LONGEST_PARAM]
         self.code = code
         self.retry_after = retry_after
+        self.figures = figures or {}
         self.logged = False  # whether the prompt that it ended has its line in the log
 
     @property
@@ -59,7 +60,7 @@ class RequestFailed(ApiError):
 
     def __init__(self, failure: FailureKind, message: str) -> None:
         status, kind, code = _STATUS[failure]
-        super().__init__(message, status=status, kind=kind, code=code, retry_after=1 if status in (429, 503) else None)
+        super().__init__(message, status=status, kind=kind, code=code, retry_after=1 if status == 503 else None)
         self.failure = failure
 
 

@@ -22,10 +22,12 @@ NO_BLOCKS_MS = 1000.0  # until running sequences have freed the blocks of a whol
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of a prompt's first token. wait_ms: for what was there before; own_ms: to compute the prompt."""
+    """Of a prompt's first token. wait_ms: for what was there before; own_ms: to compute the prompt. worker: the id of
+    the one that would compute it."""
 
     wait_ms: float
     own_ms: float
+    worker: str
 
 
 class Predictor:
@@ -114,7 +116,8 @@ class Predictor:
         """When that worker computes the prompt. share_ahead: of its queue, what the prompt does not overtake.
         unsent_tokens: of prompts that will be sent there before this one."""
         ahead_ms = self.queue_ms(worker) + 1000 * unsent_tokens / self.speed(worker)
-        return Forecast(share_ahead * ahead_ms + self.memory_ms(worker), self.compute_ms(worker))
+        wait_ms = share_ahead * ahead_ms + self.memory_ms(worker)
+        return Forecast(wait_ms, self.compute_ms(worker), worker.worker_id)
 
 
 def _measured_speed(worker: WorkerState) -> float:

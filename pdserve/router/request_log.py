@@ -68,7 +68,9 @@ class RequestLog:
         """A call was answered with an error before it was a prompt that could end."""
         if self.wanted:
             fields = {"model": self._model, "outcome": "refused", "status": error.status, "reason": error.reason}
-            self._write(request_id, f"request {request_id} refused", fields)
+            if error.retry_after is not None:
+                fields["retry_after_s"] = error.retry_after
+            self._write(request_id, f"request {request_id} refused", {**fields, **error.figures})
 
     def _write(self, request_id: str, message: str, fields: Mapping[str, object]) -> None:
         if self._config.format == "text":

@@ -253,7 +253,7 @@ EVENTS = (
     PromptScored(request_id="r", attempt=1, cached_tokens=16, start=4, logprobs=(None, LOGPROB), final=False),
     Handoff(request_id="r", attempt=1, ticket=TICKET),
     Arrived(request_id="r", attempt=2, source="p2p", num_bytes=1 << 33, num_descriptors=3, seconds=0.5),
-    Failed(request_id="r", attempt=2, kind="overloaded", message="full"),
+    Failed(request_id="r", attempt=2, kind="internal", message="full"),
     PEER,
     Snapshot(
         role="decode",

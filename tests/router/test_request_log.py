@@ -128,6 +128,28 @@ async def test_a_refused_call_has_a_line(
     assert not [text for text in lines.texts if SECRET in text]
 
 
+async def test_the_line_of_a_late_prompt_says_why(make: Make, lines: Lines) -> None:
+    """In both forms: what was before it, its own time, the caution, the worker; and for how long to stay away."""
+    harness = make(1, 2, slo={"ttft_ms": 200})
+    prefill = harness.prefills[0]
+    for worker in [prefill, *harness.decodes]:
+        worker.prefill_tokens_per_s = 1000.0
+    prefill.queue_tokens = 5000
+    await harness.start()
+    harness.service.admission.caution = 1.5
+    log_as(harness, format="json")
+    answer = await ask(harness, "late", prompt=list(range(10, 30)))
+    assert answer.status_code == 429
+    [line] = [line for line in lines.of("late") if "outcome" in line]
+    assert (line["outcome"], line["reason"], line["caution"]) == ("refused", "predicted_late", 1.5)
+    assert line["worker"] == "p0" and line["retry_after_s"] == int(answer.headers["retry-after"])
+    assert 4.5 < line["wait_s"] <= 5.0 and line["own_s"] == 0.02, "before the caution"
+    log_as(harness, format="text")
+    await ask(harness, "late-too", prompt=list(range(10, 30)))
+    [told] = [line["message"] for line in lines.of("late-too") if "outcome" in line]
+    assert "reason=predicted_late retry_after_s=" in told and "own_s=0.02 caution=1.5 worker=p0" in told
+
+
 async def test_a_request_that_fails_has_one_line_and_no_second(make: Make, lines: Lines) -> None:
     harness = await make(0, 1, max_attempts=1).start()
     log_as(harness, format="json")

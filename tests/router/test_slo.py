@@ -151,10 +151,10 @@ def test_what_is_ahead_of_a_priority() -> None:
 def test_lateness(wait_ms: float, own_ms: float, elapsed_ms: float, retry_after: int | None) -> None:
     admission = Admission(1, 1, SloConfig(ttft_ms=50, refuse_beyond=2))
     if retry_after is None:
-        admission.check_lateness(Forecast(wait_ms, own_ms), elapsed_ms)
+        admission.check_lateness(Forecast(wait_ms, own_ms, "w"), elapsed_ms)
         return
     with pytest.raises(ApiError) as caught:
-        admission.check_lateness(Forecast(wait_ms, own_ms), elapsed_ms)
+        admission.check_lateness(Forecast(wait_ms, own_ms, "w"), elapsed_ms)
     assert (caught.value.status, caught.value.retry_after) == (429, retry_after)
 
 
@@ -162,18 +162,18 @@ def test_forecasts_that_are_wrong_are_corrected() -> None:
     """First tokens take 1 to 4 times what is predicted: nine in ten take less than 3.7 times."""
     admission, draw = Admission(1, 1, SloConfig(ttft_ms=100)), random.Random(1)
     for _ in range(3000):
-        admission.learn(Forecast(60, 20), 80 * draw.uniform(1, 4))
+        admission.learn(Forecast(60, 20, "w"), 80 * draw.uniform(1, 4))
     assert 3.3 < admission.caution < 4.1
     before = admission.caution
-    admission.learn(Forecast(1, 1), 5000)
+    admission.learn(Forecast(1, 1, "w"), 5000)
     assert admission.caution == before, "nobody is refused for so little"
     with pytest.raises(ApiError):
-        admission.check_lateness(Forecast(30, 0), 0)
+        admission.check_lateness(Forecast(30, 0, "w"), 0)
     for _ in range(3000):
-        admission.learn(Forecast(60, 20), 16)
+        admission.learn(Forecast(60, 20, "w"), 16)
     assert admission.caution == CAUTION[0]
     for _ in range(200):
-        admission.learn(Forecast(60, 20), 1e9)
+        admission.learn(Forecast(60, 20, "w"), 1e9)
     assert admission.caution == CAUTION[1]
 
 
