@@ -58,6 +58,11 @@ class Host:
         self.process = _forks.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
 
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
     def wait(self, seconds: float = 60.0) -> None:
         """Until the engine serves."""
         limit = time.monotonic() + seconds

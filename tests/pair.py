@@ -6,6 +6,7 @@ two turns.
 
 import itertools
 import random
+import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 from waiting import until
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
+from pdserve.decode.phase import DecodePhase
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
 from pdserve.engine.protocol import (
@@ -38,7 +40,9 @@ from pdserve.engine.protocol import (
 )
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.local import LocalAgent, LocalFaults
 from pdserve.kvtransfer.local_pool import LocalPoolServer, local_pool
+from pdserve.prefill.phase import PrefillPhase
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
@@ -90,6 +94,27 @@ class Worker:
     def command(self, command: Command) -> None:
         self.loop.handle(decode_command(encode(command)))
 
+    def until(self, done: Callable[[], object], seconds: float = 10.0) -> None:
+        """Turn this loop alone until `done()`."""
+        until(done, seconds, self.loop.turn, pause_s=0.0005)
+
+    @property
+    def faults(self) -> LocalFaults:
+        """What the in-process transport is to do wrong."""
+        agent = self.sender._agent
+        assert isinstance(agent, LocalAgent)
+        return agent.faults
+
+    @property
+    def prefill(self) -> PrefillPhase:
+        assert self.loop.prefill is not None
+        return self.loop.prefill
+
+    @property
+    def decode(self) -> DecodePhase:
+        assert self.loop.decode is not None
+        return self.loop.decode
+
     def close(self) -> None:
         if self.pool is not None:
             self.pool.close()
@@ -129,6 +154,11 @@ class Pair:
     def until(self, done: Callable[[], object], seconds: float = 10.0) -> None:
         """Turn both loops until `done()`."""
         until(done, seconds, self.turn, pause_s=0.0005)
+
+    def turn_for(self, seconds: float) -> None:
+        """Turn both loops for as long: what is tested is a deadline of theirs."""
+        limit = time.monotonic() + seconds
+        self.until(lambda: time.monotonic() > limit, seconds + 10.0)
 
     def prefill(self, prompt: list[int], sampling: SamplingParams) -> tuple[Handoff | None, dict[int, list[int]]]:
         """Run the prefill leg: the hand-off (None when every choice is finished) and the first tokens."""

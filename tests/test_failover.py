@@ -99,13 +99,13 @@ async def begin(running: Cluster, asks: list[Ask], p: Host, successor: Host, *me
     await until(lambda: len(legs_of(running, p)) == len(asks))
     running.join(successor)
     await running.settled(successor, *meets)
-    os.kill(p.process.pid, signal.SIGCONT)
+    os.kill(p.pid, signal.SIGCONT)
 
 
 async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None:
     p, first, second, third = stage["P0"], stage["D0"], stage["D1"], stage["D2"]
     async with cluster(p, first, config=CONFIG) as running:
-        freeze(p.process.pid)
+        freeze(p.pid)
         async with under_way(running, stage) as asks:
             await begin(running, asks, p, second)
             await until(lambda: mid_stream(asks, 12))
@@ -127,7 +127,7 @@ async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: S
     """Some prompts wait, one is being computed, some are on their way to D, some are there."""
     p, successor, d = stage["P0"], stage["P1"], stage["D2"]
     async with cluster(p, d, config=CONFIG) as running:
-        freeze(p.process.pid)
+        freeze(p.pid)
         async with under_way(running, stage) as asks:
             await begin(running, asks, p, successor, d)
             await until(lambda: any(leg.handed_off for leg in legs_of(running, p)))
@@ -143,7 +143,7 @@ async def test_a_prefill_worker_dies_when_all_is_handed_over_and_nothing_arrived
     async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
         await all_handed_over(running, asks, p, d)
         p.kill()
-        os.kill(d.process.pid, signal.SIGCONT)
+        os.kill(d.pid, signal.SIGCONT)
         await until(lambda: mid_stream(asks, 3))
         assert await failovers(running) == 0  # D recomputes by itself
 
@@ -161,7 +161,7 @@ async def test_both_workers_die_between_hand_off_and_arrival(stage: Stage) -> No
 
 async def all_handed_over(running: Cluster, asks: list[Ask], p: Host, d: Host) -> None:
     """D stands still, P has done its part."""
-    freeze(d.process.pid)
+    freeze(d.pid)
     await until(lambda: len(legs_of(running, p)) == len(asks) and all(leg.handed_off for leg in legs_of(running, p)))
 
 
@@ -203,7 +203,7 @@ async def test_attempts_end_when_one_worker_after_the_other_dies(stage: Stage) -
         for dies, successor in ((first, second), (second, third)):
             running.join(successor)
             await running.settled(successor)
-            freeze(successor.process.pid)
+            freeze(successor.pid)
             dies.kill()
             await until(partial(has_legs, running, successor, len(asks) // 2))
         third.kill()

@@ -38,8 +38,17 @@ def make_engine(folder: Path | str, **config: Any) -> Engine:
 
 def paper_engine(folder: Path | str, **config: Any) -> Engine:
     engine = make_engine(folder, **config)
-    engine.runner = PaperRunner(engine)  # type: ignore[assignment]
+    put_on_paper(engine)
     return engine
+
+
+def put_on_paper(engine: Engine) -> None:
+    engine.runner = PaperRunner(engine)  # type: ignore[assignment]  # all that an engine calls, and no more
+
+
+def paper_of(engine: Engine) -> "PaperRunner":
+    assert isinstance(engine.runner, PaperRunner)
+    return engine.runner
 
 
 def submit_of(prompt: SequenceOf[int], sampling: SamplingParams, **more: Any) -> Submit:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.harness import Driver, alone, make_engine, paper_engine, submit_of
+from engine.harness import Driver, alone, make_engine, paper_engine, paper_of, submit_of
 
 from pdserve.engine import block_hasher
 from pdserve.engine import engine as engine_module
@@ -348,6 +348,6 @@ def test_a_closed_engine_serves_nothing(tiny_llama: Path) -> None:
     driver.add(prompt_of(40), SAMPLED)
     driver.step()
     engine.close()
-    assert all(fence.ready() for fence in engine.runner._fences)
+    assert all(fence.ready() for fence in paper_of(engine)._fences)
     with pytest.raises(RuntimeError, match="or it is closed"):
         driver.step()

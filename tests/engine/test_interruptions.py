@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from engine.harness import PaperRunner
+from engine.harness import PaperRunner, put_on_paper
 
 from pdserve.engine import engine as engine_module
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
@@ -45,7 +45,7 @@ SAMPLING = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20, repetitio
 def make_llm(folder: Path, is_async: bool, on_paper: bool = True) -> LLM:
     llm = LLM(str(folder), tokenizer=False, device="cpu", async_scheduling=is_async, **TIGHT)
     if on_paper:
-        llm.engine.runner = PaperRunner(llm.engine)
+        put_on_paper(llm.engine)
     return llm
 
 

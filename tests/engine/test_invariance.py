@@ -92,7 +92,7 @@ def test_the_way_does_not_matter(way: str, tiny_llama: Path, seen: Logits) -> No
     assert (engine.scheduler.num_preemptions > 0) == (way == "preempted")
 
 
-ODD_SHAPES = {
+ODD_SHAPES: dict[str, dict[str, Any]] = {
     "narrow": {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 12},
     "odd widths": {"intermediate_size": 101, "vocab_size": 251, "hidden_size": 52, "head_dim": 26},
     "wide heads": {"head_dim": 80, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 90},

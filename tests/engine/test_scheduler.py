@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import Driver, alone, paper_engine, prefix_digests, submit_of
+from engine.harness import Driver, alone, paper_engine, paper_of, prefix_digests, submit_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -27,7 +27,7 @@ def prompt_of(length: int, seed: int | str = 0) -> list[int]:
 
 def plans(engine: Engine) -> list[list[int]]:
     """Tokens per sequence of every step so far, in scheduling order."""
-    return [list(plan.values()) for plan in engine.runner.plans]  # type: ignore[attr-defined]
+    return [list(plan.values()) for plan in paper_of(engine).plans]
 
 
 def test_long_prompts_are_computed_in_chunks_beside_decodes(tiny_llama: Path) -> None:
@@ -222,7 +222,7 @@ def test_forks_share_the_prompt_and_copy_what_they_write_into(tiny_llama: Path, 
     assert engine.blocks.num_owned == -(-length // BLOCK)
     driver.step()
     partial = length % BLOCK != 0
-    assert engine.runner.num_copies == (3 if partial else 0)
+    assert paper_of(engine).num_copies == (3 if partial else 0)
     driver.run()
     for choice in range(4):
         assert driver.tokens[key, choice] == alone(engine, prompt, sampling, choice)
@@ -268,7 +268,7 @@ def test_blocks_are_called_written_when_the_device_has_written_them(tiny_llama: 
                 assert step < 5
                 continue
             digests = prefix_digests(prompts[written.key])[: len(written.block_ids) * BLOCK]
-            assert engine.runner.rows[list(written.block_ids)].reshape(-1).tolist() == digests
+            assert paper_of(engine).rows[list(written.block_ids)].reshape(-1).tolist() == digests
             seen[written.key].append(len(written.block_ids))
         for held in result.held:
             engine.release_held(held.key)
@@ -353,7 +353,7 @@ def imported(driver: Driver, prompt: list[int], sampling: SamplingParams, starts
     submit = submit_of(prompt, sampling, starts=starts, phase="decode")
     reservation = engine.reserve(engine.make_request(submit), starts)
     assert reservation is not None
-    engine.runner.fill(reservation.destination, prompt, reservation.num_cached)
+    paper_of(engine).fill(reservation.destination, prompt, reservation.num_cached)
     engine.join(reservation)
     for start in starts:
         driver.tokens[submit.key, start.choice] += start.forced

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine.harness import Driver, make_engine, paper_engine
+from engine.harness import Driver, make_engine, paper_engine, paper_of
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import SamplingParams
@@ -20,10 +20,10 @@ class Warmed:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         self.engine = paper_engine(folder, **config)
-        self.runner: Any = self.engine.runner
+        self.runner = paper_of(self.engine)
         self.dense_rows: list[int] = []
         self.requests: list[Request] = []
-        self.runner.warm_dense_prefill = self.dense_rows.append
+        monkeypatch.setattr(self.runner, "warm_dense_prefill", self.dense_rows.append, raising=False)
         make_request = self.engine.make_request
 
         def spy(submit: Any) -> Request:

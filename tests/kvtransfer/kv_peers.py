@@ -18,6 +18,7 @@ from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Ticket
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory, ReceiverEvent, Unpinned
+from pdserve.kvtransfer.local import LocalAgent, LocalFaults
 
 NUM_BLOCKS = 64
 LAYOUT = KVLayout.uniform(num_layers=2, heads=(0, 1), head_dim=8, block_size=16, dtype="float32")
@@ -146,8 +147,10 @@ class LocalSource:
         self.engine.close()
 
     @property
-    def faults(self) -> Any:
-        return self.engine.sender._agent.faults  # type: ignore[attr-defined]
+    def faults(self) -> LocalFaults:
+        agent = self.engine.sender._agent
+        assert isinstance(agent, LocalAgent)
+        return agent.faults
 
     def freeze(self) -> None:
         self.faults.frozen = True
@@ -223,6 +226,7 @@ class ProcessSource:
         return self._call("wakes")
 
     def freeze(self) -> None:
+        assert self.process.pid is not None
         freeze(self.process.pid)
 
     def thaw(self) -> None:

@@ -5,7 +5,7 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,7 +90,7 @@ class Engine:
         """Whether the blocks are bit-equal to what was computed for the blocks `first`.. of these tokens."""
         return all(torch.equal(self.blocks[b].cpu(), rows_of(tokens, i)) for i, b in enumerate(block_ids, first))
 
-    def untouched(self, block_ids: Sequence[int]) -> bool:
+    def untouched(self, block_ids: Iterable[int]) -> bool:
         return bool((self.blocks[list(block_ids)] == EMPTY).all())
 
     def begin_lookup(self, tokens: Sequence[int], salt: str = "") -> int:

@@ -167,7 +167,8 @@ def test_shards_of_a_tensor_parallel_group_keep_apart(server: Server) -> None:
         assert engine.lookup(tokens) == 0
         engine.compute(rows, range(8))
         assert isinstance(engine.store(tokens, range(8)), PoolStored)
-        assert engine.retrieve(tokens, range(20, 28)).num_tokens == 2 * CHUNK
+        done = engine.retrieve(tokens, range(20, 28))
+        assert isinstance(done, PoolDone) and done.num_tokens == 2 * CHUNK
         assert engine.holds(rows, range(20, 28))
     whole = Engine(server)
     assert whole.lookup(tokens) == 0
@@ -249,12 +250,18 @@ def test_blocks_settle_when_the_copy_ends(engines: tuple[Engine, Engine], how: s
     assert reader.pool.poll() == []
 
 
+def await_copies(engine: Engine, *op_ids: int | None) -> None:
+    """Until each of these operations copies."""
+    until(lambda: all(engine.pool._operations[op_id].touching for op_id in op_ids), 5.0)
+
+
 def test_a_store_that_is_cancelled_settles_too(engines: tuple[Engine, Engine]) -> None:
     writer, _ = engines
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(prompt(8 * CHUNK), range(32))
-    until(lambda: writer.pool._operations[op_id].touching, 5.0)
+    assert op_id is not None
+    await_copies(writer, op_id)
     writer.pool.cancel(op_id)
     assert writer.next_event(op_id) == PoolFailed(op_id, "cancelled", "", settled=False)
     assert writer.begin_store(prompt(CHUNK), range(4)) is None, "the sources still count for the cap"
@@ -560,8 +567,7 @@ def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer
     gate = real.gated_copies()
     gate.copies_frozen = True
     reads, stores = real.begin_retrieve(tokens, range(20, 28)), real.begin_store(other, range(4))
-    for op_id in (reads, stores):
-        until(lambda op_id=op_id: real.pool._operations[op_id].touching, 5.0)
+    await_copies(real, reads, stores)
     os.kill(real_server.process.pid, signal.SIGSTOP)
     try:
         gate.copies_frozen = False
@@ -633,8 +639,8 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         gate = engine.gated_copies()
         gate.copies_frozen = True
         reads, stores = engine.begin_retrieve(tokens, range(20, 28)), engine.begin_store(other, range(4))
-        for op_id in (reads, stores):
-            until(lambda op_id=op_id: engine.pool._operations[op_id].touching, 5.0)
+        assert reads is not None and stores is not None
+        await_copies(engine, reads, stores)
         servers[0].process.kill()
         until(lambda: not engine.pool.available, 2.0)
         gate.copies_frozen = False

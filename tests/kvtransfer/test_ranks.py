@@ -14,6 +14,7 @@ from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, h
 
 from pdserve.engine.protocol import PeerStatus, PoolMeta
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
+from pdserve.kvtransfer.local import LocalAgent, LocalFaults
 
 DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
 _names = itertools.count()
@@ -28,10 +29,8 @@ def transport(request: pytest.FixtureRequest) -> str:
 def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Ranks]]:
     from_degree, to_degree, *sizes = request.param
     p_size, d_size = sizes or (BLOCK_SIZE, BLOCK_SIZE)
-    if transport == "local":
-        source = Ranks("p", CONFIG["local"], from_degree, True, p_size)
-    else:
-        source = Elsewhere(from_degree, p_size)
+    near = transport == "local"
+    source: Any = Ranks("p", CONFIG["local"], from_degree, True, p_size) if near else Elsewhere(from_degree, p_size)
     sink = Ranks(f"d{next(_names)}", CONFIG[transport], to_degree, False, d_size)
     try:
         sink.receiver.connect(source.meta())
@@ -95,11 +94,17 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation", failed
 
 
+def faults_of(side: Ranks, rank: int) -> LocalFaults:
+    agent = side.receiver._ranks[rank]._agent
+    assert isinstance(agent, LocalAgent)
+    return agent.faults
+
+
 @pytest.mark.parametrize("transport", ["local"], indirect=True)
 @pytest.mark.parametrize("pair", [(2, 2), (4, 1)], indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
 def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[Ranks, Ranks]) -> None:
     source, sink = pair
-    faults = source.receiver._ranks[1]._agent.faults
+    faults = faults_of(source, 1)
     faults.frozen = True
     ticket = source.publish("a", [4, 5])
     sink.receiver.pull(1, ticket, [4, 5], 0, 0.2)
@@ -117,7 +122,7 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[R
 @pytest.mark.parametrize("pair", [(2, 1)], indirect=True)
 def test_a_dead_rank_loses_the_peer(pair: tuple[Ranks, Ranks]) -> None:
     source, sink = pair
-    source.receiver._ranks[1]._agent.faults.dead = True
+    faults_of(source, 1).dead = True
     sink.receiver.pull(1, source.publish("a", [4]), [4], 0, 10.0)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "peer-lost"

@@ -28,6 +28,11 @@ class Clock:
         return self.now
 
 
+def always(kind: str) -> Callable[[Any], str]:
+    """For fail_submit: every submit ends so."""
+    return lambda submit: kind
+
+
 def is_free(harness: Harness) -> bool:
     admission = harness.service.admission
     return (admission.num_prompts, admission.queued_tokens) == (0, 0)
@@ -125,7 +130,7 @@ async def test_places_are_given_back_when_it_fails(make: Make, stream: bool) -> 
         assert (await http.post("/v1/completions", json=GOOD | change | {"stream": stream})).status_code == 400
         assert is_free(harness)
     for kind in ("invalid", "internal"):
-        harness.decodes[0].fail_submit = lambda submit, kind=kind: kind
+        harness.decodes[0].fail_submit = always(kind)
         for prompt in (PROMPT, [PROMPT, PROMPT]):
             await http.post("/v1/completions", json=GOOD | {"stream": stream, "prompt": prompt})
             assert is_free(harness)

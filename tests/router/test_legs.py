@@ -41,7 +41,7 @@ def submits(harness: Harness) -> list[tuple[str, str]]:
 
 
 def failovers(harness: Harness) -> dict[str, float]:
-    samples = harness.service.metrics.failovers.collect()[0].samples
+    samples = next(iter(harness.service.metrics.failovers.collect())).samples
     return {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
 
 

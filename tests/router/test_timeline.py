@@ -3,7 +3,7 @@
 import asyncio
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -35,6 +35,7 @@ ASK = {"x-pdserve-timeline": "1"}
 BODY: dict[str, Any] = {"model": MODEL, "prompt": list(PROMPT), "max_tokens": 8, "seed": 7, "ignore_eos": True}
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hello you"}], "max_tokens": 8}
 Make = Callable[..., Harness]
+MakeRunning = Callable[..., Awaitable[Harness]]
 
 
 def told(events: list[Event]) -> list[Event]:
@@ -52,7 +53,7 @@ def told(events: list[Event]) -> list[Event]:
 
 
 @pytest.fixture
-async def start(make: Make) -> Callable[..., Any]:
+async def start(make: Make) -> MakeRunning:
     async def started(num_prefill: int, num_decode: int, **config: Any) -> Harness:
         harness = await make(num_prefill, num_decode, **config).start()
         for worker in harness.world.workers.values():
@@ -75,7 +76,7 @@ def in_order(*moments: float | None) -> bool:
 
 
 @pytest.mark.parametrize("parts_from", [0, 5], ids=["", "overlapped"])
-async def test_split(start: Make, parts_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_split(start: MakeRunning, parts_from: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeWorker, "parts_from", parts_from)
     harness = await start(1, 1)
     for worker in harness.world.workers.values():
@@ -101,7 +102,7 @@ async def test_split(start: Make, parts_from: int, monkeypatch: pytest.MonkeyPat
     assert line.failovers == 0 and 0 < line.admission_s < 1
 
 
-async def test_whole(start: Make) -> None:
+async def test_whole(start: MakeRunning) -> None:
     [line] = await run(await start(0, 1))
     [leg] = line.legs
     assert (leg.worker, leg.phase, leg.end, leg.kv, leg.complete) == ("d0", "full", "finished", [], True)
@@ -112,7 +113,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
     return [record for record in caplog.records if record.name == "pdserve.timeline"]
 
 
-async def test_failed_pull_says_why(start: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failed_pull_says_why(start: MakeRunning, caplog: pytest.LogCaptureFixture) -> None:
     harness = await start(1, 1)
     failed = {
         "source": "recompute",
@@ -144,7 +145,7 @@ async def test_failed_pull_says_why(start: Make, caplog: pytest.LogCaptureFixtur
     assert msgspec.json.decode(record.message.split(": ", 1)[1], type=PromptTimeline) == line
 
 
-async def test_good_prompts_are_logged_for_debugging_only(start: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_good_prompts_are_logged_for_debugging_only(start: MakeRunning, caplog: pytest.LogCaptureFixture) -> None:
     harness = await start(1, 1)
     with caplog.at_level(logging.INFO, "pdserve.timeline"):
         await run(harness)
@@ -154,7 +155,7 @@ async def test_good_prompts_are_logged_for_debugging_only(start: Make, caplog: p
     assert [(r.levelno, line.request_id in r.message) for r in lines_of(caplog)] == [(logging.DEBUG, True)]
 
 
-async def test_failover(start: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_failover(start: MakeRunning, caplog: pytest.LogCaptureFixture) -> None:
     harness = await start(1, 2)
     for worker in harness.decodes:
         worker.step_s = 0.02
@@ -176,7 +177,7 @@ async def test_failover(start: Make, caplog: pytest.LogCaptureFixture) -> None:
     assert [r.levelno for r in lines_of(caplog)] == [logging.INFO]
 
 
-async def test_refused_attempt_and_silence_are_named(start: Make) -> None:
+async def test_refused_attempt_and_silence_are_named(start: MakeRunning) -> None:
     clock = Clock()
     harness = await start(0, 2, attempt_deadline_s=3, now=clock)
     refused = iter([True])
@@ -199,7 +200,7 @@ async def test_refused_attempt_and_silence_are_named(start: Make) -> None:
     assert line.failovers == 1 and line.legs[0].reason == "no sign of progress for 3 s"
 
 
-async def test_choices_share_a_leg(start: Make) -> None:
+async def test_choices_share_a_leg(start: MakeRunning) -> None:
     harness = await start(1, 1)
     [line] = await run(harness, n=3)
     assert [leg.end for leg in line.legs] == ["handed over", "finished"]
@@ -209,13 +210,13 @@ async def test_choices_share_a_leg(start: Make) -> None:
     assert [leg.end for leg in line.legs] == ["finished"], "nothing was left to hand over"
 
 
-async def test_a_line_a_prompt(start: Make) -> None:
+async def test_a_line_a_prompt(start: MakeRunning) -> None:
     lines = await run(await start(1, 1), PROMPT, PROMPT[:10], n=2)
     assert [(line.prompt, line.prompt_tokens, len(line.legs)) for line in lines] == [(0, 20, 2), (1, 10, 2)]
     assert lines[0].request_id != lines[1].request_id
 
 
-async def test_cancelled(start: Make) -> None:
+async def test_cancelled(start: MakeRunning) -> None:
     harness = await start(1, 1)
     harness.decodes[0].step_s = 0.05
     generation: Generation = await harness.service.admit([PROMPT], GREEDY)
@@ -230,7 +231,7 @@ async def test_cancelled(start: Make) -> None:
     assert again == [line], "it stands still behind its end"
 
 
-async def test_hopeless_request_is_told_in_the_log(start: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_hopeless_request_is_told_in_the_log(start: MakeRunning, caplog: pytest.LogCaptureFixture) -> None:
     harness = await start(0, 1, max_attempts=2)
     harness.decodes[0].fail_submit = lambda submit: "internal"
     with caplog.at_level(logging.INFO, "pdserve.timeline"), pytest.raises(RequestFailed):
@@ -271,7 +272,7 @@ def data_of(answer: httpx.Response) -> list[Any]:
 
 
 @pytest.mark.parametrize(("path", "body"), [("completions", BODY), ("chat/completions", CHAT)])
-async def test_only_on_demand(start: Make, path: str, body: dict[str, Any]) -> None:
+async def test_only_on_demand(start: MakeRunning, path: str, body: dict[str, Any]) -> None:
     harness = await start(1, 1, split_min_tokens=1)
     http = harness.http()
 
@@ -303,7 +304,7 @@ async def test_only_on_demand(start: Make, path: str, body: dict[str, Any]) -> N
         assert events == without
 
 
-async def test_without_the_header_not_a_byte_differs(start: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_the_header_not_a_byte_differs(start: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what is sent when timelines cannot be shown at all."""
     harness = await start(1, 1)
     monkeypatch.setattr("pdserve.router.openai_responses.time.time", lambda: 1.0)
@@ -319,7 +320,7 @@ async def test_without_the_header_not_a_byte_differs(start: Make, monkeypatch: p
 
 
 @pytest.mark.parametrize("value", ["", "2", "true", "01"])
-async def test_other_values_are_refused(start: Make, value: str) -> None:
+async def test_other_values_are_refused(start: MakeRunning, value: str) -> None:
     harness = await start(0, 1)
     for path, body in (("completions", BODY), ("chat/completions", CHAT)):
         answer = await harness.http().post(f"/v1/{path}", json=body, headers={"x-pdserve-timeline": value})
@@ -330,7 +331,7 @@ async def test_other_values_are_refused(start: Make, value: str) -> None:
 
 
 @pytest.mark.parametrize("usage", [False, True])
-async def test_openai_client_goes_on_working(start: Make, usage: bool) -> None:
+async def test_openai_client_goes_on_working(start: MakeRunning, usage: bool) -> None:
     client = (await start(1, 1)).openai()
     options: dict[str, Any] = {"extra_headers": ASK, "seed": 7, "temperature": 0}
     whole: Any = await client.chat.completions.create(**CHAT, **options)

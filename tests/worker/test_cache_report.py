@@ -154,12 +154,14 @@ def test_a_worker_tells_everything_to_who_comes_later_or_asks_again(pair: Pair) 
     pair.turn()
     told = pair.d.by_session["late/1"]
     assert [type(event) for event in told] == [Hello, CacheState, Snapshot]
-    state = told[1]
-    assert len(state.stored) == 4 * 8 and state.final and told[2].cache_number == state.number
+    _, state, snapshot = told
+    assert isinstance(state, CacheState) and isinstance(snapshot, Snapshot)
+    assert len(state.stored) == 4 * 8 and state.final and snapshot.cache_number == state.number
     pair.d.command(Resync(router_id="late", session=1))
     pair.d.command(Resync(router_id="stranger", session=1))
     pair.turn()
-    assert told[3].stored == state.stored and "stranger/1" not in pair.d.by_session
+    again = told[3]
+    assert isinstance(again, CacheState) and again.stored == state.stored and "stranger/1" not in pair.d.by_session
     pair.d.command(RouterLost(router_id="late", session=1))
 
 

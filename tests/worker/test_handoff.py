@@ -87,14 +87,14 @@ def test_a_cached_prefix_may_end_inside_a_block_of_p(unequal: Pair, llm: LLM) ->
 def test_a_frozen_peer_of_another_block_size_costs_no_quarantine(unequal: Pair, llm: LLM) -> None:
     """Its bytes may land in the ring alone."""
     prompt = prompt_of(50)
-    unequal.d.loop.decode._deadline_s = 0.2
+    unequal.d.decode._deadline_s = 0.2
     handoff, first = unequal.prefill(prompt, GREEDY)
-    unequal.p.sender._agent.faults.frozen = True
+    unequal.p.faults.frozen = True
     key = unequal.decode(handoff, prompt, GREEDY, first)
     rest = unequal.finish(key)
     assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
     assert unequal.d.engine.blocks.num_quarantined == 0
-    unequal.p.sender._agent.faults.frozen = False
+    unequal.p.faults.frozen = False
     unequal.assert_empty()
 
 
@@ -158,6 +158,7 @@ def test_reused_blocks_are_noticed_and_recomputed(tiny_llama: Path, llm: LLM) ->
     pair = Pair(tiny_llama, p={"num_kv_blocks": 8})
     prompt = prompt_of(60)
     handoff, first = pair.prefill(prompt, GREEDY)
+    assert handoff is not None
     cancel(pair.p, handoff.ticket.key)
     pair.prefill(prompt_of(100, 9), GREEDY)  # takes the freed blocks
     key = pair.decode(handoff, prompt, GREEDY, first)
@@ -182,7 +183,7 @@ def test_ticket_for_another_prompt_is_refused(pair: Pair, llm: LLM) -> None:
 def test_dead_peer_means_recompute(pair: Pair, llm: LLM) -> None:
     prompt = prompt_of(50)
     handoff, first = pair.prefill(prompt, GREEDY)
-    pair.p.sender._agent.faults.dead = True
+    pair.p.faults.dead = True
     key = pair.decode(handoff, prompt, GREEDY, first)
     rest = pair.finish(key)
     assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
@@ -194,7 +195,7 @@ def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama: 
     pair = Pair(tiny_llama, pull_deadline_s=0.2)
     prompt = prompt_of(50)
     handoff, first = pair.prefill(prompt, GREEDY)
-    pair.p.sender._agent.faults.frozen = True
+    pair.p.faults.frozen = True
     key = pair.decode(handoff, prompt, GREEDY, first)
     rest = pair.finish(key)
     assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
@@ -203,7 +204,7 @@ def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama: 
     assert arrived.seconds >= 0.2 > arrived.wait_s, "what the failed pull cost is told"
     assert pair.d.engine.blocks.num_quarantined == 4
     pair.d.loop.check_integrity()
-    pair.p.sender._agent.faults.frozen = False
+    pair.p.faults.frozen = False
     pair.assert_empty()
     assert pair.d.engine.blocks.num_quarantined == 0
     pair.close()
@@ -221,7 +222,7 @@ def test_pin_budget_revokes_the_oldest_ticket(tiny_llama: Path, llm: LLM) -> Non
     pair = Pair(tiny_llama, p={"num_kv_blocks": 21}, max_pinned_fraction=0.5)
     prompts = [prompt_of(64, seed) for seed in range(4)]
     handed = [pair.prefill(prompt, GREEDY) for prompt in prompts]
-    assert pair.p.loop.prefill.num_revoked == 2
+    assert pair.p.prefill.num_revoked == 2
     for prompt, (handoff, first) in zip(prompts, handed, strict=True):
         rest = pair.finish(pair.decode(handoff, prompt, GREEDY, first))
         assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
@@ -282,8 +283,7 @@ def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(tiny_llama: P
         more = {"ticket": handoff.ticket, "starts": (Start(0, tuple(forced[0])),), "priority": priority}
         pair.d.command(submit(keys[-1], "decode", prompt, params, **more))
         if not seed:
-            limit = time.monotonic() + 0.45
-            pair.until(lambda limit=limit: time.monotonic() > limit)
+            pair.turn_for(0.45)
     pair.until(lambda: any(isinstance(e, Arrived) and e.source == "recompute" for e in of(pair.d, keys[0])), 0.3)
     assert not any(isinstance(e, Arrived) for e in of(pair.d, keys[1]))
     pair.d.engine.blocks.release(held)
@@ -303,6 +303,7 @@ def test_cancel_at_every_turn_leaves_nothing(tiny_llama: Path) -> None:
             pair.turn()
         cancel(pair.p, p_key)
         handoff, first = pair.prefill(prompt, GREEDY)
+        assert handoff is not None
         d_key = pair.decode(handoff, prompt, GREEDY, first)
         for _ in range(turns):
             pair.turn()
@@ -405,6 +406,7 @@ def test_prompt_logprobs_come_from_p(pair: Pair, llm: LLM) -> None:
     assert scored.logprobs is not None and list(scored.logprobs) == output.prompt_logprobs
     events = [type(e) for e in pair.p.events]
     assert events.index(PromptScored) < events.index(Handoff)
+    assert handoff is not None
     assert tokens_of(pair.p, handoff.ticket.key)[0] == output.outputs[0].token_ids[:1]
 
 

@@ -146,7 +146,7 @@ def long(num_choices: int) -> SamplingParams:
 
 
 def alone(tiny_llama: Path, **engine: object) -> Worker:
-    options = {"device": "cpu", "num_kv_blocks": 128} | engine
+    options: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 128} | engine
     return Worker(tiny_llama, "W", "both", TransferConfig(connector="local"), **options)
 
 

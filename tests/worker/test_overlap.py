@@ -25,7 +25,7 @@ from pdserve.engine.protocol import (
     Start,
 )
 from pdserve.engine.scheduler import Plan
-from pdserve.kvtransfer.notice import Follow, Notice, Part
+from pdserve.kvtransfer.notice import Follow, Notice, Part, Party
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=1)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=10, seed=11, n=3, top_p=0.95, presence_penalty=0.3)
@@ -56,6 +56,13 @@ class Overlapped:
         source = Source(meta.engine_id, meta.incarnation, self.p_key)
         wanted = submit(self.d_key, "decode", self.prompt, self.sampling)
         self.pair.d.command(Prepare(submit=wanted, source=source))
+
+    def until_a_part_arrives(self) -> None:
+        """P stands still behind its first part: it still has work when D has read that."""
+        published = self.pair.p.sender._prompts
+        self.pair.until(lambda: self.p_key in published and published[self.p_key].ticket is not None)
+        links = all_links(self.pair)
+        self.pair.d.until(lambda: any(pull.verified > 2 for link in links for pull in link._pulls.values()))
 
     @property
     def handoff(self) -> Handoff | None:
@@ -194,11 +201,12 @@ def test_lost_letters_cost_only_the_overlap(
 
 
 def test_letters_twice_and_in_any_order(pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng, kept = random.Random(3), []
+    rng = random.Random(3)
+    kept: list[tuple[Party, Notice]] = []
     mailbox = pair.p.sender._mailbox
     send = mailbox.send
 
-    def shuffled(to: object, notice: Notice) -> None:
+    def shuffled(to: Party, notice: Notice) -> None:
         kept.append((to, notice))
         for _ in range(rng.randrange(3)):
             send(*rng.choice(kept))
@@ -241,7 +249,7 @@ def test_cancel_at_any_turn_leaves_nothing(pair: Pair, turns: int) -> None:
     cancel(pair.d, request.d_key)
     cancel(pair.p, request.p_key)
     pair.assert_empty()
-    assert not pair.d.loop.decode._imports and not pair.p.sender._prompts
+    assert not pair.d.decode._imports and not pair.p.sender._prompts
 
 
 @pytest.mark.parametrize("turns", [1, 3, 6])
@@ -252,7 +260,7 @@ def test_a_lost_router_leaves_nothing(pair: Pair, turns: int) -> None:
     for worker in (pair.p, pair.d):
         worker.command(RouterLost(router_id=ROUTER, session=SESSION))
     pair.assert_empty()
-    assert not pair.d.loop.decode._imports and not pair.p.sender._prompts
+    assert not pair.d.decode._imports and not pair.p.sender._prompts
 
 
 def test_a_prompt_that_ends_at_p_is_forgotten_there(pair: Pair) -> None:
@@ -267,9 +275,10 @@ def test_a_prompt_that_ends_at_p_is_forgotten_there(pair: Pair) -> None:
 def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
     """What had come is kept: D computes only the rest, when the router sends it the whole request."""
     request = Overlapped(pair, prompt_of(180), GREEDY)
-    decode, engine = pair.d.loop.decode, pair.d.engine
-    pair.until(lambda: any(pull.pieces == type(pull.pieces)() and pull.verified > 2 for pull in links(pair)))
-    pair.p.sender._agent.faults.dead = True
+    decode, engine = pair.d.decode, pair.d.engine
+    request.until_a_part_arrives()
+    pair.d.until(lambda: all(pull.pieces == type(pull.pieces)() for pull in links(pair)))
+    pair.p.faults.dead = True
     pair.p.sender.publish_part(request.p_key, list(range(1, 9)), engine.content(decode._imports[request.d_key].request))
     pair.until(lambda: not decode._pulls)
     cancel(pair.d, request.d_key)
@@ -292,10 +301,10 @@ def links(pair: Pair) -> list:
 
 def test_p_dies_between_ticket_and_last_part(pair: Pair, llm: LLM) -> None:
     request = Overlapped(pair, prompt_of(180), GREEDY)
-    pair.until(lambda: any(pull.verified > 2 for pull in links(pair)))
-    pair.p.sender._agent.faults.frozen = True
+    request.until_a_part_arrives()
+    pair.p.faults.frozen = True
     pair.until(lambda: request.handoff is not None)
-    pair.p.sender._agent.faults.dead = True
+    pair.p.faults.dead = True
     assert request.run() == expected(llm, request.prompt, GREEDY)
     assert request.arrived.source == "recompute"
 
@@ -304,7 +313,7 @@ def test_p_is_preempted_behind_its_first_parts(tiny_llama: Path, llm: LLM) -> No
     """Its blocks are reused by the one that pushed it out, and it computes everything again."""
     pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK, "num_kv_blocks": 16, "enable_prefix_caching": False})
     request = Overlapped(pair, prompt_of(180), GREEDY)
-    pair.until(lambda: any(pull.verified > 2 for pull in links(pair)))
+    request.until_a_part_arrives()
     engine = pair.p.engine
     engine.scheduler._preempt(engine.scheduler.running[0], Plan())
     other = RequestKey(ROUTER, SESSION, "first-in-line", 1)
@@ -325,7 +334,7 @@ def test_prepared_blocks_go_to_running_sequences_first(tiny_llama: Path, llm: LL
     pair.d.command(submit(running, "full", prompt_of(40, 5), long))
     pair.until(lambda: pair.d.engine.scheduler.running != [])
     request = Overlapped(pair, prompt_of(180), GREEDY)
-    pair.until(lambda: bool(pair.d.loop.decode._pulls))
+    pair.until(lambda: bool(pair.d.decode._pulls))
     preemptions = pair.d.engine.scheduler.num_preemptions
     assert pair.finish(running) == expected(llm, prompt_of(40, 5), long)
     assert pair.d.engine.scheduler.num_preemptions == preemptions, "the hint gave way"
@@ -339,7 +348,7 @@ def test_prepared_blocks_go_to_submitted_imports_first(tiny_llama: Path, llm: LL
     for index in range(3):
         announce(pair, f"never-{index}", prompt_of(70, 50 + index))
     pair.turn()
-    assert pair.d.loop.decode.num_reserved_blocks == 10, "hints have half of the budget"
+    assert pair.d.decode.num_reserved_blocks == 10, "hints have half of the budget"
     for seed in range(3):
         request = Overlapped(pair, prompt_of(200, seed), GREEDY, prepare=False)
         announce(pair, f"never-again-{seed}", prompt_of(70, 60 + seed))
@@ -352,7 +361,7 @@ def test_prepared_blocks_go_to_submitted_imports_first(tiny_llama: Path, llm: LL
 
 def test_a_peer_whose_reads_do_not_end_is_left_alone(tiny_llama: Path, llm: LLM) -> None:
     pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, pull_deadline_s=0.1, max_quarantined_fraction=0.05)
-    pair.p.sender._agent.faults.frozen = True
+    pair.p.faults.frozen = True
     reasons = []
     for seed in range(3):
         request = Overlapped(pair, prompt_of(120, seed), GREEDY, prepare=False)
@@ -360,7 +369,7 @@ def test_a_peer_whose_reads_do_not_end_is_left_alone(tiny_llama: Path, llm: LLM)
         reasons.append(request.arrived.reason)
     assert reasons == ["deadline", "quarantine-full", "quarantine-full"]
     assert 0 < pair.d.engine.blocks.num_quarantined <= 8
-    pair.p.sender._agent.faults.frozen = False
+    pair.p.faults.frozen = False
     pair.until(lambda: pair.d.engine.blocks.num_quarantined == 0)
     request = Overlapped(pair, prompt_of(120, 9), GREEDY)
     assert request.run() == expected(llm, request.prompt, GREEDY)
@@ -408,15 +417,15 @@ def test_a_stream_of_hints_keeps_nobody_out(tiny_llama: Path, llm: LLM, runs: bo
         pair.until(lambda: bool(deltas(pair.d, running)))
 
     def turn() -> bool:
-        while len(pair.d.loop.decode._waiting) < 3:
+        while len(pair.d.decode._waiting) < 3:
             announce(pair, f"hint-{(name := next(names))}", prompt_of(100, name))
         return bool(deltas(pair.d, whole))
 
-    pair.until(lambda: turn() or pair.d.loop.decode.num_reserved_blocks > 0)
+    pair.until(lambda: turn() or pair.d.decode.num_reserved_blocks > 0)
     pair.d.command(submit(whole, "full", prompt_of(350, 5), GREEDY))
     pair.until(turn)
     assert len(deltas(pair.d, running)) < 60
-    assert len(pair.d.loop.decode._imports) >= 3, "hints that wait go on waiting"
+    assert len(pair.d.decode._imports) >= 3, "hints that wait go on waiting"
     pair.lose_router()
     pair.assert_empty()
     pair.close()
@@ -427,10 +436,10 @@ def test_the_hint_of_a_frozen_peer_holds_up_no_other(tiny_llama: Path) -> None:
     second = Worker(tiny_llama, "second", "prefill", TransferConfig(connector="local"), device="cpu", num_kv_blocks=64)
     pair.d.command(ConnectPeer(meta=second.sender.meta()))
     pair.until(lambda: sum(isinstance(e, PeerStatus) and e.connected for e in pair.d.events) == 2)
-    decode = pair.d.loop.decode
+    decode = pair.d.decode
     frozen = Overlapped(pair, prompt_of(180), GREEDY)
-    pair.until(lambda: any(pull.verified > 2 for link in all_links(pair) for pull in link._pulls.values()))
-    pair.p.sender._agent.faults.frozen = True
+    frozen.until_a_part_arrives()
+    pair.p.faults.frozen = True
     pair.until(lambda: frozen.handoff is not None)
     pair.until(lambda: pair.d.engine.blocks.num_quarantined > 0)  # a read that does not end ends the hint
     assert pair.d.engine.blocks.num_quarantined > 2
@@ -438,7 +447,7 @@ def test_the_hint_of_a_frozen_peer_holds_up_no_other(tiny_llama: Path) -> None:
     for _ in range(5):
         pair.turn()
     assert decode._imports[good].pull_id is not None and decode._imports[bad].pull_id is None
-    pair.p.sender._agent.faults.frozen = False
+    pair.p.faults.frozen = False
     pair.lose_router()
     pair.assert_empty()
     pair.close()
@@ -452,7 +461,7 @@ def test_a_prepared_prompt_that_is_cached_needs_no_peer(pair: Pair, llm: LLM) ->
     pair.finish(warm)
     request = Overlapped(pair, prompt, GREEDY)
     pair.until(lambda: request.handoff is not None)
-    pair.p.sender._agent.faults.dead = True
+    pair.p.faults.dead = True
     assert request.run() == expected(llm, prompt, GREEDY)
     assert request.arrived.source == "cache"
 
@@ -461,7 +470,7 @@ def test_a_hint_that_failed_unseen_costs_no_recompute(pair: Pair, llm: LLM) -> N
     """The link has given it up, the loop has not heard of it yet, and the Submit comes."""
     request = Overlapped(pair, prompt_of(150), GREEDY)
     pair.until(lambda: request.handoff is not None)
-    [pull_id] = pair.d.loop.decode._pulls
+    [pull_id] = pair.d.decode._pulls
     pair.d.receiver.cancel(pull_id)
     time.sleep(0.05)
     assert request.run() == expected(llm, request.prompt, GREEDY)

@@ -110,7 +110,7 @@ def test_when_p_is_gone_the_pool_has_its_rows(pairs: list[Pair], server: LocalPo
     pair, prompt = pairs[0], prompt_of(150)
     handoff, first = pair.prefill(prompt, GREEDY)
     pair.until(lambda: len(server.chunks) == 4)
-    pair.p.sender._agent.faults.dead = True
+    pair.p.faults.dead = True
     before = computed(pair.d)
     key = pair.decode(handoff, prompt, GREEDY, first)
     rest = pair.finish(key)
@@ -154,7 +154,7 @@ def test_a_pool_that_misbehaves_costs_a_miss(pairs: list[Pair], server: LocalPoo
     server.faults.dead = server.faults.frozen = server.faults.wrong = False
     server.faults.delay_s = 0.0
     third = prompt_of(100, 99)
-    first.until(lambda: first.d.pool.available and second.d.pool.available)
+    first.until(lambda: all(pair.d.pool is not None and pair.d.pool.available for pair in (first, second)))
     assert first.finish(whole(first, third)) == expected(llm, third, GREEDY)
     first.assert_empty()
 
@@ -186,7 +186,8 @@ def test_cancel_at_any_turn_leaves_nothing(pairs: list[Pair], server: LocalPoolS
     cancel(second.d, keys[0])
     second.d.command(RouterLost(router_id=ROUTER, session=SESSION))
     second.assert_empty()
-    assert not second.d.loop.pool._asks and owned(second.d) == 0
+    phase = second.d.loop.pool
+    assert phase is not None and not phase._asks and owned(second.d) == 0
 
 
 def test_a_pool_that_is_full_of_other_things_is_no_burden(tiny_llama: Path, server: LocalPoolServer, llm: LLM) -> None:

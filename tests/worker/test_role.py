@@ -14,6 +14,7 @@ from pdserve.engine.protocol import (
     Delta,
     EventBatch,
     Handoff,
+    Hello,
     PeerStatus,
     RequestKey,
     SamplingParams,
@@ -53,7 +54,8 @@ def test_every_router_is_told_at_once(pair: Pair) -> None:
     assert len(snapshots(pair.d.by_session["*"][before:])) == 2, "then once a second again"
     pair.d.command(Subscribe(router_id="late", session=2))
     pair.d.loop.turn()
-    assert pair.d.by_session["late/2"][0].role == "both"
+    hello = pair.d.by_session["late/2"][0]
+    assert isinstance(hello, Hello) and hello.role == "both"
 
 
 def test_decodes_go_on_while_it_becomes_a_prefill_worker_and_back(pair: Pair, llm: LLM) -> None:
