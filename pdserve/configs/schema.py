@@ -309,7 +309,9 @@ class RouterConfig(Config):
 
     Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being answered, and prompt tokens
     that no worker has computed yet; more are refused with 429. max_prompt_tokens: of one prompt, below what the model
-    takes. client_timeout_s: a client has so long to send its body, and to take something of a stream that is full.
+    takes. max_body_bytes: of one request. max_total_body_bytes: of all requests whose prompts are not made yet, of
+    which one body may take a quarter of what the others leave. client_timeout_s: a client has so long to send its body,
+    and to take something of a stream that is full.
 
     api_key_env: the name of an environment variable with API keys, separated by commas. api_keys_file: a file on each
     node that has routers, one key a line; read again when it changes. Without either, everybody may ask.
@@ -325,6 +327,7 @@ class RouterConfig(Config):
     max_n: int = Field(64, ge=1)
     max_logprobs: int = Field(20, ge=0)
     max_body_bytes: int = Field(32 << 20, ge=1024)
+    max_total_body_bytes: int = Field(256 << 20, ge=4096)
     policy: Literal["default", "prefix", "least-loaded", "round-robin"] = "default"
     split: Literal["auto", "always", "never"] = "auto"
     split_min_tokens: int = Field(1, ge=1)
@@ -357,6 +360,15 @@ class RouterConfig(Config):
                 "a line, and write its path in router.api_keys_file"
             )
         return data
+
+    @model_validator(mode="after")
+    def _check_bodies(self) -> "RouterConfig":
+        if self.max_total_body_bytes < 4 * self.max_body_bytes:
+            raise ValueError(
+                f"router.max_total_body_bytes ({self.max_total_body_bytes}) must be at least four times "
+                f"router.max_body_bytes ({self.max_body_bytes}): one body may take a quarter of it"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_keys(self) -> "RouterConfig":

@@ -40,7 +40,7 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def admin_routes(
-    admin: Admin, endpoint: Callable[[Endpoint], Endpoint], read: Callable[[Request], Awaitable[bytes]]
+    admin: Admin, endpoint: Callable[[Endpoint], Endpoint], read: Callable[[Request], Awaitable[bytearray]]
 ) -> list[Route]:
     """endpoint: checks the key, and puts errors into their form. read: the body, under limits."""
 
@@ -86,7 +86,7 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _parsed(request: Request, body: bytes, kind: type[T]) -> T:
+def _parsed(request: Request, body: bytearray, kind: type[T]) -> T:
     """The content type is one that a browser does not send elsewhere without asking there first."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise ApiError("the body must be sent with content-type: application/json", status=415, code="not_json")

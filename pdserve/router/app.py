@@ -1,6 +1,6 @@
 """The OpenAI-compatible HTTP server: Starlette routes over `router.service`.
 
-Reads bodies under a limit, answers in JSON or server-sent events, turns every error into OpenAI's form, and stops a
+Answers in JSON or server-sent events, turns every error into OpenAI's form, and stops a
 generation as soon as its client is gone. Knows no workers. Built by `cluster/` (Serve ingress) and by tests.
 """
 
@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import msgspec
@@ -25,11 +25,12 @@ from pdserve.engine.protocol import check_request_id
 from pdserve.router.admin import Admin
 from pdserve.router.admin_api import admin_routes
 from pdserve.router.auth import ApiKeys
+from pdserve.router.bodies import Bodies
 from pdserve.router.dispatch import Chunk
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import exposition
-from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
+from pdserve.router.openai_api import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder, event_bytes
 from pdserve.router.openapi import openapi_document
 from pdserve.router.request_log import log_of
@@ -39,7 +40,11 @@ from pdserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+R = TypeVar("R", CompletionRequest, ChatRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
+Admit = Callable[[Request, R, float], Awaitable[Generation]]  # the float: perf_counter() when the call came
+
+ALONE_BYTES = 1 << 20
 
 REQUEST_ID = "x-request-id"
 
@@ -85,7 +90,11 @@ def build_app(
 
 class _Api:
     def __init__(self, service: Service, keys: ApiKeys, names_requests: bool) -> None:
+        config = service.config
         self.service = service
+        self._bodies = Bodies(config.max_body_bytes, config.max_total_body_bytes, config.client_timeout_s)
+        service.metrics.body_bytes.set_function(lambda: self._bodies.num_bytes)
+        self._turn = asyncio.Lock()
         self._keys = keys
         self._names_requests = names_requests
 
@@ -128,11 +137,49 @@ class _Api:
         return self._named(_error(ApiError(message, status=error.status_code, kind=kind)), _name_of(request))
 
     async def completions(self, request: Request) -> Response:
-        received, shows_timeline = time.perf_counter(), _shows_timeline(request)
-        call = parse(await self.body(request), CompletionRequest)
+        shows_timeline = _shows_timeline(request)
+        call, generation, watch = await self._admitted(request, CompletionRequest, self._admit_completion)
+        with _closing_on_error(generation, watch):
+            responder = CompletionResponder(call, generation, self.service.tokenizer, shows_timeline)
+            call.prompt = ""  # which may be long, while the answer may take its time
+            return await self._answer(watch, generation, responder, bool(call.stream))
+
+    async def chat(self, request: Request) -> Response:
+        shows_timeline = _shows_timeline(request)
+        call, generation, watch = await self._admitted(request, ChatRequest, self._admit_chat)
+        with _closing_on_error(generation, watch):
+            responder = ChatResponder(call, generation, self.service.tokenizer, shows_timeline)
+            call.messages = []
+            return await self._answer(watch, generation, responder, bool(call.stream))
+
+    async def _admitted(self, request: Request, kind: type[R], admit: Admit[R]) -> tuple[R, Generation, "_ClientWatch"]:
+        """The request as it was sent, its generation, and who knows when its client goes away."""
+        received = time.perf_counter()
+        async with self._bodies.read(request) as body:
+            watch = _ClientWatch(request.receive)
+            try:
+                if len(body) > LONG_BODY:
+                    call, generation = await watch.unless_gone(self._admit_long(request, body, kind, admit, received))
+                    return call, generation, watch
+                call = parse(body, kind)
+                return call, await admit(request, call, received), watch
+            except BaseException:
+                watch.close()
+                raise
+
+    async def _admit_long(
+        self, request: Request, body: bytearray, kind: type[R], admit: Admit[R], received: float
+    ) -> tuple[R, Generation]:
+        """Of bodies that are really long, one at a time is decoded: it may take several times its size."""
+        async with self._turn if len(body) > ALONE_BYTES else nullcontext():
+            with self.service.pacer.pace() as pace:
+                call = await parse_long(body, kind, self.service.lengths(), pace)
+            return call, await admit(request, call, received)
+
+    async def _admit_completion(self, request: Request, call: CompletionRequest, received: float) -> Generation:
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
-        generation = await self.service.admit(
+        return await self.service.admit(
             call.prompts(),
             call.sampling(),
             request_id=_request_id(request, "cmpl"),
@@ -143,20 +190,15 @@ class _Api:
             received=received,
             tenant=self._tenant(request),
         )
-        with _closing_on_error(generation):
-            responder = CompletionResponder(call, generation, self.service.tokenizer, shows_timeline)
-            return await self._answer(request, generation, responder, bool(call.stream))
 
-    async def chat(self, request: Request) -> Response:
-        received, shows_timeline = time.perf_counter(), _shows_timeline(request)
-        call = parse(await self.body(request), ChatRequest)
+    async def _admit_chat(self, request: Request, call: ChatRequest, received: float) -> Generation:
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
         sampling = call.sampling()
         prompt = await self.service.chat_prompt(
             call.messages, call.add_generation_prompt is not False, call.tools, call.chat_template_kwargs
         )
-        generation = await self.service.admit(
+        return await self.service.admit(
             [prompt],
             sampling,
             request_id=_request_id(request, "chatcmpl"),
@@ -168,9 +210,6 @@ class _Api:
             named="messages",
             tenant=self._tenant(request),
         )
-        with _closing_on_error(generation):
-            responder = ChatResponder(call, generation, self.service.tokenizer, shows_timeline)
-            return await self._answer(request, generation, responder, bool(call.stream))
 
     async def models(self, request: Request) -> Response:
         return _json({"object": "list", "data": [self._model_card()]})
@@ -203,34 +242,23 @@ class _Api:
     def _tenant(self, request: Request) -> str:
         return str(request.state.tenant) if self.service.config.salt_by_key else ""
 
-    async def body(self, request: Request) -> bytes:
-        config = self.service.config
-        try:
-            async with asyncio.timeout(config.client_timeout_s):
-                return await _read_body(request, config.max_body_bytes)
-        except TimeoutError:
-            message = (
-                f"the body did not come within {config.client_timeout_s:g} s: send it faster, or raise "
-                "router.client_timeout_s"
-            )
-            raise ApiError(message, status=408, code="body_timeout") from None
+    async def body(self, request: Request) -> bytearray:
+        async with self._bodies.read(request) as body:
+            return body
 
-    async def _answer(self, request: Request, generation: Generation, responder: Responder, streams: bool) -> Response:
-        watch = _ClientWatch(request.receive)
-        try:
-            if not streams:
-                results = await watch.unless_gone(generation.collect())
-                answer = _json(responder.whole(results))
-                generation.served()
-                watch.close()
-                return answer
-            batches = generation.stream()
-            # the first tokens decide between an error status and a stream
-            first = await watch.unless_gone(anext(batches))
-            return _EventStream(generation, batches, first, responder, watch, self.service.config.client_timeout_s)
-        except BaseException:
+    async def _answer(
+        self, watch: "_ClientWatch", generation: Generation, responder: Responder, streams: bool
+    ) -> Response:
+        if not streams:
+            results = await watch.unless_gone(generation.collect())
+            answer = _json(responder.whole(results))
+            generation.served()
             watch.close()
-            raise
+            return answer
+        batches = generation.stream()
+        # the first tokens decide between an error status and a stream
+        first = await watch.unless_gone(anext(batches))
+        return _EventStream(generation, batches, first, responder, watch, self.service.config.client_timeout_s)
 
     def _model_card(self) -> dict[str, Any]:
         workers = self.service.fleet.decode_workers
@@ -242,22 +270,6 @@ class _Api:
         if name != self.service.model_name:
             message = f"the model {name!r} does not exist: this server has {self.service.model_name!r}"
             raise ApiError(message, status=404, kind="not_found_error", param="model", code="model_not_found")
-
-
-async def _read_body(request: Request, limit: int) -> bytes:
-    told, body = request.headers.get("content-length", ""), bytearray()
-    if told.isdecimal() and int(told[:20]) > limit:
-        raise _too_large(limit)
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise _too_large(limit)
-    return bytes(body)
-
-
-def _too_large(limit: int) -> ApiError:
-    message = f"the body is larger than {limit} bytes: send less, or raise router.max_body_bytes"
-    return ApiError(message, status=413, code="body_too_large")
 
 
 def _request_id(request: Request, prefix: str) -> str:
@@ -287,11 +299,12 @@ def _shows_timeline(request: Request) -> bool:
 
 
 @contextmanager
-def _closing_on_error(generation: Generation) -> Iterator[None]:
+def _closing_on_error(generation: Generation, watch: "_ClientWatch") -> Iterator[None]:
     """Nothing of it stays at workers, nor its places in admission, when no response comes to own it."""
     try:
         yield
     except BaseException:
+        watch.close()
         generation.close()
         raise
 

@@ -97,6 +97,9 @@ class RouterMetrics:
         )
         self.running = Gauge("pdserve_router_num_requests_running", "Prompts being answered.", registry=self.registry)
         self.queued = Gauge("pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry)
+        self.body_bytes = Gauge(
+            "pdserve_router_body_bytes", "Bytes of request bodies that are not prompts yet.", registry=self.registry
+        )
         self.caution = Gauge(
             "pdserve_router_slo_caution", "Forecasts of first tokens are multiplied by it.", registry=self.registry
         )

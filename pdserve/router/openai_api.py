@@ -14,6 +14,9 @@ import msgspec
 
 from pdserve.engine.protocol import SamplingParams
 from pdserve.router.errors import ApiError, value_error
+from pdserve.router.json_outline import PIECE_BYTES, Member, arrays, least_chars, outline
+from pdserve.router.pace import Pace
+from pdserve.router.prompts import Lengths
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,6 +134,14 @@ class ChatRequest(_Request, kw_only=True):
 
 R = TypeVar("R", bound=_Request)
 
+LONG_BODY = 1 << 15  # bytes: a shorter body is decoded in about a millisecond, whatever it holds
+MAX_OTHER_BYTES = 1 << 20  # of a value that is neither prompt nor messages
+MAX_ITEMS = 1 << 17  # texts, lists, objects and commas of such a value, and of messages
+MAX_PROMPTS = 1 << 14
+ITEM_CHARS = 256  # of a text, list or object in messages, that need not be in the prompt: names, spaces
+LONGEST_TYPO = 64
+LONGEST_PLACE = 400
+
 # asked of a platform, not of a model: accepted and ignored
 IGNORED = frozenset(
     {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
@@ -169,14 +180,99 @@ _CURES = {
 }
 
 
-def parse(body: bytes, kind: type[R]) -> R:
-    """Raises ApiError (400) naming the parameter."""
-    try:
-        data = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+def parse(body: bytes | bytearray, kind: type[R]) -> R:
+    """Of a short body, at once. Raises ApiError (400) naming the parameter."""
+    data = _decoded(body)
     if not isinstance(data, dict):
         raise ApiError("the body must be a JSON object", code="invalid_json")
+    return _checked(data, kind)
+
+
+async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pace) -> R:
+    """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is refused
+    before it is decoded."""
+    members = await outline(body, pace)
+    prompt: str | list[Any] | None = None
+    data: dict[str, Any] = {}
+    for name, member in members.items():
+        if pace.is_due:
+            await pace.rest()
+        if name == "prompt" and issubclass(kind, CompletionRequest):
+            data[name] = prompt = await _long_prompt(body, member, lengths, pace)
+            continue
+        await _check_size(body, name, member, lengths, pace)
+        data[name] = _decoded(body[member.start : member.end])
+    if not isinstance(prompt, list):
+        return _checked(data, kind)
+    call = _checked(data | {"prompt": []}, kind)  # its items were checked piece by piece
+    cast(CompletionRequest, call).prompt = prompt
+    return call
+
+
+async def _check_size(body: bytearray, name: str, member: Member, lengths: Lengths, pace: Pace) -> None:
+    if name == "messages":
+        chars = await least_chars(body, member, pace)
+        lengths.check_chars(max(0, chars - ITEM_CHARS * member.num_values), name)
+    elif member.end - member.start > MAX_OTHER_BYTES:
+        message = f"{name} takes {member.end - member.start} bytes of the body, more than {MAX_OTHER_BYTES}: shorten it"
+        raise ApiError(message, param=name, code="too_long")
+    if member.num_values + member.num_commas > MAX_ITEMS:
+        message = f"{name} holds more than {MAX_ITEMS} values: send less in a request"
+        raise ApiError(message, param=name, code="too_many_values")
+
+
+async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> str | list[Any] | None:
+    first = bytes(body[member.start : member.start + 1])
+    if first == b'"':
+        await _check_text(body, member, lengths, pace)
+    if first != b"[":
+        return cast("str | None", _decoded(body[member.start : member.end]))
+    if member.num_values == 1:
+        lengths.check(member.num_commas + 1, "prompt")
+    elif len(member.ends) > MAX_PROMPTS:
+        message = f"prompt holds {len(member.ends)} prompts, more than {MAX_PROMPTS}: spread them over several requests"
+        raise ApiError(message, param="prompt", code="too_many_prompts")
+    kind = _kind_of_prompts(body, member)
+    prompts: list[Any] = []
+    for items in arrays(body, member):
+        if len(items) > 2 * PIECE_BYTES:  # one item
+            if kind == list[str]:
+                await _check_text(items, Member(0, len(items)), lengths, pace)
+            else:
+                lengths.check(items.count(b",") + 1, "prompt")
+        try:
+            prompts += msgspec.json.decode(items, type=kind)
+        except msgspec.ValidationError as error:
+            raise ApiError(f"prompt: {str(error).split(' - at ')[0]}", param="prompt") from error
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise _not_json(error) from error
+        if pace.is_due:
+            await pace.rest()
+    return prompts
+
+
+async def _check_text(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> None:
+    if member.end - member.start > lengths.max_chars:
+        lengths.check_chars(await least_chars(body, member, pace), "prompt")
+
+
+def _kind_of_prompts(body: bytearray, member: Member) -> Any:
+    first = body[member.start + 1 : member.start + PIECE_BYTES].lstrip()[:1]
+    return list[str] if first == b'"' else list[list[int]] if first == b"[" else list[int]
+
+
+def _decoded(data: bytes | bytearray) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_json(error) from error
+
+
+def _not_json(error: Exception) -> ApiError:
+    return ApiError(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _checked(data: dict[str, Any], kind: type[R]) -> R:
     given = {name: _whole(value) for name, value in data.items() if value is not None}
     for name in given.keys() - kind.__struct_fields__ - IGNORED:
         if name not in NEUTRAL or not _same(given.pop(name), NEUTRAL[name]):
@@ -200,17 +296,21 @@ def _whole(value: Any) -> Any:
 def _unknown(name: str, kind: type[_Request]) -> str:
     if name in _CURES:
         return f"{name} is not supported: {_CURES[name]}"
-    near = difflib.get_close_matches(name, kind.__struct_fields__, n=1)
+    names = kind.__struct_fields__ if len(name) <= LONGEST_TYPO else ()
+    near = difflib.get_close_matches(name, names, n=1)
     return f"{name} is not supported: " + (f"did you mean {near[0]}?" if near else "remove it")
 
 
 def _invalid(error: msgspec.ValidationError) -> ApiError:
-    """msgspec says where: "Expected `int`, got `str` - at `$.max_tokens`", or which required field is missing."""
-    message = str(error)
-    place = re.search(r" - at .*`\$\.(\w+)", message) or re.search(r"required field `(\w+)`", message)
+    """msgspec says where at the end: "Expected `int`, got `str` - at `$.max_tokens`", or which
+    required field is missing. What comes before may repeat what was sent."""
+    what, _, where = str(error).rpartition(" - at ")
+    place = re.search(r"`\$\.(\w+)", where[:LONGEST_PLACE]) or re.search(
+        r"required field `(\w+)`", where[:LONGEST_PLACE]
+    )
     param = place.group(1) if place else None
-    what = message.split(" - at ")[0]
-    return ApiError(f"{param}: {what}" if param else message, param=param)
+    message = what or where
+    return ApiError(f"{param}: {message}" if param else message, param=param)
 
 
 def _check_stream(request: _Request, prompt_logprobs: int | None) -> None:

@@ -49,6 +49,44 @@ class Limits:
     vocab_size: int
 
 
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What a prompt's length may be. max_prompt_tokens: as in RouterConfig. longest_token: characters
+    that one token may stand for."""
+
+    limits: Limits
+    max_prompt_tokens: int | None
+    longest_token: int
+
+    @property
+    def max_tokens(self) -> int:
+        own = self.max_prompt_tokens
+        return self.limits.max_tokens - 1 if own is None else min(own, self.limits.max_tokens - 1)
+
+    @property
+    def max_chars(self) -> int:
+        """A longer text has more tokens than a prompt may have."""
+        return self.max_tokens * self.longest_token
+
+    def check_chars(self, num_chars: int, named: str) -> None:
+        """ApiError (400) when no text of so many characters can be short enough. named: the
+        parameter that it comes from."""
+        self.check(math.ceil(num_chars / self.longest_token), named, "at least ")
+
+    def check(self, num_tokens: int, named: str, about: str = "") -> None:
+        """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
+        number in the message."""
+        if num_tokens >= self.limits.max_tokens:
+            raise context_length_error(self.limits.max_tokens, num_tokens, 1, named, about)
+        most = self.max_prompt_tokens
+        if most is not None and num_tokens > most:
+            message = (
+                f"{named} has {about}{num_tokens} tokens, more than {most}: shorten it, or raise "
+                "router.max_prompt_tokens"
+            )
+            raise ApiError(message, param=named, code="context_length_exceeded")
+
+
 class Prompts:
     """Use from one event loop. max_prompt_tokens: as in RouterConfig."""
 
@@ -59,9 +97,8 @@ class Prompts:
         self._short = ThreadPoolExecutor(SHORT_THREADS, "short-prompts")
         self._long = ThreadPoolExecutor(1, "long-prompts")
 
-    def max_chars(self, limits: Limits) -> int:
-        """A longer text has more tokens than a prompt may have."""
-        return self._most(limits) * self._tokenizer.longest_token
+    def lengths(self, limits: Limits) -> Lengths:
+        return Lengths(limits, self._max_prompt_tokens, self._tokenizer.longest_token)
 
     async def render(
         self,
@@ -79,7 +116,7 @@ class Prompts:
             message = f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out some"
             raise ApiError(message, param="messages", code="too_many_messages")
         num_chars = sum(map(_num_chars, messages))
-        self.check_chars(num_chars, limits, "messages")
+        self.lengths(limits).check_chars(num_chars, "messages")
         is_short = num_chars <= INLINE_CHARS and len(messages) <= INLINE_MESSAGES and not tools
         render = self._tokenizer.render_chat
         try:
@@ -94,57 +131,25 @@ class Prompts:
     ) -> list[tuple[int, ...]]:
         """Token ids of each prompt. named: the parameter that they come from. Raises ApiError (400)
         when one is empty, too long, or outside the vocabulary."""
+        lengths = self.lengths(limits)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for prompt in prompts:
-            if isinstance(prompt, str):
-                self.check_chars(len(prompt), limits, named)
-            else:
-                self.check_length(len(prompt), limits, named)
+            check = lengths.check_chars if isinstance(prompt, str) else lengths.check
+            check(len(prompt), named)
         try:
-            encoded = iter(await self._encode(texts, add_special_tokens, limits, named))
+            encoded = iter(await self._encode(texts, add_special_tokens, lengths, named))
         except ValueError as error:
             raise ApiError(str(error), param=named) from error
         ids = []
         with self._pacer.pace() as pace:
             for prompt in prompts:
-                ids.append(self._checked(next(encoded) if isinstance(prompt, str) else prompt, limits, named))
+                ids.append(_checked(next(encoded) if isinstance(prompt, str) else prompt, lengths, named))
                 if pace.is_due:
                     await pace.rest()
         return ids
 
-    def check_chars(self, num_chars: int, limits: Limits, named: str) -> None:
-        """ApiError (400) when no text of so many characters can be short enough."""
-        least = math.ceil(num_chars / self._tokenizer.longest_token)
-        self.check_length(least, limits, named, "at least ")
-
-    def check_length(self, num_tokens: int, limits: Limits, named: str, about: str = "") -> None:
-        """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
-        number in the message."""
-        if num_tokens >= limits.max_tokens:
-            raise context_length_error(limits.max_tokens, num_tokens, 1, named, about)
-        most = self._max_prompt_tokens
-        if most is not None and num_tokens > most:
-            message = (
-                f"{named} has {about}{num_tokens} tokens, more than {most}: shorten it, or raise "
-                "router.max_prompt_tokens"
-            )
-            raise ApiError(message, param=named, code="context_length_exceeded")
-
-    def _most(self, limits: Limits) -> int:
-        own = self._max_prompt_tokens
-        return limits.max_tokens - 1 if own is None else min(own, limits.max_tokens - 1)
-
-    def _checked(self, ids: Sequence[int], limits: Limits, named: str) -> tuple[int, ...]:
-        if not ids:
-            raise ApiError(f"{named} is empty: it needs at least one token", param=named)
-        self.check_length(len(ids), limits, named)
-        if min(ids) < 0 or max(ids) >= limits.vocab_size:
-            message = f"{named} holds token ids outside the vocabulary 0..{limits.vocab_size - 1}"
-            raise ApiError(message, param=named)
-        return tuple(ids)
-
     async def _encode(
-        self, texts: Sequence[str], add_special_tokens: bool, limits: Limits, named: str
+        self, texts: Sequence[str], add_special_tokens: bool, lengths: Lengths, named: str
     ) -> list[list[int]]:
         encode = self._tokenizer.encode_batch
         if sum(map(_cost, texts)) <= INLINE_CHARS:
@@ -154,13 +159,23 @@ class Prompts:
             if sum(map(_cost, batch)) <= BATCH_CHARS:
                 encoded += await _run(self._short, encode, batch, add_special_tokens)
                 continue
-            most = self._most(limits)
+            most = lengths.max_tokens
             ids = await _run(self._long, _encode_within, self._tokenizer, batch[0], add_special_tokens, most)
             if isinstance(ids, int):
-                self.check_length(ids, limits, named, "at least ")
+                lengths.check(ids, named, "at least ")
             else:
                 encoded.append(ids)
         return encoded
+
+
+def _checked(ids: Sequence[int], lengths: Lengths, named: str) -> tuple[int, ...]:
+    if not ids:
+        raise ApiError(f"{named} is empty: it needs at least one token", param=named)
+    lengths.check(len(ids), named)
+    vocab_size = lengths.limits.vocab_size
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise ApiError(f"{named} holds token ids outside the vocabulary 0..{vocab_size - 1}", param=named)
+    return tuple(ids)
 
 
 def _encode_within(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int] | int:

@@ -27,7 +27,7 @@ from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pace import Pacer
 from pdserve.router.predict import Forecast
-from pdserve.router.prompts import Limits, Prompt, Prompts, context_length_error
+from pdserve.router.prompts import Lengths, Limits, Prompt, Prompts, context_length_error
 from pdserve.router.request_log import RequestLog
 from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline
@@ -181,6 +181,10 @@ class Service:
             raise RequestFailed("unavailable", "no decode worker is ready: try again in a moment")
         vocab_size = min(worker.hello.vocab_size for worker in workers)
         return Limits(max(worker.token_limit for worker in workers), vocab_size)
+
+    def lengths(self) -> Lengths:
+        """What a prompt's length may be now. Raises as `limits`."""
+        return self.prompts.lengths(self.limits())
 
     async def admit(
         self,

@@ -87,7 +87,7 @@ async def test_of_a_text_that_is_too_long_little_is_tokenised(watched: Watched) 
     limits = Limits(max_tokens=3000, vocab_size=403)
     text = "fox " * 9500  # not too long by its characters alone
     whole = watched.encode(text)
-    assert len(text) < made(watched).max_chars(limits) and len(whole) > 3000
+    assert len(text) < made(watched).lengths(limits).max_chars and len(whole) > 3000
     for texts in ([text * 1], [text, text]):
         watched.num_chars = 0
         with pytest.raises(ApiError, match="at least 5") as caught:
