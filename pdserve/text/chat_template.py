@@ -16,6 +16,9 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+# JSON in a string escapes the bounds of the body that it comes in: so many of all calls are decoded within 20 ms.
+MAX_ARGUMENT_VALUES = 1 << 16
+
 _RESERVED = frozenset({"messages", "tools", "add_generation_prompt", "raise_exception", "strftime_now"})
 
 
@@ -54,6 +57,7 @@ class ChatTemplate:
         for name in variables:
             if name in _RESERVED:
                 raise ValueError(f"chat_template_kwargs must not set {name!r}: the server sets it")
+        _check_arguments(messages)
         try:
             return self._template.render(
                 **variables,
@@ -66,6 +70,22 @@ class ChatTemplate:
         except (TypeError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # a template that indexes into what a message does not have
             raise ValueError(f"the model's chat template fails on these messages: {error!r}") from error
+
+
+def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
+    num_values = 0
+    for index, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, Mapping) else None
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            arguments = function.get("arguments") if isinstance(function, Mapping) else None
+            if isinstance(arguments, str):
+                num_values += sum(map(arguments.count, "[{,:"))
+        if num_values > MAX_ARGUMENT_VALUES:
+            raise ValueError(
+                f"messages[{index}].tool_calls: function.arguments up to here hold more than {MAX_ARGUMENT_VALUES} "
+                "values: leave out old calls"
+            )
 
 
 def _message(message: Mapping[str, Any], index: int) -> dict[str, Any]:
@@ -110,7 +130,7 @@ def _tool_call(call: Any, where: str) -> Any:
         return call
     try:
         parsed = json.loads(arguments) if arguments else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: function.arguments is not valid JSON: {error}") from error
     return dict(call) | {"function": dict(call["function"]) | {"arguments": parsed}}
 

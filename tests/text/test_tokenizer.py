@@ -92,6 +92,16 @@ def test_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "count"),
+    [("[" + "[]," * 70_000 + "[]]", 1), ('{"a": [1, 2, 3]}', 20_000), ("[" * 50_000, 1), ('{"a":' * 30_000, 1)],
+)
+def test_arguments_of_tool_calls_have_a_bound(tokenizer: Tokenizer, arguments: str, count: int) -> None:
+    calls = [{"function": {"name": "f", "arguments": arguments}}] * count
+    with pytest.raises(ValueError, match=r"messages\[0\].tool_calls: function.arguments"):
+        tokenizer.render_chat([{"role": "assistant", "tool_calls": calls}])
+
+
+@pytest.mark.parametrize(
     ("messages", "says"),
     [
         ([{"content": "x"}], "messages[0].role"),
