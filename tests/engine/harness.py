@@ -109,19 +109,28 @@ class Driver:
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
 
 
+Work = Callable[[np.ndarray], None]
+"""Reads and writes the rows of the pool that it is given, `[blocks, block_size]`."""
+
+
 class PaperFence:
     """A step of the paper model: its rows are read and written when somebody waits for it, as late as a device may."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run: Callable[[], None] | None = run
+    def __init__(self, work: list[Work], rows: np.ndarray) -> None:
+        self._work: list[Work] | None = work
+        self._rows = rows
 
     def ready(self) -> bool:
-        return self._run is None
+        return self._work is None
 
     def wait(self) -> None:
-        if self._run is not None:
-            run, self._run = self._run, None
-            run()
+        self.play(self._rows)
+        self._work = None
+
+    def play(self, rows: np.ndarray) -> None:
+        """Do what is left to do, on these rows."""
+        for work in self._work or ():
+            work(rows)
 
     def seconds_since(self, earlier: "PaperFence") -> float:
         return 0.0
@@ -139,7 +148,7 @@ class PaperRunner:
         self.num_copies = 0
         self.tables: dict[int, list[int]] = defaultdict(list)  # by slot, from the changes a step sends
         self.last_token: dict[int, int] = {}
-        self._queue: list[Callable[[], None]] = []
+        self._queue: list[Work] = []
         self._fences: list[PaperFence] = []
 
     def execute(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
@@ -167,12 +176,7 @@ class PaperRunner:
 
     def fence(self) -> PaperFence:
         queue, self._queue = self._queue, []
-
-        def run_all() -> None:
-            for run in queue:
-                run()
-
-        fence = PaperFence(run_all)
+        fence = PaperFence(queue, self.rows)
         self._fences = [*(f for f in self._fences if not f.ready()), fence]
         return fence
 
@@ -181,6 +185,13 @@ class PaperRunner:
         self.fence()
         for fence in self._fences:
             fence.wait()
+
+    def rows_when_done(self) -> np.ndarray:
+        """The pool as it will be when everything that is queued has been done."""
+        rows = self.rows.copy()
+        for fence in self._fences:
+            fence.play(rows)
+        return rows
 
     def fill(self, blocks: SequenceOf[int], prompt: SequenceOf[int], first_block: int = 0) -> None:
         """Write the prompt's rows as another engine would."""
@@ -208,17 +219,45 @@ class PaperRunner:
                 block = seq.block_table[position // self.block_size]
                 assert self.blocks.num_owners(block) == widths.get(seq, 1), "writes a block that is not its own"
 
-    def _copy(self, copies: list[tuple[int, int]]) -> None:
+    def _copy(self, copies: list[tuple[int, int]], rows: np.ndarray) -> None:
         for source, target in copies:
-            self.rows[target] = self.rows[source]
+            rows[target] = rows[source]
 
-    def _compute(self, table: list[int], digests: list[int], count: int) -> None:
+    def _compute(self, table: list[int], digests: list[int], count: int, rows: np.ndarray) -> None:
         """A sequence reads the rows before its chunk, and writes those of the chunk, through the table it was given."""
         for position in range(len(digests) - count, len(digests)):
             block = table[position // self.block_size]
             assert not self.blocks.is_free(block), "writes a block that is free meanwhile"
-            self.rows[block, position % self.block_size] = digests[position]
-        assert self.rows[table].reshape(-1)[: len(digests)].tolist() == digests, "reads foreign rows"
+            rows[block, position % self.block_size] = digests[position]
+        assert rows[table].reshape(-1)[: len(digests)].tolist() == digests, "reads foreign rows"
+
+
+class KnownContent:
+    """The rows that each digest of a block stands for, noted when the engine's hasher makes the digest."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._runner = paper_of(engine)
+        self._blocks = engine.blocks
+        self._rows: dict[bytes, list[int]] = {}
+        self._size = engine.hasher.block_size
+        self._extend = engine.hasher.extend
+        engine.hasher.extend = self._noted  # type: ignore[method-assign]
+
+    def check(self) -> None:
+        """AssertionError when a block holds other rows than those it can be found by, once all that is queued is
+        done.
+        """
+        rows = self._runner.rows_when_done()
+        for digest, block in self._blocks._block_of.items():
+            assert rows[block].tolist() == self._rows[digest], f"block {block} is cached as what it does not hold"
+
+    def _noted(self, hashes: list[bytes], tokens: SequenceOf[int], salt: str) -> None:
+        first = len(hashes)
+        self._extend(hashes, tokens, salt)
+        if len(hashes) > first:
+            rows = prefix_digests(tokens[: len(hashes) * self._size])
+            for index in range(first, len(hashes)):
+                self._rows[hashes[index]] = rows[index * self._size : (index + 1) * self._size]
 
 
 def prefix_digests(tokens: SequenceOf[int]) -> list[int]:

@@ -4,24 +4,28 @@ The engines run a model on paper (engine/harness.py): its rows are functions of 
 a device may, and are checked by whoever reads them, so a stale or foreign byte that is accepted fails the step that
 reads it. Links and mailboxes are the real ones, with threads of their own; the transport is the in-process one, which
 can be slow, frozen and dead. Half of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens,
-whose repacks can be slow. After every event the books are checked on both sides; in the end all comes to rest.
+whose repacks can be slow. After every event the books are checked on both sides, and every block that the prefix cache
+knows is compared with what it is known as; in the end all comes to rest.
 """
 
 import itertools
 import os
 import random
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
+import hypothesis.core
 import pytest
 import torch
-from engine.harness import alone, paper_engine, paper_of
+from engine.harness import KnownContent, alone, paper_engine, paper_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
+from hypothesis.errors import FlakyFailure
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
@@ -33,6 +37,7 @@ from pair import Worker, owned, submit
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.schema import PoolConfig, TransferConfig
+from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import (
     Cancel,
@@ -95,7 +100,9 @@ class SlowStaging:
 
 class PaperWorker(Worker):
     def make_engine(self, model: Path, **engine: object) -> Engine:
-        return paper_engine(model, **engine)
+        made = paper_engine(model, **engine)
+        self.content = KnownContent(made)
+        return made
 
     def memory(self) -> PoolMemory:
         """The paper's rows, 8 bytes each, as a pool."""
@@ -406,6 +413,7 @@ class HandOver(RuleBasedStateMachine):
             return
         for worker in (self.p, self.d):
             worker.loop.check_integrity()
+            worker.content.check()
         self._nothing_else_in_the_way_of_reads()
 
     def _nothing_else_in_the_way_of_reads(self) -> None:
@@ -485,6 +493,29 @@ def run(model: Path, examples: int, steps: int) -> None:
 
 def test_every_order_of_events(tiny_llama: Path) -> None:
     run(tiny_llama, EXAMPLES, 50)
+
+
+@pytest.mark.parametrize("seed", range(1, 4))
+def test_a_wrong_eviction_is_noticed(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """The books add up, but a block is known as what was in the evicted one."""
+    evict = BlockManager._evict
+
+    def wrong(blocks: BlockManager, block: int) -> None:
+        others = [other for other in blocks._lru if other != block]
+        if others:
+            kept, other = blocks._hash_of[block], others[0]
+            evict(blocks, block)
+            del blocks._block_of[blocks._hash_of[other]]
+            blocks._hash_of[other] = kept
+            blocks._block_of[kept] = other
+        else:
+            evict(blocks, block)
+
+    monkeypatch.setattr(BlockManager, "_evict", wrong)
+    monkeypatch.setattr(hypothesis.core, "global_force_seed", seed)
+    with pytest.raises((AssertionError, FlakyFailure)) as caught:
+        run(tiny_llama, EXAMPLES, 50)
+    assert "is cached as what it does not hold" in "".join(traceback.format_exception(caught.value))
 
 
 @pytest.mark.slow
