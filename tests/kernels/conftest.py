@@ -17,6 +17,10 @@ if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("triton was imported before tests/kernels chose the interpreter: set TRITON_INTERPRET=1")
     os.environ["TRITON_INTERPRET"] = "1"
 
+from kernels.interpreter import undo_patches_of_helpers
+
+undo_patches_of_helpers()
+
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:

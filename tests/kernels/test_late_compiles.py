@@ -1,6 +1,7 @@
 """Late compiles are counted and named: real compilations, for a Hopper that is not here."""
 
 import logging
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -9,18 +10,22 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton.runtime.interpreter import InterpretedFunction
 
 from pdserve.kernels.late_compiles import LateCompiles
 
 
-def copies_one(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def copies_one(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton compiles annotations too
     at = tl.arange(0, BLOCK)
     tl.store(target_ptr + at, tl.load(source_ptr + at))
 
 
 @pytest.fixture(autouse=True)
-def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A driver that compiles and never launches; the process's hook as it was, afterwards."""
+def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A driver that compiles and never launches, with nothing in Triton's cache; the process's hook as it was,
+    afterwards.
+    """
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     absent = SimpleNamespace(
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
@@ -52,6 +57,20 @@ def test_a_compile_is_counted_once_and_named(caplog: pytest.LogCaptureFixture) -
 def test_what_triton_keeps_on_disk_is_late_too() -> None:
     """A new JITFunction knows nothing of the last one's kernels: it loads them from Triton's cache."""
     compile_for(triton.JITFunction(copies_one), 16)
+    late = LateCompiles()
+    compile_for(triton.JITFunction(copies_one), 16)
+    assert late.count == 1
+
+
+def adds_up(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton compiles annotations too
+    tl.store(target_ptr, tl.sum(tl.load(source_ptr + tl.arange(0, BLOCK)), 0))
+
+
+def test_a_kernel_in_the_interpreter_spoils_no_compile() -> None:
+    """tl.sum is a helper, for whose call the interpreter patches the language once more."""
+    total = torch.zeros(1)
+    InterpretedFunction(adds_up)[(1,)](torch.ones(16), total, BLOCK=16)
+    assert total.item() == 16
     late = LateCompiles()
     compile_for(triton.JITFunction(copies_one), 16)
     assert late.count == 1

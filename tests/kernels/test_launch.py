@@ -101,16 +101,9 @@ def test_kept_kernels_are_bounded(kernel: Recorder, monkeypatch: pytest.MonkeyPa
 
 
 @triton.jit
-def scaled_sum_kernel(
-    x_ptr: Any,
-    y_ptr: Any,
-    out_ptr: Any,
-    num: Any,
-    number: Any,
-    scale: Any,
-    OFFSET: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+def scaled_sum_kernel(  # type: ignore[no-untyped-def]  # Triton compiles annotations too
+    x_ptr, y_ptr, out_ptr, num, number, scale, OFFSET: tl.constexpr, BLOCK: tl.constexpr
+):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = at < num
     value = tl.load(x_ptr + at, mask=mask).to(tl.float32) * scale + number + OFFSET
