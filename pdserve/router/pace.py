@@ -12,7 +12,9 @@ can make long.
 
 import asyncio
 import time
+from collections.abc import Coroutine
 from types import TracebackType
+from typing import Any
 
 SLICE_S = 0.003
 
@@ -20,6 +22,13 @@ SLICE_S = 0.003
 class Pacer:
     def __init__(self) -> None:
         self._turns = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def later(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do it in a task of its own, which is kept until it ends."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def pace(self) -> "Pace":
         return Pace(self._turns)

@@ -37,6 +37,7 @@ from pdserve.text.tokenizer import Tokenizer
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192
 MAX_EDITS = 1 << 20  # entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
+RUNS_AT_ONCE = 16  # prompts of one call that begin or end in one turn of the event loop
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_PRIORITY = 2**31 - 1  # and as far below zero
@@ -57,12 +58,22 @@ class ChoiceResult:
 class Generation:
     """An admitted request of one or several prompts. Iterate `stream` once, or `collect`; `close` stops it at once."""
 
-    def __init__(self, request_id: str, n: int, runs: Sequence[RequestRun], prompts: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        n: int,
+        runs: Sequence[RequestRun],
+        prompts: Sequence[tuple[int, ...]],
+        pacer: Pacer,
+    ) -> None:
         self.request_id = request_id
         self.n = n
         self.prompts = tuple(prompts)
         self._runs = runs
-        self._tasks: list[asyncio.Task[None]] = []
+        self._pacer = pacer
+        self._pumps: list[asyncio.Task[None]] = []
+        self._starter: asyncio.Task[None] | None = None
+        self._closed = False
 
     def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprob | None, ...] | None:
         """One a prompt token (the first is None), when they were asked for; there before the prompt's first chunk."""
@@ -89,11 +100,28 @@ class Generation:
         return [run.timeline() for run in self._runs]
 
     def close(self) -> None:
-        """Cancel everything at the workers. Idempotent; does not wait, so it works from a task that is being
-        cancelled."""
-        for task in self._tasks:
-            task.cancel()
-        for run in self._runs:
+        """Cancel everything at the workers; many prompts in the background. Idempotent; does not wait,
+        so it works from a task that is being cancelled."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._starter is not None:
+            self._starter.cancel()
+        if len(self._runs) > RUNS_AT_ONCE:
+            self._pacer.later(self._close_many())
+        else:
+            self._close_runs(0, len(self._runs))
+
+    async def _close_many(self) -> None:
+        with self._pacer.pace() as pace:
+            for start in range(0, len(self._runs), RUNS_AT_ONCE):
+                self._close_runs(start, start + RUNS_AT_ONCE)
+                await pace.rest()
+
+    def _close_runs(self, start: int, end: int) -> None:
+        for pump in self._pumps[start:end]:
+            pump.cancel()
+        for run in self._runs[start:end]:
             run.close()
 
     def stream(self) -> AsyncGenerator[list[Chunk], None]:
@@ -125,9 +153,17 @@ class Generation:
             except Exception as error:
                 queue.put_nowait(error)
 
+        async def start() -> None:
+            """Each prompt chooses its workers, which takes its time."""
+            with self._pacer.pace() as pace:
+                for run in self._runs:
+                    self._pumps.append(asyncio.create_task(pump(run)))
+                    if len(self._pumps) % RUNS_AT_ONCE == 0:
+                        await pace.rest()
+
         try:
-            self._tasks = [asyncio.create_task(pump(run)) for run in self._runs]
-            running = len(self._tasks)
+            self._starter = asyncio.create_task(start())
+            running = len(self._runs)
             while running:
                 item = await queue.get()
                 if isinstance(item, Exception):
@@ -223,25 +259,27 @@ class Service:
             seats = self.admission.enter(len(prompts))
             try:
                 ids = await self.prompts.token_ids(prompts, add_special_tokens, limits, named)
-                self.admission.check_tokens(sum(map(len, ids)))
                 _check_room(sampling, max(map(len, ids)), limits.max_tokens)
                 stops = StopStrings(sampling.stop) if sampling.stop else None
                 sent = msgspec.structs.replace(sampling, stop=())  # this router looks for them, workers do not
-                jobs = [
-                    Job(
-                        f"{request_id}-{next(self._numbers)}",
-                        prompt,
-                        sent.with_seed(secrets.randbits(63)) if sent.seed is None else sent,
-                        received,
-                        number,
-                        priority,
-                        cache_salt,
-                        session_id,
-                        stops,
-                    )
-                    for number, prompt in enumerate(ids)
-                ]
-                runs = [RequestRun(self._dispatcher, job, seat) for job, seat in zip(jobs, seats, strict=True)]
+                runs = []
+                with self.pacer.pace() as pace:
+                    for number, prompt in enumerate(ids):
+                        job = Job(
+                            f"{request_id}-{next(self._numbers)}",
+                            prompt,
+                            sent.with_seed(secrets.randbits(63)) if sent.seed is None else sent,
+                            received,
+                            number,
+                            priority,
+                            cache_salt,
+                            session_id,
+                            stops,
+                        )
+                        runs.append(RequestRun(self._dispatcher, job, seats[number]))
+                        if pace.is_due:
+                            await pace.rest()
+                self.admission.check_tokens(sum(map(len, ids)))
                 longest = max(range(len(ids)), key=lambda number: len(ids[number]))
                 forecast = self._check_lateness(runs[longest], priority, received)
             except BaseException:
@@ -250,7 +288,7 @@ class Service:
                 raise
         for seat, prompt in zip(seats, ids, strict=True):
             seat.fill(len(prompt), priority, forecast if len(seats) == 1 else None)
-        return Generation(request_id, sampling.n, runs, ids)
+        return Generation(request_id, sampling.n, runs, ids, self.pacer)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any

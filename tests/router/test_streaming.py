@@ -13,12 +13,13 @@ from pdserve.router.dispatch import Chunk
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder, event_bytes
+from pdserve.router.pace import Pacer
 from pdserve.router.service import Generation
 from pdserve.text.tokenizer import Tokenizer
 
 
 def responder(tokenizer: Tokenizer, chat: bool, options: dict[str, Any]) -> CompletionResponder | ChatResponder:
-    generation = Generation('cmpl-"\\0"', 2, [], [(1, 2), (3, 4)])
+    generation = Generation('cmpl-"\\0"', 2, [], [(1, 2), (3, 4)], Pacer())
     body = {"model": 'a\0"b', "stream": True, "n": 2, **options}
     if chat:
         asked = parse(json.dumps(body | {"messages": [{"role": "user", "content": "x"}]}).encode(), ChatRequest)

@@ -1,0 +1,104 @@
+"""Thousands of prompts in one call begin and end a few at a time: everybody else's turn comes between."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from router.harness import MODEL, Harness, until
+
+from pdserve.engine.protocol import Cancel, SamplingParams
+from pdserve.router.dispatch import RequestRun
+from pdserve.router.service import RUNS_AT_ONCE
+
+Make = Callable[..., Harness]
+PROMPTS = [[5, 6 + number % 300] for number in range(600)]
+LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
+
+
+class Turns:
+    """Counts turns of the event loop, and what happens in each."""
+
+    def __init__(self) -> None:
+        self.counts = [0]
+        self._task = asyncio.create_task(self._count())
+
+    async def _count(self) -> None:
+        while True:
+            await asyncio.sleep(0)
+            self.counts.append(0)
+
+    def note(self, *_: Any) -> None:
+        self.counts[-1] += 1
+
+    def close(self) -> None:
+        self._task.cancel()
+
+
+def noted(turns: Turns, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Count each first call of the method of a run."""
+    method, seen = getattr(RequestRun, name), set[int]()
+
+    def noting(run: RequestRun, *args: Any) -> Any:
+        if id(run) not in seen:
+            seen.add(id(run))
+            turns.note()
+        return method(run, *args)
+
+    monkeypatch.setattr(RequestRun, name, noting)
+
+
+async def test_they_begin_and_are_cancelled_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make(0, 2)
+    for worker in harness.decodes:
+        worker.step_s = 30.0
+    await harness.start()
+    turns = Turns()
+    noted(turns, monkeypatch, "_choose")
+    generation = await harness.service.admit(PROMPTS, LONG)
+    reading = asyncio.create_task(generation.collect())
+    await until(lambda: harness.world.held() == len(PROMPTS), 20)
+    assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= RUNS_AT_ONCE
+    noted(turns, monkeypatch, "close")
+    turns.counts = [0]
+    began = time.perf_counter()
+    generation.close()
+    assert max(turns.counts) == 0 and time.perf_counter() - began < 0.05
+    generation.close()
+    reading.cancel()
+    await until(lambda: harness.world.held() == 0, 20)
+    assert max(turns.counts) <= RUNS_AT_ONCE
+    assert harness.service.admission.num_prompts == harness.service.admission.queued_tokens == 0
+    assert sum(isinstance(c, Cancel) for worker in harness.decodes for c in worker.commands) == len(PROMPTS)
+    turns.close()
+    await asyncio.wait([reading])
+    assert all(not worker.legs for worker in harness.fleet.workers)
+
+
+@pytest.mark.parametrize("after", [0.0, 0.01, 0.05])
+async def test_a_client_that_leaves_while_they_begin(make: Make, after: float) -> None:
+    harness = await make(0, 1).start()
+    body = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 200, "ignore_eos": True}
+    asked = asyncio.create_task(harness.http().post("/v1/completions", json=body))
+    await asyncio.sleep(after)
+    asked.cancel()
+    await asyncio.wait([asked])
+    admission = harness.service.admission
+    await until(lambda: (harness.world.held(), admission.num_prompts, admission.queued_tokens) == (0, 0, 0), 20)
+    assert all(not worker.legs for worker in harness.fleet.workers)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_they_are_answered(make: Make, stream: bool) -> None:
+    harness = await make(0, 2).start()
+    body = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 2, "seed": 3, "stream": stream}
+    answer = await harness.http(timeout=60).post("/v1/completions", json=body)
+    assert answer.status_code == 200
+    if stream:
+        assert answer.text.count('"finish_reason":"') == len(PROMPTS) and answer.text.endswith("data: [DONE]\n\n")
+    else:
+        expected = await harness.service.collect(PROMPTS, SamplingParams(max_tokens=2, seed=3))
+        texts = [choice["text"] for choice in answer.json()["choices"]]
+        assert texts == [choice.text for choice in expected]
+    assert harness.service.admission.num_prompts == 0
