@@ -93,6 +93,7 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
 class Client:
     """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
 
+    Without sampling_params the model's defaults count (its generation_config.json), and SamplingParams' for the rest.
     All take the keywords `priority` (an int; lower runs first), `session_id` (prompts of one session go to one worker
     where nothing speaks against it) and `cache_salt` (prefix-cache blocks are shared between equal salts only); those
     for whole answers also `timeline=True` (RequestOutput.timeline). All raise ValueError for what is wrong with the
@@ -287,7 +288,7 @@ def _ask(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options:
             raise ValueError(f"{name} must be of type {known[name].__name__}, not {value!r}")
     return Ask(
         prompt=prompt if isinstance(prompt, str) else list(prompt),
-        sampling=sampling or SamplingParams(),
+        sampling=sampling,
         stream=stream,
         **options,
     )

@@ -14,11 +14,12 @@ from pdserve.router.timeline import PromptTimeline
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """prompt: a text or token ids. stream: False asks for one Whole, True for Chunks as they come. timeline: the Whole
-    is to say where time and bytes went. priority, cache_salt, session_id: as of `router.service.Service.admit`."""
+    """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for one Whole, True for
+    Chunks as they come. timeline: the Whole is to say where time and bytes went. priority, cache_salt, session_id: as
+    of `router.service.Service.admit`."""
 
     prompt: str | list[int]
-    sampling: SamplingParams
+    sampling: SamplingParams | None
     stream: bool
     priority: int = 0
     cache_salt: str = ""

@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 from ray import serve
@@ -42,6 +43,7 @@ from pdserve.cluster.logs import log_as_serve_does
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
+from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.router.admin import Admin
 from pdserve.router.app import build_app
 from pdserve.router.errors import ApiError
@@ -63,13 +65,23 @@ class RouterReplica:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
     ) -> None:
-        tokenizer = await asyncio.to_thread(load_tokenizer, config)
+        tokenizer, defaults = await asyncio.gather(
+            asyncio.to_thread(load_tokenizer, config), asyncio.to_thread(load_defaults, config)
+        )
         router = config.router
         self._fleet = Fleet(
             router.worker_silence_s, drain_s=router.drain_s, attempt_deadline_s=router.attempt_deadline_s
         )
         name = config.model.served_name
-        self._service = Service(self._fleet, tokenizer, config.router, name, slo=config.slo, logs=config.logging)
+        self._service = Service(
+            self._fleet,
+            tokenizer,
+            config.router,
+            name,
+            slo=config.slo,
+            logs=config.logging,
+            sampling_defaults=defaults,
+        )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
         counts = ServeCounts(config)
@@ -169,6 +181,15 @@ def is_first() -> bool:
 
 def load_tokenizer(config: ClusterConfig) -> Tokenizer:
     return Tokenizer.load(resolve_folder(config.model.resolved_path, "dummy"))
+
+
+def load_defaults(config: ClusterConfig) -> dict[str, Any]:
+    """The model's sampling defaults; says what they are."""
+    folder = resolve_folder(config.model.resolved_path, "dummy")
+    defaults = read_generation_defaults(folder, config.model.generation_config)
+    if defaults:
+        logger.info("sampling parameters by default, of generation_config.json: %s", described(defaults))
+    return defaults
 
 
 async def _whole(generation: Generation, shows_timeline: bool) -> Whole:

@@ -71,7 +71,9 @@ class ModelConfig(Config):
     path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the working directory,
     then beside the `pdserve` package (so the shipped demo is found wherever Ray starts its processes). name: the
     `model` clients send; defaults to the folder's last part. load_format: "auto" reads safetensors; "dummy" draws
-    random weights from config.json alone. seed: of the dummy weights.
+    random weights from config.json alone. seed: of the dummy weights. generation_config: "auto" takes temperature,
+    top_p, top_k, min_p, repetition_penalty and max_new_tokens of the folder's generation_config.json for requests that
+    do not say them, as vLLM does; "none" takes none of them.
     """
 
     path: str = "demo/pdserve-demo"
@@ -79,6 +81,7 @@ class ModelConfig(Config):
     dtype: Dtype = "auto"
     load_format: Literal["auto", "dummy"] = "auto"
     seed: int = 0
+    generation_config: Literal["auto", "none"] = "auto"
 
     @property
     def served_name(self) -> str:

@@ -4,6 +4,7 @@ Adds text to the engine: tokenising, detokenising, stop strings, a progress bar.
 Re-exports SamplingParams, the one name users need besides LLM.
 """
 
+import logging
 import random
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,9 +28,13 @@ from pdserve.engine.protocol import (
     TokenLogprob,
 )
 from pdserve.engine.sequence import Request
+from pdserve.models.checkpoint import resolve_folder
+from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.text.choice import ChoiceText
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams"]
 
@@ -74,7 +79,8 @@ class LLM:
     """A model in this process.
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random weights). dtype, seed:
-    see ModelConfig; seed also draws the seeds of requests that have none, so a run repeats. tokenizer: another folder
+    generation_config: see ModelConfig; seed also draws the seeds of requests that have none, so a run repeats.
+    tokenizer: another folder
     to take the tokenizer from; False works with token ids alone. Other keywords are EngineConfig's. ValueError names a
     bad one.
     """
@@ -87,9 +93,18 @@ class LLM:
         load_format: str = "auto",
         seed: int = 0,
         tokenizer: str | bool = True,
+        generation_config: str = "auto",
         **engine: Any,
     ) -> None:
-        config = ModelConfig(path=model, dtype=dtype, load_format=load_format, seed=seed)
+        config = ModelConfig(
+            path=model, dtype=dtype, load_format=load_format, seed=seed, generation_config=generation_config
+        )
+        defaults = read_generation_defaults(
+            resolve_folder(config.resolved_path, config.load_format), config.generation_config
+        )
+        self._default_sampling = SamplingParams.from_defaults(defaults)
+        if defaults:
+            logger.info("sampling parameters by default, of generation_config.json: %s", described(defaults))
         self.engine = Engine(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
@@ -99,14 +114,20 @@ class LLM:
         # True while a call runs; behind its end only when its reset was interrupted, too.
         self._is_dirty = False
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `generate` and `chat` take without sampling_params: SamplingParams' own defaults, but for what the
+        model's generation_config.json says.
+        """
+        return self._default_sampling
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; default
-        SamplingParams().
+        """One RequestOutput a prompt, in order. sampling_params: one for all, or one a prompt; by
+        default `get_default_sampling_params()`.
 
         Every request is checked before the first is computed (ValueError). An exception or Ctrl-C
         ends all of them and empties the prefix cache; the next call runs as if it were the first.
@@ -139,7 +160,7 @@ class LLM:
         self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None
     ) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
-            return [params or SamplingParams()] * len(batch)
+            return [params or self._default_sampling] * len(batch)
         each = list(params)
         if not all(isinstance(p, SamplingParams) for p in each):
             raise ValueError("sampling_params must be a SamplingParams, or a list of them, one a prompt")

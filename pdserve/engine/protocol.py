@@ -13,7 +13,7 @@ tokens, so every message about a request carries its `RequestKey`, and messages 
 import copy
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -78,6 +78,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def greedy(self) -> bool:
         return self.temperature < 1e-5
+
+    @classmethod
+    def from_defaults(cls, defaults: Mapping[str, Any]) -> "SamplingParams":
+        """Those of a request that says nothing, for a model with these defaults (`models.generation_defaults`).
+        ValueError names the one that cannot be.
+        """
+        try:
+            return cls(**defaults)
+        except ValueError as error:
+            raise ValueError(
+                f"generation_config.json: {error}; mend the file, or set model.generation_config to 'none'"
+            ) from error
 
     def with_seed(self, seed: int) -> "SamplingParams":
         """A copy with this seed that is not checked again: a call of thousands of prompts makes one for each."""

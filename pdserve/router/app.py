@@ -181,7 +181,7 @@ class _Api:
         self.service.check_num_choices(call.n or 1)
         return await self.service.admit(
             call.prompts(),
-            call.sampling(),
+            call.sampling(self.service.sampling_defaults),
             request_id=_request_id(request, "cmpl"),
             priority=self._priority(call.priority),
             cache_salt=call.cache_salt or "",
@@ -194,7 +194,7 @@ class _Api:
     async def _admit_chat(self, request: Request, call: ChatRequest, received: float) -> Generation:
         self._check_model(call.model)
         self.service.check_num_choices(call.n or 1)
-        sampling = call.sampling()
+        sampling = call.sampling(self.service.sampling_defaults)
         prompt = await self.service.chat_prompt(
             call.messages, call.add_generation_prompt is not False, call.tools, call.chat_template_kwargs
         )
@@ -209,6 +209,7 @@ class _Api:
             received=received,
             named="messages",
             tenant=self._tenant(request),
+            open_ended=call.is_open_ended,
         )
 
     async def models(self, request: Request) -> Response:

@@ -62,7 +62,8 @@ DECODE_WEIGHT = 128
 @dataclass(frozen=True, slots=True)
 class Job:
     """One prompt of a call. sampling: as workers are told, so its seed is set, and it holds no stop strings: the router
-    looks for these itself. stops: the call's, None when it has none. request_id: never used before in this process.
+    looks for these itself. stops: the call's, None when it has none. open_ended: a choice ends by length where its
+    worker has no more room, even before max_tokens, which may be None. request_id: never used before in this process.
     prompt: its number within the call. received: perf_counter() when the call came."""
 
     request_id: str
@@ -74,6 +75,7 @@ class Job:
     cache_salt: str = ""
     session_id: str = ""
     stops: StopStrings | None = None
+    open_ended: bool = False
 
 
 class Chunk(msgspec.Struct):
@@ -263,7 +265,10 @@ class RequestRun:
 
     def _demand(self, excluded: set[str]) -> Demand:
         sampling, num_prompt = self._job.sampling, len(self._job.prompt_token_ids)
-        wanted = sampling.max_tokens or max(sampling.min_tokens, self.record.num_tokens_longest + 1)
+        if self._job.open_ended:
+            wanted = max(sampling.min_tokens, self.record.num_tokens_longest + 1)
+        else:
+            wanted = sampling.max_tokens or 1
         num_tokens = num_prompt + wanted
         resumed = self.record.num_tokens > 0
         return Demand(
@@ -487,11 +492,11 @@ class RequestRun:
         return ended
 
     def _end_full(self) -> list[Chunk]:
-        """Without max_tokens a choice may have as many tokens as its worker has room for. When that worker is lost and
+        """An open-ended choice may have as many tokens as its worker has room for. When that worker is lost and
         no other has more room than the choice has tokens, it has reached its length."""
         sampling, workers = self._job.sampling, self._shared.fleet.decode_workers
         limits = [worker.token_limit for worker in workers if worker.hello.model_fingerprint == self._fingerprint]
-        if sampling.max_tokens is not None or not limits:
+        if not self._job.open_ended or not limits:
             return []
         room = max(limits) - len(self._job.prompt_token_ids)
         chunks: dict[int, Chunk] = {}

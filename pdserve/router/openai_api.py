@@ -83,18 +83,20 @@ class CompletionRequest(_Request, kw_only=True):
     def scores_prompt_only(self) -> bool:
         return bool(self.echo) and self.max_tokens == 0
 
-    def sampling(self) -> SamplingParams:
-        """Raises ApiError naming the parameter."""
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names."""
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise ApiError("best_of must equal n: ask for n choices and pick the best yourself", param="best_of")
         scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
         _check_stream(self, self.prompt_logprobs)
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens
-        return _sampling(self, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
+        defaults = {**defaults, "max_tokens": 16}  # as with vLLM: the model's is for chat
+        return _sampling(self, defaults, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
 
 
 class ChatRequest(_Request, kw_only=True):
-    """max_tokens and max_completion_tokens are the same; without them a choice may fill the model's context."""
+    """max_tokens and max_completion_tokens are the same; without them a choice may fill the context of the worker that
+    decodes it, within the model's own default."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
@@ -105,8 +107,13 @@ class ChatRequest(_Request, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
 
-    def sampling(self) -> SamplingParams:
-        """Raises ApiError naming the parameter."""
+    @property
+    def is_open_ended(self) -> bool:
+        """Whether it does not say how many tokens it wants."""
+        return self.max_completion_tokens is None and self.max_tokens is None
+
+    def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
+        """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names."""
         limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
         if self.max_tokens is not None and self.max_tokens != limit:
             raise ApiError("max_tokens and max_completion_tokens differ: send one of them", param="max_tokens")
@@ -125,7 +132,7 @@ class ChatRequest(_Request, kw_only=True):
         _check_stream(self, self.prompt_logprobs)
         return _sampling(
             self,
-            default_max_tokens=None,
+            {"max_tokens": None, **defaults},
             max_tokens=limit,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             prompt_logprobs=self.prompt_logprobs,
@@ -320,17 +327,15 @@ def _check_stream(request: _Request, prompt_logprobs: int | None) -> None:
         raise ApiError("prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs")
 
 
-def _sampling(request: _Request, default_max_tokens: int | None = 16, **values: Any) -> SamplingParams:
-    """Parameters that were not given keep SamplingParams' defaults."""
+def _sampling(request: _Request, defaults: Mapping[str, Any], **values: Any) -> SamplingParams:
+    """What was not given is as `defaults` say, or else as SamplingParams do."""
     shared: Mapping[str, Any] = {
         name: getattr(request, name)
         for name in SamplingParams.__struct_fields__
         if name not in values and hasattr(request, name)
     }
     given = {name: value for name, value in {**shared, **values}.items() if value is not None}
-    if values["max_tokens"] is None:
-        given["max_tokens"] = default_max_tokens
     try:
-        return SamplingParams(**given)
+        return SamplingParams(**{**defaults, **given})
     except ValueError as error:
         raise value_error(error, SamplingParams.__struct_fields__) from error

@@ -188,12 +188,16 @@ class Service:
         resume_wait_s: float = 60.0,
         slo: SloConfig | None = None,
         logs: LogConfig | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """resume_wait_s: how long a request whose worker was lost waits for another one to join."""
+        """resume_wait_s: how long a request whose worker was lost waits for another one to join. sampling_defaults: the
+        model's, of SamplingParams' names, for what requests do not say; ValueError for one that cannot be."""
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
         self.model_name = model_name
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self._default_sampling = SamplingParams.from_defaults(self.sampling_defaults)
         self.metrics = RouterMetrics(model_name)
         self.pacer = Pacer()
         self.prompts = Prompts(tokenizer, config.max_prompt_tokens, self.pacer)
@@ -225,7 +229,7 @@ class Service:
     async def admit(
         self,
         prompts: Sequence[Prompt],
-        sampling: SamplingParams,
+        sampling: SamplingParams | None,
         *,
         request_id: str | None = None,
         priority: int = 0,
@@ -235,15 +239,20 @@ class Service:
         received: float | None = None,
         named: str = "prompt",
         tenant: str = "",
+        open_ended: bool = False,
     ) -> Generation:
         """Check everything and prepare; no worker hears of it before the first iteration, and the caller must iterate
-        or `close` it: it holds places in `admission`. request_id: what answers and the workers' logs name it by; need
+        or `close` it: it holds places in `admission`. sampling: None takes the model's defaults. open_ended: where
+        fewer than sampling.max_tokens fit the worker that decodes, as many as fit will do; so without sampling, and
+        without max_tokens. request_id: what answers and the workers' logs name it by; need
         not be unique, a new one by default. received: perf_counter() when the call came; now by default. named: what
         errors call the prompt. tenant: shares cached prefixes with itself only, whatever the salt. session_id: prompts
         of one go to one worker where nothing speaks against it. Raises ApiError (400 naming the parameter; 429 when
         there is too much to do; 503 when no worker is there)."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
+        open_ended = open_ended or sampling is None or sampling.max_tokens is None
+        sampling = sampling or self._default_sampling
         self.check_num_choices(sampling.n, len(prompts))
         self._check_sampling(sampling, len(prompts))
         _check_scheduling(priority, cache_salt, session_id)
@@ -259,7 +268,7 @@ class Service:
             seats = self.admission.enter(len(prompts))
             try:
                 ids = await self.prompts.token_ids(prompts, add_special_tokens, limits, named)
-                _check_room(sampling, max(map(len, ids)), limits.max_tokens)
+                _check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens)
                 stops = StopStrings(sampling.stop) if sampling.stop else None
                 sent = msgspec.structs.replace(sampling, stop=())  # this router looks for them, workers do not
                 runs = []
@@ -275,6 +284,7 @@ class Service:
                             cache_salt,
                             session_id,
                             stops,
+                            open_ended,
                         )
                         runs.append(RequestRun(self._dispatcher, job, seats[number]))
                         if pace.is_due:
@@ -291,7 +301,7 @@ class Service:
         return Generation(request_id, sampling.n, runs, ids, self.pacer)
 
     async def generate(
-        self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of all choices as they become certain; options as in `admit`. Close the iterator to cancel."""
         generation = await self.admit(prompts, sampling, **options)
@@ -300,7 +310,9 @@ class Service:
                 for chunk in batch:
                     yield chunk
 
-    async def collect(self, prompts: Sequence[Prompt], sampling: SamplingParams, **options: Any) -> list[ChoiceResult]:
+    async def collect(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
+    ) -> list[ChoiceResult]:
         """All choices, complete; options as in `admit`. Cancelling the awaiting task cancels the request."""
         generation = await self.admit(prompts, sampling, **options)
         return await generation.collect()
@@ -383,8 +395,9 @@ def _check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
         raise ApiError(message, param="x-session-id")
 
 
-def _check_room(sampling: SamplingParams, num_prompt: int, limit: int) -> None:
-    """Raises ApiError (400) when what is to be generated behind the longest prompt fits no worker."""
-    for name, value in (("max_tokens", sampling.max_tokens), ("min_tokens", sampling.min_tokens)):
-        if value is not None and num_prompt + value > limit:
+def _check_room(sampling: SamplingParams, open_ended: bool, num_prompt: int, limit: int) -> None:
+    """Raises ApiError (400) when what must be generated behind the longest prompt fits no worker."""
+    max_tokens = 1 if open_ended else sampling.max_tokens or 1
+    for name, value in (("max_tokens", max_tokens), ("min_tokens", sampling.min_tokens)):
+        if num_prompt + value > limit:
             raise context_length_error(limit, num_prompt, value, name)

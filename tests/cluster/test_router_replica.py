@@ -1,16 +1,24 @@
 """When a router begins to listen, without Ray: the replica's own object over a fake worker."""
 
 import asyncio
+import logging
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from router.fake_worker import FakeWorker, World
 
 from pdserve.cluster import router_replica
+from pdserve.cluster.client import _ask
+from pdserve.cluster.handle_api import Whole, decode_answer, encode
 from pdserve.cluster.http_server import Address
 from pdserve.cluster.router_replica import RouterReplica
 from pdserve.configs.schema import ClusterConfig
+
+ROOT = Path(__file__).parents[2]
 
 
 class Router(RouterReplica):
@@ -29,8 +37,8 @@ async def router() -> AsyncIterator[Router]:
     await made.close()
 
 
-def start(router: Router) -> asyncio.Task[None]:
-    config = ClusterConfig.model_validate({"mode": "aggregated"})
+def start(router: Router, **fields: Any) -> asyncio.Task[None]:
+    config = ClusterConfig.model_validate({"mode": "aggregated", **fields})
     return asyncio.create_task(router.__init__(config, Address("127.0.0.1", 0)))  # type: ignore[misc]
 
 
@@ -74,3 +82,27 @@ async def test_without_a_worker_it_says_so_before_long(router: Router, monkeypat
         while (status := await health(router)) is None:
             await asyncio.sleep(0.01)
     assert status == 503
+
+
+@pytest.mark.parametrize("generation_config", ["auto", "none"])
+async def test_the_models_sampling_defaults_are_named_and_taken(
+    router: Router, tmp_path: Path, caplog: pytest.LogCaptureFixture, generation_config: str
+) -> None:
+    folder = shutil.copytree(ROOT / "demo/pdserve-demo", tmp_path / "model", ignore=shutil.ignore_patterns("*.safet*"))
+    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 3}')
+    worker, caplog.handler.level = FakeWorker(World(), "d0", "both"), logging.INFO
+    logging.getLogger("ray.serve").addHandler(caplog.handler)
+    try:
+        starting = start(router, model={"path": str(folder), "generation_config": generation_config})
+        await bound(router)
+        router._fleet.join(worker)
+        await asyncio.wait_for(starting, 10)
+    finally:
+        logging.getLogger("ray.serve").removeHandler(caplog.handler)
+    said = "sampling parameters by default, of generation_config.json: temperature=0.6, top_k=20, max_tokens=3"
+    assert (said in caplog.text) == (generation_config == "auto")
+    [answer] = [decode_answer(data[1:]) async for data in router.ask(encode(_ask([5, 6], None, False, {})))]
+    assert isinstance(answer, Whole)
+    sampling = worker.submits()[-1].sampling
+    expected = (0.6, 20, 3) if generation_config == "auto" else (1.0, 0, 16)
+    assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == expected

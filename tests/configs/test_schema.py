@@ -21,7 +21,14 @@ from pdserve.configs.schema import (
 )
 
 SURFACE: dict[type[Config], dict[str, Any]] = {
-    ModelConfig: {"path": "demo/pdserve-demo", "name": None, "dtype": "auto", "load_format": "auto", "seed": 0},
+    ModelConfig: {
+        "path": "demo/pdserve-demo",
+        "name": None,
+        "dtype": "auto",
+        "load_format": "auto",
+        "seed": 0,
+        "generation_config": "auto",
+    },
     EngineConfig: {
         "device": "auto",
         "block_size": None,
@@ -100,6 +107,7 @@ def test_an_unknown_key_deep_inside() -> None:
         (EngineConfig, {"kv_memory_bytes": 0}),
         (ModelConfig, {"dtype": "float64"}),
         (ModelConfig, {"load_format": "gguf"}),
+        (ModelConfig, {"generation_config": "vllm"}),
         (TransferConfig, {"connector": "ucx"}),
         (TransferConfig, {"lease_s": 0}),
         (TransferConfig, {"pull_deadline_s": -1}),

@@ -1,6 +1,8 @@
 """`LLM`: prompts in every form, text and stop strings, ends, errors by name, and that nothing is left behind."""
 
+import logging
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -327,3 +329,22 @@ def test_the_tables_of_stop_strings_are_built_once(llm: LLM, monkeypatch: pytest
     monkeypatch.setattr("pdserve.engine.llm.StopStrings", Counted)
     outputs = generate(llm, ["The quick", "A", "B"], n=4, stop=["no such text", "nor this"], max_tokens=2, seed=1)
     assert len(outputs) == 3 and built == [("no such text", "nor this")]
+
+
+def test_the_models_own_sampling_values(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """They stand for sampling parameters that are not given, as with vLLM, and never for given ones."""
+    model = tmp_path / "model"
+    shutil.copytree(folder, model)
+    (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 7}')
+    with caplog.at_level(logging.INFO, "pdserve.engine.llm"):
+        llm = LLM(str(model), device="cpu", num_kv_blocks=64)
+    assert "of generation_config.json: temperature=0, max_tokens=7" in caplog.text
+    defaults = SamplingParams(temperature=0, max_tokens=7)
+    assert llm.get_default_sampling_params() == defaults
+    [silent], [said] = llm.generate("The quick", use_tqdm=False), llm.generate("The quick", defaults, use_tqdm=False)
+    assert silent.outputs == said.outputs and len(silent.outputs[0].token_ids) <= 7
+    [hot] = llm.generate("The quick", SamplingParams(ignore_eos=True), use_tqdm=False)
+    assert len(hot.outputs[0].token_ids) == 16
+    assert LLM(str(model), device="cpu", num_kv_blocks=64, generation_config="none").get_default_sampling_params() == (
+        SamplingParams()
+    )

@@ -31,10 +31,12 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
         resume_wait_s: float = 0.3,
         slo: dict[str, Any] | None = None,
         now: Callable[[], float] = time.monotonic,
+        sampling_defaults: dict[str, Any] | None = None,
         **config: Any,
     ) -> Harness:
         router = RouterConfig(**{"split": "always", **config})
-        harness = Harness(tokenizer, router, num_prefill, num_decode, resume_wait_s, SloConfig(**slo or {}), now)
+        promise = SloConfig(**slo or {})
+        harness = Harness(tokenizer, router, num_prefill, num_decode, resume_wait_s, promise, now, sampling_defaults)
         made.append(harness)
         return harness
 

@@ -40,13 +40,14 @@ class Harness:
         wait_s: float,
         slo: SloConfig | None = None,
         now: Callable[[], float] = time.monotonic,
+        sampling_defaults: dict[str, Any] | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.world = World()
         self.fleet = Fleet(
             config.worker_silence_s, drain_s=config.drain_s, attempt_deadline_s=config.attempt_deadline_s, now=now
         )
-        self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s, slo)
+        self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s, slo, sampling_defaults=sampling_defaults)
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)
         self.prefills = [FakeWorker(self.world, f"p{i}", "prefill") for i in range(num_prefill)]
         self.decodes = [FakeWorker(self.world, f"d{i}", "decode") for i in range(num_decode)]

@@ -594,3 +594,55 @@ async def test_a_stream_that_is_not_taken_is_given_up(make: Make) -> None:
     client.taking.clear()
     await asyncio.wait_for(client.call, 5)
     assert harness.service.admission.num_prompts == 0 and harness.world.held() == 0
+
+
+RECOMMENDED: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+NEUTRAL_VALUES: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def values_of(sampling: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(sampling, name) for name in RECOMMENDED}
+
+
+@pytest.mark.parametrize("chat", [False, True])
+async def test_the_models_own_values_stand_for_what_is_not_said(make: Make, chat: bool) -> None:
+    harness = await make(0, 1, sampling_defaults=RECOMMENDED).start()
+    path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", GOOD)
+    for said in ({}, dict.fromkeys(RECOMMENDED), NEUTRAL_VALUES, {"temperature": 1.0}, {"top_k": 5, "min_p": None}):
+        answer = await harness.http().post(path, json=body | said)
+        assert answer.status_code == 200, answer.text
+        given = {name: value for name, value in said.items() if value is not None}
+        assert values_of(harness.decodes[0].submits()[-1].sampling) == RECOMMENDED | given
+
+
+async def test_without_a_call_s_parameters_the_models_count(make: Make) -> None:
+    harness = await make(0, 1, sampling_defaults=RECOMMENDED | {"max_tokens": 9}).start()
+    [result] = await harness.service.collect([[5, 6]], None)
+    assert values_of(harness.decodes[0].submits()[-1].sampling) == RECOMMENDED and len(result.token_ids) <= 9
+    await harness.service.collect([[5, 6]], SamplingParams())
+    assert values_of(harness.decodes[0].submits()[-1].sampling) == NEUTRAL_VALUES
+
+
+async def test_the_models_max_new_tokens_are_for_chat_and_no_promise(make: Make) -> None:
+    harness = make(0, 2, sampling_defaults={"max_tokens": 60})
+    small, large = harness.decodes
+    small.max_tokens, large.max_tokens = 50, 200
+    await harness.start()
+
+    async def usage(path: str, body: dict[str, Any]) -> int:
+        answer = await harness.http().post(path, json=body | {"ignore_eos": True})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+        return answer.json()["usage"]["completion_tokens"]
+
+    chat = {name: value for name, value in CHAT.items() if name != "max_tokens"}
+    num_prompt = len(harness.tokenizer.apply_chat_template(CHAT["messages"]))
+    lengths = [await usage("/v1/chat/completions", chat | {"cache_salt": str(i)}) for i in range(4)]
+    assert sorted(set(lengths)) == [50 - num_prompt, 60], "what fits the one worker, and all of it at the other"
+    assert await usage("/v1/chat/completions", chat | {"max_tokens": 70}) == 70, "what is said wins"
+    assert await usage("/v1/completions", {"model": MODEL, "prompt": [5, 6]}) == 16
+
+
+def test_a_default_that_cannot_be_stops_the_router(make: Make) -> None:
+    with pytest.raises(ValueError, match=r"generation_config.json: top_p must .*'none'"):
+        make(0, 1, sampling_defaults={"top_p": 7})
