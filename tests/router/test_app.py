@@ -202,7 +202,7 @@ async def test_request_ids(make: Make) -> None:
 
 
 GOOD = {"model": MODEL, "prompt": PROMPT}
-CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
 
 
 @pytest.mark.parametrize(
