@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig, RouterConfig, TransferConfig
 from pdserve.engine.engine import Engine
@@ -245,6 +246,8 @@ def main() -> None:
     options = parser.parse_args()
     check_writable(options.out)
     torch.set_num_threads(1)
+    bare = bare_us_per_token()
+    print(beside(bare))
     logging.getLogger("pdserve").setLevel(logging.ERROR)
     for workload in options.workloads:
         runs: dict[str, list[dict[str, float]]] = {policy: [] for policy in options.policies}
@@ -253,7 +256,7 @@ def main() -> None:
             for policy in options.policies:
                 runs[policy].append(asyncio.run(measure(policy, arrivals, options.workers, options.blocks)))
         for policy, results in runs.items():
-            append(options.out, _row(options, workload, policy, results))
+            append(options.out, _row(options, workload, policy, results) | {"bare_us_per_token": bare})
             print(f"{workload:14}{policy:14}" + "".join(f"{k} {_median(results, k):9.2f}  " for k in results[0]))
 
 

@@ -10,34 +10,20 @@ process, no router): what a token costs on this machine today. Needs a quiet mac
 """
 
 import argparse
-import asyncio
-import contextlib
-import json
-import multiprocessing
 import os
-import re
 import sys
 import time
-from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-import uvicorn
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.routing import Route
-
-from benchmarks.paced_engine import STEP_S
-from benchmarks.served_cluster import Server, await_ready, free_port, serving
+from benchmarks.served_cluster import Server, free_port, serving
+from benchmarks.token_cost import DEMO, PROMPT_TOKENS, cpu_seconds, spent, stream_round
+from benchmarks.yardstick import bare_server
 from pdserve.bench.load import LoadConfig, run_load
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, repeated
 from pdserve.bench.workload import Shape
 
-DEMO = Path(__file__).parent.parent / "demo" / "pdserve-demo"
 # `pdserve` with another engine host: the one thing its command line cannot say.
 PAPER_CLI = [
     sys.executable,
@@ -46,7 +32,6 @@ PAPER_CLI = [
     "app.ENGINE_HOST = 'benchmarks.paced_engine:PacedEngineHost'; sys.exit(cli.main())",
 ]
 WANTED_US, WANTED_MS = 95.0, 5.0
-PROMPT_TOKENS = 64
 
 
 def document(mode: str, port: int, split: str) -> dict[str, Any]:
@@ -57,99 +42,6 @@ def document(mode: str, port: int, split: str) -> dict[str, Any]:
         "http_options": {"host": "127.0.0.1", "port": port},
         "applications": [{"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}],
     }
-
-
-def titled(process: psutil.Process) -> str:
-    """A short name of what it is."""
-    try:
-        words = process.cmdline()
-    except psutil.Error:
-        return "gone"
-    line = " ".join(words)
-    found = re.match(r"ray::ServeReplica:\w+:(\w+)|ray::(\w+)", line)
-    if found:
-        return found.group(1) or found.group(2)
-    return "pdserve up" if "ENGINE_HOST" in line else Path(words[0]).name if words else process.name()
-
-
-def cpu_seconds(pid: int) -> dict[psutil.Process, float]:
-    """User and system time of every living process of the tree."""
-    root = psutil.Process(pid)
-    taken = {}
-    for process in [root, *root.children(recursive=True)]:
-        try:
-            taken[process] = sum(process.cpu_times()[:2])
-        except psutil.Error:
-            continue
-    return taken
-
-
-def spent(before: dict[psutil.Process, float], after: dict[psutil.Process, float]) -> dict[str, float]:
-    """Seconds between two readings, by kind of process."""
-    seconds: defaultdict[str, float] = defaultdict(float)
-    for process, taken in after.items():
-        seconds[titled(process)] += taken - before.get(process, 0.0)
-    return seconds
-
-
-def stream_round(server: Server, streams: int, tokens: int, idle_share: float) -> Json:
-    """One load of `streams` clients, each with one answer of `tokens`."""
-    load = LoadConfig(
-        server.url, Shape.parse(f"{streams}x{PROMPT_TOKENS}x{tokens}"), clients=streams, num_warmups=0, model=DEMO.name
-    )
-    before, began = cpu_seconds(server.pid), time.monotonic()
-    result = run_load(load, progress=False)
-    seconds, by_kind = time.monotonic() - began, spent(before, cpu_seconds(server.pid))
-    if len(result.finished) != streams:
-        raise ValueError(f"{streams - len(result.finished)} of {streams} streams failed: {dict(result.errors)}")
-    num_tokens = sum(outcome.num_tokens for outcome in result.finished)
-    largest_first = sorted(by_kind.items(), key=lambda item: -item[1])
-    total = sum(by_kind.values())
-    return {
-        "us_per_token": 1e6 * total / num_tokens,
-        "us_per_token_less_idle": 1e6 * (total - idle_share * seconds) / num_tokens,
-        "by_kind": {kind: round(1e6 * taken / num_tokens, 2) for kind, taken in largest_first},
-        "tokens_per_s": num_tokens / seconds,
-        "tpot_ms": result.figures()["tpot_ms"],
-        "client_cpu_share": result.cpu_share,
-    }
-
-
-def serve_bare(port: int) -> None:
-    """The cheapest server that streams completions: a token of text every step, each stream with a clock of its own."""
-
-    async def complete(request: Request) -> StreamingResponse:
-        asked = json.loads(await request.body())
-
-        async def events() -> AsyncIterator[bytes]:
-            for position in range(asked["max_tokens"]):
-                await asyncio.sleep(STEP_S)
-                reason = "length" if position == asked["max_tokens"] - 1 else None
-                choice = {"index": 0, "text": f" {position}", "token_ids": [position], "finish_reason": reason}
-                yield f"data: {json.dumps({'id': 'x', 'object': 'text_completion', 'choices': [choice]})}\n\n".encode()
-            yield b"data: [DONE]\n\n"
-
-        return StreamingResponse(events(), media_type="text/event-stream")
-
-    async def health(request: Request) -> JSONResponse:
-        return JSONResponse({})
-
-    routes = [Route("/v1/completions", complete, methods=["POST"]), Route("/health", health)]
-    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning", access_log=False)
-
-
-@contextlib.contextmanager
-def bare_server() -> Iterator[Server]:
-    port = free_port()
-    process = multiprocessing.get_context("spawn").Process(target=serve_bare, args=(port,), daemon=True)
-    process.start()
-    assert process.pid is not None
-    try:
-        await_ready(process.is_alive, f"http://127.0.0.1:{port}", 30.0)
-        yield Server(f"http://127.0.0.1:{port}", process.pid)
-    finally:
-        process.terminate()
-        process.join()
 
 
 def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:

@@ -3,10 +3,10 @@ the other.
 
 Sixteen prompts of 128 tokens, 64 tokens out each, greedy, end-of-sequence ignored. The sides run in interleaved
 rounds, so a busy machine hits all of them; the figure is the median of the rounds' ratios. Token ids must agree
-between all sides.
+between all sides. Behind them, a bare uvicorn says how fast this machine is today.
 
-    .venv/bin/python benchmarks/cpu_throughput.py                                    # LLM against transformers
-    .venv/bin/python benchmarks/cpu_throughput.py --url http://127.0.0.1:8000        # and a running `make serve`
+    .venv/bin/python -m benchmarks.cpu_throughput                                    # LLM against transformers
+    .venv/bin/python -m benchmarks.cpu_throughput --url http://127.0.0.1:8000        # and a running `make serve`
 """
 
 import argparse
@@ -24,6 +24,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, git_commit
 from pdserve.engine.llm import LLM, SamplingParams
 
@@ -122,6 +123,7 @@ def main() -> None:
 
 
 def report(rates: dict[str, list[float]], args: argparse.Namespace) -> None:
+    bare = bare_us_per_token()
     row: dict[str, object] = {
         "benchmark": "cpu_throughput",
         "shape": f"{NUM_PROMPTS} x ({PROMPT_TOKENS} in, {OUTPUT_TOKENS} out)",
@@ -129,11 +131,13 @@ def report(rates: dict[str, list[float]], args: argparse.Namespace) -> None:
         "machine": platform.machine(),
         "threads": f"{torch.get_num_threads()} for transformers and LLM, 1 an engine behind HTTP",
         "commit": git_commit(),
+        "bare_us_per_token": bare,
     }
     for name, values in rates.items():
         ratios = [value / base for value, base in zip(values, rates["transformers"], strict=True)]
         row[name] = {"tokens_per_s": round(statistics.median(values), 1), "ratio": round(statistics.median(ratios), 2)}
         print(f"{name:14} {statistics.median(values):8.0f} tok/s   {statistics.median(ratios):5.2f} x transformers")
+    print(beside(bare))
     append(args.out, row)
 
 

@@ -1,16 +1,18 @@
 """Host time of one eager forward (no CUDA graph) at Llama-3.1-8B shapes: what a step with prefill chunks costs the host
 before the device has anything to do, whatever the number of rows.
 
-    python benchmarks/eager_host.py --out benchmarks/results/eager-host.jsonl
-    python benchmarks/eager_host.py --rows 1920 2048 2084 2176 --decodes 0 36
+    python -m benchmarks.eager_host --out benchmarks/results/eager-host.jsonl
+    python -m benchmarks.eager_host --rows 1920 2048 2084 2176 --decodes 0 36
 
 Medians over forwards that start on an idle device and are not waited for; launches are counted by torch's profiler.
 With --rows: time until the device is done, over the rows of a step, where the tiles of cuBLAS's products make steps.
-Weights are left as they were allocated: results are not looked at. Knows model and attention, no engine.
+Weights are left as they were allocated: results are not looked at. A bare uvicorn
+says how fast the host is. Knows model and attention, no engine.
 """
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +21,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from pdserve.bench.record import append, git_commit
+from benchmarks.yardstick import bare_us_per_token, beside
+from pdserve.bench.record import Json, append, git_commit
 from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.models.config import ModelSpec, read_spec
@@ -198,30 +201,34 @@ def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, l
 @torch.inference_mode()
 def main() -> None:
     args, mixed = parse()
+    if not torch.cuda.is_available():
+        sys.exit("eager_host: needs a CUDA device, and torch sees none")
     commit = args.commit or git_commit()
     device = torch.device("cuda", torch.cuda.current_device())
     step = Step(LLAMA_8B, ops_for(device), device)
     step.warm_dense_prefill(max(sum(prompts) for _, prompts in mixed or CASES.values()))
+    bare = bare_us_per_token()
+    print(beside(bare))
     if mixed:
-        print_stairs(measure_stairs(step, mixed, commit), args.out)
+        print_stairs(measure_stairs(step, mixed, commit), bare, args.out)
     else:
-        print_cases(step, commit, args.out)
+        print_cases(step, commit, bare, args.out)
 
 
-def print_cases(step: Step, commit: str, out: Path | None) -> None:
+def print_cases(step: Step, commit: str, bare: Json, out: Path | None) -> None:
     """Measures the fixed cases one after the other."""
     print(f"{'eager forward':28} host ms  until done  launches a layer")
     for name, case in CASES.items():
         result = measure(name, step.forward(*case), LLAMA_8B.num_layers, commit)
         print(f"{name:28} {result.host_ms:7.2f} {result.device_ms:11.2f} {result.launches_per_layer:17.2f}")
-        append(out, asdict(result))
+        append(out, asdict(result) | {"bare_us_per_token": bare})
 
 
-def print_stairs(stairs: Iterable[Stair], out: Path | None) -> None:
+def print_stairs(stairs: Iterable[Stair], bare: Json, out: Path | None) -> None:
     print("  rows  decodes  until done ms  us a row  host ms")
     for s in stairs:
         print(f"{s.num_rows:6,} {s.num_decodes:8,} {s.device_ms:14.3f} {s.us_per_row:9.3f} {s.host_ms:8.3f}")
-        append(out, asdict(s))
+        append(out, asdict(s) | {"bare_us_per_token": bare})
 
 
 if __name__ == "__main__":

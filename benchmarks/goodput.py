@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.choosing import DEMO, FIRST_TOKEN, NUM_TOKENS, VOCAB, Arrival, PacedWorker
+from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.engine.protocol import SamplingParams
@@ -97,6 +98,8 @@ def main() -> None:
     options = parser.parse_args()
     check_writable(options.out)
     torch.set_num_threads(1)
+    bare = bare_us_per_token()
+    print(beside(bare))
     logging.getLogger("pdserve").setLevel(logging.ERROR)
     for rate in options.rates:
         runs: dict[float, list[dict[str, float]]] = {limit: [] for limit in options.limits}
@@ -110,7 +113,7 @@ def main() -> None:
                 f"{name}_spread": [min(v), max(v)] for name in middle if (v := [round(r[name], 3) for r in results])
             }
             row = {"benchmark": "goodput", "rate": rate, "ttft_ms": TTFT_MS, "refuse_beyond": limit or None}
-            append(options.out, row | middle | spread | circumstances())
+            append(options.out, row | middle | spread | {"bare_us_per_token": bare} | circumstances())
             print(
                 f"{rate:6.1f}/s  beyond {limit or None!s:5}" + "".join(f"  {k} {v:g}" for k, v in middle.items()),
                 flush=True,

@@ -4,8 +4,8 @@ clients saw.
 Puts a closed-loop load on a running server for each number of clients and takes the difference of the router's own
 counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a server with one router replica.
 
-    .venv/bin/python benchmarks/http_share.py --url http://127.0.0.1:8000 --out benchmarks/results/http-share.jsonl
-    .venv/bin/python benchmarks/http_share.py --url ... --clients 1 32 128 --input-len 1024 --output-len 128
+    .venv/bin/python -m benchmarks.http_share --url http://127.0.0.1:8000 --out benchmarks/results/http-share.jsonl
+    .venv/bin/python -m benchmarks.http_share --url ... --clients 1 32 128 --input-len 1024 --output-len 128
 
     outside   client, network, and what stands before the router: HAProxy, Serve's HTTP server
     admission reading the body, checks, tokenising, choosing a worker
@@ -15,6 +15,8 @@ counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a s
     host      the engine's Python between the device's steps
     device    the device was busy, with this request or others (on CPU: the steps themselves)
     unreported transport and worker of requests whose worker was lost, or stopped by the router (a stop string)
+
+Before the loads, a bare uvicorn says what a streamed token costs this machine's CPU today.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
@@ -117,13 +120,16 @@ def main() -> None:
     rows = []
     try:
         check_writable(args.out)
+        router_times(args.url)  # says at once when nobody is there
+        bare = bare_us_per_token()
         for clients in args.clients:
             row = measure(args.url, clients, args.input_len, args.output_len, args.rounds, args.vocab_size)
-            append(args.out, {"benchmark": "http_share", "device": gpu_name(), **row, **circumstances()})
+            shared = {"bare_us_per_token": bare, **circumstances()}
+            append(args.out, {"benchmark": "http_share", "device": gpu_name(), **row, **shared})
             rows.append(row)
     except (ValueError, OSError, httpx.HTTPError) as error:
         parser.error(str(error))
-    print(table(rows))
+    print(f"{table(rows)}\n\n{beside(bare)}")
 
 
 if __name__ == "__main__":

@@ -1,18 +1,22 @@
 """What an idle cluster costs: the CPU share of each worker (replica and engine process) over half a minute without
 requests.
 
-    .venv/bin/python benchmarks/idle_cpu.py            # beside a running `make serve`
-Exit code 1 when a worker takes 5 % of a core or more. Finds the processes of this machine by the titles Ray gives them.
+    .venv/bin/python -m benchmarks.idle_cpu            # beside a running `make serve`
+
+After it, a bare uvicorn says how fast this machine is today. Exit code 1 when a worker takes 5 % of a core or more.
+Finds the processes of this machine by the titles Ray gives them.
 """
 
 import argparse
-import json
 import sys
 import time
 from pathlib import Path
 
 import psutil
 from tqdm import tqdm
+
+from benchmarks.yardstick import bare_us_per_token, beside
+from pdserve.bench.record import append, check_writable, circumstances
 
 LIMIT = 0.05
 REPLICAS = ("ray::ServeReplica:pdserve:Prefill", "ray::ServeReplica:pdserve:Decode")
@@ -37,6 +41,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=int, default=30)
     parser.add_argument("--out", type=Path, help="append a JSON line here")
     args = parser.parse_args()
+    check_writable(args.out)
     replicas, engines = titled(*REPLICAS), titled(ENGINE)
     if not replicas or len(replicas) != len(engines):
         raise SystemExit(
@@ -45,11 +50,12 @@ def main() -> int:
     measured = shares(replicas + engines, args.seconds)
     worst = max(measured[: len(replicas)]) + max(measured[len(replicas) :])
     mean = sum(measured) / len(replicas)
-    print(f"{len(replicas)} workers: {mean:.1%} of a core each, at most {worst:.1%} (limit {LIMIT:.0%})")
-    if args.out:
-        row = {"benchmark": "idle_cpu", "workers": len(replicas), "mean": round(mean, 4), "worst": round(worst, 4)}
-        with args.out.open("a") as out:
-            out.write(json.dumps(row) + "\n")
+    bare = bare_us_per_token()
+    print(
+        f"{len(replicas)} workers: {mean:.1%} of a core each, at most {worst:.1%} (limit {LIMIT:.0%}); {beside(bare)}"
+    )
+    row = {"benchmark": "idle_cpu", "workers": len(replicas), "mean": round(mean, 4), "worst": round(worst, 4)}
+    append(args.out, row | {"bare_us_per_token": bare} | circumstances())
     return int(worst >= LIMIT)
 
 

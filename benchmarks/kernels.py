@@ -1,7 +1,7 @@
 """Times every Triton kernel at Llama-3.1-8B shapes on one CUDA device, beside the device's ceiling.
 
-    python benchmarks/kernels.py --out benchmarks/results/kernels.jsonl
-    python benchmarks/kernels.py --only prefill --sweep
+    python -m benchmarks.kernels --out benchmarks/results/kernels.jsonl
+    python -m benchmarks.kernels --only prefill --sweep
 
 Medians of triton.testing.do_bench (which clears the L2 cache between runs). Ceilings are an H200's
 (benchmarks/results); with another device pass its own. --sweep times attention over other tiles and split counts as

@@ -310,6 +310,7 @@ def _synchronize(device: str) -> None:
 
 def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
     """One actor gathers blocks and returns them, another gets and scatters them. Starts a Ray of its own."""
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # Ray reads it when it is imported
     import ray
 
     class Holder:
@@ -322,7 +323,6 @@ def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
         def scatter(self, blocks: np.ndarray) -> None:
             self._pool[::2] = blocks
 
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     store = max(8 * num_blocks * block_bytes, 100 << 20)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=store)
     try:

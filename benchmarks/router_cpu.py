@@ -2,7 +2,8 @@
 another.
 
 The engine sends what a worker sends, one batch a step with one Delta a stream, over the same wire; clients read
-raw bytes. What Serve and HAProxy add is not in it, and neither is the engine.
+raw bytes. What Serve and HAProxy add is not in it, and neither is the engine. Beside the figures stands what a token
+costs a bare uvicorn on this machine.
 
     .venv/bin/python -m benchmarks.router_cpu --out benchmarks/results/router-cpu.jsonl
     .venv/bin/python -m benchmarks.router_cpu --streams 128 --profile /tmp/router.prof
@@ -27,6 +28,7 @@ from starlette.routing import Route
 from tqdm import tqdm
 
 from benchmarks.paced_engine import PacedEngine
+from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, git_commit
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.protocol import Command
@@ -171,9 +173,11 @@ def main() -> None:
         rows = asyncio.run(run_all(args))
         router.join(10)
         engine.terminate()
-    commit = git_commit()
+    shared = {"step_ms": args.step_ms, "commit": git_commit(), "machine": platform.machine()}
+    shared["bare_us_per_token"] = bare = bare_us_per_token()
+    print(beside(bare))
     for row in rows:
-        row = row | {"step_ms": args.step_ms, "commit": commit, "machine": platform.machine()}
+        row = row | shared
         print(json.dumps(row))
         append(args.out, row)
 

@@ -40,8 +40,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvloop
-from rich.console import Console
-from rich.table import Table
 from tqdm import tqdm
 
 from benchmarks.hostile_requests import (
@@ -57,6 +55,7 @@ from benchmarks.hostile_requests import (
 from benchmarks.paced_engine import STEP_S, PacedEngine
 from benchmarks.router_cpu import Link
 from benchmarks.served_cluster import await_ready, free_port
+from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.cluster.http_server import Address, HttpServer
@@ -409,15 +408,12 @@ def misses(row: Row, result: Result, is_alive: bool) -> list[str]:
     return found
 
 
-def table(results: Sequence[Result]) -> Table:
-    shown = Table(title="Beside 8 live streams")
-    shown.add_column("row")
-    for name in ("gap, ms", "control", "health, ms", "memory, MB", "refused, s", "witness, ms", "engine, ms"):
-        shown.add_column(name, justify="right")
-    shown.add_column("answers")
-    shown.add_column("misses")
+def table(results: Sequence[Result]) -> str:
+    """Markdown: a line a row."""
+    names = ("gap, ms", "control", "/health", "memory, MB", "refused, s", "witness, ms", "engine, ms")
+    lines = [f"| row | {' | '.join(names)} | answers | misses |", "|---|" + "---:|" * len(names) + "---|---|"]
     for result in results:
-        shown.add_row(
+        cells = [
             result.row,
             f"{result.gap_ms:.0f}",
             f"{result.control_gap_ms:.0f}",
@@ -428,8 +424,9 @@ def table(results: Sequence[Result]) -> Table:
             f"{result.engine_late_ms:.0f}",
             ", ".join(f"{count} x {status}" for status, count in result.statuses.items()),
             "; ".join(result.misses),
-        )
-    return shown
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def main() -> int:
@@ -446,6 +443,7 @@ def main() -> int:
             print(f"{row.name:20} {row.what}")
         return 0
     check_writable(options.out)
+    bare = bare_us_per_token()
     results = []
     with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
         bench = Bench(options.control_s, options.memory_gb, Path(folder))
@@ -457,12 +455,13 @@ def main() -> int:
                     result = bench.run(row) if result.misses else result
                 results.append(result)
                 figures = {"benchmark": "router_stall", "what": row.what, **asdict(result)}
-                append(options.out, figures | {"cores": os.cpu_count()} | circumstances())
+                machine = {"cores": os.cpu_count(), "bare_us_per_token": bare}
+                append(options.out, figures | machine | circumstances())
                 if result.misses:
                     tqdm.write(f"{row.name}: {'; '.join(result.misses)}")
         finally:
             bench.close()
-    Console(width=None if sys.stdout.isatty() else 200).print(table(results))
+    print(f"{table(results)}\n\n{beside(bare)}")
     missed = [result.row for result in results if result.misses]
     print(
         f"{len(results) - len(missed)} of {len(results)} rows as wanted"

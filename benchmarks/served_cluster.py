@@ -1,6 +1,6 @@
 """A `pdserve up` in a process of its own, for as long as a benchmark needs it.
 
-Used by targets.py and cluster_cpu.py.
+Used by targets.py and cluster_cpu.py, and for its small parts by others.
 """
 
 import contextlib
@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from pdserve.cluster.ray_settings import settings
 
 REPOSITORY = Path(__file__).parent.parent
 CLI = [sys.executable, "-m", "pdserve.cluster.cli"]
@@ -42,10 +44,14 @@ def free_port() -> int:
         return port
 
 
-def environment() -> dict[str, str]:
-    """This process's, with the repository importable."""
+def environment(haproxy: bool = False) -> dict[str, str]:
+    """This process's, with the repository importable and with what `pdserve up` wants Ray to find.
+
+    `up` sets the latter itself, but a command that imports Ray before it calls `up` comes too late.
+    """
     paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return settings(haproxy) | os.environ | own
 
 
 @contextmanager
@@ -65,7 +71,7 @@ def serving(
         with log.open("w") as out:
             process = subprocess.Popen(
                 [*cli, "up", str(cluster), "--timeout", str(deadline_s), *options],
-                env=environment(),
+                env=environment("--haproxy" in options),
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -1,11 +1,12 @@
 """CPU time of looking: counting a token and a prompt, a request's log line, a /metrics page, the bridge to Ray.
 
 One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the node's agent pays
-is in docs/metrics.md.
+is in docs/metrics.md. Beside it, what a streamed token costs a bare uvicorn on this machine.
 
     .venv/bin/python -m benchmarks.sight
 """
 
+import argparse
 import asyncio
 import json
 import logging
@@ -15,6 +16,7 @@ from collections.abc import Callable
 
 from ray.util.metrics import Gauge
 
+from benchmarks.yardstick import bare_us_per_token
 from pdserve.configs.schema import LogConfig
 from pdserve.engine.protocol import LegTimes
 from pdserve.router.dispatch import _Clock
@@ -95,5 +97,10 @@ async def measure() -> dict[str, float]:
     }
 
 
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    print(json.dumps({"cpu_us": asyncio.run(measure()), "bare_us_per_token": bare_us_per_token()}))
+
+
 if __name__ == "__main__":
-    print(json.dumps({"cpu_us": asyncio.run(measure())}))
+    main()

@@ -79,7 +79,7 @@ def main() -> int:
         return 2
     print("\n" + render(rows, results))
     if shares := [share for result in results.values() if (share := result["figures"].get("share"))]:
-        print("\nWhere the time of these requests went (benchmarks/http_share.py)\n\n" + share_table(shares))
+        print("\nWhere the time of these requests went (benchmarks.http_share)\n\n" + share_table(shares))
     for failure in failures:
         print(f"targets: {failure}", file=sys.stderr)
     return 1 if failures else 0

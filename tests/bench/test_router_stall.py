@@ -43,7 +43,7 @@ def test_two_rows(tmp_path: Path) -> None:
     assert fair["statuses"] == {"200": 500}
     for row in (refused, fair):
         assert row["control_gap_ms"] > 10 and row["gap_ms"] > 10, "streams of a token every 20 ms have such gaps"
-        assert row["num_lost"] == 0 and row["health_ms"] > 0
+        assert row["num_lost"] == 0 and row["health_ms"] > 0 and row["bare_us_per_token"]["median"] > 0
     assert "of 2 rows as wanted" in done.stdout
 
 
