@@ -201,5 +201,5 @@ async def _whole(generation: Generation, shows_timeline: bool) -> Whole:
         choices=[msgspec.convert(choice, Choice, from_attributes=True) for choice in choices],
         prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
         num_cached_tokens=generation.num_cached_tokens,
-        timeline=generation.timelines()[0] if shows_timeline else None,
+        timeline=next(generation.timelines()) if shows_timeline else None,
     )

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -45,6 +45,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Admit = Callable[[Request, R, float], Awaitable[Generation]]  # the float: perf_counter() when the call came
 
 ALONE_BYTES = 1 << 20
+SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
 
 REQUEST_ID = "x-request-id"
 
@@ -251,11 +252,10 @@ class _Api:
         self, watch: "_ClientWatch", generation: Generation, responder: Responder, streams: bool
     ) -> Response:
         if not streams:
-            results = await watch.unless_gone(generation.collect())
-            answer = _json(responder.whole(results))
+            pieces = await watch.unless_gone(_whole(generation, responder))
             generation.served()
             watch.close()
-            return answer
+            return _Pieces(pieces)
         batches = generation.stream()
         # the first tokens decide between an error status and a stream
         first = await watch.unless_gone(anext(batches))
@@ -403,21 +403,27 @@ class _EventStream(Response):
         self._sending, more = False, True
         while more:
             body, more = await self._next()
-            if body:
-                self._num_sends += 1
-                self._sending = True
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-                self._sending = False
+            *parts, last = list(_of_size([body])) if len(body) > SEND_BYTES else [body]
+            for part in parts:
+                await self._send(send, part, True)
+            if last:
+                await self._send(send, last, more)
+
+    async def _send(self, send: Send, body: bytes, more: bool) -> None:
+        self._num_sends += 1
+        self._sending = True
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending = False
 
     async def _next(self) -> tuple[bytes, bool]:
         """What to write next, and whether more follows. Never raises: the answer has begun."""
         try:
             if self._first is None:
-                return self._encode(await anext(self._batches)), True
+                return await self._encode(await anext(self._batches)), True
             batch, self._first = self._first, None
-            return self._encode(batch), True
+            return await self._encode(batch), True
         except StopAsyncIteration:
-            ending = self._responder.ending()
+            ending = await self._responder.ending()
         except ApiError as error:
             ending = event_bytes(error.body())
         except Exception:
@@ -426,8 +432,48 @@ class _EventStream(Response):
             ending = event_bytes(_internal().body())
         return ending + b"data: [DONE]\n\n", False
 
-    def _encode(self, batch: list[Chunk]) -> bytes:
+    async def _encode(self, batch: list[Chunk]) -> bytes:
+        if self._responder.prepares:
+            for chunk in batch:
+                await self._responder.prepare(chunk)
         return b"".join([self._responder.stream(chunk) for chunk in batch])
+
+
+class _Pieces(Response):
+    """A JSON answer in pieces: joined, they might take a multiple of their memory."""
+
+    media_type = "application/json"
+
+    def __init__(self, pieces: list[bytes]) -> None:
+        super().__init__()
+        self.headers["content-length"] = str(sum(map(len, pieces)))
+        self._pieces = pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        before = b""
+        for body in _of_size(self._pieces):
+            if before:
+                await send({"type": "http.response.body", "body": before, "more_body": True})
+            before = body
+        await send({"type": "http.response.body", "body": before, "more_body": False})
+
+
+async def _whole(generation: Generation, responder: Responder) -> list[bytes]:
+    return await responder.whole(await generation.collect())
+
+
+def _of_size(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The same bytes, SEND_BYTES at a time."""
+    waiting = bytearray()
+    for piece in pieces:
+        for start in range(0, len(piece), SEND_BYTES):
+            waiting += piece[start : start + SEND_BYTES]
+            if len(waiting) >= SEND_BYTES:
+                yield bytes(waiting)
+                waiting.clear()
+    if waiting:
+        yield bytes(waiting)
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

@@ -4,26 +4,35 @@ One object per HTTP request, since log-probabilities and echoed prompts need to 
 extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no HTTP. Called by `router.app`.
 """
 
+import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from pdserve.engine.protocol import TokenLogprob
 from pdserve.router.dispatch import Chunk
 from pdserve.router.openai_api import ChatRequest, CompletionRequest
+from pdserve.router.pace import Pace
 from pdserve.router.service import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+S = TypeVar("S", bound=Sequence[Any])
 
 json_bytes = msgspec.json.Encoder().encode
 
 # stand for a chunk's text and token ids while a frame is made; in JSON, nothing behind the text looks like them
 _MARK = "\0"
 _MARK_ID = -1
+
+_NULL = msgspec.Raw(b"null")
+
+INLINE_IDS = 4096  # made into text within a millisecond or two
+PACED_POSITIONS = 64  # log-probabilities of tokens, each with its alternatives, between two looks at the clock
 
 # JSON has no -inf; vLLM writes the same number
 LOWEST_LOGPROB = -9999.0
@@ -36,11 +45,20 @@ class Responder(Protocol):
         """The server-sent events that one chunk makes; empty when it shows nothing yet."""
         ...
 
-    def ending(self) -> bytes:
-        """The event behind the last chunk; empty when nobody asked for usage or timeline."""
+    async def prepare(self, chunk: Chunk) -> None:
+        """Make what is long of the chunk's events, for `stream` to use. Needed only where `prepares`."""
         ...
 
-    def whole(self, results: Sequence[ChoiceResult]) -> Json: ...
+    @property
+    def prepares(self) -> bool: ...
+
+    async def ending(self) -> bytes:
+        """The event after the last chunk; empty when nobody asked for usage or timeline."""
+        ...
+
+    async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
+        """The JSON of the whole answer, in pieces, some of which may be the same object."""
+        ...
 
 
 class _Base(ABC):
@@ -58,6 +76,8 @@ class _Base(ABC):
         self._include_usage = include_usage
         self._shows_timeline = shows_timeline
         self._frames: dict[int, tuple[bytes, bytes | None, bytes]] = {}
+        self._ids_of_prompts: dict[int, msgspec.Raw] = {}
+        self._scores_of_prompts: dict[int, list[bytes]] = {}
         self._head = {"id": generation.request_id, "object": kind, "created": int(time.time()), "model": model}
 
     @abstractmethod
@@ -105,22 +125,63 @@ class _Base(ABC):
             "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
         }
 
-    def ending(self) -> bytes:
+    @property
+    def prepares(self) -> bool:
+        return False
+
+    async def prepare(self, chunk: Chunk) -> None:
+        return None
+
+    async def ending(self) -> bytes:
         usage: Json = {"usage": self.usage()} if self._include_usage else {}
-        extra = usage | self._timeline()
+        extra = usage | await self._timeline()
         return event_bytes(self._head | {"choices": []} | extra) if extra else b""
 
-    def _timeline(self) -> Json:
-        return {"timeline": self._generation.timelines()} if self._shows_timeline else {}
+    async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
+        pieces = [json_bytes(self._head)[:-1] + b',"choices":[']
+        with self._generation.pacer.pace() as pace:
+            for number, result in enumerate(results):
+                pieces += [b","] if number else []
+                pieces += await self._whole_choice(result, pace)
+                if pace.is_due:
+                    await pace.rest()
+            pieces += [b"],", *await self._behind_choices(pace)]
+        return pieces
+
+    @abstractmethod
+    async def _whole_choice(self, result: ChoiceResult, pace: Pace) -> list[bytes]:
+        """One choice of a whole answer, in pieces of JSON."""
+
+    async def _behind_choices(self, pace: Pace) -> list[bytes]:
+        """The members after the choices, and the end."""
+        return [json_bytes({"usage": self.usage()} | await self._timeline())[1:]]
+
+    async def _timeline(self) -> Json:
+        if not self._shows_timeline:
+            return {}
+        with self._generation.pacer.pace() as pace:
+            return {"timeline": msgspec.Raw(await _encoded(self._generation.timelines(), pace))}
+
+    def _prompt_ids(self, prompt: int) -> msgspec.Raw:
+        """Its token ids as JSON, which is made once for all of its choices."""
+        if prompt not in self._ids_of_prompts:
+            self._ids_of_prompts[prompt] = msgspec.Raw(json_bytes(self._generation.prompts[prompt]))
+        return self._ids_of_prompts[prompt]
 
     def _event(self, choice: Json) -> Json:
         event = self._head | {"choices": [choice]}
         return event | {"usage": None} if self._include_usage else event
 
-    def _prompt_logprobs(self, prompt: int) -> list[Json | None] | None:
-        """vLLM's form: per prompt token a dict of token id -> logprob, rank and text."""
-        scored = self._generation.prompt_logprobs(prompt)
-        return None if scored is None else [None if p is None else self._ranked(p) for p in scored]
+    async def _prompt_logprobs(self, prompt: int, pace: Pace) -> list[bytes]:
+        """vLLM's form as JSON: per prompt token a dict of token id -> logprob, rank and text. The same
+        pieces for all of a prompt's choices."""
+        if prompt not in self._scores_of_prompts:
+            scored = self._generation.prompt_logprobs(prompt)
+            if scored is None:
+                return [b"null"]
+            ranked = (None if position is None else self._ranked(position) for position in scored)
+            self._scores_of_prompts[prompt] = [await _encoded(ranked, pace)]
+        return self._scores_of_prompts[prompt]
 
     def _ranked(self, position: TokenLogprob) -> Json:
         ranks = {token: (logprob, rank + 1) for rank, (token, logprob) in enumerate(position.top)}
@@ -139,8 +200,10 @@ class CompletionResponder(_Base):
         kind, include_usage = "text_completion", request.include_usage
         super().__init__(generation, tokenizer, request.model, kind, include_usage, shows_timeline)
         self._request = request
-        self._prompt_texts = self._texts_of_prompts() if request.echo else []
-        self._offsets: dict[int, int] = {}
+        given = request.prompts() if request.echo else []
+        self._texts = [prompt for prompt in given if isinstance(prompt, str)]
+        self._echoes: dict[int, tuple[str, _Scores]] = {}  # by prompt: its text, its tokens' log-probabilities
+        self._ends: dict[int, int] = {}  # by choice that has begun: characters of its tokens up to now
 
     @property
     def _varies_little(self) -> bool:
@@ -157,72 +220,97 @@ class CompletionResponder(_Base):
         return usage
 
     def chunks(self, chunk: Chunk) -> Iterable[Json]:
-        first = chunk.index not in self._offsets
-        choice = self._choice(chunk.index, chunk.text, chunk.token_ids, chunk.logprobs, first)
+        first = chunk.index not in self._ends
+        text, scores = "", _Scores(end=self._ends.get(chunk.index, 0))
+        if first and chunk.prompt in self._echoes:
+            text, echoed = self._echoes[chunk.prompt]
+            scores = echoed.copy()
+        if self._request.logprobs is not None:
+            self._add(scores, chunk.prompt, self._shown(chunk.logprobs))
+        self._ends[chunk.index] = scores.end
+        choice = self._choice(chunk.index, text + self._shown(chunk.text), self._shown(chunk.token_ids), scores, first)
         shows = choice["text"] or chunk.finish_reason or self._request.return_token_ids
         if shows or self._request.logprobs is not None:
             yield self._event(choice | {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason})
 
-    def whole(self, results: Sequence[ChoiceResult]) -> Json:
-        choices = [
-            self._choice(r.index, r.text, r.token_ids, r.logprobs, True)
-            | {"finish_reason": r.finish_reason, "stop_reason": r.stop_reason}
-            | {"prompt_logprobs": self._asked_prompt_logprobs(r.index)}
-            for r in results
-        ]
-        return self._head | {"choices": choices, "usage": self.usage()} | self._timeline()
+    @property
+    def prepares(self) -> bool:
+        return bool(self._request.echo)
 
-    def _asked_prompt_logprobs(self, index: int) -> list[Json | None] | None:
-        asked = self._request.prompt_logprobs is not None
-        return self._prompt_logprobs(index // self._generation.n) if asked else None
+    async def prepare(self, chunk: Chunk) -> None:
+        """What an echo repeats for each choice is made once for a prompt."""
+        if chunk.prompt in self._echoes:
+            return
+        text = self._texts[chunk.prompt] if self._texts else None
+        if text is None:
+            ids = self._generation.prompts[chunk.prompt]
+            text = await asyncio.to_thread(self._tokenizer.decode, ids) if len(ids) > INLINE_IDS else None
+            text = self._tokenizer.decode(ids) if text is None else text
+        scores = _Scores()
+        if self._request.logprobs is not None:
+            with self._generation.pacer.pace() as pace:
+                scored = self._generation.prompt_logprobs(chunk.prompt) or ()
+                await self._add_paced(scores, chunk.prompt, scored, pace)
+        self._echoes[chunk.prompt] = text, scores
 
-    def _choice(
-        self, index: int, text: str, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob], first: bool
-    ) -> Json:
-        """first: nothing of this choice was sent before, so an echoed prompt comes along."""
-        prompt = index // self._generation.n
-        offset = self._offsets.setdefault(index, 0)
-        if self._request.scores_prompt_only:
-            text, token_ids, logprobs = "", (), ()
-        scored: list[TokenLogprob | None] = list(logprobs)
-        if first and self._request.echo:
-            text = self._prompt_texts[prompt] + text
-            scored = [*(self._scored_prompt(prompt) if self._request.logprobs is not None else ()), *logprobs]
+    async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
+        if self._request.echo:
+            for result in results:
+                await self.prepare(_chunk_of(result, self._generation.n))
+        return await super().whole(results)
+
+    async def _whole_choice(self, result: ChoiceResult, pace: Pace) -> list[bytes]:
+        prompt = result.index // self._generation.n
+        text, scores = self._echoes.get(prompt, ("", _Scores()))
+        if self._request.logprobs is not None:
+            scores = scores.copy()
+            await self._add_paced(scores, prompt, self._shown(result.logprobs), pace)
+        choice = self._choice(
+            result.index, text + self._shown(result.text), self._shown(result.token_ids), scores, True
+        )
+        choice |= {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+        if self._request.prompt_logprobs is None:
+            return [json_bytes(choice | {"prompt_logprobs": None})]
+        prompt_logprobs = await self._prompt_logprobs(prompt, pace)
+        return [json_bytes(choice)[:-1] + b',"prompt_logprobs":', *prompt_logprobs, b"}"]
+
+    def _shown(self, generated: S) -> S:
+        """Nothing where the prompt alone was to be scored."""
+        return generated[:0] if self._request.scores_prompt_only else generated  # type: ignore[return-value]
+
+    def _choice(self, index: int, text: str, token_ids: Sequence[int], scores: "_Scores", first: bool) -> Json:
+        """first: nothing of this choice was sent before."""
         choice: Json = {"index": index, "text": text, "logprobs": None}
         if self._request.logprobs is not None:
-            choice["logprobs"], self._offsets[index] = self._legacy_logprobs(prompt, scored, offset)
+            choice["logprobs"] = scores.shown()
         if self._request.return_token_ids:
-            choice["token_ids"] = list(token_ids)
-            choice["prompt_token_ids"] = list(self._generation.prompts[prompt]) if first else None
+            choice["token_ids"] = token_ids
+            choice["prompt_token_ids"] = self._prompt_ids(index // self._generation.n) if first else None
         return choice
 
-    def _scored_prompt(self, prompt: int) -> Sequence[TokenLogprob | None]:
-        return self._generation.prompt_logprobs(prompt) or ()
+    async def _add_paced(
+        self, scores: "_Scores", prompt: int, positions: Sequence[TokenLogprob | None], pace: Pace
+    ) -> None:
+        for start in range(0, len(positions), PACED_POSITIONS):
+            self._add(scores, prompt, positions[start : start + PACED_POSITIONS])
+            if pace.is_due:
+                await pace.rest()
 
-    def _legacy_logprobs(self, prompt: int, positions: Sequence[TokenLogprob | None], offset: int) -> tuple[Json, int]:
-        """Completions' form, and the offset of the next token. None stands for the prompt's first token."""
-        tokens, values, tops, offsets = [], [], [], []
+    def _add(self, scores: "_Scores", prompt: int, positions: Iterable[TokenLogprob | None]) -> None:
+        """Completions' form. None stands for the prompt's first token."""
         for position in positions:
             token = self._generation.prompts[prompt][0] if position is None else position.token_id
             text = self._tokenizer.token_text(token)
-            tokens.append(text)
-            offsets.append(offset)
-            values.append(None if position is None else _finite(position.logprob))
-            tops.append(None if position is None else self._top(position))
-            offset += len(text)
-        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}, offset
+            scores.tokens.append(text)
+            scores.offsets.append(scores.end)
+            scores.values.append(None if position is None else _finite(position.logprob))
+            scores.tops.append(_NULL if position is None else msgspec.Raw(json_bytes(self._top(position))))
+            scores.end += len(text)
 
     def _top(self, position: TokenLogprob) -> dict[str, float]:
         top = {self._tokenizer.token_text(token): _finite(logprob) for token, logprob in position.top}
         top.setdefault(self._tokenizer.token_text(position.token_id), _finite(position.logprob))
         return top
-
-    def _texts_of_prompts(self) -> list[str]:
-        ids = self._generation.prompts
-        return [
-            prompt if isinstance(prompt, str) else self._tokenizer.decode(ids[i])
-            for i, prompt in enumerate(self._request.prompts())
-        ]
 
 
 class ChatResponder(_Base):
@@ -252,19 +340,23 @@ class ChatResponder(_Base):
             ended = {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
             yield self._event({"index": chunk.index, "delta": delta} | extra | ended)
 
-    def whole(self, results: Sequence[ChoiceResult]) -> Json:
-        choices = [
-            {"index": r.index, "message": {"role": "assistant", "content": r.text}}
-            | self._extras(r.token_ids, r.logprobs)
-            | {"finish_reason": r.finish_reason, "stop_reason": r.stop_reason}
-            for r in results
-        ]
-        whole = self._head | {"choices": choices, "usage": self.usage()}
+    async def _whole_choice(self, result: ChoiceResult, pace: Pace) -> list[bytes]:
+        extras: Json = {"logprobs": None}
+        if self._request.logprobs:
+            positions = map(self._position, result.logprobs)
+            extras["logprobs"] = {"content": msgspec.Raw(await _encoded(positions, pace))}
+        choice = {"index": result.index, "message": {"role": "assistant", "content": result.text}}
+        choice |= extras | ({"token_ids": result.token_ids} if self._request.return_token_ids else {})
+        ended = {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
+        return [json_bytes(choice | ended)]
+
+    async def _behind_choices(self, pace: Pace) -> list[bytes]:
+        pieces = [json_bytes({"usage": self.usage()})[1:-1]]
         if self._request.prompt_logprobs is not None:
-            whole["prompt_logprobs"] = self._prompt_logprobs(0)
-        if self._request.return_token_ids:
-            whole["prompt_token_ids"] = list(self._generation.prompts[0])
-        return whole | self._timeline()
+            pieces += [b',"prompt_logprobs":', *await self._prompt_logprobs(0, pace)]
+        extra = {"prompt_token_ids": self._prompt_ids(0)} if self._request.return_token_ids else {}
+        ending = json_bytes(extra | await self._timeline())
+        return [*pieces, b"," if len(ending) > 2 else b"", ending[1:]]
 
     def _first(self, index: int) -> Json:
         choice = {
@@ -275,7 +367,7 @@ class ChatResponder(_Base):
         }
         event = self._event(choice)
         if self._request.return_token_ids:
-            event["prompt_token_ids"] = list(self._generation.prompts[0])
+            event["prompt_token_ids"] = self._prompt_ids(0)
         return event
 
     def _extras(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> Json:
@@ -293,6 +385,45 @@ class ChatResponder(_Base):
     def _entry(self, token: int, logprob: float) -> Json:
         data = self._tokenizer.token_bytes(token)
         return {"token": data.decode("utf-8", "replace"), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+@dataclass(slots=True)
+class _Scores:
+    """Completions' log-probabilities of some tokens in a row, of one choice. end: characters up to there."""
+
+    tokens: list[str] = field(default_factory=list)
+    values: list[float | None] = field(default_factory=list)
+    tops: list[msgspec.Raw] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=list)
+    end: int = 0
+
+    def copy(self) -> "_Scores":
+        return _Scores(self.tokens[:], self.values[:], self.tops[:], self.offsets[:], self.end)
+
+    def shown(self) -> Json:
+        return {
+            "tokens": self.tokens,
+            "token_logprobs": self.values,
+            "top_logprobs": self.tops,
+            "text_offset": self.offsets,
+        }
+
+
+def _chunk_of(result: ChoiceResult, n: int) -> Chunk:
+    return Chunk(result.index, result.index // n, "", (), (), None, None)
+
+
+async def _encoded(items: Iterable[Any], pace: Pace) -> bytes:
+    """A JSON array of them."""
+    encoded = bytearray(b"[")
+    for item in items:
+        encoded += json_bytes(item)
+        encoded += b","
+        if pace.is_due:
+            await pace.rest()
+    if len(encoded) > 1:
+        del encoded[-1:]
+    return bytes(encoded + b"]")
 
 
 def event_bytes(data: Json) -> bytes:

@@ -10,7 +10,7 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,7 @@ from pdserve.text.tokenizer import Tokenizer
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192
 MAX_EDITS = 1 << 20  # entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
+MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in an answer: each takes 100 bytes here, 70 in JSON
 RUNS_AT_ONCE = 16  # prompts of one call that begin or end in one turn of the event loop
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
@@ -70,7 +71,7 @@ class Generation:
         self.n = n
         self.prompts = tuple(prompts)
         self._runs = runs
-        self._pacer = pacer
+        self.pacer = pacer
         self._pumps: list[asyncio.Task[None]] = []
         self._starter: asyncio.Task[None] | None = None
         self._closed = False
@@ -95,9 +96,9 @@ class Generation:
         """The answer's last byte is out: count what it took."""
         self._runs[0].served(alone=len(self._runs) == 1)
 
-    def timelines(self) -> list[PromptTimeline]:
+    def timelines(self) -> Iterator[PromptTimeline]:
         """Where time and bytes went up to now, one a prompt."""
-        return [run.timeline() for run in self._runs]
+        return (run.timeline() for run in self._runs)
 
     def close(self) -> None:
         """Cancel everything at the workers; many prompts in the background. Idempotent; does not wait,
@@ -108,12 +109,12 @@ class Generation:
         if self._starter is not None:
             self._starter.cancel()
         if len(self._runs) > RUNS_AT_ONCE:
-            self._pacer.later(self._close_many())
+            self.pacer.later(self._close_many())
         else:
             self._close_runs(0, len(self._runs))
 
     async def _close_many(self) -> None:
-        with self._pacer.pace() as pace:
+        with self.pacer.pace() as pace:
             for start in range(0, len(self._runs), RUNS_AT_ONCE):
                 self._close_runs(start, start + RUNS_AT_ONCE)
                 await pace.rest()
@@ -155,7 +156,7 @@ class Generation:
 
         async def start() -> None:
             """Each prompt chooses its workers, which takes its time."""
-            with self._pacer.pace() as pace:
+            with self.pacer.pace() as pace:
                 for run in self._runs:
                     self._pumps.append(asyncio.create_task(pump(run)))
                     if len(self._pumps) % RUNS_AT_ONCE == 0:
@@ -269,6 +270,7 @@ class Service:
             try:
                 ids = await self.prompts.token_ids(prompts, add_special_tokens, limits, named)
                 _check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens)
+                _check_scores(sampling, sum(map(len, ids)))
                 stops = StopStrings(sampling.stop) if sampling.stop else None
                 sent = msgspec.structs.replace(sampling, stop=())  # this router looks for them, workers do not
                 runs = []
@@ -393,6 +395,19 @@ def _check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
             "send a hash of it"
         )
         raise ApiError(message, param="x-session-id")
+
+
+def _check_scores(sampling: SamplingParams, num_tokens: int) -> None:
+    """Raises ApiError (400) when the log-probabilities of all prompts, as every choice repeats them, are too many."""
+    if sampling.prompt_logprobs is None:
+        return
+    count = num_tokens * sampling.n * (sampling.prompt_logprobs + 1)
+    if count > MAX_SCORES:
+        message = (
+            f"prompt_logprobs (or logprobs with echo): {count} log-probabilities of prompt tokens, more than "
+            f"{MAX_SCORES} (tokens x choices x alternatives): ask for fewer, or of shorter prompts"
+        )
+        raise ApiError(message, param="prompt_logprobs")
 
 
 def _check_room(sampling: SamplingParams, open_ended: bool, num_prompt: int, limit: int) -> None:

@@ -108,7 +108,9 @@ class Tokenizer:
             raise ValueError("the text holds a lone surrogate, which is no valid Unicode: send valid UTF-8") from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        """The text of some ids. Releases the GIL, which the library's `decode` does not."""
+        [text] = self._backend.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+        return text
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for in the middle of a text; empty when the id is unknown."""

@@ -67,7 +67,7 @@ async def run(harness: Harness, *prompts: tuple[int, ...], **sampling: Any) -> l
     asked = msgspec.structs.replace(GREEDY, **sampling)
     generation = await harness.service.admit(prompts or [PROMPT], asked)
     await asyncio.wait_for(generation.collect(), 10)
-    return generation.timelines()
+    return list(generation.timelines())
 
 
 def in_order(*moments: float | None) -> bool:
@@ -227,7 +227,7 @@ async def test_cancelled(start: MakeRunning) -> None:
     [line] = generation.timelines()
     assert line.outcome == "cancelled" and {leg.end for leg in line.legs} <= {"cancelled", "handed over"}
     assert line.legs[-1].end == "cancelled" and line.unreported_s is not None
-    again = generation.timelines()
+    again = list(generation.timelines())
     assert again == [line], "it stands still behind its end"
 
 
