@@ -1,4 +1,4 @@
-from typing import Any
+import tracemalloc
 
 import pytest
 from hypothesis import given, settings
@@ -101,21 +101,33 @@ def test_choices_share_the_tables_and_nothing_else() -> None:
 
 
 def test_a_character_costs_the_same_however_many_strings_there_are() -> None:
-    """Counted, not timed: how many characters are looked up in the tables."""
+    """Counted, not timed: how often the tables are looked into."""
 
-    class Counted(dict[str, int]):
+    class Counted(StopStrings):
         looked_up = 0
 
-        def get(self, char: str, default: Any = None) -> Any:
-            Counted.looked_up += 1
-            return super().get(char, default)
+        def after(self, state: int, char: str) -> int:
+            self.looked_up += 1
+            return super().after(state, char)
 
     text = "ab" * 500
     counts = []
     for num_stops in (1, 64):
-        stops = StopStrings([f"{'ab' * 60}{chr(200 + i)}" for i in range(num_stops)])
-        stops.following = [Counted(entries) for entries in stops.following]
-        Counted.looked_up = 0
+        stops = Counted([f"{'ab' * 60}{chr(200 + i)}" for i in range(num_stops)])
+        stops.looked_up = 0
         StopMatcher(stops).push(text)
-        counts.append(Counted.looked_up)
+        counts.append(stops.looked_up)
     assert counts[0] == counts[1] <= 2 * len(text)
+
+
+def test_the_tables_are_small() -> None:
+    """A small body must not become a large thing in memory, nor thousands of objects to look through for garbage."""
+    strings = [f"{i:028}" + chr(97 + i % 26) * 100 for i in range(64)]
+    tracemalloc.start()
+    try:
+        stops = StopStrings(strings)
+        taken, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 25 * sum(map(len, strings))
+    assert len(stops.branches) < 64
