@@ -41,6 +41,7 @@ from pdserve.engine.protocol import (
     decode_command,
     encode,
 )
+from pdserve.engine.start_progress import StartProgress
 
 STEP_S = 0.02
 SNAPSHOT_PERIOD_S = 1.0
@@ -302,3 +303,4 @@ class PacedEngineHost(PacedEngine):
 
     def __init__(self, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
         super().__init__(address, config.role, STEP_S, worker_id, incarnation)
+        self.progress = StartProgress()

@@ -33,7 +33,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("router", "engine"): {"pdserve.engine.protocol", "pdserve.engine.block_hasher"},
     ("kvtransfer", "engine"): {"pdserve.engine.protocol", "pdserve.engine.device_memory"},
     ("kvtransfer", "kernels"): {"pdserve.kernels.ops"},
-    ("cluster", "engine"): {"pdserve.engine.protocol"},
+    ("cluster", "engine"): {"pdserve.engine.protocol", "pdserve.engine.start_progress"},
     ("cluster", "models"): {"pdserve.models.checkpoint", "pdserve.models.config", "pdserve.models.generation_defaults"},
     ("bench", "engine"): {"pdserve.engine.llm"},
     ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},

@@ -16,12 +16,15 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.cluster.logs import log_to_stderr
 from pdserve.configs.schema import WorkerConfig
+from pdserve.engine.start_progress import Progress, StartProgress
 
 ENGINE_HOST = "pdserve.worker.host:EngineHost"
 
 
 class Host(Protocol):
     """What an engine host offers to its process."""
+
+    progress: StartProgress
 
     def start(self) -> dict[str, Any]:
         """Load the model; what this engine is."""
@@ -33,8 +36,8 @@ class Host(Protocol):
 
 
 class EngineActor:
-    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device) holds; `ping` has
-    another."""
+    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device) holds; `ping` and
+    `progress` have another."""
 
     def __init__(self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
         # One thread an engine, before torch loads: several engines on a few cores collapse otherwise.
@@ -55,6 +58,11 @@ class EngineActor:
     @ray.method(concurrency_group="engine")
     def run(self) -> None:
         self._host.run()
+
+    @ray.method(concurrency_group="control")
+    def progress(self) -> tuple[Progress, str]:
+        """How far the start is, and the file that this process' standard error goes to."""
+        return self._host.progress.now, os.readlink("/proc/self/fd/2")
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:

@@ -8,6 +8,7 @@ whose JSON has the same keys. Used by `cluster.app` (Serve's settings), `cluster
 import json
 import logging
 import sys
+from logging.handlers import MemoryHandler
 from typing import Any, TextIO
 
 from pdserve.configs.schema import LogConfig
@@ -24,6 +25,15 @@ def serve_logging(config: LogConfig) -> dict[str, Any]:
 def log_as_serve_does() -> None:
     """In a replica: our lines go where Serve's go, at its level."""
     logging.getLogger("pdserve").parent = logging.getLogger("ray.serve")
+
+
+def own_file() -> str | None:
+    """In a replica: the file that its lines go to."""
+    for handler in logging.getLogger("ray.serve").handlers:
+        target = handler.target if isinstance(handler, MemoryHandler) else handler
+        if isinstance(target, logging.FileHandler):
+            return target.baseFilename
+    return None
 
 
 def log_to_stderr(config: LogConfig, worker_id: str, stream: TextIO | None = None) -> None:

@@ -9,12 +9,9 @@ Serve's server knows, Serve does.
 """
 
 import os
-import re
 import signal
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +22,6 @@ from pdserve.cluster.dashboard import place as place_dashboard
 from pdserve.cluster.http_server import KEEP_ALIVE_S, Address
 from pdserve.cluster.ray_settings import has_haproxy, settings
 from pdserve.configs.schema import ClusterConfig
-
-READY_POLL_S = 0.25
 
 
 def up(path: Path, port: int | None, haproxy: bool, timeout_s: float) -> int:
@@ -61,6 +56,7 @@ def _serve(file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float,
     from ray import serve
 
     from pdserve.cluster.app import build_at
+    from pdserve.cluster.readiness import until_ready
     from pdserve.cluster.room import nodes
 
     began = time.monotonic()
@@ -78,7 +74,7 @@ def _serve(file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float,
         built = build_at(file.config, address)
         serve._run(built, name=file.name, route_prefix=file.route_prefix, _blocking=False, external_scaler_enabled=True)
         url = f"http://{http['host']}:{http['port']}{file.route_prefix.rstrip('/')}"
-        for line in _until_ready(file.name, url, timeout_s):
+        for line in until_ready(file.name, url, timeout_s):
             print(line, flush=True)
         print(greeting(url, file.config, time.monotonic() - began, reasons), flush=True)
         if own_ray:
@@ -106,46 +102,6 @@ def serve_options(http: Mapping[str, Any], route_prefix: str) -> list[str]:
 def own_address(http: Mapping[str, Any]) -> Address:
     """Where routers serve HTTP by themselves."""
     return Address(http["host"], http.get("port", 8000), http.get("keep_alive_timeout_s", KEEP_ALIVE_S))
-
-
-def _until_ready(name: str, url: str, timeout_s: float) -> Iterator[str]:
-    """What changes while it starts. Ends when requests can be answered. Raises ValueError when it cannot work."""
-    from ray import serve
-
-    deadline = time.monotonic() + timeout_s
-    shown = ""
-    while True:
-        status = serve.status().applications.get(name)
-        if status is not None:
-            if status.status == "DEPLOY_FAILED":
-                reasons = {last_error(d.message) for d in status.deployments.values() if d.message}
-                raise ValueError("\n".join([f"deploying {name!r} failed: {status.message}", *sorted(reasons)]))
-            line = ", ".join(f"{d}: {s.status.value.lower()}" for d, s in sorted(status.deployments.items()))
-            if line != shown:
-                yield f"pdserve: {line}"
-                shown = line
-            if status.status == "RUNNING" and _healthy(url):
-                return
-        if time.monotonic() > deadline:
-            said = [d.message for d in status.deployments.values() if d.message] if status is not None else []
-            head = f"not ready after {timeout_s:g} s ({shown}); Ray's dashboard or `serve status` say more"
-            raise ValueError("\n".join([head, *said]))
-        time.sleep(READY_POLL_S)
-
-
-def last_error(message: str) -> str:
-    """The end of a message that holds tracebacks: the exception that was raised last, and what it says."""
-    lines = message.rstrip().splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception)\b", line)]
-    return "\n".join(lines[starts[-1] :]) if starts else message
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def grafana_folder() -> Path:

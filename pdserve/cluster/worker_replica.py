@@ -13,6 +13,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import AsyncGenerator
+from functools import partial
 from typing import Any
 
 from ray import serve
@@ -20,10 +21,12 @@ from ray.exceptions import RayError
 from ray.util import get_current_placement_group, get_node_ip_address
 
 from pdserve.background.tasks import FAILURES, failed, once
+from pdserve.cluster import start_board
 from pdserve.cluster.addressing import worker_id_of
 from pdserve.cluster.engine_actor import ENGINE_HOST, create_engine_actor
+from pdserve.cluster.engine_start import EngineStart
 from pdserve.cluster.framing import cut
-from pdserve.cluster.logs import log_as_serve_does
+from pdserve.cluster.logs import log_as_serve_does, own_file
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.protocol import Snapshot, decode_batch
@@ -33,7 +36,6 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 logger = logging.getLogger("ray.serve")
 log_as_serve_does()
 
-CREATED_DEADLINE_S = 300.0  # its process starts and imports torch, from a cold disk perhaps
 PING_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 10.0
 REASON_DEADLINE_S = 2.0
@@ -55,13 +57,23 @@ class WorkerReplica:
         self._engine: Any = create_engine_actor(
             group, num_gpus, engine_host, config, self.worker_id, time.time_ns(), address
         )
+        application = serve.get_replica_context().app_name
+        start = EngineStart(
+            self._engine,
+            config,
+            self.worker_id,
+            get_node_ip_address(),
+            num_gpus,
+            own_file(),
+            partial(start_board.post, application),
+            partial(start_board.remove, application),
+        )
         try:
-            await self._created(num_gpus)
-            info = await self._engine.start.remote()
-            self._client = EngineClient(address, self._overhear)
-            self._running = once("engine watch", self._run())
-            async with asyncio.timeout(PING_DEADLINE_S):
-                await self._client.connected.wait()
+            async with start:
+                info = await start.serving()
+                self._client = EngineClient(address, self._overhear)
+                self._running = once("engine watch", self._run())
+                await start.connected(self._client.connected.wait())
         finally:
             # The connection outlives its name, and a killed replica cannot tidy up.
             shutil.rmtree(folder, ignore_errors=True)
@@ -110,17 +122,6 @@ class WorkerReplica:
             return None
         families = (*snapshot.metrics, *families_of(FAILURES))
         return Exposed(families, {"worker": self.worker_id, "role": snapshot.role})
-
-    async def _created(self, num_gpus: float) -> None:
-        """Ray waits for ever for an actor that it cannot start. Loading a model may take long: that is `start`."""
-        try:
-            async with asyncio.timeout(CREATED_DEADLINE_S):
-                await self._engine.ping.remote()
-        except TimeoutError:
-            raise RuntimeError(
-                f"Ray did not start the engine process of worker {self.worker_id} (with {num_gpus:g} GPU, on node "
-                f"{get_node_ip_address()}) within {CREATED_DEADLINE_S:g} s: see the raylet's log there"
-            ) from None
 
     def _check_address(self, worker_id: str) -> None:
         if worker_id != self.worker_id:

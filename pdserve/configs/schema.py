@@ -433,6 +433,30 @@ def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
     return deployment | {"engine": shared | (_given(own) if isinstance(own, EngineConfig) else own)}
 
 
+class StartConfig(Config):
+    """How long a stage of an engine's start may show no progress, in seconds, before the start fails (docs/start.md).
+
+    process_s: Ray starts the process, which imports torch. download_s: the model comes from the Hub. config_s: its
+    configuration and samples of its weights are read. device_s: the device wakes. weights_s: until the next tensor is
+    loaded. compile_s: the first full step. kv_memory_s: the KV pool is allocated. graphs_s: until the next CUDA graph
+    is captured. warm_up_s: until the next warm-up request is done. registration_s: the transport registers the KV
+    pool. pool_s: beyond transfer.pool.start_deadline_s. connection_s: the replica reaches the engine.
+    """
+
+    process_s: float = Field(300.0, gt=0)
+    download_s: float = Field(3600.0, gt=0)
+    config_s: float = Field(300.0, gt=0)
+    device_s: float = Field(120.0, gt=0)
+    weights_s: float = Field(300.0, gt=0)
+    compile_s: float = Field(300.0, gt=0)
+    kv_memory_s: float = Field(180.0, gt=0)
+    graphs_s: float = Field(300.0, gt=0)
+    warm_up_s: float = Field(300.0, gt=0)
+    registration_s: float = Field(180.0, gt=0)
+    pool_s: float = Field(10.0, gt=0)
+    connection_s: float = Field(10.0, gt=0)
+
+
 class ClusterConfig(Config):
     """Everything under `args:` of cluster.yaml.
 
@@ -452,6 +476,7 @@ class ClusterConfig(Config):
     prefill: DeploymentConfig = DeploymentConfig()
     decode: DeploymentConfig = DeploymentConfig()
     placement_deadline_s: float | None = Field(60.0, gt=0)
+    start: StartConfig = StartConfig()
     logging: LogConfig = LogConfig()
 
     @model_validator(mode="before")
@@ -526,6 +551,7 @@ class ClusterConfig(Config):
             engine=self.deployment(key).engine or self.engine,
             transfer=self.transfer,
             connects=self.mode == "disaggregated",
+            start=self.start,
             logging=self.logging,
         )
 
@@ -541,4 +567,10 @@ class WorkerConfig(Config):
     model: ModelConfig = ModelConfig()
     engine: EngineConfig = EngineConfig()
     transfer: TransferConfig = TransferConfig()
+    start: StartConfig = StartConfig()
     logging: LogConfig = LogConfig()
+
+    def start_deadline_s(self, stage: str) -> float:
+        """How long this stage of its start may show no progress."""
+        own: float = getattr(self.start, f"{stage}_s")
+        return own + self.transfer.pool.start_deadline_s if stage == "pool" else own

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from pdserve.engine.start_progress import Report
 from pdserve.engine.step_inputs import Arrays, pack, unpack
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
@@ -59,17 +60,19 @@ class DecodeGraphs:
         self._sizes: list[int] = []
         self._graphs: dict[int, _Graph] = {}
 
-    def capture(self, sizes: Sequence[int]) -> None:
+    def capture(self, sizes: Sequence[int], report: Report) -> None:
         """Capture graphs of these sizes, largest first, so that what the smaller ones compute with fits into its
-        memory.
+        memory. report: is called after each.
         """
         gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
-            for size in tqdm(sorted(sizes, reverse=True), desc="capturing CUDA graphs", unit="graph", leave=False):
+            ordered = sorted(sizes, reverse=True)
+            for size in tqdm(ordered, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
                 self._graphs[size] = self._capture_one(size, memory)
+                report(len(self._graphs), len(ordered))
         torch.cuda.current_stream(self._device).wait_stream(stream)
         torch.cuda.synchronize(self._device)
         self._sizes = sorted(self._graphs)

@@ -26,6 +26,7 @@ from pdserve.engine.sample_rows import SampleRow
 from pdserve.engine.sampled_tokens import Sampled, SampledTokens, Scores
 from pdserve.engine.scheduler import Plan, Scheduler
 from pdserve.engine.sequence import Request, Sequence, Status
+from pdserve.engine.start_progress import StartProgress
 from pdserve.engine.warm_up import warm_up
 from pdserve.kernels.late_compiles import LateCompiles
 
@@ -128,10 +129,11 @@ class EngineStats:
 
 
 class Engine:
-    """One model on one device. Not thread-safe: one thread calls everything."""
+    """One model on one device. Not thread-safe: one thread calls everything. progress: hears how far the start is."""
 
-    def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
-        parts = make_parts(model, config)
+    def __init__(self, model: ModelConfig, config: EngineConfig, progress: StartProgress | None = None) -> None:
+        progress = progress or StartProgress()
+        parts = make_parts(model, config, progress)
         self.config, self.device, self.spec, self.layout = parts.config, parts.device, parts.spec, parts.layout
         self.runner, self.sampler = parts.runner, parts.sampler
         self.model_fingerprint = parts.fingerprint
@@ -157,7 +159,8 @@ class Engine:
         self._is_torn = False  # True during a step: whatever ends it early leaves it so
         self._late_compiles: LateCompiles | None = None
         if self.device.type == "cuda":
-            warm_up(self)
+            progress.enter("warm_up")
+            warm_up(self, progress.report)
             self.stats = EngineStats()
             self._late_compiles = LateCompiles()
 

@@ -19,6 +19,7 @@ from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
 from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
+from pdserve.engine.start_progress import Report
 from pdserve.engine.step_inputs import (
     Arrays,
     StepInputs,
@@ -99,12 +100,12 @@ class ModelRunner:
         self._pool_layers = pool.unbind(2)
 
     @torch.inference_mode()
-    def capture_graphs(self, sizes: SequenceOf[int]) -> None:
+    def capture_graphs(self, sizes: SequenceOf[int], report: Report) -> None:
         """Capture the decode step at these batch sizes; every later step of decodes alone, up to the largest, uses
-        one.
+        one. report: is called after each.
         """
         self._graphs = DecodeGraphs(self._decode, self.device)
-        self._graphs.capture(sizes)
+        self._graphs.capture(sizes, report)
 
     @torch.inference_mode()
     def execute(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:

@@ -5,6 +5,7 @@ Weights first, then a profiling step, then the pool from what is left. Knows no 
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -17,7 +18,9 @@ from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sample_rows import max_edits
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import num_slots_for
+from pdserve.engine.start_progress import StartProgress
 from pdserve.kernels.ops import ops_for
+from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
 
@@ -39,8 +42,9 @@ class EngineParts:
     max_model_len: int
 
 
-def make_parts(model: ModelConfig, config: EngineConfig) -> EngineParts:
+def make_parts(model: ModelConfig, config: EngineConfig, progress: StartProgress) -> EngineParts:
     """Load the model and allocate the pool; ValueError names the parameter that is wrong."""
+    progress.enter("config")
     device = _device(config.device)
     resolved = config.for_device("cuda" if device.type == "cuda" else "cpu")
     if device.type == "cpu":
@@ -50,12 +54,27 @@ def make_parts(model: ModelConfig, config: EngineConfig) -> EngineParts:
     path, load_format = model.resolved_path, model.load_format
     with ThreadPoolExecutor(1) as beside:  # both wait rather than work
         awake = beside.submit(_wake, device)
+        if not Path(path).is_dir():
+            progress.enter("download")
+            path = str(resolve_folder(path, load_format))
+            progress.enter("config")
         spec = read_spec(path, load_format, model.seed)
+        progress.enter("device")
         awake.result()
     max_len = spec.max_len(resolved.max_model_len)
     dtype = _dtype(model.dtype, spec, device)
     ops = ops_for(device)
-    weights = load_model(path, spec, TORCH_DTYPES[dtype], device, ops, load_format=load_format, seed=model.seed)
+    progress.enter("weights")
+    weights = load_model(
+        path,
+        spec,
+        TORCH_DTYPES[dtype],
+        device,
+        ops,
+        load_format=load_format,
+        seed=model.seed,
+        report=progress.report,
+    )
     layout = KVLayout.uniform(
         num_layers=spec.num_layers,
         heads=tuple(range(spec.num_kv_heads)),
@@ -66,26 +85,41 @@ def make_parts(model: ModelConfig, config: EngineConfig) -> EngineParts:
     num_slots = num_slots_for(resolved.max_num_seqs)
     runner = ModelRunner(weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device)
     sampler = Sampler(ops, spec.vocab_size, num_slots, max_edits(len(spec.eos_token_ids)), device)
-    num_blocks = num_blocks_for(resolved, layout, device, _reserved_bytes(resolved, runner, sampler))
+    if _is_profiled(resolved, device):
+        progress.enter("compile")
+    reserved = _reserved_bytes(resolved, runner, sampler)
+    progress.enter("kv_memory")
+    num_blocks = num_blocks_for(resolved, layout, device, reserved)
     runner.use_pool(allocate_pool(layout, num_blocks, device))
     if device.type == "cuda":
-        _compile(resolved, runner, sampler, TORCH_DTYPES[dtype])
+        progress.enter("graphs")
+        _compile(resolved, runner, sampler, TORCH_DTYPES[dtype], progress)
     fingerprint = f"{spec.fingerprint()}/{dtype}"
     return EngineParts(resolved, device, spec, layout, runner, sampler, num_blocks, fingerprint, max_len)
 
 
-def _compile(config: ResolvedEngineConfig, runner: ModelRunner, sampler: Sampler, dtype: torch.dtype) -> None:
+def _compile(
+    config: ResolvedEngineConfig,
+    runner: ModelRunner,
+    sampler: Sampler,
+    dtype: torch.dtype,
+    progress: StartProgress,
+) -> None:
     """Capture the decode graphs; meanwhile the sampler's kernels are compiled, which leaves Python to others."""
     with ThreadPoolExecutor(1) as beside:
         sampling = beside.submit(sampler.warm_up, dtype)
         if config.cuda_graphs:
-            runner.capture_graphs(graph_sizes(config.max_num_seqs))
+            runner.capture_graphs(graph_sizes(config.max_num_seqs), progress.report)
         sampling.result()
+
+
+def _is_profiled(config: ResolvedEngineConfig, device: torch.device) -> bool:
+    return device.type == "cuda" and config.num_kv_blocks is None
 
 
 def _reserved_bytes(config: ResolvedEngineConfig, runner: ModelRunner, sampler: Sampler) -> int:
     """Device memory that the largest step, and the graphs, need beside weights and pool."""
-    if runner.device.type != "cuda" or config.num_kv_blocks is not None:
+    if not _is_profiled(config, runner.device):
         return 0
     rows = config.max_num_batched_tokens
     samples = min(rows, config.max_num_seqs)

@@ -7,6 +7,7 @@ block, no count. Knows the engine from outside only. Called once by the engine o
 from typing import TYPE_CHECKING
 
 from pdserve.engine.protocol import RequestKey, SamplingParams, Start, Submit
+from pdserve.engine.start_progress import Report
 
 if TYPE_CHECKING:
     from pdserve.engine.engine import Engine
@@ -17,14 +18,16 @@ MIXED = SamplingParams(
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 
-def warm_up(engine: "Engine") -> None:
-    """Blocks until the device has done it. Call before the first request."""
+def warm_up(engine: "Engine", report: Report) -> None:
+    """Blocks until the device has done it. Call before the first request. report: is called after each part."""
     caching, engine.blocks.enable_caching = engine.blocks.enable_caching, False
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
     engine.runner.warm_dense_prefill(max(longest, 1))
     # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are copied.
-    for length, sampling in ((longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED)):
+    requests = ((longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED))
+    for index, (length, sampling) in enumerate(requests):
+        report(1 + index, 1 + len(requests))
         if length > 0:
             _run(engine, length, sampling)
     engine.blocks.enable_caching = caching

@@ -4,6 +4,7 @@ All or nothing: a weight that stays unfilled, or a checkpoint tensor nobody take
 architecture (models/registry.py) and no fused matrices (models/weights.py). Called by the engine's model runner.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -18,6 +19,7 @@ from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 PROGRESS_BYTES = 1 << 30  # smaller checkpoints load in a moment and show no progress bar
+Report = Callable[[int, int], None]  # bytes that are loaded, of all
 # What the model may have no place for: rope tables that older tools stored, and the output matrix of a tied model.
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 NAMED_TENSORS = 8  # of a long list, an error names this many
@@ -32,28 +34,37 @@ def load_model(
     load_format: LoadFormat = "auto",
     seed: int = 0,
     dims: ParallelDims | None = None,
+    report: Report | None = None,
 ) -> CausalLM:
     """The model of `spec` on `device`, computing in `dtype`, with the weights of folder (or Hub id) `path`.
 
     "dummy" reads no file and draws weights from `seed` on the device, equal on every device. ValueError names the
-    tensors that are missing, unexpected, or of another shape than config.json says.
+    tensors that are missing, unexpected, or of another shape than config.json says. report: is called after each
+    tensor.
     """
     model = BUILDERS[spec.architecture](spec, dtype, device, ops, dims or ParallelDims())
+    tell = report or (lambda done, total: None)
     if load_format == "dummy":
         for weight in model.weights.all:
             weight.draw(seed)
     else:
-        _fill(model.weights, weight_files(resolve_folder(path, load_format)))
+        _fill(model.weights, weight_files(resolve_folder(path, load_format)), tell)
     return model
 
 
-def _fill(weights: WeightSet, files: list[Path]) -> None:
+def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
     unused: list[str] = []
+    total = sum(file.stat().st_size for file in files)
+    done = 0
+    report(0, total)
     for file in _with_progress(files):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 if name in weights.by_name:
-                    weights.by_name[name].load(name, tensors.get_tensor(name))
+                    tensor = tensors.get_tensor(name)
+                    weights.by_name[name].load(name, tensor)
+                    done += tensor.nbytes
+                    report(done, total)
                 elif not name.endswith(HARMLESS):
                     unused.append(name)
     if unused:
@@ -64,7 +75,7 @@ def _fill(weights: WeightSet, files: list[Path]) -> None:
 
 def _with_progress(files: list[Path]) -> "tqdm[Path]":
     large = sum(file.stat().st_size for file in files) >= PROGRESS_BYTES
-    return tqdm(files, desc="loading weights", unit="file", disable=not large)
+    return tqdm(files, desc="loading weights", unit="file", disable=not large or None)  # None: of a terminal only
 
 
 def _named(names: list[str]) -> str:

@@ -18,6 +18,7 @@ import zmq
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import EventBatch, decode_command, encode
+from pdserve.engine.start_progress import StartProgress
 from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory
 from pdserve.kvtransfer.pool import KVPool
@@ -35,11 +36,13 @@ SWITCH_S = (
 class EngineHost:
     """config: of the worker; worker_id: unique over restarts; incarnation: start time in ns; address: zmq, `ipc://...`.
 
-    `start` loads the model (slow), `run` serves until a Stop. Both on the same thread. An error in a step ends `run`:
-    an engine that failed once is not trusted again; its process goes and a new incarnation comes.
+    `start` loads the model (slow; `progress` tells how far), `run` serves until a Stop. Both on the same thread. An
+    error in a step ends `run`: an engine that failed once is not trusted again; its process goes and a new incarnation
+    comes.
     """
 
     def __init__(self, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
+        self.progress = StartProgress()
         self._config = config
         self._worker_id = worker_id
         self._incarnation = incarnation
@@ -58,12 +61,13 @@ class EngineHost:
         pool_config = self._config.transfer.pool
         if pool_config.mode == "start":
             self._pool_server = SharedServer(pool_config)
-        engine = Engine(self._config.model, self._config.engine)
+        engine = Engine(self._config.model, self._config.engine, self.progress)
         if engine.device.type == "cpu":
             torch.set_num_threads(1)
         metrics = WorkerMetrics(engine)
         memory = PoolMemory(engine.pool, engine.blocks.generations, engine.layout, engine.model_fingerprint)
         if self._config.connects:
+            self.progress.enter("registration")
             self._sender, self._receiver = build_connector(
                 self._config.transfer,
                 memory,
@@ -74,6 +78,7 @@ class EngineHost:
                 registry=metrics.registry,
             )
         if pool_config.mode != "off":
+            self.progress.enter("pool")
             address = self._pool_server.wait_ready() if self._pool_server is not None else pool_config.address
             assert address is not None, "PoolConfig asks for one"
             self._pool = build_pool(address, pool_config, memory, self._wake, registry=metrics.registry)
@@ -94,6 +99,7 @@ class EngineHost:
             self._pool,
             self._pool_name(),
         )
+        self.progress.finish()
         return {
             "model": self._config.model.served_name,
             "device": str(engine.device),

@@ -36,6 +36,7 @@ from pdserve.engine.protocol import (
     decode_command,
     encode,
 )
+from pdserve.engine.start_progress import WORK, StartProgress
 
 STEP_S = 0.02
 TELL_S = 1.0
@@ -51,13 +52,23 @@ class FakeEngineHost:
         self.worker_id = worker_id
         self.incarnation = incarnation
         self.address = address
+        self.progress = StartProgress()
         self.requests: dict[RequestKey, Submit] = {}
         self.positions: dict[RequestKey, int] = {}
         self.num_steps = 0
 
     def start(self) -> dict[str, Any]:
-        if self.config.model.path == "no-such-model":
-            raise ValueError("model.path: there is no 'no-such-model'")
+        """With the model's name "fails-in-STAGE" or "hangs-in-STAGE" it gets no further."""
+        how, _, stage = self.config.model.served_name.partition("-in-")
+        for passed in WORK:
+            if passed in ("weights", stage):
+                self.progress.enter(passed)
+                self.progress.report(1_000_000_000, 4_000_000_000)
+            if passed == stage and how == "fails":
+                raise ValueError(f"the fake fails in {stage}")
+            if passed == stage and how == "hangs":
+                time.sleep(3600)
+        self.progress.finish()
         return {"role": self.config.role, "pid": os.getpid()}
 
     def run(self) -> None:

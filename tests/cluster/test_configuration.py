@@ -14,7 +14,8 @@ from pdserve.cluster.http_server import Address
 from pdserve.cluster.membership import Members, listen, publish
 from pdserve.cluster.placement import Node, described, has_labels, unplaceable, worker_bundles
 from pdserve.cluster.ray_settings import settings
-from pdserve.cluster.up import greeting, last_error, own_address, serve_options
+from pdserve.cluster.readiness import last_error
+from pdserve.cluster.up import greeting, own_address, serve_options
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 ROOT = Path(__file__).parents[2]

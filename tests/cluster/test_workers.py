@@ -10,7 +10,6 @@ import textwrap
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast
 
 import msgspec
@@ -20,7 +19,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from pdserve.cluster import app as cluster_app
-from pdserve.cluster import links, worker_replica
+from pdserve.cluster import links
 from pdserve.cluster.links import MembershipWatcher, ServeLink
 from pdserve.configs.schema import ClusterConfig
 from pdserve.engine.protocol import (
@@ -166,14 +165,6 @@ async def test_a_worker_that_stands_still_is_not_waited_for(members: Members, mo
         os.kill(pid, signal.SIGCONT)
     monkeypatch.undo()
     await (await opened(link, 3)).aclose()
-
-
-async def test_an_engine_process_that_never_starts_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_replica, "CREATED_DEADLINE_S", 0.05)
-    ping = SimpleNamespace(remote=asyncio.Event().wait)
-    shell: Any = SimpleNamespace(worker_id="Decode#x", _engine=SimpleNamespace(ping=ping))
-    with pytest.raises(RuntimeError, match=r"engine process of worker Decode#x \(with 2 GPU, on node .* within 0.05 s"):
-        await worker_replica.WorkerReplica._created(shell, 2)
 
 
 async def test_a_command_too_large_for_serve_is_refused_by_name(members: Members) -> None:

@@ -14,6 +14,7 @@ from tiny_models import make_tiny
 
 from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.engine.start_progress import StartProgress
 from pdserve.engine.step_inputs import Arrays, pack
 from pdserve.kernels import attention_dense
 
@@ -222,7 +223,7 @@ def test_graphs_share_one_memory_and_keep_their_outputs_apart_from_other_use() -
 
     before = torch.cuda.memory_allocated()
     graphs = DecodeGraphs(step, torch.device("cuda", 0))
-    graphs.capture([8, 16, 32, 64, 128])
+    graphs.capture([8, 16, 32, 64, 128], StartProgress().report)
     assert torch.cuda.memory_allocated() - before < 1 << 20
     others = [torch.full((1 << 27,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
     for size in (8, 128, 32, 128):

@@ -10,6 +10,7 @@ from engine.harness import Driver, make_engine, paper_engine, paper_of
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import SamplingParams
 from pdserve.engine.sequence import Request
+from pdserve.engine.start_progress import StartProgress
 from pdserve.engine.warm_up import warm_up
 
 
@@ -31,7 +32,7 @@ class Warmed:
             return self.requests[-1]
 
         monkeypatch.setattr(self.engine, "make_request", spy)
-        warm_up(self.engine)
+        warm_up(self.engine, StartProgress().report)
 
 
 def assert_nothing_is_left(engine: Engine) -> None:
@@ -96,7 +97,7 @@ def test_the_next_requests_see_no_trace_of_it(tiny_llama: Path) -> None:
     for is_warm in (False, True):
         engine = make_engine(tiny_llama)
         if is_warm:
-            warm_up(engine)
+            warm_up(engine, StartProgress().report)
             assert_nothing_is_left(engine)
         driver, rng = Driver(engine), random.Random(1)
         for i in range(6):

@@ -1,0 +1,170 @@
+"""Watches over the start of one engine: each stage has a deadline, and is posted for `pdserve up`.
+
+The engine's process is asked for its stage by a thread of its own; one that does not even answer
+(a library may hold Python's lock) stays in its last stage until that stage's deadline. A start that
+fails names the worker, the stage, the cure and the logs, and its process ends. Knows no Serve. Used by
+`cluster.worker_replica`.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from pdserve.cluster.start_board import StartRecord
+from pdserve.configs.schema import WorkerConfig
+from pdserve.engine.start_progress import WORK, Progress, Stage
+
+logger = logging.getLogger("ray.serve")
+
+LOOK_S = 0.25  # between two questions to the engine
+LAST_LOOK_S = 2.0  # for its answer after it failed
+CURES: dict[Stage, str] = {
+    "process": "the raylet's log on that node (raylet.out) says why Ray does not start it",
+    "download": "download the model beforehand and write its folder as model.path",
+    "config": "look at the disk or network that model.path is on",
+    "device": "look at the GPU: nvidia-smi on that node",
+    "weights": "look at the disk or network that model.path is on",
+    "compile": "look at the processors and at Triton's cache folder on that node",
+    "kv_memory": "look at the memory of that node, and at engine.kv_memory_bytes or num_kv_blocks",
+    "graphs": "look at the GPU; engine.cuda_graphs: false does without",
+    "warm_up": "look at the GPU: nvidia-smi on that node",
+    "registration": "look at the network devices that UCX uses there (transfer.ucx_tls)",
+    "pool": "transfer.pool.mode: off does without",
+    "connection": "look at the engine's log",
+}
+
+
+class StartError(RuntimeError):
+    """A worker that does not start: which, in which stage, why, and what to do."""
+
+
+class EngineStart:
+    """The start of one engine, as a context: its end takes the record from the board, and by an error
+    the engine's process too.
+
+    engine: handle of an EngineActor. where: address of its node. num_gpus: that Ray gives it. log: of
+    this process, if it has a file. post, remove: of the board; they may block.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        config: WorkerConfig,
+        worker_id: str,
+        where: str,
+        num_gpus: float,
+        log: str | None,
+        post: Callable[[StartRecord], None],
+        remove: Callable[[str], None],
+    ) -> None:
+        self._engine, self._config, self._worker_id = engine, config, worker_id
+        self._where, self._num_gpus = where, num_gpus
+        self._files = tuple(filter(None, [log]))
+        self._post, self._remove = post, remove
+        self._now = Progress("process")
+        self._since = time.time()
+        self._changed = time.monotonic()
+
+    async def __aenter__(self) -> "EngineStart":
+        await self._on_board(self._post, self._record())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            logger.error("%s", error)
+            ray.kill(self._engine)
+        await self._on_board(self._remove, self._worker_id)
+
+    async def serving(self) -> dict[str, Any]:
+        """What the engine says of itself, once it can serve. Raises StartError."""
+        started = asyncio.ensure_future(self._engine.start.remote())
+        asked = asyncio.ensure_future(self._engine.progress.remote())
+        try:
+            while True:
+                await asyncio.wait((started, asked), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                if asked.done():
+                    await self._saw(*asked.result())
+                if started.done():
+                    info: dict[str, Any] = started.result()
+                    await self._saw(Progress("connection"), *self._files[1:])
+                    return info
+                if asked.done():
+                    await asyncio.wait((started,), timeout=LOOK_S)
+                    asked = asyncio.ensure_future(self._engine.progress.remote())
+                self._check_deadline()
+        except RayError as error:
+            await self._look_back()
+            raise StartError(self._told(f"failed while {WORK[self._now.stage]}: {_reason(error)}")) from error
+        finally:
+            started.cancel()
+            asked.cancel()
+
+    async def connected(self, connection: Awaitable[object]) -> None:
+        """Wait for it. Raises StartError."""
+        try:
+            async with asyncio.timeout(self._config.start_deadline_s("connection")):
+                await connection
+        except TimeoutError:
+            raise StartError(self._stuck()) from None
+
+    async def _look_back(self) -> None:
+        """Learn in which stage the engine failed, if its process is still there to say it."""
+        with contextlib.suppress(RayError, TimeoutError):
+            async with asyncio.timeout(LAST_LOOK_S):
+                await self._saw(*await self._engine.progress.remote())
+
+    async def _saw(self, now: Progress, *files: str) -> None:
+        self._files = (*self._files[:1], *files)
+        if now == self._now:
+            return
+        self._changed = time.monotonic()
+        if now.stage != self._now.stage:
+            self._since = time.time()
+        moved = (now.stage, now.percent) != (self._now.stage, self._now.percent)
+        self._now = now
+        if moved:
+            await self._on_board(self._post, self._record())
+
+    def _record(self) -> StartRecord:
+        return StartRecord(self._worker_id, self._where, self._now, self._since, self._files)
+
+    async def _on_board(self, call: Callable[[Any], None], argument: object) -> None:
+        """A board that is out of reach keeps no worker from starting."""
+        try:
+            await asyncio.to_thread(call, argument)
+        except (RayError, OSError, RuntimeError) as error:
+            logger.warning("worker %s cannot tell how far it is: %s", self._worker_id, error)
+
+    def _check_deadline(self) -> None:
+        if time.monotonic() - self._changed > self._config.start_deadline_s(self._now.stage):
+            raise StartError(self._stuck())
+
+    def _stuck(self) -> str:
+        stage = self._now.stage
+        deadline_s = self._config.start_deadline_s(stage)
+        return self._told(
+            f"made no progress for {deadline_s:g} s while {self._now} (stage {stage}). Its node is "
+            f"{self._where}, it has {self._num_gpus:g} GPU: {CURES[stage]}; or raise start.{stage}_s"
+        )
+
+    def _told(self, what: str) -> str:
+        files = f". Its logs on {self._where}: {', '.join(self._files)}" if self._files else ""
+        return f"worker {self._worker_id} {what}{files}"
+
+
+def _reason(error: RayError) -> str:
+    """What the engine raised, or how its process ended."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    return f"{type(cause).__name__}: {cause}"

@@ -1,0 +1,74 @@
+"""The stages of an engine's start: which a real one passes, what is logged, which deadline each has."""
+
+import logging
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from pdserve.configs.schema import EngineConfig, ModelConfig, PoolConfig, StartConfig, TransferConfig, WorkerConfig
+from pdserve.engine.engine import Engine
+from pdserve.engine.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
+
+
+class Recorded(StartProgress):
+    """All that was ever seen from outside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Progress] = []
+
+    def enter(self, stage: Stage) -> None:
+        super().enter(stage)
+        self.seen.append(self.now)
+
+    def report(self, done: int, total: int) -> None:
+        super().report(done, total)
+        self.seen.append(self.now)
+
+
+def test_an_engine_says_where_its_start_is(tiny_llama: Path) -> None:
+    progress = Recorded()
+    Engine(ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", num_kv_blocks=8), progress)
+    stages = list(dict.fromkeys(now.stage for now in progress.seen))
+    assert stages == ["config", "device", "weights", "kv_memory"]
+    weights = [now for now in progress.seen if now.stage == "weights" and now.total]
+    size = (tiny_llama / "model.safetensors").stat().st_size
+    assert {now.total for now in weights} == {size}
+    done = [now.done for now in weights]
+    assert done == sorted(done) and len(done) > 10 and 0.9 * size < done[-1] <= size
+
+
+def test_each_stage_has_its_work_and_its_deadline() -> None:
+    stages = get_args(Stage)
+    assert list(WORK) == list(stages)
+    assert list(StartConfig.model_fields) == [f"{stage}_s" for stage in stages]
+    config = WorkerConfig(
+        start=StartConfig(weights_s=7, pool_s=3), transfer=TransferConfig(pool=PoolConfig(start_deadline_s=100))
+    )
+    assert (config.start_deadline_s("weights"), config.start_deadline_s("pool")) == (7, 103)
+    assert all(config.start_deadline_s(stage) > 0 for stage in stages)
+
+
+def test_progress_is_written_as_people_read_it() -> None:
+    assert str(Progress("weights", 3_100_000_000, 16_000_000_000)) == "loading weights: 3.1 of 16.0 GB (19 %)"
+    assert str(Progress("graphs", 7, 35)) == "compiling kernels and capturing CUDA graphs: 7 of 35 (20 %)"
+    assert str(Progress("device")) == "waking the device"
+
+
+def test_stages_are_logged_at_once_and_their_progress_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    clock = iter([0.0, 1.0, 2.0, 2.0 + LOG_PERIOD_S, 20.0, 20.0, 21.0, 21.0])
+    progress = StartProgress(lambda: next(clock))
+    with caplog.at_level(logging.INFO, "pdserve.engine.start_progress"):
+        progress.enter("weights")
+        progress.report(1, 4)
+        progress.report(2, 4)
+        progress.enter("kv_memory")
+        progress.finish()
+    assert [record.message for record in caplog.records] == [
+        "start: loading weights",
+        "start: loading weights: 0.0 of 0.0 GB (50 %) after 6 s",
+        "start: allocating KV memory",
+        "started; seconds: weights 19.0, kv_memory 1.0",
+    ]
+    assert progress.now == Progress("connection")
