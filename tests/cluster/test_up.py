@@ -217,3 +217,31 @@ def test_keys_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", free_port()]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2 and "variable KEYS_OF_THE_TEST is not set" in done.stderr
+
+
+WITH_FAKES = (
+    "import sys, pdserve.cluster.app as app, pdserve.cluster.cli as cli; "
+    "app.ENGINE_HOST = 'fake_engine_host:FakeEngineHost'; sys.exit(cli.main())"
+)
+
+
+def test_a_start_that_hangs_ends_with_its_stage(tmp_path: Path) -> None:
+    document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
+    document["applications"][0]["args"]["model"]["name"] = "hangs-in-registration"
+    document["applications"][0]["args"]["start"] = {"registration_s": 1}
+    path = tmp_path / "cluster.yaml"
+    path.write_text(yaml.safe_dump(document))
+    command = [sys.executable, "-c", WITH_FAKES, "up", str(path), "--port", free_port()]
+    fakes = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "WORKER_JOURNAL": str(tmp_path)}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | ISOLATED | fakes, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 2
+    stage = "registering KV memory with the transport: 1"
+    steps = [line for line in done.stdout.splitlines() if stage in line and line.startswith("pdserve: Decode#")]
+    assert steps, done.stdout
+    assert re.search(r"pdserve: Prefill#\w+: logs on \S+: /\S+, /\S+\.err", done.stdout)
+    first_reason = done.stdout.index("StartError: worker")
+    assert "Retrying 2 more time(s)" in done.stdout[:first_reason], "before Serve gave up"
+    assert "deploying 'pdserve' failed" in done.stderr and "Traceback" not in done.stderr
+    assert f"made no progress for 1 s while {stage}" in done.stderr and "raise start.registration_s" in done.stderr
