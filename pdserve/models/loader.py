@@ -45,11 +45,19 @@ def load_model(
     model = BUILDERS[spec.architecture](spec, dtype, device, ops, dims or ParallelDims())
     tell = report or (lambda done, total: None)
     if load_format == "dummy":
-        for weight in model.weights.all:
-            weight.draw(seed)
+        _draw(model.weights, seed, tell)
     else:
         _fill(model.weights, weight_files(resolve_folder(path, load_format)), tell)
     return model
+
+
+def _draw(weights: WeightSet, seed: int, report: Report) -> None:
+    total = sum(weight.data.nbytes for weight in weights.all)
+    done = 0
+    for weight in weights.all:
+        weight.draw(seed)
+        done += weight.data.nbytes
+        report(done, total)
 
 
 def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:

@@ -2,13 +2,14 @@
 
 import logging
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, PoolConfig, StartConfig, TransferConfig, WorkerConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
+from pdserve.worker.host import EngineHost
 
 
 class Recorded(StartProgress):
@@ -27,16 +28,33 @@ class Recorded(StartProgress):
         self.seen.append(self.now)
 
 
-def test_an_engine_says_where_its_start_is(tiny_llama: Path) -> None:
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_an_engine_says_where_its_start_is(tiny_llama: Path, load_format: Any) -> None:
     progress = Recorded()
-    Engine(ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", num_kv_blocks=8), progress)
+    model = ModelConfig(path=str(tiny_llama), load_format=load_format)
+    Engine(model, EngineConfig(device="cpu", num_kv_blocks=8), progress)
     stages = list(dict.fromkeys(now.stage for now in progress.seen))
     assert stages == ["config", "device", "weights", "kv_memory"]
     weights = [now for now in progress.seen if now.stage == "weights" and now.total]
-    size = (tiny_llama / "model.safetensors").stat().st_size
-    assert {now.total for now in weights} == {size}
+    [size] = {now.total for now in weights}
+    assert load_format == "dummy" or size == (tiny_llama / "model.safetensors").stat().st_size
     done = [now.done for now in weights]
     assert done == sorted(done) and len(done) > 10 and 0.9 * size < done[-1] <= size
+
+
+def test_a_host_registers_its_memory_last(tiny_llama: Path) -> None:
+    config = WorkerConfig(
+        model=ModelConfig(path=str(tiny_llama)),
+        engine=EngineConfig(device="cpu", num_kv_blocks=8),
+        transfer=TransferConfig(connector="local"),
+    )
+    host = EngineHost(config, "Decode#x", 1, "inproc://start-progress")
+    try:
+        host.start()
+        assert list(host.progress.seconds) == ["config", "device", "weights", "kv_memory", "registration"]
+        assert host.progress.now == Progress("connection")
+    finally:
+        host._close()
 
 
 def test_each_stage_has_its_work_and_its_deadline() -> None:
