@@ -16,6 +16,7 @@ from openai.types.chat import ChatCompletionMessageParam
 from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 
 from demo.recall import recall_prompts
+from pdserve.configs.schema import RouterConfig
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.router.timeline import PromptTimeline
 
@@ -190,3 +191,21 @@ async def test_the_urgent_overtake_at_both_workers() -> None:
                 await asyncio.sleep(0.005)
             await asyncio.gather(*asks, ask(12, -1))
     assert finished.index(12) <= 3, finished
+
+
+async def test_a_prompt_waits_for_its_turn_longer_than_an_attempts_deadline() -> None:
+    """D answers one request at a time: the next one's rows are there, and it has no tokens until the first ends."""
+    config = RouterConfig(split="always", attempt_deadline_s=1.0, max_attempts=3)
+    with hosts(DEMO, "P", "D", engine={"max_num_seqs": 1}) as workers:
+        async with cluster(*workers, config=config) as running:
+            first = asyncio.create_task(running.complete(prompt=[300] * 20, max_tokens=900, ignore_eos=True))
+            while await running.metric("pdserve_router_generation_tokens_total") < 2:
+                await asyncio.sleep(0.01)
+            body = {"model": MODEL, "prompt": [400] * 20, "max_tokens": 4, "ignore_eos": True}
+            answer = await running.client.post("/v1/completions", json=body, headers={"x-pdserve-timeline": "1"})
+            assert answer.status_code == 200, answer.text
+            [timeline] = answer.json()["timeline"]
+            assert timeline["legs"][-1]["queue_s"] > 1.5, "it did not wait: this shows nothing"
+            assert [leg["phase"] for leg in timeline["legs"]] == ["prefill", "decode"]
+            assert (await first)["usage"]["completion_tokens"] == 900
+            assert await running.metric("pdserve_router_failovers_total") == 0

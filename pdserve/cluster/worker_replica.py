@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
 
+from msgspec import DecodeError
 from ray import serve
 from ray.exceptions import RayError
 from ray.util import get_current_placement_group, get_node_ip_address
@@ -111,7 +112,12 @@ class WorkerReplica:
 
     def _overhear(self, batch: bytes) -> None:
         """One batch a second has a Snapshot, and ten more at most come for all."""
-        for event in decode_batch(batch).events:
+        try:
+            events = decode_batch(batch).events
+        except DecodeError as error:  # routers get the batch as it is, and say what they think of it
+            failed("overhear", error)
+            return
+        for event in events:
             if isinstance(event, Snapshot):
                 self._snapshot = event
 

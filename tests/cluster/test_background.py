@@ -42,7 +42,7 @@ def failures() -> Callable[[str], float]:
         [family] = FAILURES.collect()
         return sum(s.value for s in family.samples if s.labels["task"] == name and s.name.endswith("_total"))
 
-    names = ("membership watcher", "autoscaler", "decode guard", "metrics bridge", "batcher", "http server")
+    names = ("membership watcher", "autoscaler", "decode guard", "metrics bridge", "batcher", "http server", "overhear")
     before = {name: total(name) for name in (*names, "engine watch")}
     return lambda name: total(name) - before[name]
 
@@ -184,3 +184,10 @@ async def test_a_shell_that_cannot_watch_its_engine_ends(
     shell._stopping, run.remote = True, Faulty()
     await WorkerReplica._run(shell)
     assert ends == [1], "it was to end anyway"
+
+
+async def test_a_batch_that_a_shell_cannot_read_is_passed_on_and_told(failures: Callable[[str], float]) -> None:
+    """What it raised would keep the batches behind it from all routers."""
+    shell: Any = SimpleNamespace(_snapshot=None)
+    WorkerReplica._overhear(shell, b"\xc1")
+    assert failures("overhear") == 1 and shell._snapshot is None
