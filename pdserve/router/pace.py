@@ -16,6 +16,8 @@ from collections.abc import Coroutine
 from types import TracebackType
 from typing import Any
 
+from pdserve.background.tasks import once
+
 SLICE_S = 0.003
 
 
@@ -26,7 +28,7 @@ class Pacer:
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it in a task of its own, which is kept until it ends."""
-        task = asyncio.get_running_loop().create_task(work)
+        task = once("paced work", work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
