@@ -156,11 +156,14 @@ class Generation:
 
         async def start() -> None:
             """Each prompt chooses its workers, which takes its time."""
-            with self.pacer.pace() as pace:
-                for run in self._runs:
-                    self._pumps.append(asyncio.create_task(pump(run)))
-                    if len(self._pumps) % RUNS_AT_ONCE == 0:
-                        await pace.rest()
+            try:
+                with self.pacer.pace() as pace:
+                    for run in self._runs:
+                        self._pumps.append(asyncio.create_task(pump(run)))
+                        if len(self._pumps) % RUNS_AT_ONCE == 0:
+                            await pace.rest()
+            except Exception as error:  # or the call would wait for prompts that never began
+                queue.put_nowait(error)
 
         try:
             self._starter = asyncio.create_task(start())

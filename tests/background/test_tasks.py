@@ -16,6 +16,7 @@ AWAITED = {
     "background/tasks.py",
     "bench/load.py",
     "cluster/client.py",
+    "cluster/engine_start.py",
     "cluster/worker_replica.py",
     "router/app.py",
     "router/service.py",

@@ -10,6 +10,7 @@ from router.harness import MODEL, Harness, until
 
 from pdserve.engine.protocol import Cancel, SamplingParams
 from pdserve.router.dispatch import RequestRun
+from pdserve.router.pace import Pace
 from pdserve.router.service import RUNS_AT_ONCE
 
 Make = Callable[..., Harness]
@@ -102,3 +103,18 @@ async def test_they_are_answered(make: Make, stream: bool) -> None:
         texts = [choice["text"] for choice in answer.json()["choices"]]
         assert texts == [choice.text for choice in expected]
     assert harness.service.admission.num_prompts == 0
+
+
+async def test_an_error_while_they_begin_ends_the_call(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would wait for prompts that nobody began."""
+    harness = await make(0, 1).start()
+
+    async def broken(pace: Pace) -> None:
+        raise KeyError("by test")
+
+    generation = await harness.service.admit(PROMPTS, LONG)
+    monkeypatch.setattr(Pace, "rest", broken)
+    with pytest.raises(KeyError, match="by test"):
+        await asyncio.wait_for(generation.collect(), 10)
+    monkeypatch.undo()
+    generation.close()
