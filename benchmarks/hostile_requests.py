@@ -526,7 +526,7 @@ def _token_ids() -> Attack:
     return _completes(prompt=[7] * LONGEST, n=64, return_token_ids=True, stream=True, max_tokens=4)
 
 
-@row("token-ids-unread", "the same, read by nobody", limit_s=20.0)
+@row("token-ids-unread", "the same, read by nobody", "open", 20.0)
 def _token_ids_unread() -> Attack:
     body = _completion(prompt=[7] * LONGEST, n=64, return_token_ids=True, stream=True, max_tokens=4)
     return _sending([_post(COMPLETIONS, body)], reads=False)
