@@ -5,23 +5,40 @@ each request over by gRPC, is called back for the body, and gets each piece of t
 a node listen on one port, and the kernel spreads connections among them. Knows no routes. Used by
 `cluster.router_replica`.
 
-Clients that are slow on purpose: uvicorn limits neither the size of headers nor the time they take, so `_Guarded` does;
-bodies and streams are `router.app`'s business; and the kernel ends connections whose peer takes no bytes.
+Clients that are slow on purpose, or send what is dear to read: uvicorn limits neither the size of
+headers, nor their number, nor the time they take, so `_Guarded` does; bodies and streams are
+`router.app`'s business; and the kernel ends connections whose peer takes no bytes.
+
+A socket gives up to 256 KiB at once, which may be 14,000 requests, 60,000 headers or 40,000 pieces
+of a body, each with Python to run. So a connection's bytes are parsed a kilobyte at a time:
+
+    data --> rest --SLICE_BYTES--> parser, until a slice took SLICE_S, or an answer must be written first
+              ^ then no more is read of the socket; `_Turns` lets one such connection go on a turn of the loop
 """
 
 import asyncio
 import socket
+import time
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pdserve.background.tasks import once
 
 KEEP_ALIVE_S = 90  # Serve's default too; load generators and connection pools dislike uvicorn's 5
 HEAD_DEADLINE_S = 20.0  # from a request's first byte to its headers' last
-MAX_HEAD_BYTES = 64 << 10  # as far as they come in more than one piece; a piece is at most 256 KiB
+MAX_HEAD_BYTES = 64 << 10
+MAX_HEADERS = 256
+MAX_PARTS = 16_384  # pieces of a body, while they are smaller than these bytes on average
+SMALL_PART_BYTES = 32
+SLICE_BYTES = 1 << 10
+SLICE_S = 0.0005
 
 
 @dataclass(frozen=True)
@@ -31,39 +48,157 @@ class Address:
     keep_alive_s: int = KEEP_ALIVE_S
 
 
+class _Turns:
+    """Lets connections with unread bytes go on, one in each turn of the loop, in order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[_Guarded] = deque()
+
+    def wait(self, connection: "_Guarded") -> None:
+        """Call its `feed` soon. It must not wait already."""
+        self._waiting.append(connection)
+        if len(self._waiting) == 1:
+            connection.loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        connection = self._waiting.popleft()
+        if self._waiting:
+            connection.loop.call_soon(self._next)
+        connection.feed()
+
+
+class _Flow(FlowControl):
+    """uvicorn's, for whose purposes reading is paused and resumed; beside them it is paused while the
+    connection holds bytes that were read but not parsed."""
+
+    def __init__(self, connection: "_Guarded") -> None:
+        super().__init__(connection.transport)
+        self._connection = connection
+        self._holds = False
+
+    def hold(self, holds: bool) -> None:
+        if holds != self._holds:
+            self._holds = holds
+            self._apply(self.read_paused)
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self.read_paused = True
+            self._apply(self._holds)
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self.read_paused = False
+            self._apply(self._holds)
+            self._connection.go_on()
+
+    def _apply(self, was_paused: bool) -> None:
+        """was_paused: for the other reason, so that nothing changes."""
+        if was_paused or self._transport.is_closing():
+            return
+        if self.read_paused or self._holds:
+            self._transport.pause_reading()
+        else:
+            self._transport.resume_reading()
+
+
 class _Guarded(HttpToolsProtocol):
     """Ends a connection whose request's headers are too long or take too long, and one that is opened for nothing."""
 
+    flow: _Flow
     _timer: asyncio.TimerHandle | None = None
     _in_head = False
     _num_head_bytes = 0
+    _body_left = 0  # bytes of a body whose length is known
+    _num_parts = _num_part_bytes = 0
+    _rest = memoryview(b"")
+    _waits = _upgraded = False
+
+    def __init__(self, turns: _Turns, **options: Any) -> None:
+        """turns: shared by all connections of a server. options: uvicorn's."""
+        super().__init__(**options)
+        self._turns = turns
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(self)
         self._end_in(self.timeout_keep_alive)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._rest = self._rest[:0]
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        """Parses what is cheap, or short, at once; the rest waits for a turn."""
+        self._rest = memoryview(bytes(self._rest) + data if self._rest else data)
+        if not self._waits:
+            self._parse()
+
+    def go_on(self) -> None:
+        """An answer was written, or a body taken: parse what came behind it, when it is this connection's turn."""
+        if self._rest and not self._waits:
+            self._waits = True
+            self._turns.wait(self)
+
+    def feed(self) -> None:
+        self._waits = False
+        self._parse()
+
+    def _parse(self) -> None:
+        until = time.perf_counter() + SLICE_S
+        while self._rest and self._may_parse and time.perf_counter() < until:
+            size = self._body_left or SLICE_BYTES
+            piece, self._rest = self._rest[:size], self._rest[size:]
+            super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
+            self._check(len(piece))
+        if self._upgraded or self.transport.is_closing():
+            self._rest = self._rest[:0]
+        self.flow.hold(bool(self._rest))
+        if self._may_parse:
+            self.go_on()
+        if self._timer is None and not self._in_head and not self._answering and not self._rest:
+            self._end_in(self.timeout_keep_alive)  # empty lines: uvicorn stops its own timer for them
+
+    @property
+    def _may_parse(self) -> bool:
+        """uvicorn pauses while it has a request that waits for the answer before it, and while a body is not taken."""
+        return not (self.flow.read_paused or self.pipeline or self._upgraded or self.transport.is_closing())
+
+    def _check(self, num_bytes: int) -> None:
         if self._in_head:
-            self._num_head_bytes += len(data)
-            if self._num_head_bytes > MAX_HEAD_BYTES:
+            self._num_head_bytes += num_bytes
+            if self._num_head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
                 self._end(b"431 Request Header Fields Too Large")
-        elif self._timer is None and not self._answering:  # empty lines: uvicorn stops its own timer for them
-            self._end_in(self.timeout_keep_alive)
+        elif self._num_parts > MAX_PARTS and self._num_part_bytes < SMALL_PART_BYTES * self._num_parts:
+            self._end(b"400 Bad Request", in_body=True)
 
     def on_message_begin(self) -> None:
         self._in_head, self._num_head_bytes = True, 0
+        self._num_parts = self._num_part_bytes = 0
         self._end_in(HEAD_DEADLINE_S)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self._stop_timer()
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_parts += 1
+        self._num_part_bytes += len(body)
+        self._body_left = max(0, self._body_left - len(body))
+        super().on_body(body)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self.go_on()
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Once: what follows is of no protocol that is known here, and is dropped."""
+        self._upgraded = True
+        super()._unsupported_upgrade_warning()
 
     @property
     def _answering(self) -> bool:
@@ -84,10 +219,11 @@ class _Guarded(HttpToolsProtocol):
         else:
             self._end(b"408 Request Timeout" if self._in_head else b"")
 
-    def _end(self, status: bytes) -> None:
+    def _end(self, status: bytes, in_body: bool = False) -> None:
         if self.transport.is_closing():
             return
-        if status and not self._answering:  # or it would stand in the middle of an answer
+        begun = self.cycle is not None and self.cycle.response_started if in_body else self._answering
+        if status and not begun:  # or it would stand in the middle of an answer
             self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
         self.transport.close()
 
@@ -105,7 +241,7 @@ class HttpServer:
         self._server = uvicorn.Server(
             uvicorn.Config(
                 app,
-                http=_Guarded,
+                http=cast(type[asyncio.Protocol], partial(_Guarded, _Turns())),
                 timeout_keep_alive=address.keep_alive_s,
                 lifespan="off",
                 ws="none",

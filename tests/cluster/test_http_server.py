@@ -117,3 +117,92 @@ async def test_headers_that_are_too_long_are_refused() -> None:
         await asyncio.sleep(0.01)
     assert (await until_closed(reader)).startswith(b"HTTP/1.1 431 ")
     await server.close()
+
+
+REQUEST = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
+LAST = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+def measuring() -> Starlette:
+    """Answers with the length of the body."""
+
+    async def answer(request: Request) -> PlainTextResponse:
+        return PlainTextResponse(f"<{len(await request.body())}>")
+
+    return Starlette(routes=[Route("/", answer, methods=["GET", "POST"])])
+
+
+async def said_to(server: HttpServer, *pieces: bytes) -> bytes:
+    """Empty also where the server closed the connection before it had read all: then what it said may be lost."""
+    reader, writer = await opened(server)
+    for piece in pieces:
+        writer.write(piece)
+    try:
+        return await asyncio.wait_for(reader.read(), 30)
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()
+
+
+async def test_requests_in_one_piece_are_parsed_as_answers_go_out() -> None:
+    """Thousands of them in one piece are thousands of objects, made in one turn of the loop."""
+    gate = asyncio.Event()
+    server = HttpServer(named("x", gate), ANYWHERE, 60)
+    server.start()
+    reader, writer = await opened(server)
+    writer.write(REQUEST * 3000 + LAST)
+    async with asyncio.timeout(10):
+        while not any(connection.pipeline for connection in server._server.server_state.connections):  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+    (connection,) = server._server.server_state.connections
+    assert len(connection.pipeline) <= http_server.SLICE_BYTES / len(REQUEST)  # type: ignore[union-attr]
+    gate.set()
+    answers = await asyncio.wait_for(reader.read(), 60)
+    assert answers.count(b"HTTP/1.1 200 OK") == 3001
+    await server.close()
+
+
+async def test_a_body_ends_where_it_says_and_the_next_request_begins_there() -> None:
+    server = HttpServer(measuring(), ANYWHERE, 60)
+    server.start()
+    posts = [b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % n + b"a" * n for n in (1, 2000, 700_000, 0)]
+    chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunked += b"64\r\n" + b"a" * 100 + b"\r\n" + b"1000\r\n" + b"a" * 4096 + b"\r\n0\r\n\r\n"
+    for work in ([b"".join([*posts, chunked, LAST])], [*posts, chunked, LAST]):
+        answers = await said_to(server, *work)
+        sizes = [line.partition(b">")[0] for line in answers.split(b"<")[1:]]
+        assert sizes == [b"1", b"2000", b"700000", b"0", b"4196", b"0"]
+    await server.close()
+
+
+async def test_too_many_headers_are_refused() -> None:
+    server = HttpServer(named("x"), ANYWHERE, 60)
+    server.start()
+    head = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+    assert (await said_to(server, head + b"a:\r\n" * 200 + b"\r\n")).startswith(b"HTTP/1.1 200 ")
+    answer = await said_to(server, head + b"a:\r\n" * 60_000 + b"\r\n")
+    assert answer.startswith(b"HTTP/1.1 431 ") or not answer
+    await server.close()
+
+
+async def test_a_body_of_tiny_pieces_is_refused() -> None:
+    server = HttpServer(measuring(), ANYWHERE, 60)
+    server.start()
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    count = http_server.MAX_PARTS + 1000
+    answer = await said_to(server, head, b"1\r\n \r\n" * count, b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") or not answer
+    answer = await said_to(server, head, (b"40\r\n" + b" " * 64 + b"\r\n") * count, b"0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"<%d>" % (64 * count) in answer
+    await server.close()
+
+
+async def test_an_upgrade_that_nobody_offers_is_answered_as_a_plain_request() -> None:
+    """As curl sends one for HTTP/2; what follows it is dropped, and warned of once."""
+    server = HttpServer(measuring(), Address("127.0.0.1", 0, keep_alive_s=1), 60)
+    server.start()
+    head = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
+    answer = await said_to(server, head + b"\0" * 100_000)
+    assert b"<0>" in answer and answer.count(b"HTTP/1.1 ") == 1
+    await server.close()
