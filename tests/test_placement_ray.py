@@ -3,6 +3,9 @@
 Fake engines; Ray and Serve are real. What fits where is tested without Ray in tests/cluster/test_configuration.py.
 """
 
+import os
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -12,7 +15,9 @@ from typing import Any
 
 import pytest
 import ray
+import yaml
 from ray import serve
+from ray._common.network_utils import find_free_port
 from ray._private.state import actors
 from ray.cluster_utils import Cluster
 from ray.serve.schema import ServeDeploySchema
@@ -157,3 +162,20 @@ def test_serve_run_ends_with_what_is_missing(cluster: Cluster) -> None:
 def test_the_builder_itself_refuses(cluster: Cluster) -> None:
     with pytest.raises(NoRoom):
         build(ClusterConfig.model_validate(SMALL | {"decode": {"num_gpus": 1}}))
+
+
+def test_doctor_asks_the_nodes_of_a_running_ray(cluster: Cluster, tmp_path: Path) -> None:
+    args = SMALL | {"mode": "aggregated", "decode": {"labels": {"role": "decode"}, "resources": {"decoder": 2}}}
+    path = tmp_path / "cluster.yaml"
+    application = {"name": "x", "import_path": BUILDER, "args": args}
+    http = {"host": "127.0.0.1", "port": find_free_port()}
+    path.write_text(yaml.safe_dump({"http_options": http, "applications": [application]}))
+
+    def doctor(**env: str) -> tuple[int, str]:
+        command = [sys.executable, "-m", "pdserve.cluster.cli", "doctor", str(path)]
+        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=120)
+        return done.returncode, done.stdout
+
+    assert doctor(RAY_ADDRESS=cluster.address)[0] == 0
+    status, said = doctor()
+    assert status == 1 and "(set RAY_ADDRESS for those of a running Ray)" in said

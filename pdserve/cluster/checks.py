@@ -23,6 +23,7 @@ Finding = tuple[Kind, str]
 """An error keeps the cluster from working; a hint is what somebody may not have meant."""
 
 MAX_PORT = 65535
+CONNECT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,20 @@ def this_machine() -> Place:
     spec = ResourceAndLabelSpec().resolve(is_head=True, node_ip_address="127.0.0.1")
     resources = spec.to_resource_dict()
     return Place([Node("this machine", resources, resources, spec.labels or {})], is_here=True)
+
+
+def ray_answers(address: str) -> None:
+    """ValueError when nobody listens at RAY_ADDRESS, if that is host:port: Ray tries for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or "/" in host:
+        return  # "auto", or a scheme that Ray knows
+    try:
+        socket.create_connection((host, int(port)), CONNECT_S).close()
+    except (OSError, OverflowError) as error:
+        raise ValueError(
+            f"RAY_ADDRESS is {address}, but nobody answers there ({error}): start Ray there (`ray "
+            "start --head`), or unset it to have a Ray of its own"
+        ) from error
 
 
 def unused_keys(file: ClusterFile) -> Iterator[Finding]:

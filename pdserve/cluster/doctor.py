@@ -52,6 +52,7 @@ def findings(path: Path) -> Iterator[Finding]:
 def _place() -> Place:
     if "RAY_ADDRESS" not in os.environ:
         return checks.this_machine()
+    checks.ray_answers(os.environ["RAY_ADDRESS"])
     os.environ.setdefault("RAY_AUTH_MODE", SETTINGS["RAY_AUTH_MODE"][0])  # as `up` does
     import ray
 

@@ -34,6 +34,8 @@ def up(path: Path, port: int | None, haproxy: bool, timeout_s: float) -> int:
     own_ray = "RAY_ADDRESS" not in os.environ
     if own_ray:
         _check(file, port, checks.this_machine())
+    else:
+        checks.ray_answers(os.environ["RAY_ADDRESS"])
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         return _serve(file, port, haproxy, timeout_s, own_ray)

@@ -195,6 +195,23 @@ def test_a_length_above_the_models_is_named_for_each_deployment() -> None:
     assert text.startswith("decode: engine.max_model_len (1000000) must not be above what the model")
 
 
+def test_an_address_of_ray_where_nobody_answers_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ray itself tries for minutes."""
+    for name, value in settings(haproxy=False).items():  # which `up` sets for good
+        monkeypatch.setenv(name, value)
+    address = f"127.0.0.1:{free_port()}"
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    path = str(written(tmp_path, {"model": {"path": str(DEMO)}}))
+    assert (cli.main(["doctor", path]), cli.main(["up", path])) == (1, 2)
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert f"RAY_ADDRESS is {address}, but nobody answers there" in text
+    checks.ray_answers("auto")
+    checks.ray_answers("ray://127.0.0.1:1")
+
+
 def test_what_this_machine_has_is_asked_of_rays_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"CPU": 3, "decode": 2}')
     [node] = checks.this_machine().nodes
