@@ -49,6 +49,7 @@ class Scene:
         return await self.result
 
     async def _progress(self) -> tuple[Progress, str]:
+        await asyncio.sleep(0.02)  # its way through Ray
         while self.now is None:
             await asyncio.sleep(0.005)
         return self.now, ENGINE_LOG
@@ -63,7 +64,8 @@ class Scene:
 
 async def failure(scene: Scene) -> str:
     with pytest.raises(StartError) as caught:
-        await scene.serving()
+        async with asyncio.timeout(30):
+            await scene.serving()
     assert scene.killed == [scene.engine] and not scene.board
     return str(caught.value)
 
@@ -108,11 +110,11 @@ async def test_a_stage_that_does_not_end_fails_by_name(
 
 async def test_a_slow_stage_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte more is progress; a line is due each percent only."""
-    scene = Scene(monkeypatch, weights_s=0.2)
+    scene = Scene(monkeypatch, weights_s=1.0)
     serving = asyncio.ensure_future(scene.serving())
-    for done in range(10):
+    for done in range(15):
         scene.now = Progress("weights", done, 10_000_000)
-        await asyncio.sleep(0.06)
+        await asyncio.sleep(0.1)  # longer than the deadline in all
     scene.result.set_result({})
     assert await serving == {}
     assert scene.posted == [Progress("process"), Progress("weights", 0, 10_000_000), Progress("connection")]
@@ -129,6 +131,15 @@ async def test_what_the_engine_raised_is_said_at_once(monkeypatch: pytest.Monkey
         "worker Decode#x failed while loading weights: ValueError: the folder lacks lm_head. "
         f"Its logs on 10.0.0.1: {SHELL_LOG}, {ENGINE_LOG}"
     )
+
+
+async def test_a_stage_that_fails_between_two_looks_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    scene = Scene(monkeypatch)
+    failing = asyncio.ensure_future(failure(scene))
+    await scene.passes(Progress("config"))
+    scene.now = Progress("device")
+    scene.result.set_exception(RayTaskError("start", "a traceback", RuntimeError("no kernel image")))
+    assert "failed while waking the device: RuntimeError: no kernel image" in await failing
 
 
 async def test_a_process_that_dies_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
