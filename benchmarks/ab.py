@@ -13,13 +13,15 @@ Runs alternate, old, new, old, new, so that the two of a pair are neighbours in 
 
 A figure's ratio is new / old, turned over where higher is better: above 1 the new side is worse. The
 new side is not slower when the median ratio is at most 1.01, or when the 95 % interval holds 1.00 and
-is at most +-2 % wide (+-4 % on CPU). What is neither after --pairs gets more pairs, up to
+is at most +-2 % wide (+-4 % on CPU). TTFT and TPOT of a load of several clients are shown, and its
+tokens/s and time of a request judged. What is neither after --pairs gets more pairs, up to
 --max-pairs. All rows go to --out with their side and pair. The exit status is 1 when any figure is
 not shown to be not slower, and 2 when something could not be measured.
 """
 
 import argparse
 import shlex
+import signal
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,9 +30,9 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.ab_figures import Comparison, Figure, compared, figures_of, half_width
+from benchmarks.ab_figures import GOOD, Comparison, Figure, compared, figures_of, half_width
 from benchmarks.ab_sides import Side, pack, unpack
-from benchmarks.target_table import Row, read_rows
+from benchmarks.target_table import Row, part_of, read_rows
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 
@@ -89,7 +91,7 @@ class Comparer:
         return compared(pairs, self._half_widths) if pairs else {}
 
     def is_decided(self, work: Work) -> bool:
-        return all(c.verdict == "not slower" for c in self.comparisons(work).values())
+        return all(c.verdict in GOOD for c in self.comparisons(work).values())
 
     def medians(self, work: Work, name: str) -> tuple[float, float]:
         """Of a figure's values on the old and on the new side."""
@@ -113,18 +115,19 @@ def _median(values: Sequence[float]) -> float:
 
 
 def plan(rows: Sequence[str], targets: Mapping[str, Row], repeats: int) -> list[Work]:
-    """The commands behind --rows; target rows with the same options share one. ValueError names an unknown row."""
+    """The commands behind --rows. Target rows with the same options and of the same part (offline, http, pair) share
+    one: what is undecided is measured again without the others. ValueError names an unknown row."""
     works: list[Work] = []
-    ids: dict[tuple[str, ...], list[str]] = {}
+    ids: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for text in rows:
         name, *arguments = shlex.split(text)
         if name in targets:
-            ids.setdefault(tuple(arguments), []).append(name)
+            ids.setdefault((part_of(targets[name]), tuple(arguments)), []).append(name)
         elif name in OTHERS:
             works.append(Work(name, tuple(arguments)))
         else:
             raise ValueError(f"--rows {name} is not known; choose of {', '.join([*targets, *OTHERS])}")
-    for given, names in ids.items():
+    for (_, given), names in ids.items():
         only = [word for name in names for word in ("--only", name)]
         works.append(Work("targets", (*only, "--repeats", str(repeats), *given)))
     return works
@@ -153,7 +156,7 @@ def report(comparer: Comparer, works: Sequence[Work], out: Path | None, sides: S
             old, new = comparer.medians(work, name)
             low, high = comparison.interval
             ratios = comparison.ratios
-            all_good &= comparison.verdict == "not slower"
+            all_good &= comparison.verdict in GOOD
             lines.append(
                 f"| {name} | {old:,.4g} | {new:,.4g} | {comparison.median:.4f} "
                 f"| {min(ratios):.4f} - {max(ratios):.4f} | {low:.4f} - {high:.4f} "
@@ -192,8 +195,14 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def _exit(*_: object) -> None:
+    """What was measured is reported on the way out."""
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main() -> int:
     options = parse_arguments()
+    signal.signal(signal.SIGTERM, _exit)
     try:
         if options.pack is not None:
             options.pack.mkdir(parents=True, exist_ok=True)

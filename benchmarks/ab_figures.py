@@ -13,7 +13,8 @@ from typing import Literal
 from benchmarks.target_table import HIGHER_IS_BETTER, HttpRow, Row, http_figures
 from pdserve.bench.record import Json
 
-Verdict = Literal["not slower", "undecided", "slower"]
+Verdict = Literal["not slower", "undecided", "slower", "shown"]
+GOOD: tuple[Verdict, ...] = ("not slower", "shown")
 
 MAX_RATIO = 1.01
 GPU_HALF_WIDTH, CPU_HALF_WIDTH = 0.02, 0.04  # of the 95 % interval, where that decides
@@ -40,10 +41,11 @@ NORMAL_95 = 1.960
 
 @dataclass(frozen=True)
 class Figure:
-    """One number of a row."""
+    """One number of a row. is_judged False: it is shown, and decides nothing."""
 
     value: float
     higher_is_better: bool = False
+    is_judged: bool = True
 
     def over(self, old: "Figure") -> float:
         """Ratio to the old side's, above 1 when this one is worse."""
@@ -52,10 +54,13 @@ class Figure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ratios of one figure, a pair of neighbouring runs each. half_width: of the interval that may decide."""
+    """The ratios of one figure, a pair of neighbouring runs each. half_width: of the interval that may decide.
+    is_judged: see Figure.
+    """
 
     ratios: tuple[float, ...]
     half_width: float
+    is_judged: bool = True
 
     @property
     def median(self) -> float:
@@ -76,6 +81,8 @@ class Comparison:
     @property
     def verdict(self) -> Verdict:
         """ "not slower": the median is at most 1.01, or a narrow interval holds 1."""
+        if not self.is_judged:
+            return "shown"
         low, high = self.interval
         if self.median <= MAX_RATIO:
             return "not slower"
@@ -121,13 +128,24 @@ def _of_targets(row: Json, targets: Mapping[str, Row]) -> dict[str, Figure]:
         return {f"{target.id} {target.metric}": Figure(value, better)}
     if figures["num_failed"]:
         raise ValueError(f"{target.id}: {figures['num_failed']} requests failed: {figures['errors']}")
-    names = ["ttft_p50", "tpot_p50", *([] if target.clients is None else ["tok_s"])]
     values = http_figures(figures)
-    return {
-        f"{target.id} {name}": Figure(value, name in HIGHER_IS_BETTER)
-        for name in names
-        if (value := values[name]) is not None
-    }
+    shown = {name: value for name in ("ttft_p50", "tpot_p50") if (value := values[name]) is not None}
+    # Of several clients that each wait for their answer, TTFT and TPOT trade against each other, by
+    # which prompts happen to share a step: clients = requests/s x time of a request. That is judged.
+    is_crowd = target.clients is not None and target.clients > 1
+    found = {f"{target.id} {name}": Figure(value, is_judged=not is_crowd) for name, value in shown.items()}
+    if target.clients is not None:
+        found[f"{target.id} tok_s"] = Figure(figures["output_tokens_per_s"], higher_is_better=True)
+    if is_crowd:
+        found[f"{target.id} request_ms"] = Figure(_request_ms(figures, target))
+    return found
+
+
+def _request_ms(figures: Json, target: HttpRow) -> float:
+    """Mean time of a request, from its mean first token and mean time between tokens."""
+    lengths = target.shape.output_len
+    following = (lengths.low + lengths.high) / 2 - 1
+    return float(figures["ttft_ms"]["mean"] + following * figures["tpot_ms"]["mean"])
 
 
 def _of_hand_off(row: Json) -> dict[str, Figure]:

@@ -115,7 +115,8 @@ def test_rows_of_the_table_share_a_command() -> None:
     rows = ["decode-1", "http-1", "kv_transfer --ages aged", "pair-10 --split auto"]
     assert [str(work) for work in ab.plan(rows, TARGETS, 2)] == [
         "kv_transfer --ages aged",
-        "targets --only decode-1 --only http-1 --repeats 2",
+        "targets --only decode-1 --repeats 2",
+        "targets --only http-1 --repeats 2",
         "targets --only pair-10 --repeats 2 --split auto",
     ]
     with pytest.raises(ValueError, match="--rows decode-9 is not known"):
@@ -161,8 +162,9 @@ def test_figures_of_saved_rows() -> None:
 
     assert names("targets-h200.jsonl", row="decode-1") == ["decode-1 decode_ms_per_token"]
     assert names("targets-h200.jsonl", row="batch-512-out") == ["batch-512-out tokens_per_s"]
-    http = ["http-128 ttft_p50", "http-128 tpot_p50", "http-128 tok_s"]
-    assert names("targets-h200.jsonl", row="http-128") == http
+    http = ["ttft_p50", "tpot_p50", "tok_s", "request_ms"]
+    assert names("targets-h200.jsonl", row="http-128") == [f"http-128 {name}" for name in http]
+    assert names("targets-h200.jsonl", row="http-1") == [f"http-1 {name}" for name in http[:3]]
     assert names("targets-h200.jsonl", row="poisson-10") == ["poisson-10 ttft_p50", "poisson-10 tpot_p50"]
     cpu = ["cluster_cpu disaggregated us_per_token", "cluster_cpu disaggregated ttft_p50"]
     assert names("cluster-cpu.jsonl", mode="disaggregated") == cpu
@@ -170,6 +172,23 @@ def test_figures_of_saved_rows() -> None:
     assert transfer.startswith("kv_transfer aged 8192")
     assert "hand_off decode on_ms" in names("hand-off-h200.jsonl", part="decode")
     assert any("gap_ms" in name for name in names("hand-off-h200.jsonl", part="requests"))
+
+
+def test_of_several_clients_throughput_and_whole_requests_are_judged() -> None:
+    """Their TTFT and TPOT depend on which prompts happened to share a step."""
+    latency = {
+        "ttft_ms": {"p50": 500.0, "p99": 900.0, "mean": 600.0},
+        "tpot_ms": {"p50": 20.0, "p99": 30.0, "mean": 20.0},
+    }
+    row = {
+        "benchmark": "targets",
+        "row": "http-128",
+        "figures": latency | {"num_failed": 0, "output_tokens_per_s": 9.0},
+    }
+    figures = figures_of(row, TARGETS)
+    judged = {name: figure.value for name, figure in figures.items() if figure.is_judged}
+    assert judged == {"http-128 tok_s": 9.0, "http-128 request_ms": 600.0 + 127 * 20.0}
+    assert Comparison((1.3, 1.4), 0.02, is_judged=False).verdict == "shown"
 
 
 def test_failed_requests_are_no_figures() -> None:
