@@ -372,6 +372,12 @@ def _stops() -> Attack:
     return _completes(prompt=[[5, 6]] * 8, n=64, max_tokens=100, stop=stops)
 
 
+@row("stops-most", "as many stop strings as are taken, 64 choices of 128 prompts", limit_s=60.0)
+def _stops_most() -> Attack:
+    stops = ["a" * 100 + f"{i:028}" for i in range(64)]
+    return _completes(prompt=[[5, 6]] * 128, n=64, max_tokens=3, stop=stops)
+
+
 @row("stops-1", "64 stops of 1,024 characters, 1 choice that runs on", limit_s=15.0)
 def _stops_running() -> Attack:
     return _completes(prompt=[5, 6], max_tokens=500, stop=["e" * 1000 + f"{i:024}" for i in range(64)])
@@ -396,6 +402,12 @@ def _stop_numbers() -> Attack:
 def _logit_bias() -> Attack:
     bias = {str(token): -1.2345678 - token / 1e6 for token in range(VOCAB)}
     return _completes(prompt=[5, 6], n=64, max_tokens=300, logit_bias=bias)
+
+
+@row("logit-bias-most", "as many biases as are taken, 64 choices of 16 prompts", limit_s=60.0)
+def _logit_bias_most() -> Attack:
+    bias = {str(token): -1.2345678 - token / 1e6 for token in range(5, 1029)}
+    return _completes(prompt=[[5, 6]] * 16, n=64, max_tokens=30, logit_bias=bias)
 
 
 @row("logit-bias-x16", "16 times logit_bias of 1.3 MB, 8 choices each", limit_s=20.0)

@@ -157,7 +157,8 @@ class PacedEngine:
 
     def _begin(self, submit: Submit) -> None:
         """Send what stands at once: first tokens, and the hand-off behind them or the arrival before them."""
-        key, last = submit.key, (submit.sampling.max_tokens or 1) - 1
+        room = self._max_model_len - len(submit.prompt_token_ids)
+        key, last = submit.key, (submit.sampling.max_tokens or room) - 1
         name, attempt = key.request_id, key.attempt
         top = None if submit.sampling.logprobs is None else _top(submit.sampling.logprobs)
         choices = [_Choice(start.choice, len(start.forced), last, top) for start in submit.starts]

@@ -112,6 +112,8 @@ async def _serve(address: str, port: int) -> None:
     app = build_app(fleet, Tokenizer.load(DEMO), config, MODEL)
     server = HttpServer(app, Address("127.0.0.1", port), config.client_timeout_s)
     fleet.join(Link(address))
+    gc.collect()
+    gc.freeze()  # as RouterReplica does
     server.start()
     await asyncio.Event().wait()
 

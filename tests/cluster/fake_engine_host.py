@@ -1,9 +1,9 @@
 """An engine host without an engine: the same two methods as `pdserve.worker.host.EngineHost`, the same protocol on the
 wire.
 
-A submitted request gets one token a step for `max_tokens` steps; token i of a prompt p is `p[0] + i`. Every command
-received is one line of a journal file named by the worker, in the folder that WORKER_JOURNAL names, so that tests see
-what reached an engine.
+A submitted request gets one token a step for `max_tokens` steps, or until it is as long as it may be; token i of a
+prompt p is `p[0] + i`. Every command received is one line of a journal file named by the worker, in the folder that
+WORKER_JOURNAL names, so that tests see what reached an engine.
 """
 
 import contextlib
@@ -40,6 +40,7 @@ from pdserve.engine.start_progress import WORK, StartProgress
 
 STEP_S = 0.02
 TELL_S = 1.0
+MAX_MODEL_LEN = 1024
 
 
 def journal_path(worker_id: str) -> Path:
@@ -110,7 +111,8 @@ class FakeEngineHost:
         for key, submit in list(self.requests.items()):
             position = self.positions[key]
             self.positions[key] += 1
-            last = position + 1 == submit.sampling.max_tokens
+            room = MAX_MODEL_LEN - len(submit.prompt_token_ids)
+            last = position + 1 == (submit.sampling.max_tokens or room)
             token = submit.prompt_token_ids[0] + position
             delta = Delta(key.request_id, key.attempt, 0, position, (token,), "length" if last else None)
             if last:
@@ -128,8 +130,8 @@ class FakeEngineHost:
             role=self.config.role,
             model_fingerprint="fake",
             vocab_size=1000,
-            max_model_len=1024,
-            max_request_tokens=1024,
+            max_model_len=MAX_MODEL_LEN,
+            max_request_tokens=MAX_MODEL_LEN,
             block_size=16,
             pool=None,
         )
