@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve test soak check
+.PHONY: venv serve test soak mutate check
 
 venv: .venv/installed
 
@@ -22,6 +22,10 @@ test: venv
 # PDSERVE_SOAK_MINUTES (30), PDSERVE_SOAK_REQUESTS (10000 at least), PDSERVE_SOAK_SEED (1), PDSERVE_SOAK_TLS (UCX_TLS): length, course, transport.
 soak: venv
 	$(BIN)/python -m pytest -m slow -s
+
+# Do the tests notice real mistakes? tests/mutations.toml, a quarter of an hour.
+mutate: venv
+	$(BIN)/python tests/mutations.py --out benchmarks/results/mutations.md
 
 check: venv
 	$(BIN)/ruff check .
