@@ -313,8 +313,9 @@ class RouterConfig(Config):
     Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being answered, and prompt tokens
     that no worker has computed yet; more are refused with 429. max_prompt_tokens: of one prompt, below what the model
     takes. max_body_bytes: of one request. max_total_body_bytes: of all requests whose prompts are not made yet, of
-    which one body may take a quarter of what the others leave. client_timeout_s: a client has so long to send its body,
-    and to take something of a stream that is full.
+    which one body may take a quarter of what the others leave. max_held_bytes: of what waits for clients who read
+    slowly and of whole answers in the making; beyond, the request that holds most is cut off. client_timeout_s: a
+    client has so long to send its body, and to take something of a stream that is full.
 
     api_key_env: the name of an environment variable with API keys, separated by commas. api_keys_file: a file on each
     node that has routers, one key a line; read again when it changes. Without either, everybody may ask.
@@ -331,6 +332,7 @@ class RouterConfig(Config):
     max_logprobs: int = Field(20, ge=0)
     max_body_bytes: int = Field(32 << 20, ge=1024)
     max_total_body_bytes: int = Field(256 << 20, ge=4096)
+    max_held_bytes: int = Field(128 << 20, ge=1 << 16)
     policy: Literal["default", "prefix", "least-loaded", "round-robin"] = "default"
     split: Literal["auto", "always", "never"] = "auto"
     split_min_tokens: int = Field(1, ge=1)

@@ -374,6 +374,7 @@ class _EventStream(Response):
         self._num_sends = 0
         self._sending = False
         self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look, 0)
+        generation.on_cut = self._cut
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -396,6 +397,12 @@ class _EventStream(Response):
             self._watch.close()
             return
         self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look, self._num_sends)
+
+    def _cut(self) -> None:
+        """Too much is held for slow readers, and most for this one."""
+        name = self._generation.request_id
+        log_of(logger, logging.WARNING, name, "the client of %s reads too slowly: cut off (max_held_bytes)", name)
+        self._watch.close()
 
     async def _send_all(self, send: Send) -> None:
         self._sending = True

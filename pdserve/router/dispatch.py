@@ -41,6 +41,7 @@ from pdserve.router.admission import Seat
 from pdserve.router.choose import Chooser, Demand, NoWorker, Plan, note_sent
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
+from pdserve.router.held import Account
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.predict import Forecast, Predictor
 from pdserve.router.prefix_index import PromptBlocks
@@ -57,6 +58,7 @@ timeline_logger = logging.getLogger("pdserve.timeline")
 
 # a sequence being decoded weighs its context plus this many tokens; its real length is not known beforehand
 DECODE_WEIGHT = 128
+DRAINED_EVENTS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,8 @@ class _LegFailed(Exception):
 
 
 class RequestRun:
-    def __init__(self, dispatcher: Dispatcher, job: Job, seat: Seat) -> None:
+    def __init__(self, dispatcher: Dispatcher, job: Job, seat: Seat, account: Account | None = None) -> None:
+        """account: where tokens count that wait for a reader who is slow."""
         self._shared = dispatcher
         self._job = job
         self._seat = seat
@@ -132,7 +135,7 @@ class RequestRun:
         ]
         self._prompt = PromptBlocks(job.prompt_token_ids, job.cache_salt)
         self._clock = _Clock(dispatcher.metrics, sampling.n, job.received)
-        self._inbox = Inbox()
+        self._inbox = Inbox(account)
         self._legs: list[Leg] = []
         self._timeline = Timeline()
         self._plan: Plan | None = None
@@ -152,6 +155,8 @@ class RequestRun:
                 chunks, failure = self._drain()
                 if chunks:
                     yield chunks
+                    if self._inbox:
+                        await asyncio.sleep(0)  # the reader was slow: others have a turn before the rest
                 if failure is not None and not self.record.finished:
                     progressed = self.record.num_tokens > accepted_before
                     failures = (0 if progressed else failures) + (failure.reason != "drained")
@@ -245,9 +250,14 @@ class RequestRun:
             text = msgspec.json.encode(report).decode()
             log_of(timeline_logger, level, request_id, "timeline of %s: %s", request_id, text)
 
+    def fail(self, error: RequestFailed) -> None:
+        """End with this error, as soon as somebody reads; drop what waits."""
+        self._inbox.fail(error)
+
     def close(self) -> None:
         """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
         self._seat.leave()
+        self._inbox.clear()
         for leg in list(self._legs):
             self._end(leg, cancel=True)
         self._await(None)
@@ -342,9 +352,12 @@ class RequestRun:
         )
 
     def _drain(self) -> tuple[list[Chunk], _LegFailed | None]:
-        """Handle all that has arrived; what several messages say of one choice becomes one Chunk."""
+        """Handle what has arrived, at most so much that it takes a moment; what several messages say of one choice
+        becomes one Chunk."""
         chunks: dict[int, Chunk] = {}
-        while self._inbox and not self.record.finished:
+        for _ in range(DRAINED_EVENTS):
+            if not self._inbox or self.record.finished:
+                break
             leg, event = self._inbox.pop()
             try:
                 if leg in self._legs:

@@ -100,6 +100,12 @@ class RouterMetrics:
         self.body_bytes = Gauge(
             "pdserve_router_body_bytes", "Bytes of request bodies that are not prompts yet.", registry=self.registry
         )
+        self.held_bytes = Gauge(
+            "pdserve_router_held_bytes", "Bytes held for slow readers and whole answers.", registry=self.registry
+        )
+        self.cuts = QuickCounter(
+            "pdserve_router_cut_clients", "Requests cut off because too much was held for them.", self.registry
+        )
         self.caution = Gauge(
             "pdserve_router_slo_caution", "Forecasts of first tokens are multiplied by it.", registry=self.registry
         )

@@ -21,7 +21,6 @@ class ChoiceRecord:
     """stop_reason: the stop token's id, or the stop string, that ended it."""
 
     tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
 
@@ -94,7 +93,6 @@ class RequestRecord:
             delta.choice, tokens, self._logprobs_of(delta, known), delta.finish_reason, delta.stop_reason
         )
         choice.tokens += tokens
-        choice.logprobs += accepted.logprobs
         if delta.finish_reason is not None:
             self._finish(choice, delta.finish_reason, delta.stop_reason)
         return accepted
@@ -107,7 +105,7 @@ class RequestRecord:
     def stop(self, choice: int, stop_string: str, num_tokens: int) -> None:
         """A stop string matched within the first num_tokens tokens: the rest is forgotten."""
         record = self.choices[choice]
-        del record.tokens[num_tokens:], record.logprobs[num_tokens:]
+        del record.tokens[num_tokens:]
         self._finish(record, "stop", stop_string)
 
     def score(self, scored: PromptScored) -> None:

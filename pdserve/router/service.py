@@ -10,8 +10,8 @@ import itertools
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, closing
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from pdserve.router.choose import Chooser, NoWorker
 from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet import Fleet
+from pdserve.router.held import PIECE_BYTES, Account, Held, size_of
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pace import Pacer
 from pdserve.router.predict import Forecast
@@ -38,6 +39,7 @@ from pdserve.text.tokenizer import Tokenizer
 MAX_CHOICES = 8192
 MAX_EDITS = 1 << 20  # entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
 MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in an answer: each takes 100 bytes here, 70 in JSON
+MERGED_BATCHES = 64  # of several prompts, that wait for their reader: the others wait as single events
 RUNS_AT_ONCE = 16  # prompts of one call that begin or end in one turn of the event loop
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
@@ -66,7 +68,9 @@ class Generation:
         runs: Sequence[RequestRun],
         prompts: Sequence[tuple[int, ...]],
         pacer: Pacer,
+        account: Account,
     ) -> None:
+        """account: what is held for the client. on_cut, which may be set: called when that is cut off."""
         self.request_id = request_id
         self.n = n
         self.prompts = tuple(prompts)
@@ -75,6 +79,9 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._starter: asyncio.Task[None] | None = None
         self._closed = False
+        self._account = account
+        account.on_cut = self._cut
+        self.on_cut: Callable[[], None] = lambda: None
 
     def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprob | None, ...] | None:
         """One a prompt token (the first is None), when they were asked for; there before the prompt's first chunk."""
@@ -106,12 +113,33 @@ class Generation:
         if self._closed:
             return
         self._closed = True
+        self._account.close()
         if self._starter is not None:
             self._starter.cancel()
         if len(self._runs) > RUNS_AT_ONCE:
             self.pacer.later(self._close_many())
         else:
             self._close_runs(0, len(self._runs))
+
+    def _cut(self) -> None:
+        message = (
+            "this router holds too much for its clients, and most for this request: read faster, ask for fewer tokens, "
+            "choices or log-probabilities, or raise router.max_held_bytes"
+        )
+        error = RequestFailed("unavailable", message)
+        error.code = "too_much_held"
+        for run in self._runs:
+            run.fail(error)
+        self.pacer.later(self._end_runs())
+        self.on_cut()
+
+    async def _end_runs(self) -> None:
+        """At the workers; whoever reads gets the error."""
+        with self.pacer.pace() as pace:
+            for run in self._runs:
+                run.close()
+                if pace.is_due:
+                    await pace.rest()
 
     async def _close_many(self) -> None:
         with self.pacer.pace() as pace:
@@ -132,27 +160,32 @@ class Generation:
     async def collect(self) -> list[ChoiceResult]:
         """All choices, complete, in order of their index."""
         results = [ChoiceResult(index) for index in range(len(self._runs) * self.n)]
-        async with aclosing(self.stream()) as batches:
-            async for batch in batches:
-                for chunk in batch:
-                    result = results[chunk.index]
-                    result.text += chunk.text
-                    result.token_ids += chunk.token_ids
-                    result.logprobs += chunk.logprobs
-                    result.finish_reason, result.stop_reason = chunk.finish_reason, chunk.stop_reason
+        texts: list[list[str]] = [[] for _ in results]
+        with closing(self._account):
+            async with aclosing(self.stream()) as batches:
+                async for batch in batches:
+                    for chunk in batch:
+                        result = results[chunk.index]
+                        texts[chunk.index].append(chunk.text)
+                        result.token_ids += chunk.token_ids
+                        result.logprobs += chunk.logprobs
+                        result.finish_reason, result.stop_reason = chunk.finish_reason, chunk.stop_reason
+                        self._account.add(size_of(len(chunk.token_ids), chunk.logprobs) - PIECE_BYTES)
+        for result, parts in zip(results, texts, strict=True):
+            result.text = "".join(parts)
         return results
 
     async def _merged(self) -> AsyncGenerator[list[Chunk], None]:
-        queue: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue()
+        queue: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue(MERGED_BATCHES)
 
         async def pump(run: RequestRun) -> None:
             try:
                 async with aclosing(run.stream()) as batches:
                     async for batch in batches:
-                        queue.put_nowait(batch)
-                queue.put_nowait(None)
+                        await queue.put(batch)
+                await queue.put(None)
             except Exception as error:
-                queue.put_nowait(error)
+                await queue.put(error)
 
         async def start() -> None:
             """Each prompt chooses its workers, which takes its time."""
@@ -204,6 +237,8 @@ class Service:
         self._default_sampling = SamplingParams.from_defaults(self.sampling_defaults)
         self.metrics = RouterMetrics(model_name)
         self.pacer = Pacer()
+        self.held = Held(config.max_held_bytes, self.metrics.cuts.inc)
+        self.metrics.held_bytes.set_function(lambda: self.held.num_bytes)
         self.prompts = Prompts(tokenizer, config.max_prompt_tokens, self.pacer)
         chooser = Chooser(config.split_min_tokens, config.policy, config.split)
         self._scout = Chooser(config.split_min_tokens, config.policy, config.split)  # what it picks takes nobody's turn
@@ -276,7 +311,7 @@ class Service:
                 _check_scores(sampling, sum(map(len, ids)))
                 stops = StopStrings(sampling.stop) if sampling.stop else None
                 sent = msgspec.structs.replace(sampling, stop=())  # this router looks for them, workers do not
-                runs = []
+                runs, account = [], self.held.account()
                 with self.pacer.pace() as pace:
                     for number, prompt in enumerate(ids):
                         job = Job(
@@ -291,7 +326,7 @@ class Service:
                             stops,
                             open_ended,
                         )
-                        runs.append(RequestRun(self._dispatcher, job, seats[number]))
+                        runs.append(RequestRun(self._dispatcher, job, seats[number], account))
                         if pace.is_due:
                             await pace.rest()
                 self.admission.check_tokens(sum(map(len, ids)))
@@ -303,7 +338,7 @@ class Service:
                 raise
         for seat, prompt in zip(seats, ids, strict=True):
             seat.fill(len(prompt), priority, forecast if len(seats) == 1 else None)
-        return Generation(request_id, sampling.n, runs, ids, self.pacer)
+        return Generation(request_id, sampling.n, runs, ids, self.pacer, account)
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any

@@ -8,6 +8,7 @@ import asyncio
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal
 
 from pdserve.engine.protocol import (
@@ -22,6 +23,7 @@ from pdserve.engine.protocol import (
     RequestKey,
     Snapshot,
 )
+from pdserve.router.held import PIECE_BYTES, Account, size_of
 from pdserve.router.link import WorkerLink
 from pdserve.router.prefix_index import CachedBlocks, PooledChunks
 from pdserve.router.prompt_queue import PromptQueue
@@ -46,29 +48,127 @@ class Silent:
 LegEvent = Delta | PromptScored | Handoff | Arrived | Failed | Lost | Silent
 
 
-class Inbox:
-    """Events of all legs of one request, in order of arrival; one reader."""
+LOOK_EVERY = 32  # events that wait, until it is time to join them and to count their bytes
+JOINED_BYTES = 16_384  # of one event that others were joined to
 
-    def __init__(self) -> None:
+
+class Inbox:
+    """Events of all legs of one request, in order of arrival; one reader. account: what waits for a
+    reader who is slow counts there; None: nowhere."""
+
+    def __init__(self, account: Account | None = None) -> None:
         self._items: deque[tuple[Leg, LegEvent]] = deque()
         self._waiter: asyncio.Future[None] | None = None
+        self._account = account
+        self._counted = 0
+        self._look_at = LOOK_EVERY
+        self._error: Exception | None = None
 
     def __len__(self) -> int:
         return len(self._items)
 
     def put(self, leg: "Leg", event: LegEvent) -> None:
+        if self._error is not None:
+            return
         self._items.append((leg, event))
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if len(self._items) >= self._look_at:
+            self._look()
+        self._wake()
+
+    def fail(self, error: Exception) -> None:
+        """Drop everything; whoever waits, or will, gets the error."""
+        self._error = error
+        self.clear()
+        self._wake()
+
+    def clear(self) -> None:
+        self._items.clear()
+        self._count(0)
 
     async def wait(self) -> None:
-        """Until there is at least one item."""
+        """Until there is at least one item. Raises the error of `fail`."""
         while not self._items:
+            if self._error is not None:
+                raise self._error
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
 
     def pop(self) -> tuple["Leg", LegEvent]:
-        return self._items.popleft()
+        item = self._items.popleft()
+        if not self._items and self._counted:
+            self._count(0)
+        return item
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _count(self, num_bytes: int) -> None:
+        before, self._counted = self._counted, num_bytes
+        self._look_at = len(self._items) + LOOK_EVERY
+        if self._account is not None:
+            self._account.add(num_bytes - before)
+
+    def _look(self) -> None:
+        """Nobody reads: join what can be joined, and count the rest."""
+        joined: list[_Joined] = []
+        last: dict[tuple[int, int], _Joined] = {}
+        for leg, event in self._items:
+            if not isinstance(event, Delta):
+                last.clear()
+                joined.append(_Joined(leg, event, PIECE_BYTES))
+                continue
+            place = leg.key.attempt, event.choice
+            before = last.get(place)
+            if before is None or not before.takes(event):
+                last[place] = before = _Joined(leg, event, size_of(len(event.token_ids), event.logprobs))
+                joined.append(before)
+            else:
+                before.add(event)
+        self._items = deque((each.leg, each.event) for each in joined)
+        self._count(sum(each.num_bytes for each in joined))
+
+
+class _Joined:
+    """Events of one choice that follow each other, as one."""
+
+    def __init__(self, leg: "Leg", event: LegEvent, num_bytes: int) -> None:
+        self.leg = leg
+        self.num_bytes = num_bytes
+        self._first = event
+        self._parts = [event] if isinstance(event, Delta) else []
+
+    def takes(self, event: Delta) -> bool:
+        last = self._parts[-1]
+        return (
+            last.finish_reason is None
+            and last.times is None
+            and last.position + len(last.token_ids) == event.position
+            and (last.logprobs is None) == (event.logprobs is None)
+            and self.num_bytes < JOINED_BYTES
+        )
+
+    def add(self, event: Delta) -> None:
+        self._parts.append(event)
+        self.num_bytes += size_of(len(event.token_ids), event.logprobs) - PIECE_BYTES
+
+    @property
+    def event(self) -> LegEvent:
+        if len(self._parts) < 2:
+            return self._first
+        first, last = self._parts[0], self._parts[-1]
+        logprobs = None if first.logprobs is None else tuple(chain.from_iterable(p.logprobs or () for p in self._parts))
+        return Delta(
+            first.request_id,
+            first.attempt,
+            first.choice,
+            first.position,
+            tuple(chain.from_iterable(part.token_ids for part in self._parts)),
+            last.finish_reason,
+            last.stop_reason,
+            logprobs,
+            last.times,
+        )
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,7 @@ from router.harness import MODEL, Harness
 from pdserve.engine.protocol import TokenLogprob
 from pdserve.router import pace
 from pdserve.router.app import SEND_BYTES
+from pdserve.router.held import Held
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder
 from pdserve.router.pace import Pacer
@@ -54,7 +55,7 @@ async def test_a_whole_answer_is_made_in_slices(
     tokenizer: Tokenizer, chat: bool, num_choices: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pace, "SLICE_S", 0.0)
-    generation = Generation("x", num_choices, [], [tuple(PROMPT)], Pacer())
+    generation = Generation("x", num_choices, [], [tuple(PROMPT)], Pacer(), Held(1 << 30, lambda count: None).account())
     body: dict[str, Any] = {"model": MODEL, "n": num_choices}
     responder: ChatResponder | CompletionResponder
     if chat:

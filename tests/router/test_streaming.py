@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
 from pdserve.engine.protocol import LegTimes
 from pdserve.router.dispatch import Chunk
+from pdserve.router.held import Held
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
 from pdserve.router.openai_responses import ChatResponder, CompletionResponder, event_bytes
@@ -19,7 +20,7 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 def responder(tokenizer: Tokenizer, chat: bool, options: dict[str, Any]) -> CompletionResponder | ChatResponder:
-    generation = Generation('cmpl-"\\0"', 2, [], [(1, 2), (3, 4)], Pacer())
+    generation = Generation('cmpl-"\\0"', 2, [], [(1, 2), (3, 4)], Pacer(), Held(1 << 20, lambda count: None).account())
     body = {"model": 'a\0"b', "stream": True, "n": 2, **options}
     if chat:
         asked = parse(json.dumps(body | {"messages": [{"role": "user", "content": "x"}]}).encode(), ChatRequest)

@@ -1,0 +1,71 @@
+"""Bytes that a router holds for clients: tokens that wait for slow readers, and whole answers in the making.
+
+Each request has an account. When all accounts together hold too much, the one that holds most is cut
+off, as often as it takes. Sizes are estimates of Python's objects. Knows no requests. Accounts are kept
+by `router.worker_state` and `router.service`.
+"""
+
+from collections.abc import Callable, Sequence
+
+from pdserve.engine.protocol import TokenLogprob
+
+PIECE_BYTES = 300  # of an event or a chunk, before its first token
+TOKEN_BYTES = 40
+LOGPROB_BYTES = 110  # of a token, and of each of its alternatives
+
+
+def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob] | None) -> int:
+    """Bytes of tokens that are held together."""
+    size = PIECE_BYTES + TOKEN_BYTES * num_tokens
+    return size + LOGPROB_BYTES * (len(logprobs) + sum(len(each.top) for each in logprobs)) if logprobs else size
+
+
+class Held:
+    """All accounts of a router. count: called with 1 for each that is cut off. Use from one event loop."""
+
+    def __init__(self, max_bytes: int, count: Callable[[float], None]) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._count = count
+        self._holders: set[Account] = set()
+
+    def account(self) -> "Account":
+        return Account(self)
+
+    def changed(self, account: "Account", num_bytes: int) -> None:
+        """The account holds so many more; fewer, if it is negative."""
+        self.num_bytes += num_bytes
+        if account.num_bytes:
+            self._holders.add(account)
+        else:
+            self._holders.discard(account)
+        while self.num_bytes > self._max_bytes:
+            self._count(1)
+            max(self._holders, key=lambda each: each.num_bytes).cut()
+
+
+class Account:
+    """What is held for one request. on_cut: called once, when it is cut off."""
+
+    __slots__ = ("_held", "_is_closed", "num_bytes", "on_cut")
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._is_closed = False
+        self.num_bytes = 0
+        self.on_cut: Callable[[], None] = lambda: None
+
+    def add(self, num_bytes: int) -> None:
+        """Negative: so much is held no longer. Nothing counts once it is closed."""
+        if not self._is_closed and num_bytes:
+            self.num_bytes += num_bytes
+            self._held.changed(self, num_bytes)
+
+    def close(self) -> None:
+        """Nothing is held any more."""
+        self.add(-self.num_bytes)
+        self._is_closed = True
+
+    def cut(self) -> None:
+        self.close()
+        self.on_cut()

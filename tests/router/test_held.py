@@ -1,0 +1,208 @@
+"""What is held for clients who do not read has a bound in bytes over all of them; who holds most is cut off."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from router.fake_worker import expected_tokens
+from router.harness import MODEL, Harness, until
+from router.test_app import Client
+
+from pdserve.engine.protocol import Delta, Handoff, LegTimes, PromptScored, RequestKey, SamplingParams, TokenLogprob
+from pdserve.router.errors import ApiError
+from pdserve.router.held import LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
+from pdserve.router.worker_state import JOINED_BYTES, LOOK_EVERY, Inbox, Leg
+
+Make = Callable[..., Harness]
+PROMPT = list(range(10, 30))
+LONG = {"model": MODEL, "prompt": PROMPT, "seed": 1, "ignore_eos": True, "stream": True}
+
+
+def leg(attempt: int, inbox: Inbox) -> Leg:
+    worker: Any = None
+    return Leg(RequestKey("r", 1, "x", attempt), worker, inbox, 1, {0}, 0.0)
+
+
+def delta(position: int, choice: int = 0, tokens: int = 1, **ends: Any) -> Delta:
+    return Delta("x", 0, choice, position, tuple(range(position, position + tokens)), **ends)
+
+
+def drained(inbox: Inbox) -> list[Any]:
+    items = []
+    while inbox:
+        items.append(inbox.pop()[1])
+    return items
+
+
+def test_the_one_that_holds_most_is_cut_off() -> None:
+    cut: list[str] = []
+    held = Held(1000, lambda count: cut.append("counted"))
+    accounts = {name: held.account() for name in "abc"}
+    for name, account in accounts.items():
+        account.on_cut = lambda name=name: cut.append(name)  # type: ignore[misc]
+    accounts["a"].add(300)
+    accounts["b"].add(500)
+    accounts["c"].add(200)
+    assert not cut and held.num_bytes == 1000
+    accounts["a"].add(1)
+    assert cut == ["counted", "b"] and held.num_bytes == 501
+    accounts["b"].add(400)
+    assert held.num_bytes == 501, "what was cut off counts no more"
+    accounts["c"].add(2000)
+    assert cut[2:] == ["counted", "c"] and held.num_bytes == 301
+    accounts["a"].close()
+    accounts["a"].add(-5)
+    assert held.num_bytes == 0
+
+
+def test_who_reads_in_time_costs_nothing() -> None:
+    held = Held(1, lambda count: pytest.fail("cut"))
+    inbox = Inbox(held.account())
+    one = leg(0, inbox)
+    for position in range(1000):
+        inbox.put(one, delta(position))
+        assert drained(inbox) == [delta(position)] and held.num_bytes == 0
+
+
+@pytest.mark.parametrize("with_logprobs", [False, True])
+def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
+    def scores(position: int) -> tuple[TokenLogprob, ...] | None:
+        return (TokenLogprob(position, -0.5, 1, ((1, 0.1), (2, 0.2))),) if with_logprobs else None
+
+    held = Held(1 << 30, lambda count: pytest.fail("cut"))
+    inbox = Inbox(held.account())
+    one, count = leg(0, inbox), 3000
+    for position in range(count):
+        for choice in (0, 1):
+            times = LegTimes(1, 2, 3, 4) if position == count - 1 else None
+            reason: Any = "length" if times else None
+            ends: dict[str, Any] = {"finish_reason": reason, "times": times, "logprobs": scores(position)}
+            inbox.put(one, delta(position, choice, **ends))
+    least = 2 * (count - LOOK_EVERY) * (TOKEN_BYTES + (3 * LOGPROB_BYTES if with_logprobs else 0))
+    assert least < held.num_bytes < 2 * least and len(inbox) < count / 8
+    found = drained(inbox)
+    assert held.num_bytes == 0
+    for choice in (0, 1):
+        own = [event for event in found if event.choice == choice]
+        assert [token for event in own for token in event.token_ids] == list(range(count))
+        position = 0
+        for event in own:
+            assert event.position == position
+            position += len(event.token_ids)
+            assert (event.times is not None) == (event.finish_reason is not None) == (event is own[-1])
+            assert size_of(len(event.token_ids), event.logprobs) < JOINED_BYTES + 1000
+        if with_logprobs:
+            assert [each.token_id for event in own for each in event.logprobs] == list(range(count))
+
+
+def test_only_what_follows_each_other_is_joined() -> None:
+    inbox = Inbox()
+    first, second = leg(0, inbox), leg(1, inbox)
+    scored: Any = PromptScored(request_id="x", attempt=0, cached_tokens=0)
+    events: list[tuple[Leg, Any]] = [
+        (first, delta(0)),
+        (first, delta(1)),
+        (second, delta(2)),
+        (first, scored),
+        (first, delta(2)),
+        (first, delta(7)),
+        (first, delta(8, finish_reason="stop")),
+        (first, delta(9)),
+    ]
+    for item in events:
+        inbox.put(*item)
+    for number in range(LOOK_EVERY):
+        inbox.put(second, Handoff(request_id="x", attempt=1, ticket=number))  # type: ignore[arg-type]
+    found = drained(inbox)[:7]
+    assert found == [
+        delta(0, tokens=2),
+        delta(2),
+        scored,
+        delta(2),
+        Delta("x", 0, 0, 7, (7, 8), "stop"),
+        delta(9),
+        Handoff(request_id="x", attempt=1, ticket=0),  # type: ignore[arg-type]
+    ]
+
+
+async def test_slow_readers_get_the_same(make: Make) -> None:
+    harness = make(1, 1)
+    harness.prefills[0].max_tokens = harness.decodes[0].max_tokens = 5000
+    await harness.start()
+    client = Client(harness, "/v1/completions", LONG | {"max_tokens": 2000, "n": 2, "return_token_ids": True})
+    await until(lambda: len(client.sent) > 3)
+    client.taking.clear()
+    await until(lambda: harness.world.held() == 0)
+    assert harness.service.held.num_bytes > 2 * 1000 * TOKEN_BYTES
+    client.taking.set()
+    await asyncio.wait_for(client.call, 10)
+    assert client.complete and harness.service.held.num_bytes == 0
+    events = [json_of(line) for line in b"".join(client.sent).split(b"\n\n")[:-2]]
+    for index in (0, 1):
+        sampling = SamplingParams(max_tokens=2000, seed=1, ignore_eos=True)
+        tokens = [t for event in events for c in event["choices"] if c["index"] == index for t in c["token_ids"]]
+        assert tokens == expected_tokens(tuple(PROMPT), sampling, index)[0]
+
+
+def json_of(line: bytes) -> Any:
+
+    return json.loads(line.removeprefix(b"data: "))
+
+
+def counted(harness: Harness) -> float | None:
+    return harness.service.metrics.registry.get_sample_value("pdserve_router_cut_clients_total")
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_readers_who_hold_too_much_are_cut_off_and_others_are_not(make: Make, prompts: int) -> None:
+    harness = make(0, 1, max_held_bytes=1 << 18)
+    harness.decodes[0].max_tokens, harness.decodes[0].step_s = 500_000, 0.0002
+    await harness.start()
+    prompt: Any = PROMPT if prompts == 1 else [PROMPT] * prompts
+    deaf = Client(harness, "/v1/completions", LONG | {"max_tokens": 400_000, "prompt": prompt, "n": 4})
+    slow = Client(harness, "/v1/completions", LONG | {"max_tokens": 400})
+    await until(lambda: len(deaf.sent) > 2 and len(slow.sent) > 2)
+    deaf.taking.clear()
+    slow.taking.clear()
+    await asyncio.wait_for(deaf.call, 20)
+    assert counted(harness) == 1 and not deaf.complete and not slow.call.done()
+    slow.taking.set()
+    await asyncio.wait_for(slow.call, 20)
+    assert slow.complete and await harness.world.settled() == 0
+    assert harness.service.held.num_bytes == harness.service.admission.num_prompts == 0
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_whole_answers_count_too(make: Make, prompts: int) -> None:
+    harness = make(0, 1, max_held_bytes=1 << 17)
+    harness.decodes[0].max_tokens = 50_000
+    await harness.start()
+    prompt: Any = PROMPT if prompts == 1 else [PROMPT] * prompts
+    body = LONG | {"stream": False, "logprobs": 5, "prompt": prompt}
+    http = harness.http(timeout=30)
+    assert (await http.post("/v1/completions", json=body | {"max_tokens": 20})).status_code == 200
+    answer = await http.post("/v1/completions", json=body | {"max_tokens": 40_000})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (503, "too_much_held") and "router.max_held_bytes" in error["message"]
+    assert counted(harness) == 1 and await harness.world.settled() == 0
+    assert harness.service.held.num_bytes == harness.service.admission.num_prompts == 0
+    with pytest.raises(ApiError, match="max_held_bytes"):
+        await harness.service.collect([PROMPT], SamplingParams(max_tokens=40_000, ignore_eos=True, logprobs=5))
+
+
+async def test_without_http_a_reader_is_told(make: Make) -> None:
+    """The Python handle: nobody watches a connection, so the stream itself says it."""
+    harness = make(0, 1, max_held_bytes=1 << 16)
+    harness.decodes[0].max_tokens = 500_000
+    await harness.start()
+    generation = await harness.service.admit([PROMPT], SamplingParams(max_tokens=400_000, ignore_eos=True, n=4))
+    batches = generation.stream()
+    await anext(batches)
+    await until(lambda: counted(harness) == 1, 20)
+    assert await harness.world.settled() == 0, "cancelled at its worker while nobody reads"
+    with pytest.raises(ApiError, match="max_held_bytes"):
+        async for _ in batches:
+            pass
+    assert harness.service.held.num_bytes == 0
