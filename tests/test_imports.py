@@ -82,6 +82,7 @@ def modules(*rooms: str) -> list[str]:
     ]
 
 
+@pytest.mark.processes
 def test_router_and_shell_need_no_torch() -> None:
     names = modules("router", "text", "configs", "background")
     names += ["pdserve.engine.protocol", "pdserve.worker.engine_client"]

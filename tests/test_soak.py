@@ -284,6 +284,7 @@ def free_address() -> str:
         return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
+@pytest.mark.soak
 @pytest.mark.slow
 async def test_soak() -> None:
     print(f"PDSERVE_SOAK_SEED={SEED}")

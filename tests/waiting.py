@@ -1,6 +1,7 @@
 """Waiting in tests until a condition comes true. A failure says what was awaited, and what its parts were at last.
 
-`until` is for threads and for loops that a test turns by hand, `until_async` for asyncio. Both look at the condition
+`until` is for threads and for loops that a test turns by hand, `until_async` for asyncio; `stays` watches that nothing
+changes. Both look at the condition
 itself for the message: `until(lambda: len(got) == 2)` fails with "len(got) == 2" and "got = [7]".
 """
 
@@ -43,10 +44,26 @@ async def until_async(condition: Condition, seconds: float = 5.0, pause_s: float
         await asyncio.sleep(pause_s)
 
 
-def complaint(condition: Condition, seconds: float) -> str:
+def stays(condition: Condition, seconds: float, pause_s: float = 0.005) -> None:
+    """Look for so long whether something happens that must not: no condition tells that it never will. AssertionError
+    once the condition does not hold."""
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        assert condition(), complaint(condition, seconds, "did not stay true for")
+        time.sleep(pause_s)
+
+
+async def stays_async(condition: Condition, seconds: float, pause_s: float = 0.005) -> None:
+    limit = time.monotonic() + seconds
+    while time.monotonic() < limit:
+        assert condition(), complaint(condition, seconds, "did not stay true for")
+        await asyncio.sleep(pause_s)
+
+
+def complaint(condition: Condition, seconds: float, failed: str = "did not come true within") -> str:
     """What was awaited, and the last values of its parts."""
     text = _source(condition)
-    lines = [f"did not come true within {seconds:g} s: {text}"]
+    lines = [f"{failed} {seconds:g} s: {text}"]
     lines += [f"    {name} = {value}" for name, value in _parts(condition, text).items()]
     return "\n".join(lines)
 

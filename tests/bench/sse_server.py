@@ -86,6 +86,7 @@ def served(behaviour: Behaviour) -> Iterator[str]:
     """The server's URL."""
     loop = asyncio.new_event_loop()
     ready = threading.Event()
+    over = asyncio.Event()
     urls: list[str] = []
 
     async def start() -> web.AppRunner:
@@ -104,7 +105,7 @@ def served(behaviour: Behaviour) -> Iterator[str]:
     def serve() -> None:
         asyncio.set_event_loop(loop)
         runner = loop.run_until_complete(start())
-        loop.run_forever()
+        loop.run_until_complete(over.wait())
         loop.run_until_complete(runner.cleanup())
         loop.close()
 
@@ -114,5 +115,5 @@ def served(behaviour: Behaviour) -> Iterator[str]:
     try:
         yield urls[0]
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        loop.call_soon_threadsafe(over.set)
         thread.join(10)

@@ -57,6 +57,7 @@ def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return ab.main()
 
 
+@pytest.mark.processes
 def test_two_commits_run_by_turns_with_their_own_code(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -71,6 +72,7 @@ def test_two_commits_run_by_turns_with_their_own_code(
     assert "0.5000" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_a_slower_commit_gets_more_pairs_and_status_1(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +83,7 @@ def test_a_slower_commit_gets_more_pairs_and_status_1(
     assert last["ratios"] == [2.0, 2.0, 2.0] and last["verdict"] == "slower"
 
 
+@pytest.mark.processes
 def test_packs_travel_without_git(
     repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -92,6 +95,7 @@ def test_packs_travel_without_git(
     assert "neither a pack nor a commit" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_what_a_side_said_is_shown_when_it_gives_no_figures(
     repository: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +103,7 @@ def test_what_a_side_said_is_shown_when_it_gives_no_figures(
     assert "no figures today" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_a_missed_target_of_cluster_cpu_is_no_failure(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other benchmarks say by status 1 that something could not be measured."""
     asked = ["--rows", "cluster_cpu --status 1", "--pairs", "1", "--max-pairs", "1"]
@@ -107,6 +112,7 @@ def test_a_missed_target_of_cluster_cpu_is_no_failure(repository: Path, monkeypa
     assert compare(monkeypatch, "slow", "fast", *asked) == 2
 
 
+@pytest.mark.processes
 def test_the_shipped_code_packs_below_its_bound(tmp_path: Path) -> None:
     assert ab_sides.pack("HEAD", tmp_path).stat().st_size < ab_sides.MAX_PACK_BYTES
 

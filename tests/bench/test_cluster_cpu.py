@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from benchmarks.served_cluster import REPOSITORY
 from benchmarks.token_cost import spent
@@ -18,6 +19,7 @@ def test_time_is_counted_by_kind_and_from_a_process_s_start() -> None:
     assert sum(spent({}, {me: 3.5}).values()) == 3.5
 
 
+@pytest.mark.processes
 def test_one_round(tmp_path: Path) -> None:
     """From a fresh shell: nothing of Ray's is exported, and `pdserve up` sets it too late for this command."""
     out = tmp_path / "rows.jsonl"

@@ -29,6 +29,7 @@ def test_latency_of_a_tiny_model(tiny_llama: Path, tmp_path: Path, capsys: pytes
     assert "decode ms/token" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_throughput_of_random_weights(tiny_llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ["bench", "throughput", "--model", str(tiny_llama), "--load-format", "dummy", "--shape", "5x4-9x3"]
@@ -40,6 +41,7 @@ def test_throughput_of_random_weights(tiny_llama: Path, tmp_path: Path) -> None:
     assert second["output_tokens_per_s"]["median"] == pytest.approx(4 / second["seconds"]["median"], rel=0.01)
 
 
+@pytest.mark.processes
 def test_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.jsonl"
     arguments = ["bench", "serve", "--num-requests", "4", "--input-len", "6", "--output-len", "2-3", "--out", str(out)]
@@ -53,6 +55,7 @@ def test_serve(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "TTFT  p50" in shown and "gap  p50" in shown and "4 finished, 0 failed" in shown and "of a core" in shown
 
 
+@pytest.mark.processes
 def test_serve_with_failures_has_status_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     with served(Behaviour(fault="error", every=2)) as url:
         arguments = ["bench", "serve", "--url", url, "--clients", "1", "--num-requests", "4", "--warmups", "0"]

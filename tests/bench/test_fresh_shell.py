@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent.parent
 
 # One process for all of them: torch, Ray and the rest are imported once.
@@ -30,6 +32,7 @@ def is_command(path: Path) -> bool:
     return '__name__ == "__main__"' in path.read_text()
 
 
+@pytest.mark.processes
 def test_every_benchmark_imports_and_shows_its_help() -> None:
     files = sorted((ROOT / "benchmarks").glob("*.py"))
     names = [path.stem for path in files]

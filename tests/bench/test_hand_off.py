@@ -29,6 +29,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.processes
 def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -186,6 +187,7 @@ def test_mistakes_are_told(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_no_process_is_left_when_it_is_stopped() -> None:
     command = [sys.executable, "-m", "benchmarks.hand_off", *SMALL, "--tokens", "64", "--repeats", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

@@ -16,6 +16,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     return kv_transfer.main()
 
 
+@pytest.mark.processes
 def test_rows_of_fresh_and_aged_pools(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -37,11 +38,13 @@ def test_rows_of_fresh_and_aged_pools(
     assert len(lines) == 2 + 4 and "plain copy, GB/s" in lines[0]
 
 
+@pytest.mark.processes
 def test_a_pool_that_holds_one_prompt(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["--model", tiny_llama, "--tokens", 512, "--pool-tokens", 512, "--block-sizes", 64, "--repeats", 1]
     assert run(monkeypatch, *arguments) == 0
 
 
+@pytest.mark.processes
 def test_blocks_of_other_sizes_at_the_sink(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "rows.jsonl"
     arguments = ["--model", tiny_llama, "--tokens", 100, "--block-sizes", 16, 64, "--sink-block-sizes", 32, 64]
@@ -68,6 +71,7 @@ def test_mistakes_are_told(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_wrong_bytes_are_noticed() -> None:
     """By the check that every case begins with."""
     layout = KVLayout.uniform(num_layers=1, heads=(0,), head_dim=8, block_size=16, dtype="float32")

@@ -201,6 +201,7 @@ def test_a_file_of_something_else_is_refused(line: str, message: str, tmp_path: 
         read_results(path)
 
 
+@pytest.mark.processes
 def test_a_run_measures_every_row_and_saves_it(
     table: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +220,7 @@ def test_a_run_measures_every_row_and_saves_it(
     assert render(read_rows(table), results) in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(
     table: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +246,7 @@ def test_mistakes_are_told(
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_the_start_row_takes_a_process_to_its_first_token(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -294,6 +297,7 @@ def test_the_stand_in_tokenizer_has_text_for_every_id(tmp_path: Path) -> None:
         make_tokenizer(100)
 
 
+@pytest.mark.processes
 def test_a_stopped_server_leaves_no_process_of_its_session() -> None:
     """The shell ends at SIGTERM; its child would live on."""
     script = "sh -c 'trap \"\" TERM; echo ready; sleep 100' & wait"

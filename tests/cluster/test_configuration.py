@@ -171,6 +171,7 @@ def test_listeners_hear_the_present_and_each_change_once() -> None:
     assert heard == [frozenset({"a"}), frozenset({"a", "b"})]
 
 
+@pytest.mark.processes
 def test_processes_without_an_engine_import_no_torch() -> None:
     modules = ["worker_replica", "router_replica", "client", "app", "cli", "addressing", "links"]
     imports = ", ".join(f"pdserve.cluster.{name}" for name in modules)
@@ -178,6 +179,7 @@ def test_processes_without_an_engine_import_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
+@pytest.mark.processes
 def test_the_command_line_sets_what_ray_reads_before_importing_it() -> None:
     check = "import pdserve.cluster.cli, sys; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

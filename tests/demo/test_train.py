@@ -88,6 +88,7 @@ def test_shard_tasks_of_two_sessions_share_no_seed() -> None:
     assert {length for _, length, _ in first} == set(ROW_LENGTHS)
 
 
+@pytest.mark.processes
 def test_feeding_fills_the_store_from_a_worker() -> None:
     store = RowStore(CPU)
     with feeding(store, TrainSettings(seconds=1.0, shard_tokens=2048, num_shards=3), num_workers=1):

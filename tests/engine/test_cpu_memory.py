@@ -32,6 +32,7 @@ def mapped_bytes(mode: str) -> int:
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="mallopt is glibc's")
+@pytest.mark.processes
 def test_large_pieces_are_not_mapped() -> None:
     assert mapped_bytes("default") >= 16 << 20
     assert mapped_bytes("keep") == 0

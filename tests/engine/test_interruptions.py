@@ -25,6 +25,8 @@ from engine.harness import PaperRunner, put_on_paper
 from pdserve.engine import engine as engine_module
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
 
+pytestmark = pytest.mark.lengthy
+
 ENGINE_FOLDER = str(Path(engine_module.__file__).parent)
 # 9 blocks of 16 tokens: preemptions. Prompts of 40 and 41 tokens, three choices each: forks, and
 # copies of blocks.

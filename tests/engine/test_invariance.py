@@ -19,6 +19,8 @@ from pdserve.engine.sample_rows import SampleRow
 from pdserve.engine.sampled_tokens import SampledTokens
 from pdserve.engine.sampler import Sampler
 
+pytestmark = pytest.mark.lengthy
+
 Logits = dict[tuple[int, ...], torch.Tensor]  # prefix (prompt and output) -> the logits behind it
 
 

@@ -19,6 +19,8 @@ from pdserve.engine.attention import AttentionBatch
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
 from pdserve.engine.model_runner import ModelRunner
 
+pytestmark = pytest.mark.lengthy
+
 NEW = 64
 LENGTHS = (5, 70, 16, 33)  # one of them past a scaled rope's original positions
 TOLERANCE = 1e-4

@@ -14,6 +14,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from pdserve.kernels.late_compiles import LateCompiles
 
+pytestmark = pytest.mark.processes  # Triton's assembler is one
+
 
 def copies_one(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # Triton compiles annotations too
     at = tl.arange(0, BLOCK)

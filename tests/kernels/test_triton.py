@@ -16,6 +16,8 @@ from torch import Tensor
 from pdserve.kernels import attention_decode, reference, triton_ops
 from pdserve.kernels.ops import ops_for
 
+pytestmark = pytest.mark.lengthy
+
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 interpreted = pytest.mark.skipif(ON_GPU, reason="the full product runs on the GPU instead")

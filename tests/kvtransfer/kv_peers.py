@@ -12,6 +12,7 @@ import numpy as np
 import psutil
 import torch
 from processes import die_with_parent, freeze
+from waiting import until
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
@@ -98,6 +99,21 @@ class Engine:
     def close(self) -> None:
         self.receiver.close()
         self.sender.close()
+
+
+def pull_of(sink: Engine, pull_id: int) -> Any:
+    """As the link knows it; None before it does."""
+    links = list(sink.receiver._ranks[0]._links.values())
+    return next((link._pulls[pull_id] for link in links if pull_id in link._pulls), None)
+
+
+def until_posted(sink: Engine, pull_id: int, num_blocks: int) -> None:
+    """The first blocks are read, or their read is under way."""
+    until(lambda: (pull := pull_of(sink, pull_id)) is not None and pull.posted >= num_blocks)
+
+
+def until_verified(sink: Engine, pull_id: int, num_blocks: int) -> None:
+    until(lambda: (pull := pull_of(sink, pull_id)) is not None and pull.verified >= num_blocks)
 
 
 class LocalSource:

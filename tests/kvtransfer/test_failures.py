@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, key, pattern
+from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, key, pattern, until_posted
+from waiting import stays
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus
@@ -60,14 +61,12 @@ def test_deadline_of_a_frozen_peer_settles_after_the_thaw(sink: Engine, source: 
         failed = sink.wait_for(PullFailed, PullDone, timeout_s=3)
         assert (failed.pull_id, failed.reason, failed.settled) == (100, "deadline", False)
         assert 0.25 < time.monotonic() - start < 1.0
-        time.sleep(0.3)
-        assert sink.receiver.poll() == []  # quarantine holds while the peer is frozen
+        stays(lambda: sink.receiver.poll() == [], 0.3)  # quarantine holds while the peer is frozen
     finally:
         source.thaw()
     assert sink.wait_for(PullSettled).pull_id == 100
     landed = sink.pool.clone()
-    time.sleep(0.2)
-    assert torch.equal(sink.pool, landed)
+    stays(lambda: torch.equal(sink.pool, landed), 0.2)
     assert source.unpinned(2.0)[0].outcome == "rejected"
 
 
@@ -76,7 +75,7 @@ def test_cancel_of_a_read_in_flight_settles_later(sink: Engine, source: Source) 
     source.freeze()
     try:
         sink.receiver.pull(200, ticket, [9], 0, 30.0)
-        time.sleep(0.1)
+        until_posted(sink, 200, 1)
         sink.receiver.cancel(200)
         sink.receiver.cancel(200)
         failed = sink.wait_for(PullFailed, timeout_s=3)
@@ -96,7 +95,7 @@ def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: S
     in_flight, later = source.publish(key("in flight"), [1, 2]), source.publish(key("later"), [3])
     source.freeze()
     sink.receiver.pull(300, in_flight, [0, 1], 0, 30.0)
-    time.sleep(0.1)
+    until_posted(sink, 300, 1)
     start = time.monotonic()
     source.kill()
     failed = sink.wait_for(PullFailed)
@@ -150,7 +149,7 @@ def test_close_with_a_read_in_flight_returns_and_keeps_the_memory(config: Transf
         ticket = source.publish(key("closing"), [1])
         source.freeze()
         engine.receiver.pull(500, ticket, [1], 0, 30.0)
-        time.sleep(0.1)
+        until_posted(engine, 500, 1)
         start = time.monotonic()
         engine.close()
         assert time.monotonic() - start < 5.0
@@ -173,14 +172,13 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config:
         sink.pool.zero_()
         source.freeze()
         sink.receiver.pull(600, ticket, [1, 2], 0, 30.0)
-        time.sleep(0.1)
+        until_posted(sink, 600, 1)
         assert sink.receiver._ranks[0]._agent.sever(source.meta.ranks[0].agent_name) > 0
         failed = sink.wait_for(PullFailed, timeout_s=3)
         assert (failed.pull_id, failed.reason, failed.settled) == (600, "peer-lost", False)
         assert sink.wait_for(PullSettled, timeout_s=3).pull_id == 600
         source.thaw()
-        time.sleep(0.3)
-        assert not sink.pool.any()
+        stays(lambda: not sink.pool.any(), 0.3)
     finally:
         source.thaw()
         source.close()
@@ -205,7 +203,7 @@ def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
         pid = source.process.pid if isinstance(source, ProcessSource) else None
         for _ in range(9):
             before = cpu_seconds(pid)
-            time.sleep(4.0)
+            time.sleep(4.0)  # the time over which CPU is counted
             share = (cpu_seconds(pid) - before) / 4.0
             if share < 0.03:
                 break

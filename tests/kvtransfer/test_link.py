@@ -1,10 +1,10 @@
 """A link's states at their edges, in process, where faults come on command."""
 
-import time
 from collections.abc import Iterator
 
 import pytest
-from kvtransfer.kv_peers import Engine, LocalSource, key
+from kvtransfer.kv_peers import Engine, LocalSource, key, until_posted
+from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus
@@ -33,7 +33,7 @@ def test_generations_are_read_after_the_data(sink: Engine, source: LocalSource) 
     assert sink.connect(source.meta).connected
     source.faults.delay_s = 0.3
     sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 5.0)
-    time.sleep(0.1)
+    until_posted(sink, 1, 1)
     source.bump(3)  # while the data is under way
     failed = sink.wait_for(PullFailed, PullDone)
     assert failed.reason == "stale-generation" and failed.settled
@@ -46,7 +46,7 @@ def test_reuse_while_generations_are_on_their_way_is_caught_or_too_late_to_matte
     assert sink.connect(source.meta).connected
     source.faults.delay_s = 0.2
     sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 5.0)
-    time.sleep(0.3)
+    until(lambda: sink.pool[3].any())
     source.bump(3)
     assert sink.wait_for(PullFailed, PullDone).reason == "stale-generation"
 
@@ -105,8 +105,7 @@ def test_new_incarnation_supersedes_the_connected_one(sink: Engine, source: Loca
         sink.receiver.pull(2, successor.publish(key("b"), [3]), [4], 0, 5.0)
         assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=2), PullDone)
         sink.receiver.connect(source.meta)
-        time.sleep(0.1)
-        assert sink.receiver.poll() == []  # neither the old one's end nor its return is news
+        stays(lambda: sink.receiver.poll() == [], 0.1)  # neither the old one's end nor its return is news
     finally:
         successor.close()
 
@@ -116,9 +115,7 @@ def test_waiting_costs_no_thread_per_past_incarnation(sink: Engine) -> None:
         source = LocalSource("q", CONFIG, incarnation=incarnation)
         assert sink.connect(source.meta).connected
         source.close()
-    end = time.monotonic() + 2
-    while len(sink.receiver._ranks[0]._links) > 1 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: len(sink.receiver._ranks[0]._links) == 1)
     assert list(sink.receiver._ranks[0]._links) == [("q", 3)]
 
 
@@ -154,8 +151,7 @@ def test_a_peer_that_stays_frozen_is_cut_off(
     assert (failed.reason, failed.settled) == ("deadline", False)
     sink.wait_for(PullSettled, pull_id=901, timeout_s=3.0)
     source.thaw()
-    time.sleep(0.1)
-    assert not sink.pool[[5, 6]].any()
+    stays(lambda: not sink.pool[[5, 6]].any(), 0.1)
     assert sink.connect(source.meta).connected
     sink.receiver.pull(902, source.publish(key("again"), [1, 2]), [5, 6], 0, 5.0)
     assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=902), PullDone)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 import zmq
-from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern
-from waiting import until
+from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, until_posted, until_verified
+from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import RequestKey, Source, Ticket
@@ -163,8 +163,7 @@ def test_parts_of_other_content_are_not_read(sink: Engine, source: LocalSource |
     pull_id = next(_pull_ids)
     sink.receiver.follow(pull_id, Source("p", 3, request), b"another prompt", [10, 11], 0, 5.0)
     source.publish_part(request, [1, 2])
-    time.sleep(0.1)
-    assert not sink.pool.any()
+    stays(lambda: not sink.pool.any(), 0.1)
     sink.receiver.cancel(pull_id)
     assert sink.wait_for(PullFailed, pull_id=pull_id).settled
 
@@ -180,8 +179,7 @@ def test_a_cancelled_follower_reads_no_more_and_unpins_nothing(
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
     assert failed.settled and failed.num_verified == 1
     ticket = source.publish(request, [1, 2])
-    time.sleep(0.1)
-    assert not sink.pool[11].any()
+    stays(lambda: not sink.pool[11].any(), 0.1)
     assert source.unpinned(0.2) == [], "whoever gets the ticket may be another engine"
     source.revoke(ticket.key)
 
@@ -196,7 +194,7 @@ def test_renewed_leases_go_on(sink: Engine, source: LocalSource | ProcessSource)
     request = request_key()
     ticket = source.publish(request, [1])
     for _ in range(6):
-        time.sleep(LEASE_S / 3)
+        time.sleep(LEASE_S / 3)  # time itself is what is tested: renewed in time, a lease goes on
         sink.receiver.renew([ticket])
     assert source.unpinned(0.05) == [], "twice its lease is over"
     assert [e.outcome for e in source.unpinned(LEASE_S + 1)] == ["expired"]
@@ -210,7 +208,7 @@ def test_a_part_reused_before_it_was_read_is_read_again_from_a_newer_one(
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.freeze()
     local.publish_part(request, [30, 31])
-    time.sleep(0.05)  # the read is posted
+    until_posted(local_sink, pull_id, 2)
     local.bump(31)
     local.engine.pool[31] = 7.0
     local.publish_part(request, [40, 41])
@@ -226,11 +224,10 @@ def test_a_part_reused_before_it_was_read_waits_for_a_newer_one(local: LocalSour
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.freeze()
     local.publish_part(request, [30, 31])
-    time.sleep(0.05)
+    until_posted(local_sink, pull_id, 2)
     local.bump(30)
     local.thaw()
-    time.sleep(0.1)
-    assert not [e for e in local_sink.receiver.poll() if isinstance(e, PullFailed | PullDone)]
+    stays(lambda: not local_sink.receiver.poll(), 0.1)
     done = complete(local_sink, pull_id, local.publish(request, [40, 41, 42]))
     assert isinstance(done, PullDone), done
     arrived(local_sink, [0, 1, 2], [40, 41, 42])
@@ -240,11 +237,10 @@ def test_a_complete_ticket_that_is_stale_fails_behind_good_parts(local: LocalSou
     request = request_key()
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.publish_part(request, [30, 31])
-    arrived(local_sink, [0, 1], [30, 31])
-    time.sleep(0.05)
+    until_verified(local_sink, pull_id, 2)
     local.freeze()
     ticket = local.publish(request, [30, 31, 32])
-    time.sleep(0.05)  # the last read is posted
+    until_posted(local_sink, pull_id, 3)
     local.bump(32)
     local.thaw()
     failed = complete(local_sink, pull_id, ticket)
@@ -258,32 +254,31 @@ def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sin
     blocks, is slower than that.
     """
     request = request_key()
-    follow(local_sink, local, request, [0, 1, 2])
+    pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.faults.delay_s = 0.05
     local.publish_part(request, [30, 31])
-    time.sleep(0.02)
+    until_posted(local_sink, pull_id, 2)
     local.faults.delay_s = 0.3
     local.publish_part(request, [30, 31, 32])
-    time.sleep(0.01)
+    until_posted(local_sink, pull_id, 3)
     local.bump(30)
     local.bump(32)
     local.engine.pool[30:33] = 9.0
     local.faults.delay_s = 0.0
     local.publish_part(request, [40, 41, 42])
     arrived(local_sink, [0, 1, 2], [40, 41, 42])
-    time.sleep(0.5)
-    arrived(local_sink, [0, 1, 2], [40, 41, 42], 0.0)
+    wanted = pattern(5)[[40, 41, 42]]
+    stays(lambda: torch.equal(local_sink.pool[[0, 1, 2]], wanted), 0.5)
 
 
 def test_a_frozen_peers_part_keeps_its_blocks_and_leaves_the_verified(local: LocalSource, local_sink: Engine) -> None:
     request = request_key()
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.publish_part(request, [30])
-    arrived(local_sink, [0], [30])
-    time.sleep(0.05)
+    until_verified(local_sink, pull_id, 1)
     local.freeze()
     local.publish_part(request, [30, 31])
-    time.sleep(0.05)
+    until_posted(local_sink, pull_id, 2)
     local_sink.receiver.cancel(pull_id)
     failed = local_sink.wait_for(PullFailed, pull_id=pull_id)
     assert (failed.settled, failed.num_verified) == (False, 1)
@@ -295,8 +290,7 @@ def test_a_killed_peer_fails_who_follows_it(local: LocalSource, local_sink: Engi
     request = request_key()
     pull_id = follow(local_sink, local, request, [0, 1])
     local.publish_part(request, [30])
-    arrived(local_sink, [0], [30])
-    time.sleep(0.05)
+    until_verified(local_sink, pull_id, 1)
     local.kill()
     local.publish_part(request, [30, 31])
     failed = local_sink.wait_for(PullFailed, pull_id=pull_id)
@@ -311,8 +305,7 @@ def test_a_part_in_the_same_blocks_again_is_told(local: LocalSource, local_sink:
     local.bump(31)
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.publish_part(request, [30, 31])
-    arrived(local_sink, [0, 1], [30, 31])
-    time.sleep(0.05)
+    until_verified(local_sink, pull_id, 2)
     local_sink.receiver.cancel(pull_id)
     assert local_sink.wait_for(PullFailed, pull_id=pull_id).num_verified == 2
 
@@ -336,7 +329,7 @@ def test_stray_frames_do_not_end_the_mailbox(frame: bytes) -> None:
     stray: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PUSH)
     stray.connect(here.party.mailbox)
     stray.send(frame)
-    time.sleep(0.1)
+    stays(here._thread.is_alive, 0.1)
     there.send(here.party, Done(key("a")))
     there.send(Party("here", 2, here.party.mailbox), Done(key("for another incarnation")))
     there.send(here.party, Done(key("b")))
@@ -354,6 +347,6 @@ def test_ways_to_peers_that_are_gone_are_closed(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(mailbox, "UNUSED_S", 0.05)
     for index in range(5):
         here.send(Party("gone", index, f"inproc://gone-{index}"), Done(key("a")))
-        time.sleep(0.06)
+        time.sleep(0.06)  # longer than UNUSED_S
     assert len(here._outboxes) == 1
     here.detach()

@@ -26,7 +26,7 @@ from kvtransfer.pool_peers import (
     left_behind,
     prompt,
 )
-from waiting import until
+from waiting import stays, until
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.breaker import Breaker
@@ -34,6 +34,8 @@ from pdserve.kvtransfer.chunks import Chunks, Shard, runs
 from pdserve.kvtransfer.local_pool import LocalBlockCopier, LocalPoolServer, PoolFaults
 from pdserve.kvtransfer.pool import PoolDone, PoolEvent, PoolFailed, PoolFound, PoolSettled, PoolStored, unchanged
 from pdserve.kvtransfer.pool_server import PoolServer
+
+pytestmark = pytest.mark.processes
 
 Server = LocalPoolServer | PoolServer
 
@@ -239,13 +241,11 @@ def test_blocks_settle_when_the_copy_ends(engines: tuple[Engine, Engine], how: s
         reader.pool.cancel(op_id)
     assert reader.next_event(op_id) == PoolFailed(op_id, how, "", settled=False)
     assert time.monotonic() - started < 2.0
-    time.sleep(0.05)
-    assert reader.pool.poll() == [], "not settled while the copy runs"
+    stays(lambda: reader.pool.poll() == [], 0.05)  # not settled while the copy runs
     gate.copies_frozen = False
     assert reader.next_event(op_id) == PoolSettled(op_id)
     reader.blocks[4:8] = EMPTY
-    time.sleep(0.05)
-    assert reader.untouched(range(4, 8)), "nothing is copied after the settling"
+    stays(lambda: reader.untouched(range(4, 8)), 0.05)  # nothing is copied after the settling
     assert reader.counted("unsettled_total") == 1
     assert reader.pool.poll() == []
 
@@ -376,8 +376,8 @@ def test_the_breaker_opens_probes_and_closes(twin: tuple[LocalPoolServer, Engine
     assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("breaker-open", True)
     assert engine.begin_store(tokens, range(4)) is None
     assert time.monotonic() - started < IMPATIENT.request_deadline_s, "an open breaker answers at once"
-    time.sleep(IMPATIENT.breaker_s + IMPATIENT.request_deadline_s + 0.2)
-    assert not engine.pool.available, "the probe failed as well"
+    # The probe fails as well.
+    stays(lambda: not engine.pool.available, IMPATIENT.breaker_s + IMPATIENT.request_deadline_s + 0.2)
     server.faults.frozen = False
     engine.wait_available(3.0)
     assert engine.counted("breaker_open") == 0
@@ -546,8 +546,8 @@ def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, rea
     os.kill(real_server.process.pid, signal.SIGSTOP)
     try:
         open_breaker(real, tokens)
-        time.sleep(IMPATIENT.breaker_s + IMPATIENT.request_deadline_s + 0.2)
-        assert not real.pool.available, "a frozen server does not answer the probe"
+        # A frozen server does not answer the probe.
+        stays(lambda: not real.pool.available, IMPATIENT.breaker_s + IMPATIENT.request_deadline_s + 0.2)
     finally:
         os.kill(real_server.process.pid, signal.SIGCONT)
     real.wait_available()

@@ -3,7 +3,6 @@ its own KV heads, whichever ranks of P store them; and a rank that fails fails t
 """
 
 import itertools
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from kvtransfer.kv_peers import rows
 from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, heads_of
+from waiting import stays, until
 
 from pdserve.engine.protocol import PeerStatus, PoolMeta
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
@@ -57,9 +57,8 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
         want = torch.zeros_like(pool)
         want[ours[1:]] = whole[theirs[1:]][:, list(heads_of(rank, degree))]
         assert torch.equal(pool, want)
-    ends = time.monotonic() + 5
-    while not (unpinned := source.unpinned()) and time.monotonic() < ends:
-        time.sleep(0.005)
+    unpinned: list[Unpinned] = []
+    until(lambda: unpinned, doing=lambda: unpinned.extend(source.unpinned()))
     assert unpinned == [Unpinned(ticket.key, "done")], "once, by all ranks together"
 
     reused = source.publish("b", theirs)
@@ -110,8 +109,7 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[R
     sink.receiver.pull(1, ticket, [4, 5], 0, 0.2)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "deadline" and not failed.settled
-    time.sleep(0.1)
-    assert not sink.receiver.poll(), "bytes of the frozen rank may still land"
+    stays(lambda: not sink.receiver.poll(), 0.1)  # bytes of the frozen rank may still land
     faults.frozen = False
     assert sink.wait(PullSettled).pull_id == 1
     sink.receiver.pull(2, source.publish("b", [4, 5]), [6, 7], 0, 10.0)

@@ -3,15 +3,14 @@ what goes wrong. A ring here has eight runs of 64 tokens, a pool has 1,024.
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, rows
-from waiting import until
+from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, pull_of, rows, until_posted
+from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus, RequestKey, Source, Ticket
@@ -63,7 +62,7 @@ def has_rows(sink: Engine, local: Sequence[int], wanted: torch.Tensor) -> bool:
 def joined(request: pytest.FixtureRequest) -> Iterator[tuple[LocalSource | ProcessSource, Engine]]:
     kind, theirs, ours = request.param
     config = TransferConfig(connector=kind, lease_s=20.0, staging_bytes=RING_BYTES)
-    made = (LocalSource if kind == "local" else ProcessSource)("p", config, seed=5, block_size=theirs)
+    made = (LocalSource if kind == "local" else ProcessSource)("joined", config, seed=5, block_size=theirs)
     engine = Engine(f"d{next(_names)}", config, block_size=ours)
     status = engine.connect(made.meta)
     assert status.connected, status
@@ -197,7 +196,7 @@ def test_generations_are_read_behind_the_read(sink: Engine, source: LocalSource,
     source.faults.delay_s = 0.2
     ticket = source.publish(name(), blocks_for(64, sizes[0]))
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(64, sizes[1]), 0, 5.0)
-    time.sleep(0.1)
+    until_posted(sink, pull_id, 1)
     source.bump(ticket.block_ids[0])
     failed = sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation" and failed.settled
@@ -212,8 +211,7 @@ def test_slots_are_not_read_into_while_rows_are_moved_from_them(
     ticket = source.publish(name(), theirs)
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, 0, 10.0)
     until(lambda: len(slow.running) == NUM_RUNS // 2)
-    time.sleep(0.05)
-    assert len(slow.running) == num_free(sink) == NUM_RUNS // 2
+    stays(lambda: len(slow.running) == num_free(sink) == NUM_RUNS // 2, 0.05)
     slow.is_held = False
     assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=pull_id), PullDone)
     assert has_rows(sink, local, rows(pattern(5, sizes[0])[theirs]))
@@ -229,8 +227,7 @@ def test_a_pull_is_not_settled_while_its_rows_are_moved(
     sink.receiver.cancel(pull_id)
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
     assert (failed.reason, failed.settled, failed.num_verified) == ("cancelled", False, 0)
-    time.sleep(0.05)
-    assert not sink.receiver.poll() and num_free(sink) == NUM_RUNS - 2
+    stays(lambda: not sink.receiver.poll() and num_free(sink) == NUM_RUNS - 2, 0.05)
     slow.is_held = False
     sink.wait_for(PullSettled, pull_id=pull_id)
     assert not slow.running and num_free(sink) == NUM_RUNS
@@ -325,9 +322,13 @@ def test_a_peer_that_dies_while_rows_are_moved(
     sink.receiver.disconnect("p", 1)
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
     assert (failed.reason, failed.settled) == ("peer-lost", False)
-    time.sleep(0.1)
-    assert num_free(sink) == NUM_RUNS - 2
-    assert not any(isinstance(event, PullSettled) for event in sink.receiver.poll())
+    settled: list[object] = []
+
+    def untouched() -> bool:
+        settled.extend(event for event in sink.receiver.poll() if isinstance(event, PullSettled))
+        return num_free(sink) == NUM_RUNS - 2 and not settled
+
+    stays(untouched, 0.1)
     slow.is_held = False
     sink.wait_for(PullSettled, pull_id=pull_id)
     assert not slow.running and num_free(sink) == NUM_RUNS
@@ -344,8 +345,7 @@ def test_a_peer_that_stays_frozen_is_cut_off(
     assert num_free(sink) == NUM_RUNS - 1
     until(lambda: num_free(sink) == NUM_RUNS)
     source.thaw()
-    time.sleep(0.05)
-    assert not sink.pool.any()
+    stays(lambda: not sink.pool.any(), 0.05)
 
 
 def test_a_stale_piece_is_read_again_behind_a_newer_part(
@@ -366,8 +366,7 @@ def test_a_stale_piece_is_read_again_behind_a_newer_part(
         source.bump(block)
     source.engine.pool[old] = 9.0
     source.publish_part(request, new)
-    time.sleep(0.05)
-    assert len(slow.running) == 2
+    stays(lambda: len(slow.running) == 2, 0.05)
     slow.is_held = False
     wanted = rows(pattern(5, sizes[0])[new])
     until(lambda: has_rows(sink, local, wanted))
@@ -385,8 +384,7 @@ def test_verified_blocks_are_counted_as_ours(sink: Engine, source: LocalSource) 
     source.publish_part(request, list(range(7)))
     wanted = rows(pattern(5, 16)[:7])
     until(lambda: has_rows(sink, [3], wanted[:64]))
-    time.sleep(0.05)
-    assert not sink.pool[4].any()
+    stays(lambda: not sink.pool[4].any(), 0.05)
     sink.receiver.cancel(pull_id)
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
     assert (failed.settled, failed.num_verified) == (True, 1)
@@ -400,11 +398,10 @@ def test_verified_blocks_behind_a_prefix_that_ends_in_a_block(sink: Engine, sour
     source.publish_part(request, [7])
     wanted = rows(pattern(5, 64)[[7, 8]])[48:]
     until(lambda: has_rows(sink, [20], wanted[:16]))
-    time.sleep(0.05)
-    assert not sink.pool[21].any()
+    stays(lambda: not sink.pool[21].any(), 0.05)
     source.publish_part(request, [7, 8])
     until(lambda: has_rows(sink, [20, 21, 22, 23, 24], wanted))
-    time.sleep(0.05)
+    until(lambda: pull_of(sink, pull_id).num_verified == 5)
     sink.receiver.cancel(pull_id)
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
     assert (failed.settled, failed.num_verified) == (True, 5)

@@ -17,10 +17,13 @@ from kvtransfer.net_hosts import (
     inside,
     two_hosts,
 )
+from waiting import stays
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.protocol import PeerStatus
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+
+pytestmark = pytest.mark.processes
 
 RATE_MBIT = 400
 WHOLE_POOL_S = POOL_BYTES * 8 / (RATE_MBIT * 1e6)  # 1.3 s: on a busy machine a link is cut in a few tenths
@@ -90,8 +93,7 @@ def test_cut_link_fails_by_deadline_and_settles_when_mended(net: Net, source: Re
     settled = sink.event(PullSettled, 10.0)
     assert settled is not None and settled.pull_id == 2
     landed = sink.digest()
-    time.sleep(0.3)
-    assert sink.digest() == landed
+    stays(lambda: sink.digest() == landed, 0.3)
     assert_pulls(source, sink, 3, seed=1)
 
 
@@ -105,8 +107,8 @@ def test_killed_host_is_lost_settles_and_a_successor_works(net: Net, source: Rem
     assert settled is not None and settled.pull_id == 4
     assert time.monotonic() - began < 5.0
     landed = sink.digest()
-    time.sleep(0.3)
-    assert sink.digest() == landed and sink.num_equal(1) < NUM_BLOCKS
+    stays(lambda: sink.digest() == landed, 0.3)
+    assert sink.num_equal(1) < NUM_BLOCKS
 
     successor = Remote(inside(net.p), "p", CONFIG, 2, 2)
     try:
@@ -133,8 +135,8 @@ def test_severed_read_is_lost_and_not_a_byte_lands_after(net: Net, sink: Remote,
         assert settled is not None and settled.pull_id == 6
         landed = sink.digest()
         net.mend()
-        time.sleep(1.5 * WHOLE_POOL_S)
-        assert sink.digest() == landed and sink.num_equal(3) < NUM_BLOCKS
+        stays(lambda: sink.digest() == landed, 1.5 * WHOLE_POOL_S)
+        assert sink.num_equal(3) < NUM_BLOCKS
         assert sink.connect(source.meta()).connected
         assert_pulls(source, sink, 7, seed=3)
     finally:
@@ -170,11 +172,10 @@ def test_reader_that_dies_while_its_source_is_frozen_costs_nobody_else(net: Net)
         ticket = source.publish("read", [0])
         source.freeze()
         reader.pull(9, ticket, [0], 30.0)
-        time.sleep(0.1)
+        time.sleep(0.1)  # the other process posts its read, which nothing here can see
         reader.kill()
         source.thaw()
-        time.sleep(0.5)
-        assert source.is_alive()
+        stays(source.is_alive, 0.5)
     finally:
         reader.end()
         source.end()

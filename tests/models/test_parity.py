@@ -15,6 +15,8 @@ from pdserve.models.llama import Attend, RopeTables
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
 
+pytestmark = pytest.mark.lengthy
+
 CPU = torch.device("cpu")
 TOLERANCE = 1e-4
 PROMPT_TOKENS = 200  # past original_max_position_embeddings of the scaled models

@@ -43,3 +43,4 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
     yield build
     for harness in made:
         await harness.fleet.close()
+        await harness.world.close()

@@ -7,7 +7,7 @@ that follow.
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,9 +86,21 @@ class World:
     """All fake workers of a test, so that D finds P's tickets."""
 
     workers: dict[str, "FakeWorker"] = field(default_factory=dict)
+    tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def held(self) -> int:
         return sum(worker.held() for worker in self.workers.values())
+
+    def run(self, work: Coroutine[Any, Any, None]) -> None:
+        """What a worker does beside others, until `close`."""
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def close(self) -> None:
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
 
     async def settled(self, seconds: float = 2.0) -> int:
         """What is held once nothing changes any more."""
@@ -137,7 +149,6 @@ class FakeWorker:
         self._queued: set[RequestKey] = set()
         self._tombstones: set[RequestKey] = set()
         self._closed: set[tuple[str, int]] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
         self.meta = self._meta() if pool else None
         world.workers[worker_id] = self
 
@@ -315,9 +326,7 @@ class FakeWorker:
             )
             return
         self._runs[key] = {start.choice for start in submit.starts}
-        task = asyncio.get_running_loop().create_task(self._run(submit))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._world.run(self._run(submit))
 
     def _clamped(self, submit: Submit) -> Submit:
         """With as many tokens as fit here, as an engine does it."""

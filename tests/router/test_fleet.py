@@ -386,6 +386,7 @@ async def test_choosing_filters_scores_and_takes_turns(make: Make) -> None:
             choose(**bad)
 
 
+@pytest.mark.processes
 def test_the_router_room_imports_no_torch_and_no_ray() -> None:
     modules = [f"pdserve.router.{file.stem}" for file in Path("pdserve/router").glob("*.py")]
     assert len(modules) >= 13

@@ -19,6 +19,8 @@ from pdserve.router.openai_api import IGNORED, NEUTRAL, ChatRequest, CompletionR
 from pdserve.router.openapi import openapi_document
 from pdserve.text.tokenizer import Tokenizer
 
+pytestmark = pytest.mark.lengthy
+
 schemathesis = pytest.importorskip("schemathesis", reason="pip install -e '.[dev]'")
 
 NUM_EXAMPLES = 100

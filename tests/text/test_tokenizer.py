@@ -145,6 +145,7 @@ def test_no_template_is_an_error(tmp_path: Path, folder: Path) -> None:
         Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "x"}])
 
 
+@pytest.mark.processes
 def test_the_text_room_imports_no_torch() -> None:
     modules = [f"pdserve.text.{file.stem}" for file in Path("pdserve/text").glob("*.py")]
     assert len(modules) >= 5
@@ -190,6 +191,7 @@ def test_other_threads_run_while_a_long_text_is_tokenised(tokenizer: Tokenizer) 
     assert num_tokens > 100_000 and worst < took / 2, "the GIL was held"
 
 
+@pytest.mark.processes
 def test_tokenising_starts_no_thread_for_each_core(folder: Path) -> None:
     script = (
         "import os, sys\n"

@@ -59,6 +59,8 @@ from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local_pool import LocalPoolServer
 from pdserve.kvtransfer.staging import NUM_RUNS, Staging
 
+pytestmark = pytest.mark.lengthy
+
 EXAMPLES = int(os.environ.get("PDSERVE_MACHINE_EXAMPLES", "25"))
 POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1)
 ROW_BYTES = 8
