@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cached_property
 from typing import Any, TypeVar
 
 import msgspec
@@ -225,11 +226,19 @@ class _Api:
         return Response(status_code=200 if self.service.fleet.decode_workers else 503)
 
     async def metrics(self, request: Request) -> Response:
-        page = exposition(self.service.metrics, self.service.fleet)
+        with self.service.pacer.pace() as pace:
+            await (
+                pace.rest()
+            )  # a page takes a millisecond: of many who ask at once, one is served in a turn of the loop
+            page = exposition(self.service.metrics, self.service.fleet)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 
     async def openapi(self, request: Request) -> Response:
-        return _json(openapi_document(self.service.config, self.service.model_name, self._keys.required))
+        return Response(self._openapi_json, media_type="application/json")
+
+    @cached_property
+    def _openapi_json(self) -> bytes:
+        return msgspec.json.encode(openapi_document(self.service.config, self.service.model_name, self._keys.required))
 
     def _priority(self, given: int | None) -> int:
         priority, lowest = given or 0, self.service.config.min_priority

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from router.harness import MODEL, Harness, until
+from router.turns import Turns
 
 from pdserve.engine.protocol import Cancel, SamplingParams
 from pdserve.router.dispatch import RequestRun
@@ -16,25 +17,6 @@ from pdserve.router.service import RUNS_AT_ONCE
 Make = Callable[..., Harness]
 PROMPTS = [[5, 6 + number % 300] for number in range(600)]
 LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
-
-
-class Turns:
-    """Counts turns of the event loop, and what happens in each."""
-
-    def __init__(self) -> None:
-        self.counts = [0]
-        self._task = asyncio.create_task(self._count())
-
-    async def _count(self) -> None:
-        while True:
-            await asyncio.sleep(0)
-            self.counts.append(0)
-
-    def note(self, *_: Any) -> None:
-        self.counts[-1] += 1
-
-    def close(self) -> None:
-        self._task.cancel()
 
 
 def noted(turns: Turns, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
