@@ -221,6 +221,7 @@ class PaperRunner:
 
     def _copy(self, copies: list[tuple[int, int]], rows: np.ndarray) -> None:
         for source, target in copies:
+            assert not self.blocks.is_free(target), "copies into a block that is free meanwhile"
             rows[target] = rows[source]
 
     def _compute(self, table: list[int], digests: list[int], count: int, rows: np.ndarray) -> None:

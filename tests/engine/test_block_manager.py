@@ -217,6 +217,21 @@ def test_quarantined_blocks_are_given_to_nobody() -> None:
     assert sorted(manager.allocate(3)) == [1, 2, 3]
 
 
+def test_a_block_retires_until_the_newest_step_that_may_write_it_is_done() -> None:
+    manager = BlockManager(4)
+    blocks = manager.allocate(3)
+    manager.begin_step()
+    manager.begin_step()
+    manager.release(blocks[:1])
+    assert (manager.num_retiring, manager.num_free) == (1, 0)
+    manager.end_step()
+    manager.begin_step()  # begun after the release: it cannot know the block
+    assert (manager.num_retiring, manager.num_free) == (1, 0)
+    manager.end_step()
+    assert (manager.num_retiring, manager.num_free) == (0, 1)
+    assert manager.allocate(1) == blocks[:1]
+
+
 def test_misuse_is_an_assertion() -> None:
     manager = BlockManager(4)
     [block] = manager.allocate(1)

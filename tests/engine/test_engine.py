@@ -225,6 +225,20 @@ def test_the_prompt_is_reported_once_and_before_its_first_token(tiny_llama: Path
     assert all(names[0] == "PromptScored" and names.count("PromptScored") == 1 for names in kinds.values())
 
 
+def test_tokens_of_a_slots_last_sequence_are_not_counted(tiny_llama: Path) -> None:
+    """A resumed request begins at the position which the one before it in its slot has reached."""
+    engine = paper_engine(tiny_llama)
+    driver = Driver(engine)
+    sampling = SamplingParams(temperature=0, seed=0, max_tokens=3, repetition_penalty=8.0)
+    driver.add(list(range(256)), sampling)
+    driver.run()
+    resumed = SamplingParams(temperature=0, seed=0, max_tokens=20, repetition_penalty=8.0)
+    forced = (5, 6, 7)
+    key = driver.add([1, 2, 3], resumed, starts=(Start(0, forced),))
+    driver.run()
+    assert driver.tokens[key, 0] == alone(engine, [1, 2, 3], resumed, forced=forced)
+
+
 def test_totals(tiny_llama: Path) -> None:
     engine = paper_engine(tiny_llama)
     driver = Driver(engine)

@@ -197,6 +197,53 @@ def test_who_is_preempted_leaves_the_plan_it_was_in_already(tiny_llama: Path) ->
     driver.assert_empty()
 
 
+def test_copies_of_who_is_preempted_are_not_made(tiny_llama: Path) -> None:
+    """The block to copy into is free at once, and may be a transfer's when the step runs."""
+    engine = paper_engine(tiny_llama, num_kv_blocks=32, max_num_batched_tokens=40, enable_prefix_caching=False)
+    driver = Driver(engine)
+    early = driver.add(prompt_of(41), greedy(20, n=2), priority=1)
+    driver.step()
+    late = driver.add(prompt_of(90, 1), greedy(4))
+    driver.step()  # the choices fork off
+    taken = engine.blocks.allocate(engine.blocks.num_free - 1)
+    driver.step()
+    assert engine.scheduler.num_preemptions == 2 and not paper_of(engine).num_copies
+    engine.blocks.release(taken)
+    driver.run()
+    for choice in range(2):
+        assert driver.tokens[early, choice] == alone(engine, prompt_of(41), greedy(20, n=2), choice)
+    assert driver.tokens[late, 0] == alone(engine, prompt_of(90, 1), greedy(4))
+    driver.assert_empty()
+
+
+def test_nobody_is_preempted_while_a_step_is_in_flight(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama)
+    driver = Driver(engine)
+    driver.add(prompt_of(16), greedy())
+    driver.step()
+    taken = engine.blocks.allocate(engine.blocks.num_free)
+    plan = engine.scheduler.schedule(may_preempt=False)
+    assert plan.blocked and not plan and not engine.scheduler.num_preemptions
+    assert not engine.scheduler.schedule().blocked and engine.scheduler.num_preemptions == 1
+    engine.blocks.release(taken)
+    driver.run()
+    driver.assert_empty()
+
+
+def test_who_is_admitted_leaves_blocks_for_those_that_run(tiny_llama: Path) -> None:
+    """Three blocks are free, which is what the second prompt needs; but the first will grow into one of them."""
+    engine = paper_engine(tiny_llama, num_kv_blocks=6)
+    driver = Driver(engine)
+    first = driver.add(prompt_of(31), greedy())
+    driver.step()
+    second = driver.add(prompt_of(40, 1), greedy())
+    driver.run()
+    assert not engine.scheduler.num_preemptions
+    for key, prompt in ((first, prompt_of(31)), (second, prompt_of(40, 1))):
+        assert driver.tokens[key, 0] == alone(engine, prompt, greedy())
+    driver.assert_empty()
+
+
 def test_the_choices_of_a_request_stand_together(tiny_llama: Path) -> None:
     """A request's forks are not preempted before a request that came later."""
     engine = paper_engine(tiny_llama, num_kv_blocks=8)
