@@ -202,7 +202,6 @@ def _exit(*_: object) -> None:
 
 def main() -> int:
     options = parse_arguments()
-    signal.signal(signal.SIGTERM, _exit)
     try:
         if options.pack is not None:
             options.pack.mkdir(parents=True, exist_ok=True)
@@ -228,4 +227,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _exit)
     sys.exit(main())

@@ -297,7 +297,6 @@ def main() -> int:
     def record(row: Json) -> None:
         append(options.out, common | row | {"engine": engine} | circumstances(options.commit))
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         with engine_processes(configs, gpus) as processes:
             asyncio.run(run(plan, processes, record))
@@ -308,4 +307,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end with it
     sys.exit(main())

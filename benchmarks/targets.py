@@ -70,7 +70,6 @@ def main() -> int:
     parser.set_defaults(engine_max_num_batched_tokens="8192", engine_max_num_seqs="512")
     add_output_arguments(parser)
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _exit)
     try:
         rows = choose(read_rows(options.table), options.only)
         results, failures = (read_results(options.saved), []) if options.saved else measure(rows, options)
@@ -263,4 +262,5 @@ def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_p
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _exit)
     sys.exit(main())

@@ -3,6 +3,8 @@ tiny model on disk.
 """
 
 import os
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multigpu") and devices < 2:
             item.add_marker(pytest.mark.skip(reason=f"needs two CUDA devices, here are {devices}"))
+
+
+@pytest.fixture(autouse=True)
+def handlers_of_signals() -> Iterator[None]:
+    """Ctrl-C does after a test what it did before. (SIGTERM is left out: `ray.init` handles it from then on.)"""
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    after = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
+    assert after == before, f"the test leaves {after} to handle SIGINT"
 
 
 @pytest.fixture(scope="session")

@@ -1,20 +1,19 @@
-"""A router in this process over running engine hosts, served by uvicorn: everything of a cluster but Ray.
+"""A router in this process over running engine hosts, served as under `pdserve up`: everything of a cluster but Ray.
 
 Used by the end-to-end tests and the soak; Serve's part is in tests/cluster.
 """
 
 import asyncio
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-import uvicorn
 from hosts import Host, LocalLink
 from prometheus_client.parser import text_string_to_metric_families
 from shell import ShellLink
 
+from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.app import build_app
 from pdserve.router.fleet import Fleet
@@ -27,7 +26,7 @@ MODEL = "pdserve-demo"
 
 
 class Cluster:
-    """A router in this process over running hosts, served by uvicorn on a port of its own."""
+    """A router in this process over running hosts, which serves HTTP on a port of its own."""
 
     def __init__(self, url: str, fleet: Fleet) -> None:
         self.url = url
@@ -78,22 +77,16 @@ async def cluster(
     fleet = Fleet(config.worker_silence_s, drain_s=drain_s, attempt_deadline_s=config.attempt_deadline_s)
     service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, MODEL, service)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off"))
-    serving = asyncio.create_task(server.serve())
-    running = Cluster(f"http://127.0.0.1:{port}", fleet)
+    server = HttpServer(app, Address("127.0.0.1", 0), config.client_timeout_s)
+    server.start()
+    running = Cluster(f"http://127.0.0.1:{server.port}", fleet)
     try:
         for worker in workers:
             running.join(worker)
         await running.settled(*workers)
-        while not server.started:
-            await asyncio.sleep(0.02)
         yield running
     finally:
-        server.should_exit = True
-        await serving
+        await server.close()
         await running.close()
 
 

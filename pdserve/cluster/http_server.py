@@ -20,6 +20,8 @@ import asyncio
 import socket
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -32,6 +34,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pdserve.background.tasks import once
 
 KEEP_ALIVE_S = 90  # Serve's default too; load generators and connection pools dislike uvicorn's 5
+BACKLOG = 2048  # uvicorn's own
 HEAD_DEADLINE_S = 20.0  # from a request's first byte to its headers' last
 MAX_HEAD_BYTES = 64 << 10
 MAX_HEADERS = 256
@@ -228,6 +231,15 @@ class _Guarded(HttpToolsProtocol):
         self.transport.close()
 
 
+class _Server(uvicorn.Server):
+    """Leaves signals to the process: uvicorn would take SIGINT and SIGTERM from whoever handles them, and
+    of two servers that do not end in the reverse order of their starts one keeps them for ever."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
 class HttpServer:
     """Serves from `start` to `close`. Use from one event loop."""
 
@@ -238,7 +250,7 @@ class HttpServer:
         # Inherited by what is accepted. Without it an answer to a client that does not read waits for ever, and with
         # it `close`: the application is done with an answer when its last bytes are in a buffer.
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(client_timeout_s * 1000))
-        self._server = uvicorn.Server(
+        self._server = _Server(
             uvicorn.Config(
                 app,
                 http=cast(type[asyncio.Protocol], partial(_Guarded, _Turns())),
@@ -262,7 +274,9 @@ class HttpServer:
         return self._task is not None and not self._task.done()
 
     def start(self) -> None:
-        """An error ends the server, and `running` says so: its process must be replaced."""
+        """Connections are taken from now on. An error ends the server, and `running` says so: its
+        process must be replaced."""
+        self._socket.listen(BACKLOG)
         self._task = once("http server", self._server.serve(sockets=[self._socket]))
 
     async def close(self) -> None:

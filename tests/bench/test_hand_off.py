@@ -22,11 +22,7 @@ SMALL = ["--device", "cpu", "--max-num-batched-tokens", "64", "--batch", "3", "-
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     monkeypatch.setattr(sys, "argv", ["hand_off.py", *map(str, arguments)])
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return hand_off.main()
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    return hand_off.main()
 
 
 @pytest.mark.processes
