@@ -331,7 +331,7 @@ class RouterConfig(Config):
     max_n: int = Field(64, ge=1)
     max_logprobs: int = Field(20, ge=0)
     max_body_bytes: int = Field(32 << 20, ge=1024)
-    max_total_body_bytes: int = Field(256 << 20, ge=4096)
+    max_total_body_bytes: int = Field(128 << 20, ge=4096)
     max_held_bytes: int = Field(128 << 20, ge=1 << 16)
     policy: Literal["default", "prefix", "least-loaded", "round-robin"] = "default"
     split: Literal["auto", "always", "never"] = "auto"

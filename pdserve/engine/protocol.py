@@ -374,7 +374,7 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 Command = Submit | Prepare | Cancel | ConnectPeer | DisconnectPeer | Subscribe | Resync | RouterLost | SetRole | Stop
 
 
-class TokenLogprob(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Log-probability of the token at one position, its rank (1 = likeliest), and the likeliest alternatives, best
     first.
     """

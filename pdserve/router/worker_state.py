@@ -48,7 +48,7 @@ class Silent:
 LegEvent = Delta | PromptScored | Handoff | Arrived | Failed | Lost | Silent
 
 
-LOOK_EVERY = 32  # events that wait, until it is time to join them and to count their bytes
+LOOK_EVERY = 32  # events that wait, until they are joined and counted for the first time
 JOINED_BYTES = 16_384  # of one event that others were joined to
 
 
@@ -105,7 +105,7 @@ class Inbox:
 
     def _count(self, num_bytes: int) -> None:
         before, self._counted = self._counted, num_bytes
-        self._look_at = len(self._items) + LOOK_EVERY
+        self._look_at = 2 * len(self._items) + LOOK_EVERY  # each look passes over all: so one event costs the same
         if self._account is not None:
             self._account.add(num_bytes - before)
 

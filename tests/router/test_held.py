@@ -97,6 +97,23 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
             assert [each.token_id for event in own for each in event.logprobs] == list(range(count))
 
 
+def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look passes over all that waits: the looks get rarer."""
+    passed = 0
+
+    def counting(*args: Any) -> int:
+        nonlocal passed
+        passed += 1
+        return size_of(*args)
+
+    monkeypatch.setattr("pdserve.router.worker_state.size_of", counting)
+    inbox, count = Inbox(), 30_000
+    one = leg(0, inbox)
+    for position in range(count):
+        inbox.put(one, delta(2 * position))  # none follows the one before
+    assert len(inbox) == count and passed < 4 * count
+
+
 def test_only_what_follows_each_other_is_joined() -> None:
     inbox = Inbox()
     first, second = leg(0, inbox), leg(1, inbox)
