@@ -3,7 +3,7 @@
 On CPU the results are batch-invariant bit for bit: what a (sequence, query position) gets does not depend on the other
 sequences, on chunking, on cached prefixes, or on whether paged_decode or paged_prefill computes it. These facts carry
 this: a float32 product gives equal rows for every number of rows that is a multiple of ROW_MULTIPLE (`linear`) or of
-`_exact_rows()` (attention, found by a probe), and equal columns for every multiple of KV_CHUNK; softmax gives the same
+`_exact_rows` (attention, found by a probe), and equal columns for every multiple of KV_CHUNK; softmax gives the same
 for a row with MASKED keys appended; values are summed in chunks at fixed absolute positions, where one that a row must
 not see adds exactly 0. The tests hold it for one torch thread, which workers use; `LLM` leaves torch its threads.
 Knows nothing of models, schedulers or block managers. Called by models through ops_for().
@@ -306,9 +306,9 @@ class _Tile(NamedTuple):
     num_queries: int
     position: int
 
-    def num_scores(self, group: int) -> int:
+    def num_scores(self, group: int, head_dim: int) -> int:
         """Scores that the tile computes in each KV head when it is a batch of its own."""
-        rows = _round_up(self.num_queries * group, _exact_rows())
+        rows = _round_up(self.num_queries * group, _exact_rows(head_dim))
         return rows * _round_up(self.position + self.num_queries, KV_CHUNK)
 
 
@@ -350,16 +350,21 @@ def _plan(
         for row in range(start, end, tile_len)
     ]
     tables = block_tables.array().astype(np.int64)
-    return [_make_batch(some, tables, group, kv_shape, kv_strides, device) for some in _similar(tiles, group)]
+    batches = _similar(tiles, group, kv_shape[4])
+    return [_make_batch(some, tables, group, kv_shape, kv_strides, device) for some in batches]
 
 
-def _similar(tiles: list[_Tile], group: int) -> Iterator[list[_Tile]]:
+def _similar(tiles: list[_Tile], group: int, head_dim: int) -> Iterator[list[_Tile]]:
     """Tiles to compute together: few enough for the CPU's cache, and not much smaller than the largest of them."""
-    tiles = sorted(tiles, key=lambda tile: tile.num_scores(group), reverse=True)
+
+    def size(tile: _Tile) -> int:
+        return tile.num_scores(group, head_dim)
+
+    tiles = sorted(tiles, key=size, reverse=True)
     while tiles:
-        largest, padding, count = tiles[0].num_scores(group), 0, 1
+        largest, padding, count = size(tiles[0]), 0, 1
         for tile in tiles[1:]:
-            padding += largest - tile.num_scores(group)
+            padding += largest - size(tile)
             if (count + 1) * largest > BATCH_SCORES or padding > BATCH_SCORES // 4:
                 break
             count += 1
@@ -413,9 +418,10 @@ def _attend(q: Tensor, kv: Tensor, batch: _Batch, scale: float) -> Tensor:
     queries = (q.float() * scale).view(n, -1, num_kv_heads, group, head_dim).transpose(1, 2)
     queries = queries.reshape(n * num_kv_heads, -1, head_dim)  # [n * Hk, P * G, D]
     num_rows = queries.shape[1]
-    scores = torch.bmm(_pad_rows(queries), keys.transpose(1, 2))[:, :num_rows]
+    exact_rows = _exact_rows(head_dim)
+    scores = torch.bmm(_pad_rows(queries, exact_rows), keys.transpose(1, 2))[:, :num_rows]
     scores.view(n, num_kv_heads, num_rows, -1)[..., batch.tail :].add_(batch.bias)
-    probs = _pad_rows(torch.softmax(scores, dim=-1))
+    probs = _pad_rows(torch.softmax(scores, dim=-1), exact_rows)
     out = torch.zeros_like(queries)
     for chunk_probs, chunk_values in zip(probs.split(KV_CHUNK, dim=2), values.split(KV_CHUNK, dim=1), strict=True):
         out += torch.bmm(chunk_probs, chunk_values)[:, :num_rows]
@@ -426,21 +432,22 @@ def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-def _pad_rows(x: Tensor) -> Tensor:
-    """x [n, rows, width] with zero rows appended up to a multiple of `_exact_rows()`."""
-    return functional.pad(x, (0, 0, 0, -x.shape[1] % _exact_rows()))
+def _pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """x [n, rows, width] with zero rows appended up to a multiple of so many."""
+    return functional.pad(x, (0, 0, 0, -x.shape[1] % multiple))
 
 
 @lru_cache
-def _exact_rows() -> int:
+def _exact_rows(head_dim: int) -> int:
     """The fewest rows, of 4, 8 and 16, whose float32 bmm gives every row the bits it has among many, on this CPU.
 
     Decoding has few rows a KV head, so padding them to 16 is most of its arithmetic; but some CPUs' libraries compute
-    small products in another order. Tried once, on the shapes of attention, in a millisecond.
+    small products in another order, which small ones depends on the head's size. (Xeons with AVX-512 and AMX: 4 rows
+    agree up to heads of 80, 8 up to 160, 16 always.) Tried once per size, in a millisecond.
     """
     generator = torch.Generator().manual_seed(0)
     for rows in (4, 8):
-        if all(_rows_agree(rows, dim, num_keys, generator) for dim in (32, 64, 80, 128) for num_keys in (64, 192, 320)):
+        if all(_rows_agree(rows, head_dim, num_keys, generator) for num_keys in (64, 192, 320)):
             return rows
     return ROW_MULTIPLE
 
