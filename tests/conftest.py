@@ -15,10 +15,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # must be set before triton is imported
 
+import hypothesis
 import pytest
 from tiny_models import make_tiny
 
 torch.set_num_threads(1)
+
+# Hypothesis fails an example that takes longer than 200 ms, which a busy machine can make of any.
+hypothesis.settings.register_profile("pdserve", deadline=None)
+hypothesis.settings.load_profile("pdserve")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
