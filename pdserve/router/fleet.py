@@ -16,7 +16,7 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -30,6 +30,7 @@ from pdserve.engine.protocol import (
     Cancel,
     Command,
     Delta,
+    Event,
     EventBatch,
     Failed,
     Hello,
@@ -51,6 +52,7 @@ from pdserve.router.worker_state import Inbox, Leg, Lost, Silent, WorkerState
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
+EVENTS_AT_ONCE = 64  # of a worker's message, in one turn of the event loop
 
 # Workers push once a second. Of one that has left the running set, silence says that it did not leave but is dead: its
 # node may have vanished without closing a connection.
@@ -232,7 +234,12 @@ class Fleet:
                 batch = decode_batch(data)
                 if worker is None:
                     worker = self._enter(link, session, batch)
-                self._take(worker, batch)
+                if batch.incarnation != worker.incarnation:
+                    raise _ProtocolError("its engine was restarted within the stream")
+                for start in range(0, len(batch.events), EVENTS_AT_ONCE):
+                    if start:
+                        await asyncio.sleep(0)  # each event wakes a request
+                    self._take(worker, batch.events[start : start + EVENTS_AT_ONCE])
         except WorkerLost as error:
             reason = f"lost: {error}"
         except (msgspec.DecodeError, _ProtocolError) as error:
@@ -274,11 +281,9 @@ class Fleet:
         self._notify()
         return worker
 
-    def _take(self, worker: WorkerState, batch: EventBatch) -> None:
-        if batch.incarnation != worker.incarnation:
-            raise _ProtocolError("its engine was restarted within the stream")
+    def _take(self, worker: WorkerState, events: Sequence[Event]) -> None:
         worker.last_seen = self._now()
-        for event in batch.events:
+        for event in events:
             if isinstance(event, Delta):  # first: nearly all events are
                 self._route(worker, event)
             elif isinstance(event, LegsWaiting):

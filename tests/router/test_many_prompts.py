@@ -9,8 +9,9 @@ import pytest
 from router.harness import MODEL, Harness, until
 from router.turns import Turns
 
-from pdserve.engine.protocol import Cancel, SamplingParams
+from pdserve.engine.protocol import Cancel, Delta, Event, SamplingParams
 from pdserve.router.dispatch import RequestRun
+from pdserve.router.fleet import EVENTS_AT_ONCE
 from pdserve.router.pace import Pace
 from pdserve.router.service import RUNS_AT_ONCE
 
@@ -100,3 +101,24 @@ async def test_an_error_while_they_begin_ends_the_call(make: Make, monkeypatch: 
         await asyncio.wait_for(generation.collect(), 10)
     monkeypatch.undo()
     generation.close()
+
+
+async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker's message that ends all of them wakes a part of them in each turn."""
+    harness = make(0, 1)
+    harness.decodes[0].step_s = 30.0
+    await harness.start()
+    generation = await harness.service.admit(PROMPTS, LONG)
+    reading = asyncio.create_task(generation.collect())
+    await until(lambda: harness.world.held() == len(PROMPTS), 20)
+    [worker] = harness.fleet.workers
+    ends: list[Event] = [
+        Delta(request_id, attempt, 0, 0, tuple(range(3, 203)), "length") for request_id, attempt in list(worker.legs)
+    ]
+    turns = Turns()
+    noted(turns, monkeypatch, "_drain")
+    for queue in harness.decodes[0]._streams.values():
+        queue.put_nowait(harness.decodes[0]._batch(ends))
+    await asyncio.wait_for(reading, 20)
+    assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= EVENTS_AT_ONCE
+    turns.close()
