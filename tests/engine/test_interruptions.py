@@ -35,6 +35,14 @@ CALLS_TRIED = 8
 INSTRUCTIONS_TRIED = 32
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background and had it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def prompts() -> list[list[int]]:
     chance = random.Random(1)
     common = [chance.randrange(256) for _ in range(32)]
