@@ -23,7 +23,7 @@ TRANSPARENT = {"any", "all", "len", "sum", "bool", "sorted", "set", "list", "nex
 
 def until(
     condition: Condition,
-    seconds: float = 5.0,
+    seconds: float = 60.0,
     doing: Callable[[], object] = lambda: None,
     pause_s: float = 0.001,
 ) -> None:
@@ -37,7 +37,7 @@ def until(
         time.sleep(pause_s)
 
 
-async def until_async(condition: Condition, seconds: float = 5.0, pause_s: float = 0.002) -> None:
+async def until_async(condition: Condition, seconds: float = 60.0, pause_s: float = 0.002) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit, complaint(condition, seconds)

@@ -3,11 +3,14 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
+from clock import Clock
+from router import workers
 from router.fake_worker import VOCAB
 from router.harness import Harness
 from text.backends import TEMPLATE, byte_level_backend
 
 from pdserve.configs.schema import RouterConfig, SloConfig
+from pdserve.router import app, choose, dispatch, service
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -21,8 +24,18 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The router's time stands still but for what the test makes pass. Fleets need it, too: make(..., now=clock)."""
+    clock = Clock()
+    for module in (app, choose, dispatch, service, workers):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+@pytest.fixture
 async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
-    """make(num_prefill, num_decode, slo={...}, **RouterConfig fields) -> a running Harness, closed after the test."""
+    """make(num_prefill, num_decode, slo={...}, **RouterConfig fields) -> a running Harness, closed after the test. Its
+    workers are silent only where a test says so: they report when they are told to."""
     made: list[Harness] = []
 
     def build(
@@ -34,7 +47,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
         sampling_defaults: dict[str, Any] | None = None,
         **config: Any,
     ) -> Harness:
-        router = RouterConfig(**{"split": "always", **config})
+        router = RouterConfig(**{"split": "always", "worker_silence_s": 600.0, **config})
         promise = SloConfig(**slo or {})
         harness = Harness(tokenizer, router, num_prefill, num_decode, resume_wait_s, promise, now, sampling_defaults)
         made.append(harness)

@@ -7,7 +7,7 @@ that follow.
 import asyncio
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,8 +102,8 @@ class World:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
 
-    async def settled(self, seconds: float = 2.0) -> int:
-        """What is held once nothing changes any more."""
+    async def settled(self, seconds: float = 20.0) -> int:
+        """What is held once nothing changes any more, or after so many seconds."""
         for _ in range(int(seconds / 0.01)):
             if self.held() == 0:
                 break
@@ -122,6 +122,9 @@ class FakeWorker:
         self.incarnation = incarnation
         self.alive = True
         self.step_s = 0.0
+        self.sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+        self.going = asyncio.Event()  # no step begins while this is not set
+        self.going.set()
         self.send_delay: Callable[[Command], float] = lambda command: 0.0
         self.before_batch: Callable[[int], None] = lambda number: None
         self.mangle: Callable[[list[Event]], list[Event]] = lambda events: events
@@ -342,7 +345,7 @@ class FakeWorker:
             self._queued.add(key)
             await self.gate.wait()
             self._queued.discard(key)
-        await asyncio.sleep(self.step_s)
+        await self._pause()
         if submit.phase == "decode":
             self.push(key, [self._pull(submit)])
         tokens = {start.choice: list(start.forced) for start in submit.starts}
@@ -359,7 +362,11 @@ class FakeWorker:
                 return
             self.push(key, events)
             first = []
-            await asyncio.sleep(self.step_s)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        await self.sleep(self.step_s)
+        await self.going.wait()
 
     def _step(self, submit: Submit, tokens: dict[int, list[int]]) -> list[Event]:
         deltas: list[Event] = []

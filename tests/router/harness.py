@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import openai
+from clock import Clock
 from router.fake_worker import FakeWorker, World, expected_tokens
 from waiting import Condition, until_async
 
@@ -18,16 +19,6 @@ from pdserve.router.service import ChoiceResult, Service
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "demo"
-
-
-class Clock:
-    """The fleet's time, made by hand."""
-
-    def __init__(self) -> None:
-        self.seconds = 1000.0
-
-    def __call__(self) -> float:
-        return self.seconds
 
 
 class Harness:
@@ -48,6 +39,7 @@ class Harness:
             config.worker_silence_s, drain_s=config.drain_s, attempt_deadline_s=config.attempt_deadline_s, now=now
         )
         self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s, slo, sampling_defaults=sampling_defaults)
+        self.service.admission.clock = now
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)
         self.prefills = [FakeWorker(self.world, f"p{i}", "prefill") for i in range(num_prefill)]
         self.decodes = [FakeWorker(self.world, f"d{i}", "decode") for i in range(num_decode)]
@@ -88,7 +80,7 @@ class Harness:
             await settle()
 
     async def collect(self, prompt: Any, sampling: SamplingParams) -> list[ChoiceResult]:
-        return await asyncio.wait_for(self.service.collect([prompt], sampling), 10)
+        return await asyncio.wait_for(self.service.collect([prompt], sampling), 60)
 
     def check(self, results: list[ChoiceResult], prompt: tuple[int, ...], sampling: SamplingParams) -> None:
         """Every choice has exactly the tokens, the text and the end that an undisturbed worker gives it."""
@@ -106,5 +98,5 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def until(condition: Condition, seconds: float = 5.0) -> None:
+async def until(condition: Condition, seconds: float = 60.0) -> None:
     await until_async(condition, seconds)

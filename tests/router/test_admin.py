@@ -107,7 +107,6 @@ async def test_the_last_decoder_stays_unless_forced(make: Make) -> None:
 
 
 async def test_roles_that_cannot_be(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_admin, "ANSWER_S", 0.1)
     harness = await make(1, 1).start()
     admin, _ = admin_of(harness)
     harness.add("a0", "both", pool=False)
@@ -116,9 +115,12 @@ async def test_roles_that_cannot_be(make: Make, monkeypatch: pytest.MonkeyPatch)
     await refused(admin.set_role("d9", "both"), 404, "'d9'", "a0, d0, p0")
     await refused(admin.set_role("a0", "decode"), 400, "a0", "no connector")
     harness.prefills[0].mute = True
-    await refused(admin.set_role("p0", "both"), 503, "p0 did not answer")
+    with monkeypatch.context() as patch:
+        patch.setattr(router_admin, "ANSWER_S", 0.1)
+        await refused(admin.set_role("p0", "both"), 503, "p0 did not answer")
+    monkeypatch.setattr(router_admin, "ANSWER_S", 600.0)
     changing = asyncio.create_task(admin.set_role("p0", "decode"))
-    await asyncio.sleep(0.02)
+    await until(lambda: SetRole(role="decode") in harness.prefills[0].commands)
     harness.prefills[0].die()
     await refused(changing, 503, "p0 was lost")
     task = asyncio.create_task(harness.collect(PROMPT, sampling(max_tokens=100)))

@@ -41,7 +41,7 @@ def is_free(harness: Harness) -> bool:
 @pytest.mark.parametrize("chat", [False, True])
 async def test_too_many_prompts_at_once(make: Make, chat: bool) -> None:
     harness = await make(1, 1, max_concurrent_prompts=2).start()
-    harness.prefills[0].step_s = 0.5
+    harness.prefills[0].going.clear()
     http = harness.http()
     two = asyncio.create_task(http.post("/v1/completions", json=GOOD | {"prompt": [PROMPT, PROMPT]}))
     await until(lambda: len(harness.prefills[0].submits()) == 2)
@@ -57,6 +57,7 @@ async def test_too_many_prompts_at_once(make: Make, chat: bool) -> None:
     assert len(harness.prefills[0].submits()) == 2, "nothing was computed for it"
     page = (await http.get("/metrics")).text
     assert 'rejections_total{reason="too_many_concurrent_prompts",status="429"} 1.0' in page
+    harness.prefills[0].going.set()
     assert (await two).status_code == 200 and is_free(harness)
     assert (await http.post(path, json=body)).status_code == 200
 
@@ -71,7 +72,9 @@ async def test_more_prompts_than_there_ever_will_be(make: Make) -> None:
 
 async def test_too_many_queued_tokens(make: Make) -> None:
     harness = await make(1, 1, max_queued_tokens=30).start()
-    harness.prefills[0].step_s = harness.decodes[0].step_s = 0.5
+    [prefill], [decode] = harness.prefills, harness.decodes
+    prefill.going.clear()
+    decode.going.clear()
     http = harness.http()
     first = asyncio.create_task(http.post("/v1/completions", json=GOOD))
     await until(lambda: harness.service.admission.queued_tokens == 20)
@@ -81,15 +84,19 @@ async def test_too_many_queued_tokens(make: Make) -> None:
     assert (answer.status_code, error["code"]) == (429, "too_many_queued_tokens")
     assert "router.max_queued_tokens" in error["message"] and "retry-after" in answer.headers
     small = asyncio.create_task(http.post("/v1/completions", json=GOOD | {"prompt": PROMPT[:10]}))
+    await until(lambda: harness.service.admission.queued_tokens == 30)
+    prefill.going.set()
     await until(lambda: harness.service.admission.queued_tokens == 0)
-    assert not first.done(), "computed prompts do not wait any more"
-    assert (await http.post("/v1/completions", json=GOOD)).status_code == 200
-    assert (await first).status_code == (await small).status_code == 200 and is_free(harness)
+    third = asyncio.create_task(http.post("/v1/completions", json=GOOD))
+    await until(lambda: third.done() or len(decode.submits()) == 3)
+    assert not first.done() and not third.done(), "computed prompts do not wait any more"
+    decode.going.set()
+    assert {(await task).status_code for task in (first, small, third)} == {200} and is_free(harness)
 
 
 async def test_openais_client_knows_that_it_is_too_much(make: Make) -> None:
     harness = await make(0, 1, max_concurrent_prompts=1).start()
-    harness.decodes[0].step_s = 0.3
+    harness.decodes[0].going.clear()
     client, retrying = harness.openai(), harness.openai().with_options(max_retries=5)
     params: Any = {"model": MODEL, "messages": CHAT["messages"], "max_tokens": 2}
     first = asyncio.create_task(client.chat.completions.create(**params))
@@ -98,8 +105,11 @@ async def test_openais_client_knows_that_it_is_too_much(make: Make) -> None:
         with pytest.raises(openai.RateLimitError) as caught:
             await client.chat.completions.create(**params, stream=stream)
         assert int(caught.value.response.headers["retry-after"]) >= 1
-    later = await retrying.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2)
-    assert later.usage is not None and (await first).usage is not None, "it came again by itself"
+    again = asyncio.create_task(retrying.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2))
+    refusals = "pdserve_router_rejections_total", {"reason": "too_many_concurrent_prompts", "status": "429"}
+    await until(lambda: harness.service.metrics.registry.get_sample_value(*refusals) == 3)
+    harness.decodes[0].going.set()
+    assert (await again).usage is not None and (await first).usage is not None, "it came again by itself"
     assert is_free(harness)
 
 
@@ -135,10 +145,9 @@ async def test_places_are_given_back_when_it_fails(make: Make, stream: bool) -> 
             await http.post("/v1/completions", json=GOOD | {"stream": stream, "prompt": prompt})
             assert is_free(harness)
     harness.decodes[0].fail_submit = lambda submit: None
-    harness.decodes[0].step_s = 0.5
+    harness.decodes[0].going.clear()
     task = asyncio.create_task(harness.service.collect([PROMPT, PROMPT], SamplingParams(max_tokens=4)))
-    await asyncio.sleep(0.02)
-    assert harness.service.admission.num_prompts == 2
+    await until(lambda: harness.decodes[0].held() == harness.service.admission.num_prompts == 2)
     task.cancel()
     await asyncio.wait([task])
     assert is_free(harness)

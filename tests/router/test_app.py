@@ -12,7 +12,7 @@ import msgspec
 import openai
 import pytest
 from router.fake_worker import expected_tokens, logprob_of
-from router.harness import MODEL, Harness
+from router.harness import MODEL, Harness, until
 
 from pdserve.engine.protocol import Cancel, Delta, Event, LegTimes, SamplingParams, Submit
 
@@ -361,7 +361,7 @@ async def test_failures_before_the_first_token_have_a_status(make: Make, stream:
         answer = await harness.http().post("/v1/completions", json=GOOD | {"stream": stream})
         assert (answer.status_code, "retry-after" in answer.headers) == (status, False)
     harness.decodes[0].die()
-    await asyncio.sleep(0.01)
+    await until(lambda: not harness.fleet.worker_ids)
     answer = await harness.http().post("/v1/completions", json=GOOD | {"stream": stream})
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_workers")
 
@@ -434,7 +434,7 @@ async def test_the_parts_of_a_requests_time_add_up(make: Make, stream: bool) -> 
     assert registry.get_sample_value("pdserve_router_e2e_request_latency_seconds_count") == 2
     assert total is not None and total > 0.08
     assert total == pytest.approx(0.014 + spent("admission") + spent("transport"))
-    assert 0 < spent("admission") < spent("transport")
+    assert spent("admission") > 0 and spent("transport") > 2 * 3 * 0.02 - 0.014, "steps that no worker told of"
     before = spent("transport")
     await http.post("/v1/completions", json=GOOD | {"prompt": [PROMPT, PROMPT], "max_tokens": 3, "stream": stream})
     assert registry.get_sample_value("pdserve_router_e2e_request_latency_seconds_count") == 3
@@ -507,14 +507,15 @@ class Client:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_that_leaves_frees_everything_at_once(make: Make, stream: bool) -> None:
     harness = await make(1, 1).start()
-    harness.decodes[0].step_s = 0.05
     body = GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": stream, "n": 2}
+    harness.decodes[0].step_s = 0.01
     client = Client(harness, "/v1/completions", body)
-    await asyncio.sleep(0.1)
+    await until(lambda: harness.decodes[0].num_batches > 2)
+    harness.decodes[0].going.clear()
     assert harness.world.held() > 0
     client.leave()
-    await asyncio.wait_for(client.call, 1)
-    assert await harness.world.settled(0.1) == 0
+    await asyncio.wait_for(client.call, 60)
+    assert await harness.world.settled() == 0
     assert any(isinstance(command, Cancel) for command in harness.decodes[0].commands)
     assert (
         harness.service.metrics.registry.get_sample_value("pdserve_router_requests_total", {"outcome": "cancelled"})
@@ -527,15 +528,16 @@ async def test_other_ways_to_lose_a_client(make: Make, moment: str) -> None:
     harness = await make(1, 1).start()
     harness.decodes[0].step_s = 0.01
     client = Client(harness, "/v1/completions", GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": True})
-    await asyncio.sleep(0.05)
+    await until(lambda: len(client.sent) > 3)
     if moment == "server_cancels":
         client.call.cancel()
     else:
         client._send = broken_send  # type: ignore[method-assign]
         client.sent = Broken()
-    await asyncio.wait({client.call}, timeout=1)
+    await asyncio.wait({client.call}, timeout=60)
     assert client.call.done()
-    assert await harness.world.settled(0.3) == 0
+    assert await harness.world.settled() == 0
+    assert any(isinstance(command, Cancel) for command in harness.decodes[0].commands), "it does not run to its end"
 
 
 async def broken_send(message: Any) -> None:
@@ -560,7 +562,7 @@ async def test_half_of_fifty_clients_leave_at_random_moments(make: Make) -> None
         if number % 2:
             await asyncio.sleep(chance.uniform(0, 0.08))
             client.leave()
-        await asyncio.wait_for(client.call, 10)
+        await asyncio.wait_for(client.call, 60)
         return client.complete
 
     complete = await asyncio.gather(*[one(number) for number in range(50)])
@@ -571,12 +573,13 @@ async def test_half_of_fifty_clients_leave_at_random_moments(make: Make) -> None
 
 async def test_the_first_token_is_flushed_alone(make: Make) -> None:
     harness = await make(1, 1).start()
-    harness.decodes[0].step_s = 0.1
+    harness.decodes[0].going.clear()
     client = Client(
         harness, "/v1/chat/completions", CHAT | {"max_tokens": 2, "ignore_eos": True, "stream": True, "seed": 4}
     )
-    await asyncio.sleep(0.08)
-    assert b'"role":"assistant"' in b"".join(client.sent) and not client.complete
+    await until(lambda: b'"role":"assistant"' in b"".join(client.sent))
+    assert not client.complete
+    harness.decodes[0].going.set()
     await client.call
     assert client.complete
 
@@ -592,7 +595,7 @@ async def test_a_stream_that_is_not_taken_is_given_up(make: Make) -> None:
     harness = await make(0, 1, client_timeout_s=0.2).start()
     client = Client(harness, "/v1/completions", GOOD | {"stream": True, "ignore_eos": True, "max_tokens": 200})
     client.taking.clear()
-    await asyncio.wait_for(client.call, 5)
+    await asyncio.wait_for(client.call, 60)
     assert harness.service.admission.num_prompts == 0 and harness.world.held() == 0
 
 

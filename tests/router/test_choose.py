@@ -1,12 +1,12 @@
 """Which worker each policy picks, and what predictions are made of."""
 
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, get_args
 
 import msgspec
 import pytest
+from clock import Clock
 from pydantic import ValidationError
 from router.fake_worker import expected_tokens
 from router.harness import Harness, until
@@ -23,6 +23,8 @@ from pdserve.router.prompt_queue import UNSEEN_S, PromptQueue
 from pdserve.router.worker_state import WorkerState
 
 Make = Callable[..., Harness]
+NOW = Clock().seconds
+pytestmark = pytest.mark.usefixtures("clock")
 PROMPT = tuple(range(3, 203))
 
 
@@ -78,8 +80,8 @@ def test_predictions_are_milliseconds_of_what_workers_report() -> None:
     a = made("a", "prefill", holds=PROMPT[:64], queue_tokens=500, prefill_tokens_per_s=5000.0)
     b = made("b", "decode", holds=PROMPT[:160], prefill_tokens_per_s=0.0, num_running=3, free_blocks=1)
     join(a, b, bytes_per_s=2e6)
-    predictor = Predictor([a, b], PromptBlocks(PROMPT, ""), 200, time.monotonic())
-    assert predictor.queue_ms(a) == pytest.approx(100, abs=20)
+    predictor = Predictor([a, b], PromptBlocks(PROMPT, ""), 200, NOW)
+    assert predictor.queue_ms(a) == pytest.approx(100)
     assert predictor.compute_ms(a) == pytest.approx((200 - 64) / 5)
     assert predictor.speed(b) == 5000, "as others that were measured"
     assert predictor.decode_load_ms(b) == pytest.approx(3 * DECODE_TOKENS / 5)
@@ -157,8 +159,8 @@ def test_a_session_never_goes_to_an_overloaded_worker(policy: str) -> None:
     assert whole(policy, workers, 2, "mine") == {other: 2}
 
 
-async def test_the_session_header_and_the_salt_reach_the_choice(make: Make) -> None:
-    harness = await make(0, 4).start()
+async def test_the_session_header_and_the_salt_reach_the_choice(make: Make, clock: Clock) -> None:
+    harness = await make(0, 4, now=clock).start()
     async with harness.http() as client:
         for number in range(12):
             body = {"model": "demo", "prompt": [5 + number, 6, 7], "max_tokens": 1}
@@ -169,12 +171,12 @@ async def test_the_session_header_and_the_salt_reach_the_choice(make: Make) -> N
     prompt = tuple(range(3, 103))
     for salt in ("a", "b"):
         await harness.service.collect([prompt], SamplingParams(max_tokens=2, seed=1), cache_salt=salt)
-    held = [PromptBlocks(prompt, "a").num_cached_tokens(w.cached, "model", 16, time.monotonic()) for w in _all(harness)]
+    held = [PromptBlocks(prompt, "a").num_cached_tokens(w.cached, "model", 16, NOW) for w in _all(harness)]
     assert sorted(held) == [0, 0, 0, 96]
 
 
-async def test_requests_follow_the_prefix_that_was_sent_before(make: Make) -> None:
-    harness = await make(0, 3, policy="default").start()
+async def test_requests_follow_the_prefix_that_was_sent_before(make: Make, clock: Clock) -> None:
+    harness = await make(0, 3, policy="default", now=clock).start()
     sampling = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
     for number in range(9):
         prompt = (*([10 + number % 3] * 200), number)
@@ -202,7 +204,7 @@ def pooled(*workers: WorkerState, tokens: tuple[int, ...], chunk: int = 32) -> N
 def test_what_the_pool_holds_is_fetched_not_computed() -> None:
     holder, near, far = made("holder", holds=PROMPT[:160]), made("near"), made("far")
     pooled(holder, near, tokens=PROMPT)
-    predictor = Predictor([holder, near, far], PromptBlocks(PROMPT, ""), len(PROMPT), time.monotonic())
+    predictor = Predictor([holder, near, far], PromptBlocks(PROMPT, ""), len(PROMPT), NOW)
     assert [predictor.fetched_tokens(worker) for worker in (holder, near, far)] == [32, 192, 0]
     assert [predictor.computed_tokens(worker) for worker in (holder, near, far)] == [8, 8, 200]
     size = 1024 / 16  # bytes of a token's rows there
@@ -210,18 +212,18 @@ def test_what_the_pool_holds_is_fetched_not_computed() -> None:
     assert predictor.compute_ms(far) == pytest.approx(20.0)
     assert whole("default", [near, far]) == {"near": 12}
     note_sent([near, far], near, PromptBlocks(PROMPT, ""), "full")
-    assert near.queue.left(time.monotonic(), 10_000.0) <= 8
+    assert near.queue.left(NOW, 10_000.0) <= 8
 
 
 def test_less_than_a_chunk_is_not_asked_for() -> None:
     worker = made("worker", holds=PROMPT[:176])
     pooled(worker, tokens=PROMPT)
-    predictor = Predictor([worker], PromptBlocks(PROMPT, ""), len(PROMPT), time.monotonic())
+    predictor = Predictor([worker], PromptBlocks(PROMPT, ""), len(PROMPT), NOW)
     assert predictor.fetched_tokens(worker) == 0 and predictor.computed_tokens(worker) == 24
 
 
-async def test_workers_of_one_pool_share_what_each_says(make: Make) -> None:
-    harness = make()
+async def test_workers_of_one_pool_share_what_each_says(make: Make, clock: Clock) -> None:
+    harness = make(now=clock)
     for fake in (*harness.prefills, *harness.decodes):
         fake.kv_pool = "here"
     await harness.start()

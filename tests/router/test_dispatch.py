@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 from router.fake_worker import FakeWorker, expected_tokens, finish_of
-from router.harness import Harness, until
+from router.harness import Harness, settle, until
 
 from pdserve.engine.protocol import Arrived, Cancel, Command, Delta, Event, Failed, Prepare, SamplingParams, Submit
 from pdserve.router.errors import ApiError, RequestFailed
@@ -75,27 +75,37 @@ async def test_a_prompt_is_not_cut_for_a_fast_link(
     assert await harness.world.settled() == 0
 
 
-async def test_the_announced_d_dies_while_p_computes(make: Make) -> None:
+async def test_the_announced_d_dies_while_p_computes(make: Make, parts_from: int) -> None:
     harness = await make(1, 2).start()
-    harness.prefills[0].step_s = 0.1
+    harness.prefills[0].going.clear()
     params = sampling(n=2)
     answer = asyncio.create_task(harness.collect(PROMPT, params))
     await until(lambda: bool(harness.prefills[0].submits()))
-    await asyncio.sleep(0.03)
+    if parts_from:
+        await until(lambda: any(d.prepared for d in harness.decodes))
     planned = next((d for d in harness.decodes if d.prepared), harness.decodes[0])
     planned.die()
+    harness.prefills[0].going.set()
     harness.check(await answer, PROMPT, params)
     assert len(harness.prefills[0].submits()) == 1, "what P computes is not lost with D"
     assert await harness.world.settled() == 0
 
 
 async def test_first_token_does_not_wait_for_the_transfer(make: Make) -> None:
-    harness = await make(1, 1).start()
-    harness.decodes[0].send_delay = lambda command: 0.2 if isinstance(command, Submit) else 0.0
-    times: list[float] = []
-    async for _ in harness.service.generate([PROMPT], sampling(max_tokens=2)):
-        times.append(asyncio.get_running_loop().time())
-    assert times[1] - times[0] > 0.15
+    harness, on_its_way = await make(1, 1).start(), asyncio.Event()
+    send = harness.decodes[0].send
+
+    async def slowly(command: Command) -> None:
+        if isinstance(command, Submit):
+            await on_its_way.wait()
+        await send(command)
+
+    harness.decodes[0].send = slowly  # type: ignore[method-assign]
+    chunks = harness.service.generate([PROMPT], sampling(max_tokens=2))
+    first = await asyncio.wait_for(anext(chunks), 60)
+    assert len(first.token_ids) == 1
+    on_its_way.set()
+    assert [len(chunk.token_ids) async for chunk in chunks] == [1]
 
 
 async def test_choices_that_end_at_p_do_not_reach_d(make: Make) -> None:
@@ -258,11 +268,11 @@ def chosen(harness: Harness) -> FakeWorker:
 
 
 async def test_the_only_decode_worker_dies_and_a_new_one_takes_over(make: Make) -> None:
-    harness = await make(1, 1, resume_wait_s=5.0).start()
+    harness = await make(1, 1, resume_wait_s=60.0).start()
     harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 4 else None
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
-    await until(lambda: not harness.decodes[0].alive)
-    await asyncio.sleep(0.05)
+    await until(lambda: not harness.fleet.worker_ids - {"p0"})
+    await settle()
     harness.add("d9", "decode")
     harness.check(await task, PROMPT, sampling())
 
@@ -477,7 +487,8 @@ async def test_a_call_that_is_left_counts_as_aborted(make: Make) -> None:
     assert value("pdserve_router_request_success_total", {"finished_reason": "abort"}) == 2
     assert value("pdserve_router_requests_total", {"outcome": "cancelled"}) == 1
     first, count = (value(f"pdserve_router_time_to_first_token_seconds_{part}") for part in ("sum", "count"))
-    assert first is not None and count and first / count == pytest.approx(5, abs=0.5), "counts from the call's arrival"
+    assert first is not None and count
+    assert 5 <= first / count < time.perf_counter() - received, "counts from the call's arrival"
 
 
 @announces_nothing

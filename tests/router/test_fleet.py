@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clock import Clock
 from router.fake_worker import FakeWorker
-from router.harness import Harness, until
+from router.harness import Harness, settle, until
 
 from pdserve.background import tasks
 from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, EventBatch, PeerStatus, SamplingParams, encode
@@ -29,7 +30,7 @@ def sampling(**values: Any) -> SamplingParams:
 
 async def test_every_pair_is_introduced_once(make: Make) -> None:
     harness = await make(2, 2).start()
-    await asyncio.sleep(0.05)
+    await settle()
     for decode in harness.decodes:
         asked = [c.meta.engine_id for c in decode.commands if isinstance(c, ConnectPeer)]
         assert sorted(asked) == ["engine-p0", "engine-p1"]
@@ -60,7 +61,7 @@ async def test_a_lost_stream_alone_disconnects_nobody(make: Make) -> None:
     harness.fleet.join(prefill)
     await until(lambda: harness.connected_pairs() == {("d0", "p0")})
     await harness.fleet.close()
-    await asyncio.sleep(0.02)
+    await settle()
     assert not any(isinstance(command, DisconnectPeer) for command in harness.decodes[0].commands)
 
 
@@ -80,7 +81,7 @@ async def test_a_refused_pair_is_not_used_and_asked_again(make: Make) -> None:
     await until(lambda: len(harness.fleet.workers) == 2)
     harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
     assert harness.prefills[0].submits() == []
-    await until(lambda: harness.connected_pairs() == {("d0", "p0")}, seconds=3)
+    await until(lambda: harness.connected_pairs() == {("d0", "p0")})
     harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
     assert len(harness.prefills[0].submits()) == 1
 
@@ -120,35 +121,31 @@ def die_at_third(worker: FakeWorker, number: int) -> None:
         worker.die()
 
 
-async def test_a_silent_worker_is_lost(make: Make) -> None:
-    harness = await make(0, 2, worker_silence_s=0.2).start()
-
-    async def beat() -> None:
-        while True:
-            harness.decodes[1].push(None, [harness.decodes[1].snapshot()])
-            await asyncio.sleep(0.05)
-
-    beating = asyncio.create_task(beat())
+async def test_a_silent_worker_is_lost(make: Make, clock: Clock) -> None:
+    harness = await make(0, 2, worker_silence_s=15.0, now=clock).start()
     harness.decodes[0].mute = True
     tasks = [asyncio.create_task(harness.collect(PROMPT, sampling())) for _ in range(2)]
+    await until(lambda: harness.decodes[0].submits())
+    await harness.pass_time(clock, 14)
+    assert harness.fleet.worker_ids == {"d0", "d1"}
+    await harness.pass_time(clock, 2)
     for task in tasks:
         harness.check(await task, PROMPT, sampling())
     assert harness.fleet.worker_ids == {"d1"}
     assert harness.decodes[0].held() == 0  # its stream was closed, so it aborted what it had
-    beating.cancel()
 
 
-async def test_a_worker_that_left_and_is_silent_is_lost_sooner(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_left_and_is_silent_is_lost_sooner(make: Make, clock: Clock) -> None:
     """Its node vanished; the fleet's own patience would outlast this test."""
-    monkeypatch.setattr(fleet, "LEFT_SILENCE_S", 0.2)
-    harness = await make(0, 1, worker_silence_s=600.0).start()
+    harness = await make(0, 1, worker_silence_s=600.0, now=clock).start()
     harness.decodes[0].mute = True
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: harness.decodes[0].submits())
     harness.add("d9", "decode")
-    await asyncio.sleep(0.4)
+    await harness.pass_time(clock, fleet.LEFT_SILENCE_S + 1)
     assert "d0" in harness.fleet.worker_ids
     harness.fleet.leave("d0")
+    await harness.pass_time(clock, 1)
     harness.check(await task, PROMPT, sampling())
     assert harness.fleet.worker_ids == {"d9"}
 
@@ -192,7 +189,7 @@ async def test_leaving_lets_streams_finish_and_takes_nothing_new(make: Make) -> 
     for decode in harness.decodes:
         decode.step_s = 0.02
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
-    await asyncio.sleep(0.05)
+    await until(lambda: any(worker.submits() for worker in harness.decodes))
     busy = next(worker for worker in harness.decodes if worker.submits())
     harness.fleet.leave(busy.worker_id)
     harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
@@ -201,20 +198,22 @@ async def test_leaving_lets_streams_finish_and_takes_nothing_new(make: Make) -> 
     await until(lambda: busy.worker_id not in harness.fleet.worker_ids)
 
 
-async def test_what_outlasts_the_drain_is_moved(make: Make) -> None:
+async def test_what_outlasts_the_drain_is_moved(make: Make, clock: Clock) -> None:
     """Three choices, in mid-stream: no token lost or doubled. The worker that left aborts its part."""
-    harness = await make(1, 2, drain_s=0.2, max_attempts=1).start()
+    harness = await make(1, 2, drain_s=10.0, max_attempts=1, now=clock).start()
     for decode in harness.decodes:
-        decode.step_s = 0.05
+        decode.step_s = 0.01
     wanted = sampling(max_tokens=40, n=3)
     task = asyncio.create_task(harness.collect(PROMPT, wanted))
     await until(lambda: any(worker.num_batches > 2 for worker in harness.decodes))
     busy, idle = sorted(harness.decodes, key=lambda worker: not worker.submits())
+    busy.going.clear()
     harness.fleet.leave(busy.worker_id)
-    await asyncio.sleep(0.1)
+    await harness.pass_time(clock, 10)
     assert busy.held() and not idle.submits(), "it has its time"
-    await until(lambda: idle.submits(), seconds=2)
-    idle.step_s = 0.0
+    await harness.pass_time(clock, 1)
+    await until(lambda: idle.submits())
+    busy.going.set()
     harness.check(await task, PROMPT, wanted)
     assert busy.worker_id not in harness.fleet.worker_ids and harness.world.held() == 0
     [resumed] = idle.submits()
@@ -223,72 +222,73 @@ async def test_what_outlasts_the_drain_is_moved(make: Make) -> None:
     assert (sample.labels["reason"], sample.value) == ("drained", 1)
 
 
-async def test_a_drain_that_is_called_off_moves_nothing(make: Make) -> None:
-    harness = await make(0, 2, drain_s=0.3).start()
+async def test_a_drain_that_is_called_off_moves_nothing(make: Make, clock: Clock) -> None:
+    harness = await make(0, 2, drain_s=10.0, now=clock).start()
     for decode in harness.decodes:
-        decode.step_s = 0.1
+        decode.going.clear()
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: any(worker.submits() for worker in harness.decodes))
     busy = next(worker for worker in harness.decodes if worker.submits())
     harness.fleet.leave(busy.worker_id)
-    await asyncio.sleep(0.1)
+    await harness.pass_time(clock, 5)
     harness.fleet.join(busy)
+    await harness.pass_time(clock, 20)
+    busy.going.set()
     harness.check(await task, PROMPT, sampling())
     assert [len(worker.submits()) for worker in harness.decodes if worker is not busy] == [0]
 
 
 async def test_a_prefill_worker_drains_with_its_tickets(make: Make) -> None:
     harness = await make(1, 1).start()
-    harness.decodes[0].step_s = 0.1
+    harness.decodes[0].going.clear()
     task = asyncio.create_task(harness.collect(PROMPT, sampling(max_tokens=3)))
     await until(lambda: harness.prefills[0].tickets)
     harness.fleet.leave("p0")
-    await asyncio.sleep(0.02)
+    await settle()
     assert "p0" in harness.fleet.worker_ids
+    harness.decodes[0].going.set()
     harness.check(await task, PROMPT, sampling(max_tokens=3))
     await until(lambda: "p0" not in harness.fleet.worker_ids)
     assert harness.world.held() == 0
 
 
-async def test_a_prefill_worker_that_leaves_hands_over_to_every_routers_requests(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_prefill_worker_that_leaves_hands_over_to_every_routers_requests(make: Make, clock: Clock) -> None:
     """The first router has nothing there and is done at once; the second one's prompts are computed there yet. When
     none can have any more, nobody stays connected."""
-    monkeypatch.setattr(fleet, "DRAIN_SLACK_S", 0.2)
-    first, second = make(2, 2, drain_s=1.0), make(0, 0, drain_s=1.0)
+    first, second = (make(number, number, drain_s=10.0, now=clock) for number in (2, 0))
     second.world = first.world
     for worker in [*first.prefills, *first.decodes]:
         first.fleet.join(worker)
         second.fleet.join(worker)
     await until(lambda: len(first.connected_pairs()) == len(second.connected_pairs()) == 4)
     leaves = first.prefills[0]
-    leaves.step_s = 0.2
+    leaves.going.clear()
     prompts = [(*PROMPT, i) for i in range(4)]
     tasks = [asyncio.create_task(second.collect(prompt, sampling())) for prompt in prompts]
     await until(lambda: leaves.submits("prefill"))
     first.fleet.leave("p0")
     second.fleet.leave("p0")
     assert "p0" not in {worker.worker_id for worker in first.fleet.workers}
+    for harness in (first, second):
+        await harness.pass_time(clock, 4)
+    leaves.going.set()
     for prompt, task in zip(prompts, tasks, strict=True):
         second.check(await task, prompt, sampling())
     assert next(iter(second.service.metrics.failovers.collect())).samples == []
     assert not any(decode.submits("full") for decode in first.decodes)
+    assert all(len(decode.connected) == 2 for decode in first.decodes)
+    await first.pass_time(clock, 10 + fleet.DRAIN_SLACK_S)
     await until(lambda: all(decode.connected == {("engine-p1", 1)} for decode in first.decodes))
     assert first.connected_pairs() == {("d0", "p1"), ("d1", "p1")}
 
 
-async def test_a_worker_that_comes_back_from_a_drain_stays_connected(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet, "DRAIN_SLACK_S", 0.1)
-    monkeypatch.setattr(fleet, "TICK_S", 0.05)
-    harness = await make(1, 1, drain_s=0.2).start()
+async def test_a_worker_that_comes_back_from_a_drain_stays_connected(make: Make, clock: Clock) -> None:
+    harness = await make(1, 1, drain_s=10.0, now=clock).start()
     harness.fleet.leave("p0")
     await until(lambda: not harness.fleet.worker_ids - {"d0"})
     harness.fleet.join(harness.prefills[0])
     await until(lambda: harness.connected_pairs() == {("d0", "p0")})
-    await asyncio.sleep(0.5)
+    await harness.pass_time(clock, 20 + fleet.DRAIN_SLACK_S)
     assert not any(isinstance(command, DisconnectPeer) for command in harness.decodes[0].commands)
 
 
@@ -301,10 +301,12 @@ async def test_a_decode_worker_that_leaves_before_the_hand_off_is_handed_to(make
     for worker in [*harness.prefills, *harness.decodes]:
         harness.fleet.join(worker)
     await until(lambda: harness.connected_pairs() == {("d0", "p0")} and len(harness.fleet.workers) == 1 + num_decode)
-    harness.prefills[0].step_s = 0.1
+    harness.prefills[0].going.clear()
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: harness.prefills[0].submits())
     harness.fleet.leave("d0")
+    await settle()
+    harness.prefills[0].going.set()
     harness.check(await task, PROMPT, sampling())
     assert [submit.phase for submit in harness.decodes[0].submits()] == ["decode"]
     assert next(iter(harness.service.metrics.failovers.collect())).samples == []
@@ -314,11 +316,11 @@ async def test_a_decode_worker_that_leaves_before_the_hand_off_is_handed_to(make
 
 async def test_a_planned_decode_worker_is_let_go_with_the_request(make: Make) -> None:
     harness = await make(1, 1).start()
-    harness.prefills[0].step_s = 1.0
+    harness.prefills[0].going.clear()
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: harness.prefills[0].submits())
     harness.fleet.leave("d0")
-    await asyncio.sleep(0.02)
+    await settle()
     assert "d0" in harness.fleet.worker_ids
     task.cancel()
     await until(lambda: "d0" not in harness.fleet.worker_ids)
@@ -398,23 +400,27 @@ def test_the_router_room_imports_no_torch_and_no_ray() -> None:
 
 
 async def test_an_error_in_the_tick_ends_neither_silence_nor_introductions(
-    make: Make, monkeypatch: pytest.MonkeyPatch
+    make: Make, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each tick takes a hundredth of the time after which a worker is silent."""
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
-    harness = make(0, 2, worker_silence_s=0.2)
-    introduce, calls = harness.fleet._introducer.introduce, iter(range(1000))
+    monkeypatch.setattr(fleet, "TICK_S", 0.01)
+    harness, num_ticks = make(0, 2, worker_silence_s=1.0, now=clock), 0
+    introduce = harness.fleet._introducer.introduce
 
     def sometimes(workers: Iterable[WorkerState]) -> None:
-        if asyncio.current_task() is harness.fleet._ticker and next(calls) in (0, 1, 3):
-            raise KeyError("by test")
+        nonlocal num_ticks
+        if asyncio.current_task() is harness.fleet._ticker:
+            clock.seconds += 0.01
+            num_ticks += 1
+            if num_ticks in (1, 2, 4):
+                raise KeyError("by test")
         introduce(workers)
 
     monkeypatch.setattr(harness.fleet._introducer, "introduce", sometimes)
     await harness.start()
-    await until(lambda: next(calls) > 4)
+    await until(lambda: num_ticks > 5)
     assert len(harness.fleet.workers) == 2
-    for worker in harness.decodes:
-        worker.mute = True
     await until(lambda: not harness.fleet.worker_ids)
     assert harness.fleet._ticker is not None and not harness.fleet._ticker.done()
 

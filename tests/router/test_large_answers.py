@@ -87,7 +87,7 @@ async def test_what_choices_share_is_made_once(make: Make, monkeypatch: pytest.M
 
     monkeypatch.setattr(CompletionResponder, "_ranked", counting)
     body = {"model": MODEL, "prompt": LONG_PROMPT, "n": 8, "max_tokens": 1, "prompt_logprobs": 1, "seed": 1}
-    http = harness.http(timeout=30)
+    http = harness.http(timeout=120)
     answer = (await http.post("/v1/completions", json=body | {"return_token_ids": True})).json()
     assert made == len(LONG_PROMPT) - 1
     assert [choice["index"] for choice in answer["choices"]] == list(range(8))
@@ -101,7 +101,7 @@ async def test_echoes_of_long_prompts(make: Make, logprobs: int | None) -> None:
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 10_000
     await harness.start()
-    http, text = harness.http(timeout=30), harness.tokenizer.decode(LONG_PROMPT)
+    http, text = harness.http(timeout=120), harness.tokenizer.decode(LONG_PROMPT)
     body = {"model": MODEL, "prompt": [LONG_PROMPT, PROMPT], "n": 3, "max_tokens": 2, "echo": True, "seed": 1}
     body |= {"logprobs": logprobs}
     whole = (await http.post("/v1/completions", json=body)).json()["choices"]
@@ -132,7 +132,7 @@ async def test_long_answers_are_sent_in_parts(make: Make, stream: bool) -> None:
 
     original, harness.app = harness.app, app  # type: ignore[assignment]
     body = {"model": MODEL, "prompt": LONG_PROMPT, "n": 32, "max_tokens": 1, "return_token_ids": True, "stream": stream}
-    answer = await harness.http(timeout=30).post("/v1/completions", json=body)
+    answer = await harness.http(timeout=120).post("/v1/completions", json=body)
     assert answer.status_code == 200 and len(answer.content) > 3 * SEND_BYTES
     assert max(sent) < 2 * SEND_BYTES + 100 and len(sent) > 4
 

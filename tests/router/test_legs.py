@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clock import Clock
 from router.fake_worker import FakeWorker
-from router.harness import Clock, Harness, settle, until
+from router.harness import Harness, settle, until
 
 from pdserve.engine.protocol import Cancel, SamplingParams, Submit
 
@@ -18,11 +19,6 @@ PARAMS = SamplingParams(seed=7, max_tokens=12, ignore_eos=True)
 DEADLINE_S = 20.0
 LONG_S = 5 * DEADLINE_S
 Make = Callable[..., Harness]
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """Thousands of prompts in one call begin and end a few at a time: everybody else's turn comes between."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,22 +35,21 @@ def noted(turns: Turns, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 async def test_they_begin_and_are_cancelled_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = make(0, 2)
     for worker in harness.decodes:
-        worker.step_s = 30.0
+        worker.going.clear()
     await harness.start()
     turns = Turns()
     noted(turns, monkeypatch, "_choose")
     generation = await harness.service.admit(PROMPTS, LONG)
     reading = asyncio.create_task(generation.collect())
-    await until(lambda: harness.world.held() == len(PROMPTS), 20)
+    await until(lambda: harness.world.held() == len(PROMPTS))
     assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= RUNS_AT_ONCE
     noted(turns, monkeypatch, "close")
     turns.counts = [0]
-    began = time.perf_counter()
     generation.close()
-    assert max(turns.counts) == 0 and time.perf_counter() - began < 0.05
+    assert max(turns.counts) == 0, "it does not wait for them"
     generation.close()
     reading.cancel()
-    await until(lambda: harness.world.held() == 0, 20)
+    await until(lambda: harness.world.held() == 0)
     assert max(turns.counts) <= RUNS_AT_ONCE
     assert harness.service.admission.num_prompts == harness.service.admission.queued_tokens == 0
     assert sum(isinstance(c, Cancel) for worker in harness.decodes for c in worker.commands) == len(PROMPTS)
@@ -69,7 +67,7 @@ async def test_a_client_that_leaves_while_they_begin(make: Make, after: float) -
     asked.cancel()
     await asyncio.wait([asked])
     admission = harness.service.admission
-    await until(lambda: (harness.world.held(), admission.num_prompts, admission.queued_tokens) == (0, 0, 0), 20)
+    await until(lambda: (harness.world.held(), admission.num_prompts, admission.queued_tokens) == (0, 0, 0))
     assert all(not worker.legs for worker in harness.fleet.workers)
 
 
@@ -98,7 +96,7 @@ async def test_an_error_while_they_begin_ends_the_call(make: Make, monkeypatch: 
     generation = await harness.service.admit(PROMPTS, LONG)
     monkeypatch.setattr(Pace, "rest", broken)
     with pytest.raises(KeyError, match="by test"):
-        await asyncio.wait_for(generation.collect(), 10)
+        await asyncio.wait_for(generation.collect(), 60)
     monkeypatch.undo()
     generation.close()
 
@@ -106,11 +104,11 @@ async def test_an_error_while_they_begin_ends_the_call(make: Make, monkeypatch: 
 async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker's message that ends all of them wakes a part of them in each turn."""
     harness = make(0, 1)
-    harness.decodes[0].step_s = 30.0
+    harness.decodes[0].going.clear()
     await harness.start()
     generation = await harness.service.admit(PROMPTS, LONG)
     reading = asyncio.create_task(generation.collect())
-    await until(lambda: harness.world.held() == len(PROMPTS), 20)
+    await until(lambda: harness.world.held() == len(PROMPTS))
     [worker] = harness.fleet.workers
     ends: list[Event] = [
         Delta(request_id, attempt, 0, 0, tuple(range(3, 203)), "length") for request_id, attempt in list(worker.legs)
@@ -119,6 +117,6 @@ async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.Monk
     noted(turns, monkeypatch, "_drain")
     for queue in harness.decodes[0]._streams.values():
         queue.put_nowait(harness.decodes[0]._batch(ends))
-    await asyncio.wait_for(reading, 20)
+    await asyncio.wait_for(reading, 60)
     assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= EVENTS_AT_ONCE
     turns.close()

@@ -2,12 +2,11 @@
 
 import asyncio
 import random
-import time
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
+from clock import Clock
 from prometheus_client import CollectorRegistry
 from router.harness import MODEL, Harness, until
 
@@ -23,6 +22,19 @@ PROMPT = list(range(10, 30))
 GOOD = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 SLO = {"ttft_ms": 200}
+
+
+@pytest.fixture
+def make(make: Make, clock: Clock) -> Make:
+    """All times of the router and its workers are made by hand: no step takes longer than it says."""
+
+    def build(*args: Any, **config: Any) -> Harness:
+        harness = make(*args, now=clock, **config)
+        for worker in harness.world.workers.values():
+            worker.sleep = clock.sleep
+        return harness
+
+    return build
 
 
 def busy(harness: Harness, queue_tokens: int) -> None:
@@ -106,19 +118,25 @@ async def test_a_burst_sees_itself(make: Make) -> None:
 
 async def test_the_urgent_see_only_what_they_do_not_overtake(make: Make) -> None:
     harness = make(1, 1, slo=SLO)
-    harness.prefills[0].step_s = 0.5
+    [prefill], http = harness.prefills, harness.http()
+    prefill.gate = asyncio.Event()
     busy(harness, 0)
     await harness.start()
-    http = harness.http()
-    bodies = [GOOD | {"prompt": list(range(10 * i, 10 * i + 30))} for i in range(30)]
-    ask = partial(http.post, "/v1/completions")
-    patient = [asyncio.create_task(ask(json=body | {"priority": 5})) for body in bodies[:28]]
-    # Who is not sent is refused at once: nobody else is done before the first has waited for his step.
-    await until(lambda: len(harness.prefills[0].submits()) + sum(task.done() for task in patient) >= 28)
-    assert (await ask(json=bodies[28] | {"priority": 5})).status_code == 429
-    assert (await ask(json=bodies[29] | {"priority": 4})).status_code == 200
-    statuses = {(await task).status_code for task in patient}
-    assert statuses == {200, 429}
+
+    def ask(number: int, priority: int) -> asyncio.Task[Any]:
+        body = GOOD | {"prompt": list(range(10 * number, 10 * number + 30)), "priority": priority}
+        return asyncio.create_task(http.post("/v1/completions", json=body))
+
+    patient = [ask(number, 5) for number in range(28)]
+    # Who is not sent is refused at once: nobody else is done while the worker begins nothing.
+    await until(lambda: len(prefill.submits()) + sum(task.done() for task in patient) >= 28)
+    assert (await ask(28, 5)).status_code == 429
+    num_sent, urgent = len(prefill.submits()), ask(29, 4)
+    await until(lambda: urgent.done() or len(prefill.submits()) > num_sent)
+    assert not urgent.done()
+    prefill.gate.set()
+    assert (await urgent).status_code == 200
+    assert {(await task).status_code for task in patient} == {200, 429}
 
 
 def test_what_is_ahead_of_a_priority() -> None:
@@ -203,11 +221,10 @@ async def test_goodput_is_counted_as_users_measure_it(make: Make) -> None:
     assert 'pdserve_router_slo_target_seconds{target="ttft"} 0.15' in page
 
 
-async def test_time_before_admission_counts(make: Make) -> None:
+async def test_time_before_admission_counts(make: Make, clock: Clock) -> None:
     """As tokenising a long text."""
     harness = await make(0, 1, slo=SLO).start()
-    received = time.perf_counter() - 0.3
-    await harness.service.collect([PROMPT], SamplingParams(max_tokens=2), received=received)
+    await harness.service.collect([PROMPT], SamplingParams(max_tokens=2), received=clock() - 0.3)
     assert await counted(harness) == {"ttft": 1.0}
 
 

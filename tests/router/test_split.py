@@ -1,10 +1,10 @@
 """When a request is split, and when the decode worker computes its prompt."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from clock import Clock
 from prometheus_client.parser import text_string_to_metric_families
 from router.harness import Harness
 from router.workers import join, made
@@ -18,6 +18,8 @@ from pdserve.router.stall_budget import BURST_MS, SHARE, StallBudget
 from pdserve.router.worker_state import WorkerState
 
 Make = Callable[..., Harness]
+NOW = Clock().seconds
+pytestmark = pytest.mark.usefixtures("clock")
 PROMPT = tuple(range(3, 1003))  # 100 ms at 10,000 tokens/s
 
 
@@ -56,7 +58,7 @@ def test_the_cheaper_way_is_taken(p: dict[str, Any], d: dict[str, Any], reason: 
 
 def test_costs_are_made_of_what_was_predicted() -> None:
     p, d = pair({"queue_tokens": 0, "holds": PROMPT[:480]}, {"num_running": 3})
-    predictor = Predictor([p, d], PromptBlocks(PROMPT, ""), len(PROMPT), time.monotonic())
+    predictor = Predictor([p, d], PromptBlocks(PROMPT, ""), len(PROMPT), NOW)
     load = predictor.decode_load_ms(d)
     assert split_ms(p, d, predictor) == pytest.approx(52 + 6.4 + HANDOFF_MS + load)
     assert whole_ms(d, predictor) == pytest.approx(100 + load + STALL_WEIGHT * 3 * 100)
@@ -95,8 +97,8 @@ def test_the_budget_fills_with_time() -> None:
     assert not budget.allows(5000.0, 10.0 + 0.9 * until_empty) and budget.allows(5000.0, 10.01 + until_empty)
 
 
-async def test_decisions_are_counted_and_both_ways_give_the_same_answer(make: Make) -> None:
-    harness = await make(1, 1, split="auto").start()
+async def test_decisions_are_counted_and_both_ways_give_the_same_answer(make: Make, clock: Clock) -> None:
+    harness = await make(1, 1, split="auto", now=clock).start()
     prompt, sampling = tuple(range(3, 103)), SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
     harness.check(await harness.collect(prompt, sampling), prompt, sampling)
     assert harness.decodes[0].submits("full") and not harness.prefills[0].submits()

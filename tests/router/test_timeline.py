@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from clock import Clock
 from router.fake_worker import FakeWorker, expected_tokens
-from router.harness import MODEL, Clock, Harness, until
+from router.harness import MODEL, Harness, until
 
 from pdserve.engine.protocol import Arrived, Delta, Event, LegTimes, SamplingParams, Submit
 from pdserve.router.errors import RequestFailed
@@ -66,7 +67,7 @@ async def start(make: Make) -> MakeRunning:
 async def run(harness: Harness, *prompts: tuple[int, ...], **sampling: Any) -> list[PromptTimeline]:
     asked = msgspec.structs.replace(GREEDY, **sampling)
     generation = await harness.service.admit(prompts or [PROMPT], asked)
-    await asyncio.wait_for(generation.collect(), 10)
+    await asyncio.wait_for(generation.collect(), 60)
     return list(generation.timelines())
 
 
@@ -96,10 +97,11 @@ async def test_split(start: MakeRunning, parts_from: int, monkeypatch: pytest.Mo
         (0.001, 0.002, 0.004, 0.005)
     ] * 2
     assert in_order(p.submitted_s, line.first_token_s, d.submitted_s, p.ended_s, d.ended_s, line.total_s)
-    assert p.submitted_s is not None and p.submitted_s < 0.01 < line.total_s
+    assert p.submitted_s is not None and line.first_token_s is not None
+    assert line.first_token_s - p.submitted_s > 0.009, "P's step is between them"
     assert line.transport_s == pytest.approx(line.total_s - 0.014, abs=2e-6) and line.unreported_s is None
     assert (line.outcome, line.prompt_tokens, line.cached_tokens, line.generated_tokens) == ("ok", 20, 1, 8)
-    assert line.failovers == 0 and 0 < line.admission_s < 1
+    assert line.failovers == 0 and line.admission_s > 0
 
 
 async def test_whole(start: MakeRunning) -> None:
