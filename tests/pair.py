@@ -94,9 +94,9 @@ class Worker:
     def command(self, command: Command) -> None:
         self.loop.handle(decode_command(encode(command)))
 
-    def until(self, done: Callable[[], object], seconds: float = 10.0) -> None:
+    def until(self, done: Callable[[], object]) -> None:
         """Turn this loop alone until `done()`."""
-        until(done, seconds, self.loop.turn, pause_s=0.0005)
+        until(done, doing=self.loop.turn, pause_s=0.0005)
 
     @property
     def faults(self) -> LocalFaults:
@@ -123,7 +123,8 @@ class Worker:
 
 
 class Pair:
-    """P and D over one model, connected."""
+    """P and D over one model, connected. Leases and pulls outlast the limits of this file's waits, unless the test says
+    otherwise: what waits in vain is not saved by them."""
 
     def __init__(
         self,
@@ -134,7 +135,7 @@ class Pair:
         shared: LocalPoolServer | None = None,
         **transfer: object,
     ) -> None:
-        config = TransferConfig(connector="local", **transfer)
+        config = TransferConfig(connector="local", **{"lease_s": 300.0, "pull_deadline_s": 300.0, **transfer})
         common = {"device": "cpu", "num_kv_blocks": 128, "shared": shared}
         suffix = next(_incarnations)
         self.p = Worker(model, f"P{suffix}", "prefill", config, **{**common, **(p or {})})
@@ -151,14 +152,14 @@ class Pair:
         self.p.loop.turn()
         self.d.loop.turn()
 
-    def until(self, done: Callable[[], object], seconds: float = 10.0) -> None:
+    def until(self, done: Callable[[], object]) -> None:
         """Turn both loops until `done()`."""
-        until(done, seconds, self.turn, pause_s=0.0005)
+        until(done, doing=self.turn, pause_s=0.0005)
 
     def turn_for(self, seconds: float) -> None:
-        """Turn both loops for as long: what is tested is a deadline of theirs."""
+        """Turn both loops for so long: nothing that could be awaited is to happen."""
         limit = time.monotonic() + seconds
-        self.until(lambda: time.monotonic() > limit, seconds + 10.0)
+        self.until(lambda: time.monotonic() > limit)
 
     def prefill(self, prompt: list[int], sampling: SamplingParams) -> tuple[Handoff | None, dict[int, list[int]]]:
         """Run the prefill leg: the hand-off (None when every choice is finished) and the first tokens."""
@@ -203,9 +204,9 @@ class Pair:
         rest = self.finish(key, len(open_choices))
         return {choice: first[choice] + rest.get(choice, []) for choice in first}
 
-    def assert_empty(self, seconds: float = 2.0) -> None:
+    def assert_empty(self) -> None:
         """Everything is free on both sides, soon."""
-        self.until(lambda: not any(owned(w) for w in (self.p, self.d)), seconds)
+        self.until(lambda: not any(owned(w) for w in (self.p, self.d)))
         for worker in (self.p, self.d):
             worker.loop.check_integrity()
 

@@ -1,12 +1,25 @@
-"""What the tests of workers compare with: one engine alone, of the same model."""
+"""What the tests of workers compare with: one engine alone, of the same model. And time made by hand."""
 
+import time
 from pathlib import Path
 
 import pytest
+from clock import Clock
 
+from pdserve.decode import phase
 from pdserve.engine.llm import LLM
+from pdserve.worker import loop
 
 
 @pytest.fixture(scope="module")
 def llm(tiny_llama: Path) -> LLM:
     return LLM(str(tiny_llama), tokenizer=False, num_kv_blocks=256, device="cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """The time of worker loops and decode phases stands still but for what the test makes pass."""
+    clock = Clock(time.monotonic())
+    for module in (loop, phase):
+        monkeypatch.setattr(module, "time", clock)
+    return clock

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from pair import ROUTER, SESSION, Pair, cancel, deltas, expected, of, owned, prompt_of, submit, tokens_of
 
 from pdserve.engine.llm import LLM
@@ -201,7 +202,7 @@ def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama: 
     assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
     [arrived] = [e for e in of(pair.d, key) if isinstance(e, Arrived)]
     assert arrived.reason == "deadline" and "no end after" in arrived.detail
-    assert arrived.seconds >= 0.2 > arrived.wait_s, "what the failed pull cost is told"
+    assert arrived.seconds - arrived.wait_s >= 0.2, "what the failed pull cost is told"
     assert pair.d.engine.blocks.num_quarantined == 4
     pair.d.loop.check_integrity()
     pair.p.faults.frozen = False
@@ -214,7 +215,7 @@ def test_lease_ends_without_d(tiny_llama: Path) -> None:
     pair = Pair(tiny_llama, lease_s=0.2)
     pair.prefill(prompt_of(50), GREEDY)
     assert owned(pair.p) == 4
-    pair.assert_empty(3.0)
+    pair.assert_empty()
     pair.close()
 
 
@@ -242,7 +243,7 @@ def test_tiny_decode_pool_makes_progress(tiny_llama: Path, llm: LLM) -> None:
         assert {0: first[0] + rest[0]} == expected(llm, prompt, sampling)
     arrivals = [e for e in pair.d.events if isinstance(e, Arrived)]
     assert all(e.wait_s <= e.seconds for e in arrivals)
-    assert arrivals[-1].wait_s > 0.5 * arrivals[-1].seconds > 0, "it waited for blocks, not for bytes"
+    assert any(e.wait_s > 0.5 * e.seconds > 0 for e in arrivals[-3:]), "they waited for blocks, not for bytes"
     pair.assert_empty()
     pair.close()
 
@@ -269,12 +270,16 @@ def test_waiting_imports_get_blocks_by_priority(tiny_llama: Path) -> None:
     pair.close()
 
 
-def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(tiny_llama: Path, llm: LLM) -> None:
+def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(clock: Clock, tiny_llama: Path) -> None:
     """The pool is full; the urgent one is new, the other has waited for longer than a pull may take."""
-    pair = Pair(tiny_llama, d={"num_kv_blocks": 9}, pull_deadline_s=0.5)
+    pair = Pair(tiny_llama, d={"num_kv_blocks": 9}, pull_deadline_s=10.0)
     params = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
     held = pair.d.engine.blocks.allocate(8)
     keys = []
+
+    def arrivals() -> list[Arrived]:
+        return [event for event in pair.d.events if isinstance(event, Arrived)]
+
     for seed, priority in enumerate((5, 0)):
         prompt = prompt_of(100, seed)
         handoff, forced = pair.prefill(prompt, params)
@@ -282,10 +287,10 @@ def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(tiny_llama: P
         keys.append(RequestKey(ROUTER, SESSION, handoff.request_id, 2))
         more = {"ticket": handoff.ticket, "starts": (Start(0, tuple(forced[0])),), "priority": priority}
         pair.d.command(submit(keys[-1], "decode", prompt, params, **more))
-        if not seed:
-            pair.turn_for(0.45)
-    pair.until(lambda: any(isinstance(e, Arrived) and e.source == "recompute" for e in of(pair.d, keys[0])), 0.3)
-    assert not any(isinstance(e, Arrived) for e in of(pair.d, keys[1]))
+        clock.seconds += 6
+        pair.turn()
+        assert bool(arrivals()) == bool(seed)
+    assert [(e.request_id, e.source) for e in arrivals()] == [(keys[0].request_id, "recompute")]
     pair.d.engine.blocks.release(held)
     for key in keys:
         pair.finish(key)

@@ -1,10 +1,10 @@
 """What a worker loop does when nothing is asked of it, and what it says of legs that wait."""
 
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from clock import Clock
 from pair import ROUTER, SESSION, Pair, Worker, deltas, prompt_of, submit
 
 from pdserve.engine.engine import StepResult
@@ -25,21 +25,23 @@ def run_one(pair: Pair, request_id: str) -> None:
     pair.until(lambda: any(delta.finish_reason for delta in deltas(pair.d, key)))
 
 
-def test_blocks_are_checked_once_and_only_after_a_rest(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_loop, "REST_S", 0.05)
+def test_blocks_are_checked_once_and_only_after_a_rest(
+    clock: Clock, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checks: list[float] = []
-    monkeypatch.setattr(pair.d.engine, "check_integrity", lambda reservations: checks.append(time.monotonic()))
+    monkeypatch.setattr(pair.d.engine, "check_integrity", lambda reservations: checks.append(clock()))
+
+    def rest(seconds: float) -> int:
+        clock.seconds += seconds
+        pair.turn()
+        return len(checks)
+
     run_one(pair, "a")
-    pair.turn()
+    assert rest(0.9 * worker_loop.REST_S) == 0
     run_one(pair, "b")
-    ended = time.monotonic()
-    pair.turn()
-    assert not checks
-    pair.until(lambda: checks)
-    assert checks[0] >= ended + 0.04
-    time.sleep(0.1)
-    pair.turn()
-    assert len(checks) == 1
+    assert rest(0.9 * worker_loop.REST_S) == 0
+    assert rest(0.2 * worker_loop.REST_S) == 1
+    assert rest(10 * worker_loop.REST_S) == 1
 
 
 def test_a_lost_block_ends_the_loop_after_a_rest(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,7 +49,7 @@ def test_a_lost_block_ends_the_loop_after_a_rest(pair: Pair, monkeypatch: pytest
     run_one(pair, "a")
     pair.d.engine.blocks.allocate(1)
     with pytest.raises(AssertionError, match="reference counts"):
-        pair.until(lambda: False, 5)
+        pair.until(lambda: False)
 
 
 def told_waiting(worker: Worker, session: int = SESSION) -> list[tuple[tuple[str, int], ...]]:
