@@ -17,6 +17,7 @@ from pdserve.router.pace import Pace
 
 WINDOW = 1 << 17  # bytes that are looked at in one call: less than a millisecond
 PIECE_BYTES = 1 << 16
+LEAVES_BYTES = 1 << 14  # of leaves that are passed together
 MAX_NAME_BYTES = 1024
 MAX_MEMBERS = 256
 MAX_DEPTH = 100
@@ -24,6 +25,12 @@ MAX_VALUES = 1 << 16  # texts, arrays and objects in one member
 
 _IN_STRING = re.compile(rb'[^"\\]*+(?:\\.[^"\\]*+)*+', re.DOTALL)
 _BETWEEN = re.compile(rb'[^"\[\]{}]*+')
+# a leaf: a text, or an array or object that holds no other; whatever is many, most of it is leaves
+_STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
+_LEAF = rb'(?:%b|[\[{](?:[^"\[\]{}]++|%b)*+[\]}])' % (_STRING, _STRING)
+_STRINGS = re.compile(_STRING, re.DOTALL)
+_LEAVES = re.compile(_LEAF, re.DOTALL)
+_RUN_OF_LEAVES = re.compile(rb'(?:%b[^"\[\]{}]*+)++' % _LEAF, re.DOTALL)
 _SPACE = re.compile(rb"[ \t\n\r]*+")
 _SCALAR = re.compile(rb"[^,}\] \t\n\r]*+")
 _QUOTE, _BACKSLASH, _COLON, _COMMA = b'"\\:,'
@@ -94,9 +101,17 @@ class _Scanner:
 
     async def _value(self, name: str) -> Member:
         member = Member(self._at, self._at)
+        is_array = self._peek() == _OPENING[0]
         depth = self._num_commas = 0
         while True:
-            following = await self._skip(_BETWEEN) if depth else self._peek()
+            if depth and not self._passes(_BETWEEN):
+                await self._skip(_BETWEEN)
+            if self._pace.is_due:
+                await self._pace.rest()
+            following = self._peek()
+            if depth and self._leaves(member, depth == 1 and is_array):
+                self._check(name, member, depth)
+                continue
             if following == _QUOTE:
                 self._at += 1
                 await self._string()
@@ -116,6 +131,20 @@ class _Scanner:
             if depth == 1 and following not in _OPENING:
                 member.ends.append(self._at)
             self._check(name, member, depth)
+
+    def _leaves(self, member: Member, are_items: bool) -> bool:
+        """Pass a run of leaves, if one begins here. are_items: of the member's own array."""
+        body, start = self._body, self._at
+        match = _RUN_OF_LEAVES.match(body, start, start + LEAVES_BYTES)
+        if match is None:
+            return False
+        self._at = match.end()
+        bare = _STRINGS.sub(b'""', match.group())
+        member.num_values += bare.count(b'"') // 2 + bare.count(b"[") + bare.count(b"{")
+        self._num_commas += bare.count(b",")
+        if are_items:
+            member.ends += [leaf.end() for leaf in _LEAVES.finditer(body, start, self._at)]
+        return True
 
     def _check(self, name: str, member: Member, depth: int) -> None:
         if depth > MAX_DEPTH:
@@ -144,17 +173,20 @@ class _Scanner:
 
     async def _skip(self, kind: re.Pattern[bytes]) -> int:
         """Pass what is of this kind. Returns the byte that follows."""
-        while True:
-            window = self._at + WINDOW
-            match = kind.match(self._body, self._at, window)
-            assert match is not None
-            if kind is _BETWEEN:
-                self._num_commas += self._body.count(b",", self._at, match.end())
-            self._at = match.end()
+        while not self._passes(kind):
             if self._pace.is_due:
                 await self._pace.rest()
-            if self._at < window:
-                return self._peek()
+        return self._peek()
+
+    def _passes(self, kind: re.Pattern[bytes]) -> bool:
+        """Pass a window of what is of this kind. Whether that was all."""
+        window = self._at + WINDOW
+        match = kind.match(self._body, self._at, window)
+        assert match is not None
+        if kind is _BETWEEN:
+            self._num_commas += self._body.count(b",", self._at, match.end())
+        self._at = match.end()
+        return self._at < window
 
     def _peek(self) -> int:
         return self._body[self._at] if self._at < len(self._body) else _END
