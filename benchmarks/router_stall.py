@@ -56,6 +56,7 @@ from benchmarks.paced_engine import STEP_S, PacedEngine
 from benchmarks.router_cpu import Link
 from benchmarks.served_cluster import await_ready, free_port
 from benchmarks.yardstick import bare_us_per_token, beside
+from pdserve.background.garbage import GarbageCollector
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.cluster.http_server import Address, HttpServer
@@ -112,8 +113,7 @@ async def _serve(address: str, port: int) -> None:
     app = build_app(fleet, Tokenizer.load(DEMO), config, MODEL)
     server = HttpServer(app, Address("127.0.0.1", port), config.client_timeout_s)
     fleet.join(Link(address))
-    gc.collect()
-    gc.freeze()  # as RouterReplica does
+    GarbageCollector().start()
     server.start()
     await asyncio.Event().wait()
 

@@ -6,7 +6,6 @@ this process. Made by `cluster.app`; called by its own HTTP server or Serve's pr
 """
 
 import asyncio
-import gc
 import logging
 import uuid
 from collections.abc import AsyncGenerator
@@ -18,6 +17,7 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
+from pdserve.background.garbage import GarbageCollector
 from pdserve.cluster.autoscaler import Autoscaler
 from pdserve.cluster.counts import ServeCounts
 from pdserve.cluster.decode_guard import DecodeGuard
@@ -99,9 +99,8 @@ class RouterReplica:
         # do so when this constructor ends.
         if not await self._fleet.until_decode_worker(FIRST_WORKER_S):
             logger.warning("no decode worker after %g s: requests are refused until one comes", FIRST_WORKER_S)
-        # What is here by now stays. A full collection that walks through it takes 50 ms and more, of all streams' time.
-        gc.collect()
-        gc.freeze()
+        self._garbage = GarbageCollector()
+        self._garbage.start()
         if self._http is not None:
             self._http.start()
         self._autoscaler.start()
@@ -171,6 +170,7 @@ class RouterReplica:
         if self._http is not None:
             await self._http.close()
         self._bridge.close()
+        self._garbage.stop()
         self._autoscaler.stop()
         self._decode_guard.stop()
         self._watcher.stop()
