@@ -14,6 +14,8 @@ of a body, each with Python to run. So a connection's bytes are parsed a kilobyt
 
     data --> rest --SLICE_BYTES--> parser, until a slice took SLICE_S, or an answer must be written first
               ^ then no more is read of the socket; `_Turns` lets one such connection go on a turn of the loop
+
+Where bytes come to many connections in one turn, those that come after TURN_S wait in the same way.
 """
 
 import asyncio
@@ -42,6 +44,8 @@ MAX_PARTS = 16_384  # pieces of a body, while they are smaller than these bytes 
 SMALL_PART_BYTES = 32
 SLICE_BYTES = 1 << 10
 SLICE_S = 0.0005
+TURN_S = 0.003
+_NOTHING = memoryview(b"")
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,18 @@ class _Turns:
 
     def __init__(self) -> None:
         self._waiting: deque[_Guarded] = deque()
+        self._until: float | None = None  # when this turn has parsed enough; None: it has not begun to
+
+    def has_room(self, loop: asyncio.AbstractEventLoop) -> bool:
+        """Whether a connection that did not wait may parse in this turn."""
+        now = time.perf_counter()
+        if self._until is None:
+            self._until = now + TURN_S
+            loop.call_soon(self._end)
+        return now < self._until
+
+    def _end(self) -> None:
+        self._until = None
 
     def wait(self, connection: "_Guarded") -> None:
         """Call its `feed` soon. It must not wait already."""
@@ -114,7 +130,7 @@ class _Guarded(HttpToolsProtocol):
     _num_head_bytes = 0
     _body_left = 0  # bytes of a body whose length is known
     _num_parts = _num_part_bytes = 0
-    _rest = memoryview(b"")
+    _rest = _NOTHING
     _waits = _upgraded = False
 
     def __init__(self, turns: _Turns, **options: Any) -> None:
@@ -129,14 +145,19 @@ class _Guarded(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        self._rest = self._rest[:0]
+        self._rest = _NOTHING
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Parses what is cheap, or short, at once; the rest waits for a turn."""
         self._rest = memoryview(bytes(self._rest) + data if self._rest else data)
-        if not self._waits:
+        if self._waits:
+            return
+        if self._turns.has_room(self.loop):
             self._parse()
+        else:
+            self.flow.hold(True)
+            self.go_on()
 
     def go_on(self) -> None:
         """An answer was written, or a body taken: parse what came behind it, when it is this connection's turn."""
@@ -152,11 +173,12 @@ class _Guarded(HttpToolsProtocol):
         until = time.perf_counter() + SLICE_S
         while self._rest and self._may_parse and time.perf_counter() < until:
             size = self._body_left or SLICE_BYTES
-            piece, self._rest = self._rest[:size], self._rest[size:]
+            piece = self._rest[:size]
+            self._rest = self._rest[size:] if size < len(self._rest) else _NOTHING  # an empty view keeps all its bytes
             super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
             self._check(len(piece))
         if self._upgraded or self.transport.is_closing():
-            self._rest = self._rest[:0]
+            self._rest = _NOTHING
         self.flow.hold(bool(self._rest))
         if self._may_parse:
             self.go_on()

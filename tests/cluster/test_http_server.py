@@ -6,6 +6,7 @@ import time
 
 import httpx
 import pytest
+from router.turns import Turns
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
@@ -205,4 +206,43 @@ async def test_an_upgrade_that_nobody_offers_is_answered_as_a_plain_request() ->
     head = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
     answer = await said_to(server, head + b"\0" * 100_000)
     assert b"<0>" in answer and answer.count(b"HTTP/1.1 ") == 1
+    await server.close()
+
+
+async def test_connections_that_get_bytes_together_are_parsed_one_in_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond what there is time for in the turn in which they come."""
+    server = HttpServer(measuring(), ANYWHERE, 60)
+    server.start()
+    clients = [await opened(server) for _ in range(50)]
+    monkeypatch.setattr(http_server, "TURN_S", 0.0)
+    turns, parse = Turns(), http_server._Guarded._parse
+
+    def noting(connection: http_server._Guarded) -> None:
+        turns.note()
+        parse(connection)
+
+    monkeypatch.setattr(http_server._Guarded, "_parse", noting)
+    for _, writer in clients:
+        writer.write(LAST)
+    answers = [await asyncio.wait_for(reader.read(), 30) for reader, _ in clients]
+    turns.close()
+    assert all(answer.startswith(b"HTTP/1.1 200 ") for answer in answers)
+    assert sum(turns.counts) >= len(clients) and max(turns.counts) == 1
+    await server.close()
+
+
+async def test_what_was_parsed_is_kept_by_nobody() -> None:
+    """A thousand headers that do not end were held twice."""
+    server = HttpServer(measuring(), ANYWHERE, 60)
+    server.start()
+    _, writer = await opened(server)
+    writer.write(b"GET / HTTP/1.1\r\nx-filler: " + b"a" * 60_000)
+    async with asyncio.timeout(10):
+        while not server._server.server_state.connections:
+            await asyncio.sleep(0.01)
+        (connection,) = server._server.server_state.connections
+        while connection._num_head_bytes < 60_000:  # type: ignore[union-attr]
+            await asyncio.sleep(0.01)
+    assert not connection._rest.obj  # type: ignore[union-attr]
+    writer.close()
     await server.close()
