@@ -46,6 +46,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Admit = Callable[[Request, R, float], Awaitable[Generation]]  # the float: perf_counter() when the call came
 
 ALONE_BYTES = 1 << 20
+CHUNKS_AT_ONCE = 4  # encoded between two looks at how much they are; each may repeat a long prompt
 SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
 
 REQUEST_ID = "x-request-id"
@@ -163,6 +164,7 @@ class _Api:
                 if len(body) > LONG_BODY:
                     call, generation = await watch.unless_gone(self._admit_long(request, body, kind, admit, received))
                     return call, generation, watch
+                await self.service.pacer.room()
                 call = parse(body, kind)
                 return call, await admit(request, call, received), watch
             except BaseException:
@@ -376,7 +378,7 @@ class _EventStream(Response):
         del self.headers["content-length"]
         self._generation = generation
         self._batches = batches
-        self._first: list[Chunk] | None = first
+        self._left = first  # chunks of a batch that are not sent yet
         self._responder = responder
         self._watch = watch
         self._timeout_s = timeout_s
@@ -434,10 +436,11 @@ class _EventStream(Response):
     async def _next(self) -> tuple[bytes, bool]:
         """What to write next, and whether more follows. Never raises: the answer has begun."""
         try:
-            if self._first is None:
-                return await self._encode(await anext(self._batches)), True
-            batch, self._first = self._first, None
-            return await self._encode(batch), True
+            if self._left:
+                await self._generation.pacer.room()
+            else:
+                self._left = await anext(self._batches)
+            return await self._encode(), True
         except StopAsyncIteration:
             ending = await self._responder.ending()
         except ApiError as error:
@@ -448,11 +451,21 @@ class _EventStream(Response):
             ending = event_bytes(_internal().body())
         return ending + b"data: [DONE]\n\n", False
 
-    async def _encode(self, batch: list[Chunk]) -> bytes:
-        if self._responder.prepares:
-            for chunk in batch:
-                await self._responder.prepare(chunk)
-        return b"".join([self._responder.stream(chunk) for chunk in batch])
+    async def _encode(self) -> bytes:
+        """The events of a batch; of long ones a part, the rest being left for the next time."""
+        batch, self._left = self._left, []
+        if len(batch) == 1 and not self._responder.prepares:  # nearly all are such
+            return self._responder.stream(batch[0])
+        events, start = b"", 0
+        while start < len(batch) and len(events) < SEND_BYTES:
+            chunks = batch[start : start + CHUNKS_AT_ONCE]
+            if self._responder.prepares:
+                for chunk in chunks:
+                    await self._responder.prepare(chunk)
+            events += b"".join([self._responder.stream(chunk) for chunk in chunks])
+            start += CHUNKS_AT_ONCE
+        self._left = batch[start:]
+        return events
 
 
 class _Pieces(Response):

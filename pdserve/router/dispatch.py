@@ -43,6 +43,7 @@ from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
 from pdserve.router.held import Account
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.pace import Pacer
 from pdserve.router.predict import Forecast, Predictor
 from pdserve.router.prefix_index import PromptBlocks
 from pdserve.router.record import Accepted, LegError, RequestRecord
@@ -104,6 +105,7 @@ class Dispatcher:
     metrics: RouterMetrics
     goodput: Goodput
     request_log: RequestLog
+    pacer: Pacer
     resume_wait_s: float = 60.0
 
 
@@ -148,7 +150,9 @@ class RequestRun:
         calls `close` (closing the iterator does)."""
         failures, accepted_before, outcome = 0, 0, "internal"
         self._clock.begin(len(self._job.prompt_token_ids))
+        room = self._shared.pacer.room
         try:
+            await room()  # many may begin together, and end with one message
             self._begin(self._choose())
             while not self.record.finished:
                 await self._inbox.wait()
@@ -165,6 +169,7 @@ class RequestRun:
                     ended = await self._recover(failure, failures)
                     if ended:
                         yield ended
+            await room()
             outcome = "ok"
         except NoWorker as error:
             outcome = "unavailable"

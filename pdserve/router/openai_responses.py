@@ -134,17 +134,18 @@ class _Base(ABC):
 
     async def ending(self) -> bytes:
         usage: Json = {"usage": self.usage()} if self._include_usage else {}
-        extra = usage | await self._timeline()
+        with self._generation.pacer.pace() as pace:
+            extra = usage | await self._timeline(pace)
         return event_bytes(self._head | {"choices": []} | extra) if extra else b""
 
     async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
         pieces = [json_bytes(self._head)[:-1] + b',"choices":[']
         with self._generation.pacer.pace() as pace:
             for number, result in enumerate(results):
-                pieces += [b","] if number else []
-                pieces += await self._whole_choice(result, pace)
                 if pace.is_due:
                     await pace.rest()
+                pieces += [b","] if number else []
+                pieces += await self._whole_choice(result, pace)
             pieces += [b"],", *await self._behind_choices(pace)]
         return pieces
 
@@ -154,13 +155,12 @@ class _Base(ABC):
 
     async def _behind_choices(self, pace: Pace) -> list[bytes]:
         """The members after the choices, and the end."""
-        return [json_bytes({"usage": self.usage()} | await self._timeline())[1:]]
+        return [json_bytes({"usage": self.usage()} | await self._timeline(pace))[1:]]
 
-    async def _timeline(self) -> Json:
+    async def _timeline(self, pace: Pace) -> Json:
         if not self._shows_timeline:
             return {}
-        with self._generation.pacer.pace() as pace:
-            return {"timeline": msgspec.Raw(await _encoded(self._generation.timelines(), pace))}
+        return {"timeline": msgspec.Raw(await _encoded(self._generation.timelines(), pace))}
 
     def _prompt_ids(self, prompt: int) -> msgspec.Raw:
         """Its token ids as JSON, which is made once for all of its choices."""
@@ -202,7 +202,8 @@ class CompletionResponder(_Base):
         self._request = request
         given = request.prompts() if request.echo else []
         self._texts = [prompt for prompt in given if isinstance(prompt, str)]
-        self._echoes: dict[int, tuple[str, _Scores]] = {}  # by prompt: its text, its tokens' log-probabilities
+        # by prompt: its text as JSON without the last quote, its tokens' log-probabilities
+        self._echoes: dict[int, tuple[bytes, _Scores]] = {}
         self._ends: dict[int, int] = {}  # by choice that has begun: characters of its tokens up to now
 
     @property
@@ -221,14 +222,15 @@ class CompletionResponder(_Base):
 
     def chunks(self, chunk: Chunk) -> Iterable[Json]:
         first = chunk.index not in self._ends
-        text, scores = "", _Scores(end=self._ends.get(chunk.index, 0))
+        text: str | msgspec.Raw = self._shown(chunk.text)
+        scores = _Scores(end=self._ends.get(chunk.index, 0))
         if first and chunk.prompt in self._echoes:
-            text, echoed = self._echoes[chunk.prompt]
-            scores = echoed.copy()
+            echo, echoed = self._echoes[chunk.prompt]
+            text, scores = msgspec.Raw(echo + json_bytes(text)[1:]), echoed.copy()
         if self._request.logprobs is not None:
             self._add(scores, chunk.prompt, self._shown(chunk.logprobs))
         self._ends[chunk.index] = scores.end
-        choice = self._choice(chunk.index, text + self._shown(chunk.text), self._shown(chunk.token_ids), scores, first)
+        choice = self._choice(chunk.index, text, self._shown(chunk.token_ids), scores, first)
         shows = choice["text"] or chunk.finish_reason or self._request.return_token_ids
         if shows or self._request.logprobs is not None:
             yield self._event(choice | {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason})
@@ -251,7 +253,7 @@ class CompletionResponder(_Base):
             with self._generation.pacer.pace() as pace:
                 scored = self._generation.prompt_logprobs(chunk.prompt) or ()
                 await self._add_paced(scores, chunk.prompt, scored, pace)
-        self._echoes[chunk.prompt] = text, scores
+        self._echoes[chunk.prompt] = json_bytes(text)[:-1], scores
 
     async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
         if self._request.echo:
@@ -261,24 +263,26 @@ class CompletionResponder(_Base):
 
     async def _whole_choice(self, result: ChoiceResult, pace: Pace) -> list[bytes]:
         prompt = result.index // self._generation.n
-        text, scores = self._echoes.get(prompt, ("", _Scores()))
+        echo, scores = self._echoes.get(prompt, (b'"', _Scores()))
         if self._request.logprobs is not None:
             scores = scores.copy()
             await self._add_paced(scores, prompt, self._shown(result.logprobs), pace)
-        choice = self._choice(
-            result.index, text + self._shown(result.text), self._shown(result.token_ids), scores, True
-        )
+        choice = self._choice(result.index, self._shown(result.text), self._shown(result.token_ids), scores, True)
         choice |= {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
-        if self._request.prompt_logprobs is None:
-            return [json_bytes(choice | {"prompt_logprobs": None})]
-        prompt_logprobs = await self._prompt_logprobs(prompt, pace)
-        return [json_bytes(choice)[:-1] + b',"prompt_logprobs":', *prompt_logprobs, b"}"]
+        begins = json_bytes({"index": choice.pop("index")})[:-1] + b',"text":'
+        ends = json_bytes(choice.pop("text"))[1:] + b"," + json_bytes(choice)[1:-1]
+        scored: list[bytes] = [b"null"]
+        if self._request.prompt_logprobs is not None:
+            scored = await self._prompt_logprobs(prompt, pace)
+        return [begins, echo, ends + b',"prompt_logprobs":', *scored, b"}"]
 
     def _shown(self, generated: S) -> S:
         """Nothing where the prompt alone was to be scored."""
         return generated[:0] if self._request.scores_prompt_only else generated  # type: ignore[return-value]
 
-    def _choice(self, index: int, text: str, token_ids: Sequence[int], scores: "_Scores", first: bool) -> Json:
+    def _choice(
+        self, index: int, text: str | msgspec.Raw, token_ids: Sequence[int], scores: "_Scores", first: bool
+    ) -> Json:
         """first: nothing of this choice was sent before."""
         choice: Json = {"index": index, "text": text, "logprobs": None}
         if self._request.logprobs is not None:
@@ -355,7 +359,7 @@ class ChatResponder(_Base):
         if self._request.prompt_logprobs is not None:
             pieces += [b',"prompt_logprobs":', *await self._prompt_logprobs(0, pace)]
         extra = {"prompt_token_ids": self._prompt_ids(0)} if self._request.return_token_ids else {}
-        ending = json_bytes(extra | await self._timeline())
+        ending = json_bytes(extra | await self._timeline(pace))
         return [*pieces, b"," if len(ending) > 2 else b"", ending[1:]]
 
     def _first(self, index: int) -> Json:

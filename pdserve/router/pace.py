@@ -1,13 +1,15 @@
-"""Long work on an event loop, cut into slices; one slice runs in each turn of the loop, whoever's it is.
+"""Long work on an event loop, cut into slices, and short work of which much may come at once.
 
-    with pacer.pace() as pace:
-        for item in many:
+    with pacer.pace() as pace:          await pacer.room()
+        for item in many:               work_on(this)
             if pace.is_due:
                 await pace.rest()
             work_on(item)
 
-Between two rests nothing else may be awaited. Knows nothing of the work. One Pacer a router; used by whatever a request
-can make long.
+All that begins in one turn of the loop shares one slice of its time; what is left queues, in order of arrival, and one
+of them gets a slice in each further turn. Between two rests nothing else may be awaited that paces itself: it would
+queue behind its own caller. Knows nothing of the work. One Pacer a router; used by whatever a request can make long,
+and at the steps of a request's life that many requests may reach together.
 """
 
 import asyncio
@@ -24,6 +26,7 @@ SLICE_S = 0.003
 class Pacer:
     def __init__(self) -> None:
         self._turns = asyncio.Lock()
+        self._until: float | None = None  # where the slice ends that this turn's beginners share; None: nobody began
         self._tasks: set[asyncio.Task[None]] = set()
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -32,20 +35,33 @@ class Pacer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def room(self) -> None:
+        """Returns when there is time for something short: at once, unless this turn's slice is used up."""
+        with self.pace() as pace:
+            if pace.is_due:
+                await pace.rest()
+
     def pace(self) -> "Pace":
-        return Pace(self._turns)
+        if self._until is None:
+            self._until = time.perf_counter() + SLICE_S
+            asyncio.get_running_loop().call_soon(self._next_turn)
+        return Pace(self._turns, self._until)
+
+    def _next_turn(self) -> None:
+        self._until = None
 
 
 class Pace:
-    """One piece of work. Its first slice runs at once; for each further one it queues with all others that are long,
-    in order of arrival."""
+    """One piece of work. It begins in the slice of its turn, if there is something left of it; for each further slice
+    it queues with all others."""
 
     __slots__ = ("_has_turn", "_turns", "_until")
 
-    def __init__(self, turns: asyncio.Lock) -> None:
+    def __init__(self, turns: asyncio.Lock, until: float) -> None:
+        """until: when its first slice ends, of perf_counter()."""
         self._turns = turns
         self._has_turn = False
-        self._until = time.perf_counter() + SLICE_S
+        self._until = until
 
     def __enter__(self) -> "Pace":
         return self

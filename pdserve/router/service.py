@@ -137,9 +137,9 @@ class Generation:
         """At the workers; whoever reads gets the error."""
         with self.pacer.pace() as pace:
             for run in self._runs:
-                run.close()
                 if pace.is_due:
                     await pace.rest()
+                run.close()
 
     async def _close_many(self) -> None:
         with self.pacer.pace() as pace:
@@ -249,7 +249,7 @@ class Service:
         self._goodput = Goodput(slo, self.metrics.registry)
         self.request_log = RequestLog(model_name, logs or LogConfig())
         self._dispatcher = Dispatcher(
-            fleet, chooser, tokenizer, config, self.metrics, self._goodput, self.request_log, resume_wait_s
+            fleet, chooser, tokenizer, config, self.metrics, self._goodput, self.request_log, self.pacer, resume_wait_s
         )
         self._numbers = itertools.count()
 
@@ -314,6 +314,8 @@ class Service:
                 runs, account = [], self.held.account()
                 with self.pacer.pace() as pace:
                     for number, prompt in enumerate(ids):
+                        if pace.is_due:
+                            await pace.rest()
                         job = Job(
                             f"{request_id}-{next(self._numbers)}",
                             prompt,
@@ -327,8 +329,6 @@ class Service:
                             open_ended,
                         )
                         runs.append(RequestRun(self._dispatcher, job, seats[number], account))
-                        if pace.is_due:
-                            await pace.rest()
                 self.admission.check_tokens(sum(map(len, ids)))
                 longest = max(range(len(ids)), key=lambda number: len(ids[number]))
                 forecast = self._check_lateness(runs[longest], priority, received)

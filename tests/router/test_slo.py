@@ -124,7 +124,7 @@ async def test_the_urgent_see_only_what_they_do_not_overtake(make: Make) -> None
     await harness.start()
 
     def ask(number: int, priority: int) -> asyncio.Task[Any]:
-        body = GOOD | {"prompt": list(range(10 * number, 10 * number + 30)), "priority": priority}
+        body = GOOD | {"prompt": list(range(10 * number, 10 * number + 48)), "priority": priority}
         return asyncio.create_task(http.post("/v1/completions", json=body))
 
     patient = [ask(number, 5) for number in range(28)]
