@@ -60,6 +60,7 @@ timeline_logger = logging.getLogger("pdserve.timeline")
 # a sequence being decoded weighs its context plus this many tokens; its real length is not known beforehand
 DECODE_WEIGHT = 128
 DRAINED_EVENTS = 256
+DRAINED_JOINED = 8  # where one may have been made of hundreds
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,7 +361,7 @@ class RequestRun:
         """Handle what has arrived, at most so much that it takes a moment; what several messages say of one choice
         becomes one Chunk."""
         chunks: dict[int, Chunk] = {}
-        for _ in range(DRAINED_EVENTS):
+        for _ in range(DRAINED_JOINED if self._inbox.num_bytes else DRAINED_EVENTS):
             if not self._inbox or self.record.finished:
                 break
             leg, event = self._inbox.pop()

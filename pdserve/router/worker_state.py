@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Any, Literal
 
 from pdserve.engine.protocol import (
     Arrived,
@@ -48,8 +48,10 @@ class Silent:
 LegEvent = Delta | PromptScored | Handoff | Arrived | Failed | Lost | Silent
 
 
-LOOK_EVERY = 32  # events that wait, until they are joined and counted for the first time
+UNJOINED = 32  # events that wait, before more are joined and counted
 JOINED_BYTES = 16_384  # of one event that others were joined to
+COMPACT_EVERY = 16  # events that are joined, until they are made one
+DROPPED_AT_ONCE = 64  # events of those that nobody wants any more; freeing 100 MB takes 100 ms
 
 
 class Inbox:
@@ -57,11 +59,11 @@ class Inbox:
     reader who is slow counts there; None: nowhere."""
 
     def __init__(self, account: Account | None = None) -> None:
-        self._items: deque[tuple[Leg, LegEvent]] = deque()
+        self._items: deque[tuple[Leg, LegEvent | _Joined]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._account = account
-        self._counted = 0
-        self._look_at = LOOK_EVERY
+        self.num_bytes = 0  # counted: of what was joined, or may be
+        self._last: dict[tuple[int, int], _Joined] = {}  # by attempt and choice: what more can be joined to
         self._error: Exception | None = None
 
     def __len__(self) -> int:
@@ -70,9 +72,10 @@ class Inbox:
     def put(self, leg: "Leg", event: LegEvent) -> None:
         if self._error is not None:
             return
-        self._items.append((leg, event))
-        if len(self._items) >= self._look_at:
-            self._look()
+        if not self.num_bytes and len(self._items) < UNJOINED:
+            self._items.append((leg, event))
+        else:
+            self._join(leg, event)
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -82,8 +85,12 @@ class Inbox:
         self._wake()
 
     def clear(self) -> None:
+        self._last.clear()
+        self._count(-self.num_bytes)
+        if len(self._items) > DROPPED_AT_ONCE:
+            items, self._items = self._items, deque()
+            _drop(items)
         self._items.clear()
-        self._count(0)
 
     async def wait(self) -> None:
         """Until there is at least one item. Raises the error of `fail`."""
@@ -94,52 +101,63 @@ class Inbox:
             await self._waiter
 
     def pop(self) -> tuple["Leg", LegEvent]:
-        item = self._items.popleft()
-        if not self._items and self._counted:
-            self._count(0)
-        return item
+        leg, event = self._items.popleft()
+        if isinstance(event, _Joined):
+            if event.place is not None and self._last.get(event.place) is event:
+                del self._last[event.place]
+            self._count(-event.num_bytes)
+            return leg, event.event
+        return leg, event
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def _count(self, num_bytes: int) -> None:
-        before, self._counted = self._counted, num_bytes
-        self._look_at = 2 * len(self._items) + LOOK_EVERY  # each look passes over all: so one event costs the same
+        self.num_bytes += num_bytes
         if self._account is not None:
-            self._account.add(num_bytes - before)
+            self._account.add(num_bytes)
 
-    def _look(self) -> None:
-        """Nobody reads: join what can be joined, and count the rest."""
-        joined: list[_Joined] = []
-        last: dict[tuple[int, int], _Joined] = {}
-        for leg, event in self._items:
-            if not isinstance(event, Delta):
-                last.clear()
-                joined.append(_Joined(leg, event, PIECE_BYTES))
-                continue
-            place = leg.key.attempt, event.choice
-            before = last.get(place)
-            if before is None or not before.takes(event):
-                last[place] = before = _Joined(leg, event, size_of(len(event.token_ids), event.logprobs))
-                joined.append(before)
-            else:
-                before.add(event)
-        self._items = deque((each.leg, each.event) for each in joined)
-        self._count(sum(each.num_bytes for each in joined))
+    def _join(self, leg: "Leg", event: LegEvent) -> None:
+        """Nobody reads: let it be part of what waits already, if it follows that."""
+        place, size = None, PIECE_BYTES
+        if isinstance(event, Delta):
+            place, size = (leg.key.attempt, event.choice), size_of(len(event.token_ids), event.logprobs)
+            before = self._last.get(place)
+            if before is not None and before.takes(event):
+                before.add(event, size - PIECE_BYTES)
+                self._count(size - PIECE_BYTES)
+                return
+        else:
+            self._last.clear()
+        joined = _Joined(place, event, size)
+        if place is not None:
+            self._last[place] = joined
+        self._items.append((leg, joined))
+        self._count(size)
+
+
+def _drop(items: deque[Any]) -> None:
+    """Free them, a few in each turn of the event loop."""
+    for _ in range(min(DROPPED_AT_ONCE, len(items))):
+        items.popleft()
+    if items:
+        asyncio.get_running_loop().call_soon(_drop, items)
 
 
 class _Joined:
-    """Events of one choice that follow each other, as one."""
+    """Events of one choice that follow each other, as one; or a lone event of another kind. place: the choice."""
 
-    def __init__(self, leg: "Leg", event: LegEvent, num_bytes: int) -> None:
-        self.leg = leg
+    __slots__ = ("_parts", "num_bytes", "place")
+
+    def __init__(self, place: tuple[int, int] | None, event: LegEvent, num_bytes: int) -> None:
+        self.place = place
         self.num_bytes = num_bytes
-        self._first = event
-        self._parts = [event] if isinstance(event, Delta) else []
+        self._parts = [event]
 
     def takes(self, event: Delta) -> bool:
         last = self._parts[-1]
+        assert isinstance(last, Delta)
         return (
             last.finish_reason is None
             and last.times is None
@@ -148,22 +166,25 @@ class _Joined:
             and self.num_bytes < JOINED_BYTES
         )
 
-    def add(self, event: Delta) -> None:
+    def add(self, event: Delta, num_bytes: int) -> None:
         self._parts.append(event)
-        self.num_bytes += size_of(len(event.token_ids), event.logprobs) - PIECE_BYTES
+        self.num_bytes += num_bytes
+        if len(self._parts) > COMPACT_EVERY:
+            self._parts = [self.event]
 
     @property
     def event(self) -> LegEvent:
         if len(self._parts) < 2:
-            return self._first
-        first, last = self._parts[0], self._parts[-1]
-        logprobs = None if first.logprobs is None else tuple(chain.from_iterable(p.logprobs or () for p in self._parts))
+            return self._parts[0]
+        parts = [part for part in self._parts if isinstance(part, Delta)]
+        first, last = parts[0], parts[-1]
+        logprobs = None if first.logprobs is None else tuple(chain.from_iterable(p.logprobs or () for p in parts))
         return Delta(
             first.request_id,
             first.attempt,
             first.choice,
             first.position,
-            tuple(chain.from_iterable(part.token_ids for part in self._parts)),
+            tuple(chain.from_iterable(part.token_ids for part in parts)),
             last.finish_reason,
             last.stop_reason,
             logprobs,

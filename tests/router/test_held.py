@@ -2,18 +2,21 @@
 
 import asyncio
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from router.fake_worker import expected_tokens
-from router.harness import MODEL, Harness, until
+from router.harness import MODEL, Harness, settle, until
 from router.test_app import Client
+from router.turns import Turns
 
 from pdserve.engine.protocol import Delta, Handoff, LegTimes, PromptScored, RequestKey, SamplingParams, TokenLogprob
 from pdserve.router.errors import ApiError
 from pdserve.router.held import LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
-from pdserve.router.worker_state import JOINED_BYTES, LOOK_EVERY, Inbox, Leg
+from pdserve.router.worker_state import DROPPED_AT_ONCE, JOINED_BYTES, UNJOINED, Inbox, Leg
+from pdserve.text.choice import ChoiceText
 
 Make = Callable[..., Harness]
 PROMPT = list(range(10, 30))
@@ -80,7 +83,7 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
             reason: Any = "length" if times else None
             ends: dict[str, Any] = {"finish_reason": reason, "times": times, "logprobs": scores(position)}
             inbox.put(one, delta(position, choice, **ends))
-    least = 2 * (count - LOOK_EVERY) * (TOKEN_BYTES + (3 * LOGPROB_BYTES if with_logprobs else 0))
+    least = 2 * (count - UNJOINED) * (TOKEN_BYTES + (3 * LOGPROB_BYTES if with_logprobs else 0))
     assert least < held.num_bytes < 2 * least and len(inbox) < count / 8
     found = drained(inbox)
     assert held.num_bytes == 0
@@ -98,7 +101,6 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
 
 
 def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look passes over all that waits: the looks get rarer."""
     passed = 0
 
     def counting(*args: Any) -> int:
@@ -111,7 +113,7 @@ def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPat
     one = leg(0, inbox)
     for position in range(count):
         inbox.put(one, delta(2 * position))  # none follows the one before
-    assert len(inbox) == count and passed < 4 * count
+    assert len(inbox) == count and passed <= count
 
 
 def test_only_what_follows_each_other_is_joined() -> None:
@@ -128,11 +130,11 @@ def test_only_what_follows_each_other_is_joined() -> None:
         (first, delta(8, finish_reason="stop")),
         (first, delta(9)),
     ]
+    for number in range(UNJOINED):
+        inbox.put(second, Handoff(request_id="x", attempt=1, ticket=number))  # type: ignore[arg-type]
     for item in events:
         inbox.put(*item)
-    for number in range(LOOK_EVERY):
-        inbox.put(second, Handoff(request_id="x", attempt=1, ticket=number))  # type: ignore[arg-type]
-    found = drained(inbox)[:7]
+    found = drained(inbox)[UNJOINED:]
     assert found == [
         delta(0, tokens=2),
         delta(2),
@@ -140,8 +142,77 @@ def test_only_what_follows_each_other_is_joined() -> None:
         delta(2),
         Delta("x", 0, 0, 7, (7, 8), "stop"),
         delta(9),
-        Handoff(request_id="x", attempt=1, ticket=0),  # type: ignore[arg-type]
     ]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whenever_it_is_read_each_choice_has_its_events_in_order(seed: int) -> None:
+    """And what is no token of a choice stays where it was among them."""
+    chance, held = random.Random(seed), Held(1 << 30, lambda count: pytest.fail("cut"))
+    inbox, positions = Inbox(held.account()), [0, 0, 0]
+    one, found = leg(0, inbox), list[Any]()
+    expected: list[list[int]] = [[], [], []]
+    for number in range(3000):
+        choice, size = chance.randrange(3), chance.randint(1, 3)
+        if chance.random() < 0.02:
+            inbox.put(one, Handoff(request_id="x", attempt=0, ticket=number))  # type: ignore[arg-type]
+            for each in expected:
+                each.append(-number)
+        else:
+            inbox.put(one, delta(positions[choice], choice, size))
+            expected[choice] += range(positions[choice], positions[choice] + size)
+            positions[choice] += size
+        for _ in range(chance.choice([0, 0, 0, 1, 200]) if chance.random() < 0.05 else chance.randint(0, 1)):
+            if inbox:
+                found.append(inbox.pop()[1])
+    found += drained(inbox)
+    assert held.num_bytes == 0 and len(found) < 3000
+    seen: list[list[int]] = [[], [], []]
+    for event in found:
+        for choice, tokens in enumerate(seen):
+            if isinstance(event, Handoff):
+                tokens.append(-event.ticket)  # type: ignore[operator]
+            elif event.choice == choice:
+                tokens += event.token_ids
+    assert seen == expected
+
+
+async def test_what_nobody_wants_is_freed_in_several_turns() -> None:
+    inbox = Inbox()
+    one = leg(0, inbox)
+    for position in range(5 * DROPPED_AT_ONCE):
+        inbox.put(one, delta(2 * position))
+    items = inbox._items
+    inbox.fail(ValueError("by test"))
+    assert not inbox and len(items) == 4 * DROPPED_AT_ONCE
+    await asyncio.sleep(0)
+    assert len(items) == 3 * DROPPED_AT_ONCE
+    await settle()
+    assert not items
+
+
+async def test_a_reader_who_comes_back_gets_a_little_in_each_turn(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 events in one turn were too many where each was made of hundreds."""
+    harness = make(0, 1)
+    harness.decodes[0].max_tokens = 20_000
+    await harness.start()
+    turns = Turns()
+    push = ChoiceText.push
+
+    def noting(text: ChoiceText, token_ids: Any, reason: Any) -> Any:
+        for _ in token_ids:
+            turns.note()
+        return push(text, token_ids, reason)
+
+    client = Client(harness, "/v1/completions", LONG | {"max_tokens": 10_000})
+    await until(lambda: len(client.sent) > 3)
+    client.taking.clear()
+    await until(lambda: harness.world.held() == 0)
+    monkeypatch.setattr(ChoiceText, "push", noting)
+    client.taking.set()
+    await asyncio.wait_for(client.call, 10)
+    turns.close()
+    assert client.complete and sum(turns.counts) > 9000 and max(turns.counts) <= 9 * JOINED_BYTES / TOKEN_BYTES
 
 
 async def test_slow_readers_get_the_same(make: Make) -> None:
