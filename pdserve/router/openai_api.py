@@ -7,7 +7,7 @@ Knows no workers and no HTTP framework. Called by `router.app`.
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -59,21 +59,21 @@ class _Request(msgspec.Struct, kw_only=True):
 class CompletionRequest(_Request, kw_only=True):
     """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt only."""
 
-    prompt: str | list[int | str | list[int]]
+    prompt: str | list[int | str | tuple[int, ...]]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
     best_of: int | None = None
 
-    def prompts(self) -> list[str | list[int]]:
-        """One or many prompts as a list of texts or of token-id lists."""
+    def prompts(self) -> Sequence[str | Sequence[int]]:
+        """One or many prompts as a list of texts or of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = set(map(type, self.prompt))
         if kinds == {int}:
             return [cast(list[int], self.prompt)]
-        if kinds in ({str}, {list}):
-            return cast(list[str | list[int]], self.prompt)
+        if kinds in ({str}, {tuple}):
+            return cast(list[str | tuple[int, ...]], self.prompt)
         what = "is an empty list" if not kinds else "mixes texts and token ids"
         raise ApiError(
             f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these", param="prompt"
@@ -248,11 +248,16 @@ async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: 
             else:
                 lengths.check(items.count(b",") + 1, "prompt")
         try:
-            prompts += msgspec.json.decode(items, type=kind)
+            decoded = msgspec.json.decode(items, type=kind)
         except msgspec.ValidationError as error:
             raise ApiError(f"prompt: {str(error).split(' - at ')[0]}", param="prompt") from error
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise _not_json(error) from error
+        if kind == list[int]:
+            decoded = lengths.shared_ids(decoded, "prompt")
+        elif kind == list[list[int]]:
+            decoded = [lengths.shared_ids(ids, "prompt") for ids in decoded]
+        prompts += decoded
         if pace.is_due:
             await pace.rest()
     return prompts

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ParamSpec, TypeVar
 
 from pdserve.router.errors import ApiError
@@ -86,6 +87,22 @@ class Lengths:
             )
             raise ApiError(message, param=named, code="context_length_exceeded")
 
+    def shared_ids(self, ids: Sequence[int], named: str) -> tuple[int, ...]:
+        """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError (400) when one is
+        outside the vocabulary."""
+        vocab_size = self.limits.vocab_size
+        try:
+            if min(ids, default=0) >= 0:
+                return tuple(map(_integers(vocab_size).__getitem__, ids))
+        except IndexError:
+            pass
+        raise ApiError(f"{named} holds token ids outside the vocabulary 0..{vocab_size - 1}", param=named)
+
+
+@lru_cache(maxsize=2)
+def _integers(end: int) -> tuple[int, ...]:
+    return tuple(range(end))
+
 
 class Prompts:
     """Use from one event loop. max_prompt_tokens: as in RouterConfig."""
@@ -137,45 +154,45 @@ class Prompts:
             check = lengths.check_chars if isinstance(prompt, str) else lengths.check
             check(len(prompt), named)
         try:
-            encoded = iter(await self._encode(texts, add_special_tokens, lengths, named))
+            encoded = iter(await self._encode_all(texts, add_special_tokens, lengths, named))
         except ValueError as error:
             raise ApiError(str(error), param=named) from error
         ids = []
         with self._pacer.pace() as pace:
             for prompt in prompts:
-                ids.append(_checked(next(encoded) if isinstance(prompt, str) else prompt, lengths, named))
                 if pace.is_due:
                     await pace.rest()
+                checked = next(encoded) if isinstance(prompt, str) else lengths.shared_ids(prompt, named)
+                if not checked:
+                    raise ApiError(f"{named} is empty: it needs at least one token", param=named)
+                lengths.check(len(checked), named)
+                ids.append(checked)
         return ids
 
-    async def _encode(
+    async def _encode_all(
         self, texts: Sequence[str], add_special_tokens: bool, lengths: Lengths, named: str
-    ) -> list[list[int]]:
-        encode = self._tokenizer.encode_batch
+    ) -> list[tuple[int, ...]]:
         if sum(map(_cost, texts)) <= INLINE_CHARS:
-            return encode(texts, add_special_tokens) if texts else []
-        encoded: list[list[int]] = []
+            return self._encode(texts, add_special_tokens, lengths, named) if texts else []
+        encoded: list[tuple[int, ...]] = []
         for batch in _batches(texts):
             if sum(map(_cost, batch)) <= BATCH_CHARS:
-                encoded += await _run(self._short, encode, batch, add_special_tokens)
-                continue
-            most = lengths.max_tokens
-            ids = await _run(self._long, _encode_within, self._tokenizer, batch[0], add_special_tokens, most)
-            if isinstance(ids, int):
-                lengths.check(ids, named, "at least ")
+                encoded += await _run(self._short, self._encode, batch, add_special_tokens, lengths, named)
             else:
-                encoded.append(ids)
+                encoded += await _run(self._long, self._encode_long, batch[0], add_special_tokens, lengths, named)
         return encoded
 
+    def _encode(
+        self, texts: Sequence[str], add_special_tokens: bool, lengths: Lengths, named: str
+    ) -> list[tuple[int, ...]]:
+        return [lengths.shared_ids(ids, named) for ids in self._tokenizer.encode_batch(texts, add_special_tokens)]
 
-def _checked(ids: Sequence[int], lengths: Lengths, named: str) -> tuple[int, ...]:
-    if not ids:
-        raise ApiError(f"{named} is empty: it needs at least one token", param=named)
-    lengths.check(len(ids), named)
-    vocab_size = lengths.limits.vocab_size
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise ApiError(f"{named} holds token ids outside the vocabulary 0..{vocab_size - 1}", param=named)
-    return tuple(ids)
+    def _encode_long(self, text: str, add_special_tokens: bool, lengths: Lengths, named: str) -> list[tuple[int, ...]]:
+        ids = _encode_within(self._tokenizer, text, add_special_tokens, lengths.max_tokens)
+        if isinstance(ids, int):
+            lengths.check(ids, named, "at least ")
+            return []
+        return [lengths.shared_ids(ids, named)]
 
 
 def _encode_within(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int] | int:

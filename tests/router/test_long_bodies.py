@@ -21,7 +21,7 @@ from pdserve.router.pace import Pacer
 from pdserve.router.prompts import Lengths, Limits
 
 Make = Callable[..., Harness]
-WIDE = Lengths(Limits(1 << 24, 1 << 17), None, 13)
+WIDE = Lengths(Limits(1 << 24, 1 << 20), None, 13)
 NARROW = Lengths(Limits(256, 403), None, 13)
 MEGABYTE = 1 << 20
 
@@ -53,6 +53,7 @@ def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     if request.param is not None:
         monkeypatch.setattr(json_outline, "WINDOW", request.param)
         monkeypatch.setattr(json_outline, "PIECE_BYTES", request.param)
+        monkeypatch.setattr(json_outline, "LEAVES_BYTES", 2 * request.param)
 
 
 @pytest.mark.usefixtures("window")
@@ -98,6 +99,7 @@ async def test_mutilated_bodies_give_no_other_answer(seed: int, monkeypatch: pyt
     chance = random.Random(seed)
     monkeypatch.setattr(json_outline, "WINDOW", chance.randint(2, 40))
     monkeypatch.setattr(json_outline, "PIECE_BYTES", chance.randint(1, 40))
+    monkeypatch.setattr(json_outline, "LEAVES_BYTES", chance.randint(1, 80))
     for _ in range(60):
         body = bytearray(completion(chance.choice(PROMPTS), ',"stop":["x","]"],"user":{"a":[1]}'))
         for _ in range(chance.choice([0, 1, 1, 2])):

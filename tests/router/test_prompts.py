@@ -1,6 +1,7 @@
 """Prompts made into ids: one check of length, before anything is tokenised, and few characters at a time."""
 
 import asyncio
+import json
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,8 +11,9 @@ from router.harness import MODEL, Harness, until
 
 from pdserve.router import prompts
 from pdserve.router.errors import ApiError
+from pdserve.router.openai_api import CompletionRequest, parse_long
 from pdserve.router.pace import Pacer
-from pdserve.router.prompts import Limits, Prompts
+from pdserve.router.prompts import Lengths, Limits, Prompts
 from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]
@@ -216,3 +218,20 @@ async def test_slices_of_long_work_take_turns() -> None:
     cancelled.cancel()
     await asyncio.wait({cancelled})
     await asyncio.wait_for(work("e"), 60)
+
+
+@pytest.mark.parametrize("prompt", ["The quick fox", "The quick fox " * 2000, [300, 400], [70]])
+async def test_prompts_share_their_integers(tokenizer: Tokenizer, prompt: Any) -> None:
+    """An integer of its own is 32 bytes a token, four times the rest."""
+    [first] = await made(tokenizer).token_ids([prompt], True, LIMITS, "prompt")
+    [second] = await made(tokenizer).token_ids([prompt], True, LIMITS, "prompt")
+    assert first == second and all(a is b for a, b in zip(first, second, strict=True))
+
+
+async def test_ids_of_long_bodies_share_their_integers() -> None:
+    for prompt in ([300] * 20_000, [[300, 301]] * 9000):
+        body = bytearray(json.dumps({"model": "m", "prompt": prompt}).encode())
+        with Pacer().pace() as pace:
+            call = await parse_long(body, CompletionRequest, Lengths(Limits(100_000, 403), None, 9), pace)
+        ids = call.prompt if isinstance(prompt[0], int) else [ids for pair in call.prompt for ids in pair]  # type: ignore[union-attr]
+        assert len(set(map(id, ids))) == len(set(ids))
