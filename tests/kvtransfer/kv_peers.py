@@ -75,7 +75,7 @@ class Engine:
     def _wake(self) -> None:
         self.wakes += 1
 
-    def wait(self, wanted: Callable[[ReceiverEvent], bool], timeout_s: float = 10.0) -> Any:
+    def wait(self, wanted: Callable[[ReceiverEvent], bool], timeout_s: float = 60.0) -> Any:
         """The first event that is wanted; it and those before it are taken from `events`."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end:
@@ -87,10 +87,8 @@ class Engine:
             time.sleep(0.001)
         raise AssertionError(f"no such event within {timeout_s} s; got {self.events}")
 
-    def wait_for(self, *kinds: type, pull_id: int | None = None, timeout_s: float = 10.0) -> Any:
-        return self.wait(
-            lambda e: isinstance(e, kinds) and (pull_id is None or getattr(e, "pull_id", None) == pull_id), timeout_s
-        )
+    def wait_for(self, *kinds: type, pull_id: int | None = None) -> Any:
+        return self.wait(lambda e: isinstance(e, kinds) and (pull_id is None or getattr(e, "pull_id", None) == pull_id))
 
     def connect(self, meta: PoolMeta) -> PeerStatus:
         self.receiver.connect(meta)
@@ -105,6 +103,18 @@ def pull_of(sink: Engine, pull_id: int) -> Any:
     """As the link knows it; None before it does."""
     links = list(sink.receiver._ranks[0]._links.values())
     return next((link._pulls[pull_id] for link in links if pull_id in link._pulls), None)
+
+
+def expire(receiver: Any, pull_id: int, rank: int = 0) -> None:
+    """The deadline of a pull comes for this rank as soon as reads of it are under way there."""
+
+    def reading() -> list[Any]:
+        links = list(receiver._ranks[rank]._links.values())
+        return [pull for link in links if (pull := link._pulls.get(pull_id)) is not None and pull.pieces]
+
+    until(reading)
+    [pull] = reading()
+    pull.deadline = 0.0
 
 
 def until_posted(sink: Engine, pull_id: int, num_blocks: int) -> None:
@@ -147,7 +157,11 @@ class LocalSource:
     def bump(self, block: int) -> None:
         self.engine.generations[block] += 1
 
-    def unpinned(self, timeout_s: float) -> list[Unpinned]:
+    def lease(self, seconds: float) -> None:
+        """Of what is published or renewed from now on."""
+        self.engine.sender._lease_s = seconds
+
+    def unpinned(self, timeout_s: float = 60.0) -> list[Unpinned]:
         """What was unpinned, as soon as something is."""
         end = time.monotonic() + timeout_s
         while True:
@@ -213,15 +227,15 @@ class ProcessSource:
         self.process = context.Process(target=_child, args=(theirs, os.getpid(), arguments), daemon=True)
         self.process.start()
         theirs.close()
-        self.meta: PoolMeta = self._receive(60.0)
+        self.meta: PoolMeta = self._receive()
 
-    def _receive(self, timeout_s: float) -> Any:
-        assert self._pipe.poll(timeout_s), "the source process does not answer"
+    def _receive(self) -> Any:
+        assert self._pipe.poll(120.0), "the source process does not answer"
         return self._pipe.recv()
 
     def _call(self, name: str, *values: Any) -> Any:
         self._pipe.send((name, values))
-        return self._receive(20.0)
+        return self._receive()
 
     def publish(self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None) -> Ticket:
         return self._call("publish", request, block_ids, num_tokens)
@@ -235,7 +249,10 @@ class ProcessSource:
     def bump(self, block: int) -> None:
         self._call("bump", block)
 
-    def unpinned(self, timeout_s: float) -> list[Unpinned]:
+    def lease(self, seconds: float) -> None:
+        self._call("lease", seconds)
+
+    def unpinned(self, timeout_s: float = 60.0) -> list[Unpinned]:
         return self._call("unpinned", timeout_s)
 
     def wakes(self) -> int:

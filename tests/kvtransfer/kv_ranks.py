@@ -19,7 +19,7 @@ from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import PoolMemory, Unpinned
 
 HEADS, BLOCK_SIZE, NUM_TOKENS = 4, 16, 24 * 16
-CONFIG = {name: TransferConfig(connector=name, lease_s=20.0) for name in ("local", "nixl")}
+CONFIG = {name: TransferConfig(connector=name, lease_s=600.0) for name in ("local", "nixl")}
 
 
 def content(block_size: int = BLOCK_SIZE) -> torch.Tensor:
@@ -73,7 +73,7 @@ class Ranks:
     def unpinned(self) -> list[Unpinned]:
         return self.sender.poll()
 
-    def wait(self, *kinds: type, timeout_s: float = 20.0) -> Any:
+    def wait(self, *kinds: type, timeout_s: float = 60.0) -> Any:
         ends = time.monotonic() + timeout_s
         while time.monotonic() < ends:
             self._events += self.receiver.poll()
@@ -114,7 +114,7 @@ class Elsewhere:
     def __getattr__(self, name: str) -> Any:
         def call(*values: Any) -> Any:
             self._pipe.send((name, values))
-            assert self._pipe.poll(60), "the source process does not answer"
+            assert self._pipe.poll(120), "the source process does not answer"
             return self._pipe.recv()
 
         return call

@@ -61,6 +61,7 @@ class Net:
     """Namespaces `p` and `d`, joined by one link of rate_mbit in the direction p to d."""
 
     def __init__(self, rate_mbit: int) -> None:
+        self._rate_mbit = rate_mbit
         self._tag = f"pd{os.getpid()}"
         self.p, self.d = f"{self._tag}-p", f"{self._tag}-d"
         for namespace in (self.p, self.d):
@@ -70,8 +71,20 @@ class Net:
             _run("ip", "-n", namespace, "addr", "add", address, "dev", device)
             for name in ("lo", device):
                 _run("ip", "-n", namespace, "link", "set", name, "up")
+        self._limit("add", rate_mbit)
+
+    def _limit(self, how: str, rate_mbit: int) -> None:
         rate = ("rate", f"{rate_mbit}mbit", "burst", "128kb", "latency", "50ms")
-        _run("tc", "-n", self.p, "qdisc", "add", "dev", "pdp", "root", "tbf", *rate)
+        _run("tc", "-n", self.p, "qdisc", how, "dev", "pdp", "root", "tbf", *rate)
+
+    @contextlib.contextmanager
+    def slow(self) -> Iterator[None]:
+        """A tenth of its rate."""
+        self._limit("replace", self._rate_mbit // 10)
+        try:
+            yield
+        finally:
+            self._limit("replace", self._rate_mbit)
 
     def cut(self) -> None:
         _run("ip", "-n", self.p, "link", "set", "pdp", "down")
@@ -141,7 +154,7 @@ class NetEngine:
 
     def connect(self, meta: PoolMeta) -> PeerStatus | None:
         self._receiver.connect(meta)
-        return self.event(PeerStatus, 20.0)
+        return self.event(PeerStatus, 60.0)
 
     def pull(self, pull_id: int, ticket: Ticket, block_ids: list[int], deadline_s: float) -> None:
         self._receiver.pull(pull_id, ticket, block_ids, 0, deadline_s)
@@ -158,6 +171,11 @@ class NetEngine:
             if time.monotonic() > ends:
                 return None
             time.sleep(0.001)
+
+    def has_posted(self, pull_id: int) -> bool:
+        """Its first read is on its way, if nothing else went wrong."""
+        links = list(self._receiver._ranks[0]._links.values())
+        return any((pull := link._pulls.get(pull_id)) is not None and pull.pieces for link in links)
 
     def sever(self, agent_name: str) -> int:
         return self._receiver._ranks[0]._agent.sever(agent_name)
@@ -202,7 +220,7 @@ class Remote:
 
     def _call(self, message: Any) -> Any:
         self._pipe.send(message)
-        assert self._pipe.poll(60), "the engine's process does not answer"
+        assert self._pipe.poll(300), "the engine's process does not answer"
         return self._pipe.recv()
 
     def freeze(self) -> None:

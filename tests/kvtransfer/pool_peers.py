@@ -5,10 +5,12 @@ import json
 import threading
 import time
 import urllib.request
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS
 from prometheus_client import CollectorRegistry
@@ -25,8 +27,15 @@ from pdserve.kvtransfer.pool_server import PoolServer
 
 SIZE = LAYOUT.block_size
 CHUNK = 4 * SIZE
-CONFIG = PoolConfig(chunk_tokens=CHUNK, l1_gib=0.125, request_deadline_ms=2000, breaker_s=0.5, max_store_fraction=0.5)
-IMPATIENT = CONFIG.model_copy(update={"request_deadline_ms": 400})
+CONFIG = PoolConfig(
+    chunk_tokens=CHUNK,
+    l1_gib=0.125,
+    start_deadline_s=300.0,
+    request_deadline_ms=300_000,
+    breaker_s=0.5,
+    max_store_fraction=0.5,
+)
+IMPATIENT_MS = 400
 EMPTY = -1.0
 _prompts = itertools.count(1)
 
@@ -73,8 +82,17 @@ class Engine:
         if connect:
             self.wait_available()
 
-    def wait_available(self, timeout_s: float = 10.0) -> None:
-        until(lambda: self.pool.available, timeout_s)
+    def wait_available(self) -> None:
+        until(lambda: self.pool.available)
+
+    @contextmanager
+    def impatient(self) -> Iterator[None]:
+        """What begins within waits for each answer of the server for IMPATIENT_MS."""
+        patient, backend = self.pool._config, self.pool._backend
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(self.pool, "_config", patient.model_copy(update={"request_deadline_ms": IMPATIENT_MS}))
+            patch.setattr(backend, "_patience_s", IMPATIENT_MS / 1000, raising=False)
+            yield
 
     def gated_copies(self) -> PoolFaults:
         """From now on copies wait while `.copies_frozen` of the result is set."""
@@ -99,7 +117,7 @@ class Engine:
         return op_id
 
     def begin_retrieve(
-        self, tokens: Sequence[int], blocks: Sequence[int], *, skip: int = 0, salt: str = "", deadline_s: float = 5.0
+        self, tokens: Sequence[int], blocks: Sequence[int], *, skip: int = 0, salt: str = "", deadline_s: float = 300.0
     ) -> int:
         op_id = next(self.op_ids)
         self.pool.retrieve(op_id, tokens, salt, skip, blocks, deadline_s)
@@ -111,7 +129,7 @@ class Engine:
         accepted = self.pool.store(op_id, tokens, salt, blocks, unchanged(self.generations, blocks))
         return op_id if accepted else None
 
-    def next_event(self, op_id: int | None, timeout_s: float = 10.0) -> PoolEvent:
+    def next_event(self, op_id: int | None, timeout_s: float = 60.0) -> PoolEvent:
         """The next event; it must be of this operation. A wake must announce it."""
         assert op_id is not None, "refused"
         end = time.monotonic() + timeout_s
@@ -138,6 +156,15 @@ class Engine:
         event = self.store(tokens, blocks, salt)
         assert type(event).__name__ == "PoolStored", event
 
+    def until_copying(self, *op_ids: int | None) -> None:
+        until(lambda: all(self.pool._operations[op_id].touching for op_id in op_ids))
+
+    def expire(self, op_id: int) -> None:
+        """The deadline of an operation is now."""
+        with self.pool._lock:
+            self.pool._operations[op_id].deadline = 0.0
+            self.pool._lock.notify_all()
+
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"pdserve_kv_pool_{name}", labels) or 0.0
 
@@ -156,7 +183,7 @@ def left_behind(server: LocalPoolServer | PoolServer) -> dict[str, int]:
     committed is invisible, and free again after pool_server.WRITE_TTL_S.)"""
     if isinstance(server, LocalPoolServer):
         return {"in_use": server.in_use}
-    with urllib.request.urlopen(f"http://{server.http_address}/status", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://{server.http_address}/status", timeout=60) as answer:
         status = json.load(answer)
     return {
         "read_locks": status["storage_manager"]["l1_manager"]["read_locked_count"],

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, key, pattern, until_posted
+from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, expire, key, pattern, until_posted
 from waiting import stays
 
 from pdserve.configs.schema import TransferConfig
@@ -56,55 +56,52 @@ def test_deadline_of_a_frozen_peer_settles_after_the_thaw(sink: Engine, source: 
     sink.pool.zero_()
     source.freeze()
     try:
-        start = time.monotonic()
-        sink.receiver.pull(100, ticket, [7, 8], 0, 0.3)
-        failed = sink.wait_for(PullFailed, PullDone, timeout_s=3)
+        sink.receiver.pull(100, ticket, [7, 8], 0, 300.0)
+        expire(sink.receiver, 100)
+        failed = sink.wait_for(PullFailed, PullDone)
         assert (failed.pull_id, failed.reason, failed.settled) == (100, "deadline", False)
-        assert 0.25 < time.monotonic() - start < 1.0
         stays(lambda: sink.receiver.poll() == [], 0.3)  # quarantine holds while the peer is frozen
     finally:
         source.thaw()
     assert sink.wait_for(PullSettled).pull_id == 100
     landed = sink.pool.clone()
     stays(lambda: torch.equal(sink.pool, landed), 0.2)
-    assert source.unpinned(2.0)[0].outcome == "rejected"
+    assert source.unpinned()[0].outcome == "rejected"
 
 
 def test_cancel_of_a_read_in_flight_settles_later(sink: Engine, source: Source) -> None:
     ticket = source.publish(key("cancelled"), [5])
     source.freeze()
     try:
-        sink.receiver.pull(200, ticket, [9], 0, 30.0)
+        sink.receiver.pull(200, ticket, [9], 0, 300.0)
         until_posted(sink, 200, 1)
         sink.receiver.cancel(200)
         sink.receiver.cancel(200)
-        failed = sink.wait_for(PullFailed, timeout_s=3)
+        failed = sink.wait_for(PullFailed)
         assert (failed.pull_id, failed.reason, failed.settled) == (200, "cancelled", False)
     finally:
         source.thaw()
     sink.wait_for(PullSettled, pull_id=200)
-    assert source.unpinned(2.0)[0].outcome == "rejected"
-    sink.receiver.pull(201, source.publish(key("after"), [6]), [9], 0, 5.0)
+    assert source.unpinned()[0].outcome == "rejected"
+    sink.receiver.pull(201, source.publish(key("after"), [6]), [9], 0, 300.0)
     assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=201), PullDone)
     assert torch.equal(sink.pool[9], pattern(1)[6])
-    assert source.unpinned(2.0)[0].outcome == "done"
+    assert source.unpinned()[0].outcome == "done"
     assert sink.receiver.poll() == []  # one failure and one settling, no more
 
 
 def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: Source, config: TransferConfig) -> None:
     in_flight, later = source.publish(key("in flight"), [1, 2]), source.publish(key("later"), [3])
     source.freeze()
-    sink.receiver.pull(300, in_flight, [0, 1], 0, 30.0)
+    sink.receiver.pull(300, in_flight, [0, 1], 0, 300.0)
     until_posted(sink, 300, 1)
-    start = time.monotonic()
     source.kill()
     failed = sink.wait_for(PullFailed)
     assert (failed.pull_id, failed.reason, failed.settled) == (300, "peer-lost", False)
-    assert time.monotonic() - start < 2.0
     status = sink.wait_for(PeerStatus)
     assert not status.connected and status.incarnation == 1
     sink.wait_for(PullSettled, pull_id=300)
-    sink.receiver.pull(301, later, [2], 0, 5.0)
+    sink.receiver.pull(301, later, [2], 0, 300.0)
     assert sink.wait_for(PullFailed, pull_id=301).reason == "not-connected"
 
     status = sink.connect(source.meta)  # still the dead one
@@ -113,12 +110,12 @@ def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: S
     successor = make_source(config, 2)
     try:
         assert sink.connect(successor.meta).connected
-        sink.receiver.pull(302, later, [2], 0, 5.0)
+        sink.receiver.pull(302, later, [2], 0, 300.0)
         assert sink.wait_for(PullFailed, pull_id=302).reason == "stale-incarnation"
-        sink.receiver.pull(303, successor.publish(key("new"), [11, 12]), [4, 5], 0, 5.0)
+        sink.receiver.pull(303, successor.publish(key("new"), [11, 12]), [4, 5], 0, 300.0)
         assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=303), PullDone)
         assert torch.equal(sink.pool[[4, 5]], pattern(2)[[11, 12]])
-        assert successor.unpinned(2.0)[0].outcome == "done"
+        assert successor.unpinned()[0].outcome == "done"
     finally:
         successor.close()
 
@@ -130,7 +127,7 @@ def test_peer_that_died_unnoticed_is_lost_at_the_next_pull(sink: Engine, config:
     tickets = [source.publish(key(f"late {i}"), [i]) for i in range(3)]
     source.kill()
     for index, ticket in enumerate(tickets):
-        sink.receiver.pull(400 + index, ticket, [index], 0, 5.0)
+        sink.receiver.pull(400 + index, ticket, [index], 0, 300.0)
     failed = [sink.wait_for(PullFailed) for _ in tickets]
     assert [f.pull_id for f in failed] == [400, 401, 402]
     assert failed[0].reason == "peer-lost"
@@ -148,11 +145,9 @@ def test_close_with_a_read_in_flight_returns_and_keeps_the_memory(config: Transf
         assert engine.connect(source.meta).connected
         ticket = source.publish(key("closing"), [1])
         source.freeze()
-        engine.receiver.pull(500, ticket, [1], 0, 30.0)
+        engine.receiver.pull(500, ticket, [1], 0, 300.0)
         until_posted(engine, 500, 1)
-        start = time.monotonic()
-        engine.close()
-        assert time.monotonic() - start < 5.0
+        engine.close()  # while the read cannot end
         assert engine.wait_for(PullFailed).settled is False
     finally:
         source.thaw()
@@ -171,12 +166,12 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config:
         ticket = source.publish(key("severed"), [1, 2])
         sink.pool.zero_()
         source.freeze()
-        sink.receiver.pull(600, ticket, [1, 2], 0, 30.0)
+        sink.receiver.pull(600, ticket, [1, 2], 0, 300.0)
         until_posted(sink, 600, 1)
         assert sink.receiver._ranks[0]._agent.sever(source.meta.ranks[0].agent_name) > 0
-        failed = sink.wait_for(PullFailed, timeout_s=3)
+        failed = sink.wait_for(PullFailed)
         assert (failed.pull_id, failed.reason, failed.settled) == (600, "peer-lost", False)
-        assert sink.wait_for(PullSettled, timeout_s=3).pull_id == 600
+        assert sink.wait_for(PullSettled).pull_id == 600
         source.thaw()
         stays(lambda: not sink.pool.any(), 0.3)
     finally:
@@ -202,9 +197,9 @@ def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
         sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 7 and e.connected)
         pid = source.process.pid if isinstance(source, ProcessSource) else None
         for _ in range(9):
-            before = cpu_seconds(pid)
+            before, began = cpu_seconds(pid), time.monotonic()
             time.sleep(4.0)  # the time over which CPU is counted
-            share = (cpu_seconds(pid) - before) / 4.0
+            share = (cpu_seconds(pid) - before) / (time.monotonic() - began)
             if share < 0.03:
                 break
         assert share < 0.03

@@ -19,13 +19,14 @@ from kvtransfer.pool_peers import (
     CHUNK,
     CONFIG,
     EMPTY,
-    IMPATIENT,
+    IMPATIENT_MS,
     SIZE,
     Engine,
     keep_in_another_process,
     left_behind,
     prompt,
 )
+from processes import freeze
 from waiting import stays, until
 
 from pdserve.configs.schema import PoolConfig
@@ -61,14 +62,14 @@ def engines(server: Server) -> Iterator[tuple[Engine, Engine]]:
     writer, reader = Engine(server), Engine(server)
     yield writer, reader
     tidy = dict.fromkeys(left_behind(server), 0)
-    until(lambda: left_behind(server) == tidy, 5.0)
+    until(lambda: left_behind(server) == tidy)
     writer.close()
     reader.close()
 
 
 @pytest.fixture
 def real(real_server: PoolServer) -> Iterator[Engine]:
-    engine = Engine(real_server, config=IMPATIENT)
+    engine = Engine(real_server)
     yield engine
     engine.close()
 
@@ -195,7 +196,7 @@ def test_a_block_reused_during_a_store_is_not_found(engines: tuple[Engine, Engin
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(tokens, range(8))
-    until(lambda: writer.pool._operations[op_id].touching, 5.0)
+    until(lambda: writer.pool._operations[op_id].touching)
     writer.generations[6] += 1
     writer.blocks[6] = 0.5
     gate.copies_frozen = False
@@ -234,13 +235,13 @@ def test_blocks_settle_when_the_copy_ends(engines: tuple[Engine, Engine], how: s
     writer.keep(tokens, range(8))
     gate = reader.gated_copies()
     gate.copies_frozen = True
-    started = time.monotonic()
-    op_id = reader.begin_retrieve(tokens, range(8), deadline_s=0.3 if how == "deadline" else 30.0)
-    until(lambda: reader.pool._operations[op_id].touching, 5.0)
+    op_id = reader.begin_retrieve(tokens, range(8))
+    reader.until_copying(op_id)
     if how == "cancelled":
         reader.pool.cancel(op_id)
+    else:
+        reader.expire(op_id)
     assert reader.next_event(op_id) == PoolFailed(op_id, how, "", settled=False)
-    assert time.monotonic() - started < 2.0
     stays(lambda: reader.pool.poll() == [], 0.05)  # not settled while the copy runs
     gate.copies_frozen = False
     assert reader.next_event(op_id) == PoolSettled(op_id)
@@ -250,18 +251,13 @@ def test_blocks_settle_when_the_copy_ends(engines: tuple[Engine, Engine], how: s
     assert reader.pool.poll() == []
 
 
-def await_copies(engine: Engine, *op_ids: int | None) -> None:
-    """Until each of these operations copies."""
-    until(lambda: all(engine.pool._operations[op_id].touching for op_id in op_ids), 5.0)
-
-
 def test_a_store_that_is_cancelled_settles_too(engines: tuple[Engine, Engine]) -> None:
     writer, _ = engines
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(prompt(8 * CHUNK), range(32))
     assert op_id is not None
-    await_copies(writer, op_id)
+    writer.until_copying(op_id)
     writer.pool.cancel(op_id)
     assert writer.next_event(op_id) == PoolFailed(op_id, "cancelled", "", settled=False)
     assert writer.begin_store(prompt(CHUNK), range(4)) is None, "the sources still count for the cap"
@@ -277,7 +273,7 @@ def test_cancelled_while_it_waits_settles_at_once(engines: tuple[Engine, Engine]
     gate = reader.gated_copies()
     gate.copies_frozen = True
     first = reader.begin_retrieve(tokens, range(4))
-    until(lambda: reader.pool._operations[first].touching, 5.0)
+    reader.until_copying(first)
     second = reader.begin_retrieve(tokens, range(8, 12))
     reader.pool.cancel(second)
     assert reader.next_event(second) == PoolFailed(second, "cancelled", "", settled=True)
@@ -335,7 +331,7 @@ def test_close_ends_everything(server: Server) -> None:
     assert engine.begin_store(tokens, range(4)) is None
     op_id = engine.begin_lookup(tokens)
     assert engine.pool.poll() == [PoolFound(op_id, 0)]
-    until(lambda: len(threading.enumerate()) <= before, 5.0)
+    until(lambda: len(threading.enumerate()) <= before)
 
 
 # -- faults of the in-process twin
@@ -344,23 +340,26 @@ def test_close_ends_everything(server: Server) -> None:
 @pytest.fixture
 def twin() -> Iterator[tuple[LocalPoolServer, Engine]]:
     server = LocalPoolServer()
-    engine = Engine(server, config=IMPATIENT)
+    engine = Engine(server)
     yield server, engine
     server.faults.frozen = server.faults.copies_frozen = False
     engine.close()
 
 
 def open_breaker(engine: Engine, tokens: list[int]) -> None:
-    """Three errors in a row from a server that does not answer; each ends in time and settles at once."""
+    """Three errors in a row from a server that does not answer an impatient engine; each settles at once."""
     for attempt in range(3):
-        started = time.monotonic()
         if attempt == 1:
-            event = engine.retrieve(tokens, range(40, 44), deadline_s=10.0)
+            event = engine.retrieve(tokens, range(40, 44))
             assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("timeout", True)
         else:
             assert engine.lookup(tokens) == 0
-        assert time.monotonic() - started < IMPATIENT.request_deadline_s + 0.5
-    until(lambda: not engine.pool.available, 1.0)
+    until(lambda: not engine.pool.available)
+
+
+def stays_closed_to_all(engine: Engine) -> None:
+    """The probe of a server that does not answer fails as well."""
+    stays(lambda: not engine.pool.available, CONFIG.breaker_s + IMPATIENT_MS / 1000 + 0.2)
 
 
 def test_the_breaker_opens_probes_and_closes(twin: tuple[LocalPoolServer, Engine]) -> None:
@@ -368,18 +367,17 @@ def test_the_breaker_opens_probes_and_closes(twin: tuple[LocalPoolServer, Engine
     tokens = prompt(CHUNK)
     engine.keep(tokens, range(4))
     server.faults.frozen = True
-    open_breaker(engine, tokens)
-    assert engine.counted("breaker_open") == 1
-    started = time.monotonic()
-    assert engine.lookup(tokens) == 0
-    event = engine.retrieve(tokens, range(4))
-    assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("breaker-open", True)
-    assert engine.begin_store(tokens, range(4)) is None
-    assert time.monotonic() - started < IMPATIENT.request_deadline_s, "an open breaker answers at once"
-    # The probe fails as well.
-    stays(lambda: not engine.pool.available, IMPATIENT.breaker_s + IMPATIENT.request_deadline_s + 0.2)
+    with engine.impatient():
+        open_breaker(engine, tokens)
+        assert engine.counted("breaker_open") == 1
+        assert engine.lookup(tokens) == 0
+        assert engine.counted("requests_total", operation="lookup", outcome="breaker-open") == 1, "nobody was asked"
+        event = engine.retrieve(tokens, range(4))
+        assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("breaker-open", True)
+        assert engine.begin_store(tokens, range(4)) is None
+        stays_closed_to_all(engine)
     server.faults.frozen = False
-    engine.wait_available(3.0)
+    engine.wait_available()
     assert engine.counted("breaker_open") == 0
     assert engine.lookup(tokens) == CHUNK
 
@@ -389,11 +387,12 @@ def test_an_answer_in_between_keeps_the_breaker_closed(twin: tuple[LocalPoolServ
     tokens = prompt(CHUNK)
     engine.keep(tokens, range(4))
     for _ in range(2):
-        for _ in range(2):
-            server.faults.frozen = True
-            assert engine.lookup(tokens) == 0
+        server.faults.frozen = True
+        with engine.impatient():
+            for _ in range(2):
+                assert engine.lookup(tokens) == 0
         server.faults.frozen = False
-        until(lambda: engine.lookup(tokens) == CHUNK, 3.0)
+        until(lambda: engine.lookup(tokens) == CHUNK)
     assert engine.pool.available
 
 
@@ -516,7 +515,7 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
             setattr(server.faults, dice.choice(["frozen", "dead", "wrong", "copies_frozen"]), dice.random() < 0.5)
         poll()
     server.faults.__dict__.update(vars(PoolFaults()))
-    until(lambda: poll() and all(results.values()) and not holding, 10.0)
+    until(lambda: poll() and all(results.values()) and not holding)
     poll()
     for events in results.values():
         unsettled = isinstance(events[0], PoolFailed) and not events[0].settled
@@ -534,7 +533,7 @@ def test_two_processes_share_chunks(real: Engine, real_server: PoolServer) -> No
     args = (real_server.address, tokens, [9, 8, 7, 6, 5, 4, 3, 2])
     child = spawn.Process(target=keep_in_another_process, args=args)
     child.start()
-    child.join(60.0)
+    child.join(300.0)
     assert child.exitcode == 0
     assert isinstance(real.retrieve(tokens, range(20, 28)), PoolDone)
     assert real.holds(tokens, range(20, 28))
@@ -543,21 +542,21 @@ def test_two_processes_share_chunks(real: Engine, real_server: PoolServer) -> No
 def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, real_server: PoolServer) -> None:
     tokens, unstored = prompt(2 * CHUNK), prompt(CHUNK)
     real.keep(tokens, range(8))
-    os.kill(real_server.process.pid, signal.SIGSTOP)
+    freeze(real_server.process.pid)
     try:
-        open_breaker(real, tokens)
-        # A frozen server does not answer the probe.
-        stays(lambda: not real.pool.available, IMPATIENT.breaker_s + IMPATIENT.request_deadline_s + 0.2)
+        with real.impatient():
+            open_breaker(real, tokens)
+            stays_closed_to_all(real)
     finally:
         os.kill(real_server.process.pid, signal.SIGCONT)
     real.wait_available()
-    until(lambda: real.lookup(tokens) == 2 * CHUNK, 5.0)
+    until(lambda: real.lookup(tokens) == 2 * CHUNK)
     assert real.untouched(range(40, 44)), "late answers copy nothing"
     assert isinstance(real.retrieve(tokens, range(20, 28)), PoolDone)
     assert real.holds(tokens, range(20, 28))
     assert isinstance(real.store(unstored, range(4)), PoolStored)
     tidy = dict.fromkeys(left_behind(real_server), 0)
-    until(lambda: left_behind(real_server) == tidy, 5.0)
+    until(lambda: left_behind(real_server) == tidy)
 
 
 def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer) -> None:
@@ -566,9 +565,11 @@ def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer
     real.keep(tokens, range(8))
     gate = real.gated_copies()
     gate.copies_frozen = True
-    reads, stores = real.begin_retrieve(tokens, range(20, 28)), real.begin_store(other, range(4))
-    await_copies(real, reads, stores)
-    os.kill(real_server.process.pid, signal.SIGSTOP)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(real.pool._backend, "_patience_s", IMPATIENT_MS / 1000)  # of commits
+        reads, stores = real.begin_retrieve(tokens, range(20, 28)), real.begin_store(other, range(4))
+        real.until_copying(reads, stores)
+    freeze(real_server.process.pid)
     try:
         gate.copies_frozen = False
         assert isinstance(real.next_event(reads), PoolDone)
@@ -578,7 +579,7 @@ def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer
     finally:
         os.kill(real_server.process.pid, signal.SIGCONT)
     tidy = dict.fromkeys(left_behind(real_server), 0)
-    until(lambda: left_behind(real_server) == tidy, 5.0)
+    until(lambda: left_behind(real_server) == tidy)
 
 
 def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
@@ -586,7 +587,7 @@ def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
     tokens = prompt(2 * CHUNK)
     real.keep(tokens[:CHUNK], range(4))
     prefix = real.pool._chunks.prefix(tokens, "")
-    with real.pool._backend.writing(prefix, 0, 2, time.monotonic() + 1.0) as writing:
+    with real.pool._backend.writing(prefix, 0, 2, time.monotonic() + 60.0) as writing:
         assert list(writing.slots) == [1]
         writing.commit()
     assert real.lookup(tokens) == 2 * CHUNK, "the server believes it"
@@ -608,7 +609,7 @@ def test_an_uncommitted_reservation_is_not_committed_by_our_leaving(real_server:
 
 def test_a_server_that_does_not_fit_is_named(real_server: PoolServer, caplog: pytest.LogCaptureFixture) -> None:
     engine = Engine(real_server, config=CONFIG.model_copy(update={"chunk_tokens": 2 * CHUNK}), connect=False)
-    until(lambda: "pool.chunk_tokens" in caplog.text, 5.0)
+    until(lambda: "pool.chunk_tokens" in caplog.text)
     assert f"has chunks of {CHUNK} tokens, pool.chunk_tokens is {2 * CHUNK}" in caplog.text
     assert engine.lookup(prompt(2 * CHUNK)) == 0
     assert not engine.pool.available
@@ -619,10 +620,9 @@ def test_no_server_is_a_miss_at_once() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         engine = Engine(f"127.0.0.1:{closed.getsockname()[1]}", connect=False)
-        started = time.monotonic()
         assert engine.lookup(prompt(CHUNK)) == 0
+        assert engine.counted("requests_total", operation="lookup", outcome="not-connected") == 1, "nobody waited"
         assert engine.begin_store(prompt(CHUNK), range(4)) is None
-        assert time.monotonic() - started < CONFIG.request_deadline_s / 2
         engine.close()
 
 
@@ -635,21 +635,19 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         engine = Engine(servers[0])
         tokens, other = prompt(2 * CHUNK), prompt(CHUNK)
         engine.keep(tokens, range(8))
-        until(lambda: len(list((tmp_path / "tier").rglob("*.data"))) >= 2, 10.0)
+        until(lambda: len(list((tmp_path / "tier").rglob("*.data"))) >= 2)
         gate = engine.gated_copies()
         gate.copies_frozen = True
         reads, stores = engine.begin_retrieve(tokens, range(20, 28)), engine.begin_store(other, range(4))
         assert reads is not None and stores is not None
-        await_copies(engine, reads, stores)
+        engine.until_copying(reads, stores)
         servers[0].process.kill()
-        until(lambda: not engine.pool.available, 2.0)
+        until(lambda: not engine.pool.available)
         gate.copies_frozen = False
         ends = {event.op_id: event for event in drain(engine, 2)}
         assert isinstance(ends[reads], PoolDone) and engine.holds(tokens, range(20, 28))
         assert ends[stores] == PoolFailed(stores, "not-connected", "the pool server is gone", settled=True)
-        started = time.monotonic()
-        assert engine.lookup(tokens) == 0
-        assert time.monotonic() - started < CONFIG.request_deadline_s / 2
+        assert engine.lookup(tokens) == 0, "well before the deadline"
         servers[0].close()
         servers.append(PoolServer(config.model_copy(update={"address": servers[0].address})))
         servers[1].wait_ready()
@@ -657,13 +655,13 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setattr("pdserve.kvtransfer.lmcache_pool.PREFETCH_MARGIN", 0.0)
         engine.lookup(tokens)  # gives up while the server loads, unless that took no time
         monkeypatch.undo()
-        until(lambda: engine.lookup(tokens) == 2 * CHUNK, 5.0)
+        until(lambda: engine.lookup(tokens) == 2 * CHUNK)
         assert engine.lookup(other) == 0, "what was never committed"
         engine.blocks.fill_(EMPTY)
         assert isinstance(engine.retrieve(tokens, range(40, 48)), PoolDone)
         assert engine.holds(tokens, range(40, 48))
         tidy = dict.fromkeys(left_behind(servers[1]), 0)
-        until(lambda: left_behind(servers[1]) == tidy, 5.0)
+        until(lambda: left_behind(servers[1]) == tidy)
         engine.close()
     finally:
         for server in servers:
@@ -671,7 +669,7 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
     assert not any(psutil.pid_exists(server.process.pid) for server in servers)
 
 
-def drain(engine: Engine, count: int, timeout_s: float = 10.0) -> list[PoolEvent]:
+def drain(engine: Engine, count: int, timeout_s: float = 60.0) -> list[PoolEvent]:
     events: list[PoolEvent] = []
 
     def enough() -> bool:
@@ -725,9 +723,9 @@ def test_a_server_ends_with_its_parent() -> None:
     code = (
         "from pdserve.configs.schema import PoolConfig\n"
         "from pdserve.kvtransfer.pool_server import PoolServer\n"
-        "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1)); s.wait_ready()\n"
+        "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1, start_deadline_s=300)); s.wait_ready()\n"
         "print(s.process.pid, s._memory, flush=True)\n"
-        "import time; time.sleep(60)"
+        "import time; time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -736,7 +734,7 @@ def test_a_server_ends_with_its_parent() -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    until(lambda: not psutil.pid_exists(int(pid)), 15.0)
+    until(lambda: not psutil.pid_exists(int(pid)))
     assert not Path(memory).exists(), "its shared memory stays"
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from kvtransfer.kv_peers import rows
+from kvtransfer.kv_peers import expire, rows
 from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, heads_of
 from waiting import stays, until
 
@@ -47,7 +47,7 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
     theirs, ours = [5, 6, 7, 20, 2], [9, 1, 2, 3, 11]
     ticket = source.publish("a", theirs)
-    sink.receiver.pull(1, ticket, ours[1:], 1, 10.0)
+    sink.receiver.pull(1, ticket, ours[1:], 1, 300.0)
     done = sink.wait(PullDone, PullFailed)
     assert isinstance(done, PullDone), done
     whole = content()
@@ -63,7 +63,7 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
 
     reused = source.publish("b", theirs)
     source.bump(20)
-    sink.receiver.pull(2, reused, ours, 0, 10.0)
+    sink.receiver.pull(2, reused, ours, 0, 300.0)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation", failed
     if not failed.settled:
@@ -76,7 +76,7 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
     theirs, ours, skip = ([4, 0, 2], [9, 1, 2, 3, 11, 7, 20, 5, 6, 21, 23, 10], 3)
     if sink.block_size > 16:
         theirs, ours, skip = [5, 6, 7, 20, 2, 3, 9, 8, 1, 0, 10, 11], [4, 0, 2], 1
-    sink.receiver.pull(1, source.publish("a", theirs), ours[skip:], skip, 10.0)
+    sink.receiver.pull(1, source.publish("a", theirs), ours[skip:], skip, 300.0)
     done = sink.wait(PullDone, PullFailed)
     assert isinstance(done, PullDone), done
     whole, first = rows(content(192 // len(theirs))[theirs]), skip * sink.block_size
@@ -88,7 +88,7 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
 
     reused = source.publish("b", theirs)
     source.bump(theirs[-1])
-    sink.receiver.pull(2, reused, ours, 0, 10.0)
+    sink.receiver.pull(2, reused, ours, 0, 300.0)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation", failed
 
@@ -106,13 +106,14 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[R
     faults = faults_of(source, 1)
     faults.frozen = True
     ticket = source.publish("a", [4, 5])
-    sink.receiver.pull(1, ticket, [4, 5], 0, 0.2)
+    sink.receiver.pull(1, ticket, [4, 5], 0, 300.0)
+    expire(sink.receiver, 1, rank=-1)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "deadline" and not failed.settled
     stays(lambda: not sink.receiver.poll(), 0.1)  # bytes of the frozen rank may still land
     faults.frozen = False
     assert sink.wait(PullSettled).pull_id == 1
-    sink.receiver.pull(2, source.publish("b", [4, 5]), [6, 7], 0, 10.0)
+    sink.receiver.pull(2, source.publish("b", [4, 5]), [6, 7], 0, 300.0)
     assert isinstance(sink.wait(PullDone, PullFailed), PullDone)
 
 
@@ -121,7 +122,7 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[R
 def test_a_dead_rank_loses_the_peer(pair: tuple[Ranks, Ranks]) -> None:
     source, sink = pair
     faults_of(source, 1).dead = True
-    sink.receiver.pull(1, source.publish("a", [4]), [4], 0, 10.0)
+    sink.receiver.pull(1, source.publish("a", [4]), [4], 0, 300.0)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "peer-lost"
     if not failed.settled:

@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, pull_of, rows, until_posted
+from kvtransfer.kv_peers import (
+    LAYOUT,
+    Engine,
+    LocalSource,
+    ProcessSource,
+    expire,
+    key,
+    pattern,
+    pull_of,
+    rows,
+    until_posted,
+)
 from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
@@ -23,7 +34,7 @@ from pdserve.kvtransfer.staging import NUM_RUNS, Staging, StagingRing
 RUN_TOKENS = 64
 RING_BYTES = NUM_RUNS * RUN_TOKENS * LAYOUT.token_bytes
 SIZES = [(16, 64), (64, 16), (16, 32), (32, 16)]
-LOCAL = TransferConfig(connector="local", lease_s=20.0, staging_bytes=RING_BYTES)
+LOCAL = TransferConfig(connector="local", lease_s=600.0, staging_bytes=RING_BYTES)
 _names, _pull_ids = itertools.count(), itertools.count(1)
 
 
@@ -31,8 +42,15 @@ def name() -> RequestKey:
     return key(f"request-{next(_names)}")
 
 
-def pull(sink: Engine, ticket: Ticket, local: list[int], skip: int = 0, deadline_s: float = 10.0) -> Any:
+def pull(sink: Engine, ticket: Ticket, local: list[int], skip: int = 0, deadline_s: float = 300.0) -> Any:
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, skip, deadline_s)
+    return sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
+
+
+def pull_that_expires(sink: Engine, ticket: Ticket, local: list[int]) -> Any:
+    """Its deadline comes while it reads."""
+    sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, 0, 300.0)
+    expire(sink.receiver, pull_id)
     return sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
 
 
@@ -61,7 +79,7 @@ def has_rows(sink: Engine, local: Sequence[int], wanted: torch.Tensor) -> bool:
 @pytest.fixture(scope="module", params=[(kind, *sizes) for kind in ("local", "nixl") for sizes in SIZES[:2]], ids=str)
 def joined(request: pytest.FixtureRequest) -> Iterator[tuple[LocalSource | ProcessSource, Engine]]:
     kind, theirs, ours = request.param
-    config = TransferConfig(connector=kind, lease_s=20.0, staging_bytes=RING_BYTES)
+    config = TransferConfig(connector=kind, lease_s=600.0, staging_bytes=RING_BYTES)
     made = (LocalSource if kind == "local" else ProcessSource)("joined", config, seed=5, block_size=theirs)
     engine = Engine(f"d{next(_names)}", config, block_size=ours)
     status = engine.connect(made.meta)
@@ -89,7 +107,7 @@ def test_rows_arrive(joined: tuple[Any, Engine], num_tokens: int, skipped: int, 
     others = [block for block in range(len(sink.pool)) if block not in local[skip:]]
     assert not sink.pool[others].any()
     assert done.num_bytes == (len(theirs) - skipped // source.block_size) * source.block_size * LAYOUT.token_bytes
-    assert [(e.key, e.outcome) for e in source.unpinned(2.0)] == [(request, "done")]
+    assert [(e.key, e.outcome) for e in source.unpinned()] == [(request, "done")]
     until(lambda: num_free(sink) == NUM_RUNS)
 
 
@@ -101,7 +119,7 @@ def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -
     theirs, local = blocks_for(300, source.block_size, 3), blocks_for(300, size, 5)
     wanted = rows(pattern(5, source.block_size)[theirs])
     peer = Source(source.meta.engine_id, source.meta.incarnation, request)
-    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", local, 0, 5.0)
+    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", local, 0, 300.0)
     for num_tokens in (64, 112, 192, 272):
         source.publish_part(request, theirs[: num_tokens // source.block_size])
         whole = num_tokens // max(size, source.block_size) * max(size, source.block_size)
@@ -109,12 +127,12 @@ def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -
     assert not rows(sink.pool[local])[272:].any(), "not published yet"
     ticket = source.publish(request, theirs, 300)
     until(lambda: has_rows(sink, local, wanted[:300]))  # the last part comes by itself too
-    sink.receiver.complete(pull_id, ticket, 5.0)
+    sink.receiver.complete(pull_id, ticket, 300.0)
     done = sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
     assert isinstance(done, PullDone), done
     assert done.num_bytes == len(theirs) * source.block_size * LAYOUT.token_bytes
     assert done.num_early_bytes >= 256 * LAYOUT.token_bytes
-    source.unpinned(2.0)
+    source.unpinned()
 
 
 def test_a_prompt_that_is_cached_moves_nothing(joined: tuple[Any, Engine]) -> None:
@@ -124,7 +142,7 @@ def test_a_prompt_that_is_cached_moves_nothing(joined: tuple[Any, Engine]) -> No
     done = pull(sink, source.publish(name(), theirs, 100), [], -(-100 // size))
     assert isinstance(done, PullDone) and done.num_bytes == done.num_descriptors == 0
     assert not sink.pool.any()
-    source.unpinned(2.0)
+    source.unpinned()
 
 
 def test_reused_blocks_are_stale(joined: tuple[Any, Engine]) -> None:
@@ -136,9 +154,9 @@ def test_reused_blocks_are_stale(joined: tuple[Any, Engine]) -> None:
     failed = pull(sink, ticket, blocks_for(640, size))
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation" and failed.settled
     assert failed.num_verified in range(0, 640 // size) and failed.num_verified * size % RUN_TOKENS == 0
-    assert source.unpinned(2.0)[0].outcome == "rejected"
+    assert source.unpinned()[0].outcome == "rejected"
     assert isinstance(pull(sink, source.publish(name(), theirs), blocks_for(640, size)), PullDone)
-    source.unpinned(2.0)
+    source.unpinned()
 
 
 # --- in process, with faults ---
@@ -193,11 +211,12 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowRepack:
 
 
 def test_generations_are_read_behind_the_read(sink: Engine, source: LocalSource, sizes: tuple[int, int]) -> None:
-    source.faults.delay_s = 0.2
+    source.freeze()
     ticket = source.publish(name(), blocks_for(64, sizes[0]))
-    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(64, sizes[1]), 0, 5.0)
+    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(64, sizes[1]), 0, 300.0)
     until_posted(sink, pull_id, 1)
     source.bump(ticket.block_ids[0])
+    source.thaw()
     failed = sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation" and failed.settled
     assert failed.num_verified == 0
@@ -209,7 +228,7 @@ def test_slots_are_not_read_into_while_rows_are_moved_from_them(
     """Half of the ring is this peer's; the rest of the prompt waits."""
     theirs, local = blocks_for(960, sizes[0]), blocks_for(960, sizes[1])
     ticket = source.publish(name(), theirs)
-    sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, 0, 10.0)
+    sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, 0, 300.0)
     until(lambda: len(slow.running) == NUM_RUNS // 2)
     stays(lambda: len(slow.running) == num_free(sink) == NUM_RUNS // 2, 0.05)
     slow.is_held = False
@@ -222,7 +241,7 @@ def test_a_pull_is_not_settled_while_its_rows_are_moved(
     sink: Engine, source: LocalSource, sizes: tuple[int, int], slow: SlowRepack
 ) -> None:
     ticket = source.publish(name(), blocks_for(128, sizes[0]))
-    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(128, sizes[1]), 0, 10.0)
+    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(128, sizes[1]), 0, 300.0)
     until(lambda: len(slow.running) == 2)
     sink.receiver.cancel(pull_id)
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
@@ -239,7 +258,7 @@ def test_a_pull_is_settled_while_it_is_read_but_its_slots_stay_taken(
     """Only the ring can be written, and what lands there goes no further."""
     source.freeze()
     ticket = source.publish(name(), blocks_for(960, sizes[0]))
-    failed = pull(sink, ticket, blocks_for(960, sizes[1]), deadline_s=0.1)
+    failed = pull_that_expires(sink, ticket, blocks_for(960, sizes[1]))
     assert (failed.reason, failed.settled, failed.num_verified) == ("deadline", True, 0)
     assert num_free(sink) == NUM_RUNS // 2
     source.thaw()
@@ -257,7 +276,7 @@ def test_frozen_peers_starve_nobody(sink: Engine, source: LocalSource, sizes: tu
         for frozen in (source, others[0]):
             frozen.freeze()
             theirs = blocks_for(960, frozen.block_size)
-            sink.receiver.pull(next(_pull_ids), frozen.publish(name(), theirs), blocks_for(960, sizes[1]), 0, 20.0)
+            sink.receiver.pull(next(_pull_ids), frozen.publish(name(), theirs), blocks_for(960, sizes[1]), 0, 300.0)
         until(lambda: num_free(sink) == NUM_RUNS - NUM_RUNS // 2 - NUM_RUNS // 4)
         for living in others[1:]:
             theirs, local = blocks_for(960, living.block_size, 3), blocks_for(960, sizes[1])
@@ -283,7 +302,7 @@ def test_many_pulls_from_two_peers_at_once(
         theirs = blocks_for(64, each.block_size, 1, index)
         local = blocks_for(64, sizes[1], 1, index * 64 // sizes[1])
         pulls[next(_pull_ids)] = local, rows(each.engine.pool[theirs])
-        sink.receiver.pull(max(pulls), each.publish(name(), theirs), local, 0, 10.0)
+        sink.receiver.pull(max(pulls), each.publish(name(), theirs), local, 0, 300.0)
     for _ in pulls:
         done = sink.wait_for(PullDone, PullFailed)
         assert isinstance(done, PullDone), done
@@ -295,7 +314,7 @@ def test_many_pulls_from_two_peers_at_once(
 def test_a_dead_peer_gives_its_slots_back(sink: Engine, source: LocalSource, sizes: tuple[int, int]) -> None:
     source.freeze()
     ticket = source.publish(name(), blocks_for(960, sizes[0]))
-    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(960, sizes[1]), 0, 20.0)
+    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(960, sizes[1]), 0, 300.0)
     until(lambda: num_free(sink) == NUM_RUNS // 2)
     source.kill()
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
@@ -317,7 +336,7 @@ def test_a_peer_that_dies_while_rows_are_moved(
     sink: Engine, source: LocalSource, sizes: tuple[int, int], slow: SlowRepack
 ) -> None:
     ticket = source.publish(name(), blocks_for(128, sizes[0]))
-    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(128, sizes[1]), 0, 10.0)
+    sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(128, sizes[1]), 0, 300.0)
     until(lambda: len(slow.running) == 2)
     sink.receiver.disconnect("p", 1)
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
@@ -338,11 +357,11 @@ def test_a_peer_that_stays_frozen_is_cut_off(
     sink: Engine, source: LocalSource, sizes: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody waits for its reads but those who want the slots."""
-    monkeypatch.setattr(peer_link, "SEVER_AFTER_S", 0.2)
     source.freeze()
     ticket = source.publish(name(), blocks_for(64, sizes[0]))
-    assert pull(sink, ticket, blocks_for(64, sizes[1]), deadline_s=0.05).settled
+    assert pull_that_expires(sink, ticket, blocks_for(64, sizes[1])).settled
     assert num_free(sink) == NUM_RUNS - 1
+    monkeypatch.setattr(peer_link, "SEVER_AFTER_S", 0.2)
     until(lambda: num_free(sink) == NUM_RUNS)
     source.thaw()
     stays(lambda: not sink.pool.any(), 0.05)
@@ -359,7 +378,7 @@ def test_a_stale_piece_is_read_again_behind_a_newer_part(
         blocks_for(128, sizes[0], 1, 512 // sizes[0]),
     )
     peer = Source("p", 1, request)
-    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", local, 0, 5.0)
+    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", local, 0, 300.0)
     source.publish_part(request, old)
     until(lambda: len(slow.running) == 2)
     for block in old:
@@ -370,7 +389,7 @@ def test_a_stale_piece_is_read_again_behind_a_newer_part(
     slow.is_held = False
     wanted = rows(pattern(5, sizes[0])[new])
     until(lambda: has_rows(sink, local, wanted))
-    sink.receiver.complete(pull_id, source.publish(request, new), 5.0)
+    sink.receiver.complete(pull_id, source.publish(request, new), 300.0)
     assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=pull_id), PullDone)
     assert has_rows(sink, local, wanted)
 
@@ -380,7 +399,7 @@ def test_verified_blocks_are_counted_as_ours(sink: Engine, source: LocalSource) 
     """Seven blocks of 16 fill one of 64; what the eighth would complete is not read before."""
     request = name()
     peer = Source("p", 1, request)
-    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", [3, 4, 5], 0, 5.0)
+    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", [3, 4, 5], 0, 300.0)
     source.publish_part(request, list(range(7)))
     wanted = rows(pattern(5, 16)[:7])
     until(lambda: has_rows(sink, [3], wanted[:64]))
@@ -394,7 +413,7 @@ def test_verified_blocks_are_counted_as_ours(sink: Engine, source: LocalSource) 
 def test_verified_blocks_behind_a_prefix_that_ends_in_a_block(sink: Engine, source: LocalSource) -> None:
     request = name()
     peer = Source("p", 1, request)
-    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", [20, 21, 22, 23, 24, 25], 3, 5.0)
+    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", [20, 21, 22, 23, 24, 25], 3, 300.0)
     source.publish_part(request, [7])
     wanted = rows(pattern(5, 64)[[7, 8]])[48:]
     until(lambda: has_rows(sink, [20], wanted[:16]))
