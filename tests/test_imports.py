@@ -89,4 +89,4 @@ def test_router_and_shell_need_no_torch() -> None:
     names += ["pdserve.bench.cli", "pdserve.bench.load"]
     names += ["pdserve.cluster.worker_replica", "pdserve.cluster.router_replica", "pdserve.cluster.client"]
     code = f"import sys\nfor n in {names}: __import__(n)\nassert 'torch' not in sys.modules, 'torch was imported'"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

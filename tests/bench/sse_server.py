@@ -57,7 +57,7 @@ async def answer(request: web.Request, behaviour: Behaviour, num_tokens: int, fa
                 request.transport.abort()
                 return response
             if fault == "hang":
-                await asyncio.sleep(60)
+                await asyncio.sleep(600)
             if fault == "garbage":
                 await event("{not json")
             if fault == "error":
@@ -111,7 +111,7 @@ def served(behaviour: Behaviour) -> Iterator[str]:
 
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    assert ready.wait(10)
+    assert ready.wait(60)
     try:
         yield urls[0]
     finally:

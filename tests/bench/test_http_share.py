@@ -23,7 +23,7 @@ async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) ->
 
             def with_a_stranger(url: str) -> dict[str, float]:
                 body = {"model": MODEL, "prompt": [1, 2], "max_tokens": 1}
-                httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+                httpx.post(f"{url}/v1/completions", json=body, timeout=120)
                 return real(url)
 
             real = http_share.router_times
@@ -33,7 +33,7 @@ async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) ->
     for row in (one, six):  # a worker knows an arrival to half a step, and these requests have few steps
         assert sum(row["ms"].values()) == pytest.approx(row["request_ms"], rel=0.04)
         assert sum(row["share"].values()) == pytest.approx(1, abs=0.04)
-        assert min(row["ms"].values()) > -1 and row["ms"]["device"] > 0
+        assert min(row["ms"].values()) > -max(1, 0.05 * row["request_ms"]) and row["ms"]["device"] > 0
     assert six["share"]["queue"] > 0.4 > one["share"]["queue"], "two of six clients are served at a time"
     lines = http_share.table([one, six]).splitlines()
     assert len(lines) == 4 and all(line.count("|") == 11 for line in lines)

@@ -37,7 +37,7 @@ def test_two_rows(tmp_path: Path) -> None:
     out = tmp_path / "rows.jsonl"
     command = [sys.executable, "-m", "benchmarks.router_stall", "--only", "infinity", "posts-500", "--out", str(out)]
     command += ["--attempts", "1", "--control-s", "0.5"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=240)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode in (0, 1), done.stderr
     refused, fair = [json.loads(line) for line in out.read_text().splitlines()]
     assert refused["statuses"] == {"400": 1}

@@ -12,7 +12,7 @@ from pdserve.bench.workload import Shape
 
 async def test_a_load_on_a_real_server() -> None:
     def load(url: str, **options: Any) -> LoadResult:
-        return run_load(LoadConfig(url=url, shape=Shape.parse("6x20-40x9"), timeout_s=60, **options), progress=False)
+        return run_load(LoadConfig(url=url, shape=Shape.parse("6x20-40x9"), timeout_s=300, **options), progress=False)
 
     with hosts(DEMO, "A") as workers:
         async with cluster(*workers) as running:
@@ -22,5 +22,5 @@ async def test_a_load_on_a_real_server() -> None:
     for result in (closed, opened):
         assert result.model == MODEL and not result.errors
         assert [(o.num_tokens, o.finish_reason) for o in result.outcomes] == [(9, "length")] * 6
-        assert all(0 < o.ttft < 60 and 1 < len(o.arrivals) <= 9 for o in result.outcomes)
+        assert all(0 < o.ttft < 300 and 1 < len(o.arrivals) <= 9 for o in result.outcomes)
     assert refused.errors and all("outside the vocabulary 0..1535" in error for error in refused.errors)

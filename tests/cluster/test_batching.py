@@ -51,7 +51,7 @@ async def test_a_lone_message_leaves_at_once_and_later_ones_share_a_call() -> No
     assert calls.made[2:] == [[b"c", b"d", b"e"]]
     calls.release()
     calls.release()
-    await asyncio.wait_for(asyncio.gather(*first, *second, *late), 5)
+    await asyncio.wait_for(asyncio.gather(*first, *second, *late), 60)
 
 
 async def test_all_messages_of_a_failed_call_fail_and_the_next_go_on() -> None:
@@ -66,7 +66,7 @@ async def test_all_messages_of_a_failed_call_fail_and_the_next_go_on() -> None:
     [again] = sends(batcher, b"c")
     await settle()
     calls.release()
-    await asyncio.wait_for(again, 5)
+    await asyncio.wait_for(again, 60)
     assert calls.made == [[b"a", b"b"], [b"c"]]
 
 
@@ -78,7 +78,7 @@ async def test_a_call_holds_at_most_so_many_bytes_unless_one_message_does() -> N
         await settle()
         if calls.made and not all(task.done() for task in tasks):
             calls.release()
-    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert [[len(message) for message in call] for call in calls.made] == [[4, 4], [4], [30], [1]]
 
 
@@ -90,7 +90,7 @@ async def test_a_cancelled_sender_disturbs_nobody() -> None:
     one.cancel()
     await settle()
     calls.release()
-    await asyncio.wait_for(two, 5)
+    await asyncio.wait_for(two, 60)
     assert one.cancelled() and calls.made == [[b"a", b"b"]]
 
 
@@ -117,7 +117,7 @@ async def test_a_message_sent_as_the_last_calls_end_is_not_forgotten() -> None:
     tasks.append(asyncio.create_task(late()))
     await settle()
     gate.set_result(None)
-    await asyncio.wait_for(asyncio.gather(*tasks), 5)
+    await asyncio.wait_for(asyncio.gather(*tasks), 60)
     assert made == [[b"a"], [b"b"], [b"late"]]
 
 
@@ -129,9 +129,9 @@ async def test_senders_of_a_call_that_is_cancelled_hear_of_it() -> None:
     for task in list(batcher._tasks):
         task.cancel()
     with pytest.raises(ConnectionError, match="cancelled"):
-        await asyncio.wait_for(tasks[0], 5)
+        await asyncio.wait_for(tasks[0], 60)
     again = sends(batcher, b"b")
     await settle()
     calls._gates.pop(0)  # cancelled with its call
     calls.release()
-    await asyncio.wait_for(asyncio.gather(*again), 5)
+    await asyncio.wait_for(asyncio.gather(*again), 60)

@@ -1,12 +1,15 @@
 """The watch over an engine's start, with an engine that is a few coroutines: no Ray is started."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import ray
+from clock import Clock
 from ray.exceptions import ActorDiedError, RayTaskError
+from waiting import until_async
 
 from pdserve.cluster import engine_start
 from pdserve.cluster.engine_start import EngineStart, StartError
@@ -64,7 +67,7 @@ class Scene:
 
 async def failure(scene: Scene) -> str:
     with pytest.raises(StartError) as caught:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             await scene.serving()
     assert scene.killed == [scene.engine] and not scene.board
     return str(caught.value)
@@ -110,11 +113,14 @@ async def test_a_stage_that_does_not_end_fails_by_name(
 
 async def test_a_slow_stage_with_progress_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A byte more is progress; a line is due each percent only."""
+    clock = Clock()
+    monkeypatch.setattr(engine_start, "time", SimpleNamespace(monotonic=clock, time=time.time))
     scene = Scene(monkeypatch, weights_s=1.0)
     serving = asyncio.ensure_future(scene.serving())
     for done in range(15):
         scene.now = Progress("weights", done, 10_000_000)
-        await asyncio.sleep(0.1)  # longer than the deadline in all
+        await until_async(lambda: scene.watch._now == scene.now)
+        clock.seconds += 0.9  # longer than the deadline in all
     scene.result.set_result({})
     assert await serving == {}
     assert scene.posted == [Progress("process"), Progress("weights", 0, 10_000_000), Progress("connection")]

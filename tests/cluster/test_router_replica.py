@@ -53,12 +53,13 @@ async def health(router: Router) -> int | None:
 
 
 async def bound(router: Router) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while getattr(router, "_http", None) is None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_listens_once_it_knows_a_decode_worker(router: Router) -> None:
+async def test_it_listens_once_it_knows_a_decode_worker(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_replica, "FIRST_WORKER_S", 600.0)
     starting = start(router)
     await bound(router)
     router._fleet.join(FakeWorker(World(), "p0", "prefill"))
@@ -67,7 +68,7 @@ async def test_it_listens_once_it_knows_a_decode_worker(router: Router) -> None:
         await asyncio.sleep(0.02)
     assert not starting.done()
     router._fleet.join(FakeWorker(World(), "d0", "decode"))
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         await starting
         while (status := await health(router)) is None:
             await asyncio.sleep(0.01)
@@ -77,8 +78,8 @@ async def test_it_listens_once_it_knows_a_decode_worker(router: Router) -> None:
 
 async def test_without_a_worker_it_says_so_before_long(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(router_replica, "FIRST_WORKER_S", 0.2)
-    await asyncio.wait_for(start(router), 10)
-    async with asyncio.timeout(5):
+    await asyncio.wait_for(start(router), 60)
+    async with asyncio.timeout(60):
         while (status := await health(router)) is None:
             await asyncio.sleep(0.01)
     assert status == 503
@@ -96,7 +97,7 @@ async def test_the_models_sampling_defaults_are_named_and_taken(
         starting = start(router, model={"path": str(folder), "generation_config": generation_config})
         await bound(router)
         router._fleet.join(worker)
-        await asyncio.wait_for(starting, 10)
+        await asyncio.wait_for(starting, 60)
     finally:
         logging.getLogger("ray.serve").removeHandler(caplog.handler)
     said = "sampling parameters by default, of generation_config.json: temperature=0.6, top_k=20, max_tokens=3"

@@ -132,11 +132,11 @@ def test_a_second_session_continues_from_the_checkpoint(
 
 def test_run_ends_with_the_clock(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.train, "FINISH_SECONDS", 0.0)
-    settings = TrainSettings(seconds=1.0, tokens_per_step=512)
+    settings = TrainSettings(seconds=3.0, tokens_per_step=512)
     trainer = Trainer(settings, store_with_rows(tokenizer), tokenizer, tmp_path, time.monotonic())
     # Long rows come late in the schedule; here they are stored as well, or `sample` would wait for them.
     for length in ROW_LENGTHS[1:]:
         trainer.store.add(make_shard(tokenizer, 1, length, length))
     trainer.started = time.monotonic()
     trainer.run()
-    assert trainer.num_steps > 0 and 1.0 <= time.monotonic() - trainer.started < 10.0
+    assert trainer.num_steps > 0 and 3.0 <= time.monotonic() - trainer.started < 100.0

