@@ -9,7 +9,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -45,7 +45,9 @@ R = TypeVar("R", CompletionRequest, ChatRequest)
 Endpoint = Callable[[Request], Awaitable[Response]]
 Admit = Callable[[Request, R, float], Awaitable[Generation]]  # the float: perf_counter() when the call came
 
+# bodies that are decoded and made into prompts at once: larger ones one at a time, other long ones a few
 ALONE_BYTES = 1 << 20
+LONG_AT_ONCE = 4
 CHUNKS_AT_ONCE = 4  # encoded between two looks at how much they are; each may repeat a long prompt
 SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
 
@@ -97,7 +99,7 @@ class _Api:
         self.service = service
         self._bodies = Bodies(config.max_body_bytes, config.max_total_body_bytes, config.client_timeout_s)
         service.metrics.body_bytes.set_function(lambda: self._bodies.num_bytes)
-        self._turn = asyncio.Lock()
+        self._alone, self._few = asyncio.Semaphore(1), asyncio.Semaphore(LONG_AT_ONCE)
         self._keys = keys
         self._names_requests = names_requests
 
@@ -174,8 +176,8 @@ class _Api:
     async def _admit_long(
         self, request: Request, body: bytearray, kind: type[R], admit: Admit[R], received: float
     ) -> tuple[R, Generation]:
-        """Of bodies that are really long, one at a time is decoded: it may take several times its size."""
-        async with self._turn if len(body) > ALONE_BYTES else nullcontext():
+        """A few at a time, since a body's values, texts and token ids may take several times its size."""
+        async with self._alone if len(body) > ALONE_BYTES else self._few:
             with self.service.pacer.pace() as pace:
                 call = await parse_long(body, kind, self.service.lengths(), pace)
             return call, await admit(request, call, received)

@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from router.harness import MODEL, Harness, until
+from router.harness import MODEL, Harness, settle, until
 from starlette.requests import Request
 
-from pdserve.router import json_outline, openai_api
+from pdserve.router import app, json_outline, openai_api
+from pdserve.router.app import ALONE_BYTES, LONG_AT_ONCE
 from pdserve.router.bodies import Bodies
 from pdserve.router.errors import ApiError
 from pdserve.router.openai_api import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
 from pdserve.router.pace import Pacer
 from pdserve.router.prompts import Lengths, Limits
+from pdserve.router.service import Service
 
 Make = Callable[..., Harness]
 WIDE = Lengths(Limits(1 << 24, 1 << 20), None, 13)
@@ -399,3 +401,34 @@ async def test_of_very_long_bodies_one_is_decoded_at_a_time_and_none_of_a_client
     gate.set()
     assert [(await task).status_code for task in (asked[0], asked[1], asked[3])] == [200] * 3
     assert most == 1 and begun == 3
+
+
+@pytest.mark.parametrize(("num_bytes", "most"), [(LONG_BODY + 1000, LONG_AT_ONCE), (ALONE_BYTES + 1000, 1)])
+async def test_few_long_bodies_are_decoded_at_a_time(
+    make: Make, num_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is made of one may take several times its size, until its prompts are admitted."""
+    harness, now, peak = await make(0, 1).start(), 0, 0
+    decode, admit = app.parse_long, Service.admit
+
+    async def decoding(*given: Any) -> Any:
+        nonlocal now, peak
+        now += 1
+        peak = max(peak, now)
+        return await decode(*given)
+
+    async def admitting(*given: Any, **options: Any) -> Any:
+        nonlocal now
+        try:
+            await settle()
+            return await admit(*given, **options)
+        finally:
+            now -= 1
+
+    monkeypatch.setattr(app, "parse_long", decoding)
+    monkeypatch.setattr(Service, "admit", admitting)
+    body = json.dumps({"model": MODEL, "prompt": [5], "max_tokens": 1}).encode() + b" " * num_bytes
+    http = harness.http(timeout=60)
+    answers = await asyncio.gather(*(http.post("/v1/completions", content=body) for _ in range(3 * LONG_AT_ONCE)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert peak == most and now == 0
