@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve test soak mutate check
+.PHONY: venv serve test test-fast test-all soak mutate check
 
 venv: .venv/installed
 
@@ -16,12 +16,21 @@ venv: .venv/installed
 serve: venv
 	$(BIN)/pdserve up cluster.yaml
 
+# 20 minutes on two quiet cores.
 test: venv
 	$(BIN)/python -m pytest -m "not slow"
 
+# What starts no process and computes little: 3 minutes.
+test-fast: venv
+	$(BIN)/python -m pytest -m "not slow and not lengthy and not processes and not ray"
+
+# The slow ones too: clusters over several raylets, full matrices. Not the soak.
+test-all: venv
+	$(BIN)/python -m pytest -m "not soak"
+
 # PDSERVE_SOAK_MINUTES (30), PDSERVE_SOAK_REQUESTS (10000 at least), PDSERVE_SOAK_SEED (1), PDSERVE_SOAK_TLS (UCX_TLS): length, course, transport.
 soak: venv
-	$(BIN)/python -m pytest -m slow -s
+	$(BIN)/python -m pytest -m soak -s
 
 # Do the tests notice real mistakes? tests/mutations.toml, a quarter of an hour.
 mutate: venv

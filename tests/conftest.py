@@ -17,6 +17,7 @@ if not torch.cuda.is_available():
 
 import hypothesis
 import pytest
+from leftovers import Guard, mark
 from tiny_models import make_tiny
 
 torch.set_num_threads(1)
@@ -26,10 +27,15 @@ hypothesis.settings.register_profile("pdserve", deadline=None)
 hypothesis.settings.load_profile("pdserve")
 
 
+guard = Guard()
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what this machine has no devices for, and say so."""
+    """Mark what the tests start; skip what this machine has no devices for, and say so."""
     devices = torch.cuda.device_count()
     for item in items:
+        mark(item)
         if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multigpu") and devices < 2:
@@ -44,6 +50,19 @@ def handlers_of_signals() -> Iterator[None]:
     after = signal.getsignal(signal.SIGINT)
     signal.signal(signal.SIGINT, before)
     assert after == before, f"the test leaves {after} to handle SIGINT"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    guard.before(item)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    try:
+        return (yield)
+    finally:
+        guard.after(item, nextitem)
 
 
 @pytest.fixture(scope="session")

@@ -42,8 +42,9 @@ def nodes() -> Iterator[Nodes]:
 
 
 @pytest.fixture(scope="module")
-def client(nodes: Nodes) -> Client:
-    return connect(app_name=APP)
+def client(nodes: Nodes) -> Iterator[Client]:
+    with connect(app_name=APP) as client:
+        yield client
 
 
 def asks(num: int, max_tokens: int) -> list[Ask]:

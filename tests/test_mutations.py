@@ -42,6 +42,7 @@ def verdict(tree: Path, *arguments: str, limit_s: float = 60.0) -> tuple[Verdict
     return outcome.verdict, outcome.by
 
 
+@pytest.mark.processes
 def test_verdicts(tree: Path) -> None:
     assert verdict(tree, "number > best", "number < best") == ("caught", "tests/test_largest.py::test_last")
     equal = "equal ones are the same"
@@ -59,6 +60,7 @@ def test_only_what_is_caught_or_has_a_reason_is_good() -> None:
     assert [each for each in verdicts if each in GOOD] == ["caught", "survived, with a reason"]
 
 
+@pytest.mark.processes
 def test_every_seed_must_catch_it(tree: Path) -> None:
     tests = tree / "tests" / "test_largest.py"
     tests.write_text(
@@ -70,6 +72,7 @@ def test_every_seed_must_catch_it(tree: Path) -> None:
     assert try_one(lucky, tree).verdict == "survived"
 
 
+@pytest.mark.processes
 def test_guards_must_pass_without_mutation(tree: Path) -> None:
     (tree / "tests" / "test_largest.py").write_text(TESTS.replace("== 2", "== 3"))
     with pytest.raises(RuntimeError, match="fails without any mutation"):

@@ -6,12 +6,13 @@ pdserve calls it.
 """
 
 import asyncio
+import concurrent.futures
 import queue
 import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import ray
 from ray import serve
@@ -45,6 +46,7 @@ from pdserve.router.timeline import PromptTimeline
 APP_NAME = "pdserve"
 ROUTER = "Router"
 MAX_IN_FLIGHT = 256
+CLOSED = "this client is closed: make a new one with connect()"
 OPTIONS: dict[str, type] = {"cache_salt": str, "priority": int, "session_id": str}
 
 Prompt = str | Sequence[int]
@@ -91,7 +93,8 @@ def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
 
 
 class Client:
-    """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
+    """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe. `close` ends the
+    client's thread, and so does leaving a `with` block.
 
     Without sampling_params the model's defaults count (its generation_config.json), and SamplingParams' for the rest.
     All take the keywords `priority` (an int; lower runs first), `session_id` (prompts of one session go to one worker
@@ -102,10 +105,29 @@ class Client:
 
     def __init__(self, app_name: str = APP_NAME) -> None:
         self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="pdserve-client", daemon=True).start()
-        self._handle: DeploymentHandle = self._do(_router_handle(app_name, method_name="ask", stream=True))
-        self._orders: Any = self._do(_router_handle(app_name, method_name="admin"))
+        self._closed = asyncio.Event()
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
+        self._thread = threading.Thread(target=self._run, name="pdserve-client", daemon=True)
+        self._thread.start()
+        try:
+            self._handle: DeploymentHandle = self._do(_router_handle(app_name, method_name="ask", stream=True))
+            self._orders: Any = self._do(_router_handle(app_name, method_name="admin"))
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Cancel what still runs, and end the client's thread. What is called afterwards raises RuntimeError; to close
+        twice is allowed."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def generate(
         self,
@@ -135,11 +157,14 @@ class Client:
                     async for chunk in chunks:
                         items.put(chunk)
                 items.put(None)
+            except asyncio.CancelledError:
+                items.put(RuntimeError(CLOSED))
+                raise
             except BaseException as error:
                 items.put(error)
                 raise
 
-        task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        task = self._start(pump())
         try:
             while (item := items.get()) is not None:
                 if isinstance(item, BaseException):
@@ -257,9 +282,29 @@ class Client:
             response.cancel()
             raise
 
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await self._closed.wait()
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise RuntimeError(CLOSED) from error
+
     def _do(self, work: Coroutine[Any, Any, T]) -> T:
         try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+            return self._start(work).result()
+        except concurrent.futures.CancelledError:
+            raise RuntimeError(CLOSED) from None
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 
@@ -268,7 +313,7 @@ class Client:
             return await work
 
         try:
-            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(wrapped(), self._loop))
+            return await asyncio.wrap_future(self._start(wrapped()))
         except ExceptionGroup as group:
             raise group.exceptions[0] from group
 

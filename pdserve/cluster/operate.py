@@ -40,16 +40,16 @@ def run_operator(options: argparse.Namespace) -> int:
     """The exit status. Raises ValueError for what cannot be done."""
     from pdserve.cluster.client import ClusterError, connect
 
-    client = connect(options.address, options.app)
     try:
-        if options.command == "role":
-            report = client.set_role(options.worker, options.role, options.force)
-            print(f"{report.worker} is {report.role}, with {report.num_running} sequences running")
+        with connect(options.address, options.app) as client:
+            if options.command == "role":
+                report = client.set_role(options.worker, options.role, options.force)
+                print(f"{report.worker} is {report.role}, with {report.num_running} sequences running")
+                return 0
+            if options.command == "scale":
+                return _scale(client, dict(options.counts), options.force, options.wait, print)
+            print("\n".join(table(client.workers())))
             return 0
-        if options.command == "scale":
-            return _scale(client, dict(options.counts), options.force, options.wait, print)
-        print("\n".join(table(client.workers())))
-        return 0
     except ClusterError as error:
         raise ValueError(str(error)) from error
 

@@ -5,6 +5,7 @@ import asyncio
 import json
 import os
 import signal
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -33,9 +34,9 @@ def client(local_ray: None) -> Iterator[Client]:
     args = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"replicas": 2}}
     config, address = ClusterConfig.model_validate(args), Address("127.0.0.1", OWN_PORT)
     serve.run(cluster_app.assemble(config, FAKE, address), name=APP, route_prefix="/")
-    client = connect(app_name=APP)
-    wait_until_answered(client)
-    yield client
+    with connect(app_name=APP) as client:
+        wait_until_answered(client)
+        yield client
     serve.delete(APP)
 
 
@@ -131,6 +132,19 @@ def test_an_application_that_was_not_deployed_for_it_is_not_scaled(client: Clien
         client.scale(decode=3)
     assert caught.value.status == 409
     assert [worker.role for worker in client.workers().workers] == ["both", "both"]
+
+
+def test_a_closed_client_says_so_and_leaves_no_thread(client: Client) -> None:
+    threads = threading.active_count()
+    with connect(app_name=APP) as other:
+        stream = other.stream([50], SamplingParams(max_tokens=900))
+        next(stream)
+    with pytest.raises(RuntimeError, match="closed: make a new one"):
+        list(stream)
+    with pytest.raises(RuntimeError, match="closed: make a new one"):
+        other.generate([[1]])
+    other.close()
+    assert threading.active_count() == threads
 
 
 def test_a_closed_stream_cancels_at_the_worker(client: Client, journal: Path) -> None:

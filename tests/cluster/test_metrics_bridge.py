@@ -31,7 +31,8 @@ def client(local_ray: None) -> Iterator[Client]:
     args = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"replicas": 2}}
     config = ClusterConfig.model_validate(args)
     serve.run(cluster_app.assemble(config, FAKE, Address("127.0.0.1", PORT)), name=APP, route_prefix="/sight")
-    yield connect(app_name=APP)
+    with connect(app_name=APP) as client:
+        yield client
     serve.delete(APP)
 
 

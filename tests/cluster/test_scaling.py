@@ -35,9 +35,9 @@ def client(local_ray: None) -> Iterator[Client]:
     }
     app = cluster_app.assemble(ClusterConfig.model_validate(args), FAKE)
     serve.run(app, name=APP, route_prefix="/scaled", external_scaler_enabled=True)
-    client = connect(app_name=APP)
-    until(client, lambda report: len(report.workers) == 1)
-    yield client
+    with connect(app_name=APP) as client:
+        until(client, lambda report: len(report.workers) == 1)
+        yield client
     serve.delete(APP)
 
 
@@ -177,14 +177,13 @@ def test_counts_follow_load(local_ray: None) -> None:
     app = cluster_app.assemble(ClusterConfig.model_validate(args | {"router": {"replicas": 2}}), FAKE)
     serve.run(app, name="follows", route_prefix="/follows", external_scaler_enabled=True)
     try:
-        client = connect(app_name="follows")
-        until(client, lambda report: len(report.workers) == 1)
-        with ThreadPoolExecutor(NUM_STREAMS) as pool:
+        with connect(app_name="follows") as client, ThreadPoolExecutor(NUM_STREAMS) as pool:
+            until(client, lambda report: len(report.workers) == 1)
             answers = streams(pool, client)
             until(client, lambda report: report.counts["decode"].target == 2, 7)
             for number, answer in enumerate(answers):
                 assert answer.result(60) == [10 * number + position for position in range(LENGTH)]
-        until(client, lambda report: len(report.workers) == 2)
-        until(client, lambda report: report.counts["decode"].target == 1 and len(report.workers) == 1)
+            until(client, lambda report: len(report.workers) == 2)
+            until(client, lambda report: report.counts["decode"].target == 1 and len(report.workers) == 1)
     finally:
         serve.delete("follows")
