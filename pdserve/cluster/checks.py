@@ -41,7 +41,7 @@ def findings(file: ClusterFile, port: int | None, place: Place) -> Iterator[Find
     yield from listener(file)
     yield from port_is_free(host, own_port if port is None else port)
     yield from keys(file.config, place)
-    yield from model(file.config)
+    yield from model(file.config, place)
     for key in file.config.worker_keys:
         yield from device(file.config, key, place)
     yield from room(file.config, place)
@@ -132,8 +132,9 @@ def keys(config: ClusterConfig, place: Place) -> Iterator[Finding]:
             yield "hint", f"not on this node, and routers need it on theirs: {error}"
 
 
-def model(config: ClusterConfig) -> Iterator[Finding]:
-    """The folder, or what the Hub has of it without the weights."""
+def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
+    """The folder, or what the Hub has of it without the weights. Elsewhere every node reads its own copy, so
+    that what is wrong with the one here is a hint."""
     try:
         folder = resolve_folder(config.model.resolved_path, "dummy")
         spec = read_spec(str(folder), "dummy")
@@ -142,7 +143,10 @@ def model(config: ClusterConfig) -> Iterator[Finding]:
             for file in weight_files(folder):
                 list(tensor_entries(file))  # headers alone: complete, and of safetensors
     except (ValueError, OSError) as error:
-        yield "error", f"model: {error}"
+        if place.is_here:
+            yield "error", f"model: {error}"
+        else:
+            yield "hint", f"model, as this node has it (each node reads its own): {error}"
         return
     for key in config.worker_keys:
         try:

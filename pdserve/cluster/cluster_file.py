@@ -68,6 +68,8 @@ def load(path: Path) -> ClusterFile:
         application = _application(document)
         _check_as_serve_does(document)
         return ClusterFile(document, application, _config(application))
+    except RecursionError:
+        raise ValueError(f"{path}: is nested too deeply, or something in it holds itself by an alias") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -307,8 +307,8 @@ class RouterConfig(Config):
     never split. max_attempts: workers tried in a row without a new token.
     worker_silence_s: a worker that pushes nothing for so long is taken for lost. attempt_deadline_s: a request is moved
     to another worker when its own, which lives, has had nothing to say of it for so long; time in which it waits there
-    for its turn does not count. drain_s: of a worker that shall stop; what runs there for longer is moved to another
-    one.
+    for its turn does not count. drain_s: how long what runs on a worker that is
+    told to stop may go on there; then it is moved to another one.
 
     Each of these is of one router: max_concurrent_prompts, max_queued_tokens: prompts being answered, and prompt tokens
     that no worker has computed yet; more are refused with 429. max_prompt_tokens: of one prompt, below what the model

@@ -55,7 +55,7 @@ class Admission:
         room = self.max_request_tokens - len(submit.prompt_token_ids)
         if submit.sampling.min_tokens > room:
             raise ValueError(
-                f"min_tokens is {submit.sampling.min_tokens}, but only {room} fit behind this prompt: lower it, or "
+                f"min_tokens is {submit.sampling.min_tokens}, but only {room} fit after this prompt: lower it, or "
                 "shorten the prompt"
             )
         return min(asked, room)

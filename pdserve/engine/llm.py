@@ -78,11 +78,10 @@ class RequestOutput:
 class LLM:
     """A model in this process.
 
-    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random weights). dtype, seed:
-    generation_config: see ModelConfig; seed also draws the seeds of requests that have none, so a run repeats.
-    tokenizer: another folder
-    to take the tokenizer from; False works with token ids alone. Other keywords are EngineConfig's. ValueError names a
-    bad one.
+    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random weights). dtype,
+    generation_config: see ModelConfig. seed: ModelConfig's; it also draws the seeds of requests that have none, so that
+    a run repeats. tokenizer: another folder to take the tokenizer from; False works with token ids alone. Other
+    keywords are EngineConfig's. ValueError names a bad one.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class LLM:
         self._seeds = random.Random(seed)
         self._num_requests = 0
         self._lock = threading.Lock()
-        # True while a call runs; behind its end only when its reset was interrupted, too.
+        # True while a call runs, and after its end only when its reset was interrupted, too.
         self._is_dirty = False
 
     def get_default_sampling_params(self) -> SamplingParams:

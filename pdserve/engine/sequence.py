@@ -21,10 +21,9 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. max_tokens: each choice's, within what fits the engine that goes on with it behind
-    the prompt. prefill_only: sample the first
-    tokens, then hold the prompt for a hand-off; overlap: others read it while it is computed. content: see
-    BlockHasher.content.
+    """One attempt at one request. max_tokens: each choice's, within what has room after the prompt in the engine that
+    decodes it. prefill_only: sample the first tokens, then hold the prompt for a hand-off. overlap: others read it
+    while it is computed. content: see BlockHasher.content.
     """
 
     key: RequestKey

@@ -25,6 +25,7 @@ def test_conversations_repeat_what_was_said() -> None:
         last[arrival.session] = arrival.prompt
 
 
+@pytest.mark.lengthy
 async def test_the_default_computes_a_third_of_what_round_robin_does() -> None:
     """Eight system prompts of 32 blocks, four workers of 160."""
     arrivals = WORKLOADS["shared"](random.Random(1), 120)

@@ -91,6 +91,7 @@ def test_an_unknown_key_of_any_level_names_the_nearest(tmp_path: Path, place: st
         ("a: [", "is not YAML"),
         ("{}", "`applications:` must be a list of one application, and is no list"),
         ("applications: foo", "and is no list"),
+        ("applications: &all [*all]", "holds itself by an alias"),
         ("applications: []", "and is 0 of them"),
         ({"applications": [application(), application(name="y")]}, "and is 2 of them"),
         ("applications: [foo]", "applications[0] must be a mapping with import_path and args, not"),

@@ -75,6 +75,7 @@ async def test_a_client_that_reads_nothing_stalls_nobody_and_is_given_up(served:
     assert await harness.world.settled() == 0 and admission.queued_tokens == 0
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("served", [2.5], indirect=True, ids=[""])
 async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer]) -> None:
     _, server = served

@@ -102,6 +102,7 @@ def trained(tokenizer: Tokenizer, tmp_path: Path) -> Iterator[tuple[Trainer, lis
     yield trainer, [trainer.step(256).item() for _ in range(12)]
 
 
+@pytest.mark.lengthy
 def test_steps_learn_and_the_saved_folder_loads(
     trained: tuple[Trainer, list[float]], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -118,6 +119,7 @@ def test_steps_learn_and_the_saved_folder_loads(
     assert AutoTokenizer.from_pretrained(trainer.out).encode("a") == tokenizer.encode("a").ids
 
 
+@pytest.mark.lengthy
 def test_a_second_session_continues_from_the_checkpoint(
     trained: tuple[Trainer, list[float]], tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -130,6 +132,7 @@ def test_a_second_session_continues_from_the_checkpoint(
     assert second.first_phase >= 0.35
 
 
+@pytest.mark.lengthy
 def test_run_ends_with_the_clock(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo.train, "FINISH_SECONDS", 0.0)
     settings = TrainSettings(seconds=3.0, tokens_per_step=512)

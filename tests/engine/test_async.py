@@ -39,6 +39,7 @@ def answers(outputs: list[RequestOutput]) -> list[Any]:
     ]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("engine", [{}, {"num_kv_blocks": 22, "max_num_batched_tokens": 40}], ids=["roomy", "tight"])
 def test_asynchrony_changes_nothing(tiny_llama: Path, engine: dict[str, Any]) -> None:
     for seed in range(3):

@@ -8,6 +8,7 @@ from engine.harness import make_engine
 from benchmarks.engine_soak import Soak, verdict
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_a_short_soak(tiny_llama: Path, is_async: bool) -> None:
     engine = make_engine(tiny_llama, num_kv_blocks=60, max_num_seqs=24, async_scheduling=is_async)

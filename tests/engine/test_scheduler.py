@@ -551,6 +551,7 @@ class Workload:
         return self.driver.tokens[key, choice][: min(r["forced"], r["max_tokens"] - 1)]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(requests=REQUESTS, num_blocks=st.integers(7, 16), budget=st.sampled_from([16, 24, 100]))

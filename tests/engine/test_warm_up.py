@@ -43,6 +43,7 @@ def assert_nothing_is_left(engine: Engine) -> None:
     assert not scheduler.admitted
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_kv_blocks", [2, 4, 64])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 16])

@@ -177,6 +177,7 @@ def check_kept(logits: Tensor, kept: Tensor, top_k: int, top_p: float, min_p: fl
     assert max(least, 1) <= num_kept <= max(most, 1) or (masked and num_kept >= least), f"{least}..{most}: {num_kept}"
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     "vocab,dtype", [(1, DTYPES[0]), (50, DTYPES[2]), (2100, DTYPES[1]), (5000, DTYPES[0]), (9001, DTYPES[2])]

@@ -187,6 +187,7 @@ def cpu_seconds(pid: int | None) -> float:
     return sum(t.user_time + t.system_time for t in psutil.Process().threads() if t.id in ours)
 
 
+@pytest.mark.lengthy
 def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
     """Connected, nothing outstanding: our threads wait without a timeout, NIXL's progress thread polls each ms.
     (Tickets of tests before may be out until their lease ends: a sender listens each ms as long as one is.)

@@ -56,6 +56,7 @@ def unequal(tiny_llama: Path, llm: LLM, request: pytest.FixtureRequest) -> Itera
 SIZES = [(16, 64), (64, 16), (128, 32), (32, 128)]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("unequal", SIZES, indirect=True, ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_split_over_other_block_sizes_equals_one_engine(unequal: Pair, llm: LLM, sampling: SamplingParams) -> None:
@@ -66,6 +67,7 @@ def test_split_over_other_block_sizes_equals_one_engine(unequal: Pair, llm: LLM,
     unequal.assert_empty()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("unequal", SIZES, indirect=True, ids=str)
 def test_a_cached_prefix_may_end_inside_a_block_of_p(unequal: Pair, llm: LLM) -> None:
     p_size, d_size = (worker.engine.config.block_size for worker in (unequal.p, unequal.d))

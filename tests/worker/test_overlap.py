@@ -119,6 +119,7 @@ def test_overlapped_equals_one_engine(pair: Pair, llm: LLM, length: int, samplin
     pair.assert_empty()
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (32, 16)], ids=str)
 def test_overlapped_over_other_block_sizes_equals_one_engine(
     tiny_llama: Path, llm: LLM, sizes: tuple[int, int]

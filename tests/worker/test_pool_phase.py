@@ -143,6 +143,7 @@ def test_another_tenant_finds_nothing(pairs: list[Pair], server: LocalPoolServer
     assert found == [False, False, True]
 
 
+@pytest.mark.lengthy
 @pytest.mark.parametrize("pairs", [IMPATIENT], indirect=True, ids=["impatient"])
 @pytest.mark.parametrize("fault", ["dead", "frozen", "wrong", "slow"])
 def test_a_pool_that_misbehaves_costs_a_miss(pairs: list[Pair], server: LocalPoolServer, llm: LLM, fault: str) -> None:
