@@ -31,6 +31,20 @@ FAILURES = Counter(
 )
 
 
+class Pauses:
+    """How long to wait before something that failed is run again. longest_s: their bound."""
+
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._next_s = FIRST_PAUSE_S
+
+    def after(self, ran_s: float) -> float:
+        """Seconds to wait after a run of that many seconds failed."""
+        pause_s = FIRST_PAUSE_S if ran_s >= STEADY_S else self._next_s
+        self._next_s = 2 * pause_s
+        return min(pause_s, self._longest_s)
+
+
 def keep(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float = 5.0) -> asyncio.Task[None]:
     """Run until it returns or the task is cancelled; after an error run it again. name: one of few, a metric's label.
     longest_pause_s: bound of the pause before another run."""
@@ -52,7 +66,7 @@ def failed(name: str, error: BaseException) -> None:
 
 
 async def _kept(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float) -> None:
-    loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+    loop, pauses = asyncio.get_running_loop(), Pauses(longest_pause_s)
     while True:
         began = loop.time()
         try:
@@ -63,10 +77,7 @@ async def _kept(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest
             failed(name, error)  # something that it awaited was cancelled, not the task
         except Exception as error:
             failed(name, error)
-        if loop.time() - began >= STEADY_S:
-            pause_s = FIRST_PAUSE_S
-        await asyncio.sleep(min(pause_s, longest_pause_s))
-        pause_s *= 2
+        await asyncio.sleep(pauses.after(loop.time() - began))
 
 
 def _is_cancelled() -> bool:

@@ -24,6 +24,7 @@ import queue
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
 from prometheus_client import CollectorRegistry
 from zmq.utils.monitor import recv_monitor_message
 
+from pdserve.background.threads import KeptThread
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.chunks import BlockCopier, Chunks, Prefix, Shard
 from pdserve.kvtransfer.connector import PoolMemory, Wake
@@ -291,11 +293,10 @@ class _Talk:
         return _Debt(self._session, self._unanswered, self._owed)
 
 
-class _Link(threading.Thread):
+class _Link:
     """Watches the connection to the server, begins and ends sessions, pays what late answers owe."""
 
     def __init__(self, address: str, chunks: Chunks, device: torch.device) -> None:
-        super().__init__(name="kv-pool-link", daemon=True)
         self._url, self._chunks, self._device = f"tcp://{address}", chunks, device
         self.session: _Session | None = None
         self._owed: queue.SimpleQueue[_Debt] = queue.SimpleQueue()
@@ -306,7 +307,10 @@ class _Link(threading.Thread):
         self._events = self._watch.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._bell, self._bell_end = os.pipe()
         self._complaint = ""
-        self.start()
+        self._is_serving, self._next_try, self._next_refresh = False, 0.0, 0.0
+        self._debts: deque[_Debt] = deque()
+        self._watch.connect(self._url)
+        self._thread = KeptThread("kv pool connection", self._run)
 
     def owe(self, debt: _Debt) -> None:
         """Pay now if the server answers, else when it does."""
@@ -314,30 +318,30 @@ class _Link(threading.Thread):
             self._owed.put(debt)
             os.write(self._bell_end, b"x")
 
-    def run(self) -> None:
-        self._watch.connect(self._url)
+    def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._events, zmq.POLLIN)
         poller.register(self._bell, zmq.POLLIN)
-        serving, next_try, next_refresh = False, 0.0, 0.0
-        debts: list[_Debt] = []
         while not self._closing:
-            ready = dict(poller.poll(TIDY_MS if debts else IDLE_MS))
+            ready = dict(poller.poll(TIDY_MS if self._debts else IDLE_MS))
             if self._bell in ready:
                 os.read(self._bell, 1024)
             while self._events.poll(0):
-                serving = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self._is_serving = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
                 self._drop()  # a connection made anew may lead to another server
             now = time.monotonic()
-            if serving and self.session is None and now >= next_try:
-                next_try, next_refresh = now + REOPEN_S, now + REFRESH_S
+            if self._is_serving and self.session is None and now >= self._next_try:
+                self._next_try, self._next_refresh = now + REOPEN_S, now + REFRESH_S
                 self._open()
-            if self.session is not None and now >= next_refresh:
-                next_refresh = now + REFRESH_S
+            if self.session is not None and now >= self._next_refresh:
+                self._next_refresh = now + REFRESH_S
                 self.session.register()
             while not self._owed.empty():
-                debts.append(self._owed.get())
-            debts = [debt for debt in debts if not debt.pay()]
+                self._debts.append(self._owed.get())
+            for _ in range(len(self._debts)):
+                debt = self._debts.popleft()
+                if not debt.pay():
+                    self._debts.append(debt)
 
     def _open(self) -> None:
         try:
@@ -358,7 +362,7 @@ class _Link(threading.Thread):
     def close(self) -> None:
         self._closing = True
         os.write(self._bell_end, b"x")
-        self.join(OPEN_TIMEOUT_S)
+        self._thread.finish(OPEN_TIMEOUT_S)
         session, self.session = self.session, None
         if session is not None:
             session.unregister()

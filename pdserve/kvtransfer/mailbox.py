@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import zmq
 
+from pdserve.background.threads import KeptThread
 from pdserve.kvtransfer.notice import Letter, Notice, Party, decode_letter, encode_letter
 
 logger = logging.getLogger(__name__)
@@ -47,8 +48,7 @@ class Mailbox:
         self._lock = threading.Lock()
         self._users = 0
         self._closed = False
-        self._thread = threading.Thread(target=self._read, name="pdserve-kv-mailbox", daemon=True)
-        self._thread.start()
+        self._thread = KeptThread("kv mailbox", self._read)
 
     def on(self, kind: type[Notice], handler: Handler) -> None:
         """handler(sender, notice) for every notice of the kind from now on; before, they are dropped."""
@@ -75,7 +75,7 @@ class Mailbox:
                 return
             self._closed = True
         self._waker.send(b"")
-        self._thread.join()
+        self._thread.finish()
         for outbox in [*self._outboxes.values(), self._waker]:
             outbox.close(linger=100)  # a last "done" may still be on its way
         self._inbox.close(linger=0)

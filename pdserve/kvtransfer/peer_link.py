@@ -43,6 +43,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import torch
 
+from pdserve.background.threads import KeptThread
 from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.agent import Handle, TransferAgent, TransferError
 from pdserve.kvtransfer.connection import Connection, OwnPool, release_all
@@ -236,8 +237,7 @@ class PeerLink:
         self._unquiet_since: float | None = None  # reads that nobody waits for are under way
         self._reconnect = False
         self._leaving = False
-        self.thread = threading.Thread(target=self._run, name=f"pdserve-kv-{meta.engine_id}", daemon=True)
-        self.thread.start()
+        self.thread = KeptThread("kv link", self._run, meta.engine_id, FAULT_PAUSE_S)
 
     # Called from any thread.
 
@@ -279,16 +279,17 @@ class PeerLink:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread: its sleeps end 50 us late without
         if self._own.pool.is_cuda:
             torch.cuda.set_device(self._own.pool.device)  # UCX needs the pool's context current where it is called
-        while True:
-            try:
+        try:
+            self._turn()
+            while not self._may_end():
+                self._wait()
                 self._turn()
-            except Exception as error:  # a bug here must not leave pulls without an answer
-                logger.exception("KV link to %s failed", self.meta.engine_id)
-                self._lose(TransferError("error", f"internal: {error!r}"))
-                time.sleep(FAULT_PAUSE_S)
-            if self._leaving and self._state is LinkState.IDLE and self._owner.retire(self):
-                return
-            self._wait()
+        except Exception as error:  # a bug here must not leave pulls without an answer
+            self._lose(TransferError("error", f"internal: {error!r}"))
+            raise
+
+    def _may_end(self) -> bool:
+        return self._leaving and self._state is LinkState.IDLE and self._owner.retire(self)
 
     def _turn(self) -> None:
         while self._commands:

@@ -17,6 +17,7 @@ from typing import Literal
 
 import numpy as np
 
+from pdserve.background.threads import KeptThread
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.breaker import Breaker
 from pdserve.kvtransfer.chunks import BlockCopier, Prefix, set_seal
@@ -86,13 +87,8 @@ class Pool:
         self._lanes: dict[Kind, queue.SimpleQueue[Callable[[], None] | None]] = {
             kind: queue.SimpleQueue() for kind in ("lookup", "retrieve", "store")
         }
-        self._threads = [
-            threading.Thread(target=self._work, args=(lane,), name=f"kv-pool-{kind}", daemon=True)
-            for kind, lane in self._lanes.items()
-        ]
-        self._threads.append(threading.Thread(target=self._watch_clock, name="kv-pool-clock", daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._threads = [KeptThread(f"kv pool {kind}", partial(self._work, lane)) for kind, lane in self._lanes.items()]
+        self._threads.append(KeptThread("kv pool clock", self._watch_clock))
 
     @property
     def available(self) -> bool:
@@ -168,12 +164,10 @@ class Pool:
         for lane in self._lanes.values():
             lane.put(None)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
-            logger.warning("the KV pool still copies or waits at close: its memory is kept")
-        else:
+        if all([thread.finish(max(0.0, deadline - time.monotonic())) for thread in self._threads]):
             self._backend.close()
+        else:
+            logger.warning("the KV pool still copies or waits at close: its memory is kept")
 
     # -- what every operation has in common
 
@@ -308,12 +302,11 @@ class Pool:
                 probe = self._breaker.probe_at <= now
                 if probe:
                     self._breaker.begin_probe()
+                    self._lanes["lookup"].put(self._probe)
                 if not late and not probe:
                     self._lock.wait(self._next_alarm(now))
             for operation in late:
                 self._end(operation, PoolFailed(operation.op_id, "deadline", "", settled=True))
-            if probe:
-                self._lanes["lookup"].put(self._probe)
 
     def _next_alarm(self, now: float) -> float | None:
         alarms = [op.deadline for op in self._operations.values() if not op.over] + [self._breaker.probe_at]
@@ -321,16 +314,17 @@ class Pool:
         return None if first == float("inf") else first - now
 
     def _probe(self) -> None:
+        good = False
         try:
             self._backend.probe(time.monotonic() + self._config.request_deadline_s)
             good = True
         except PoolError as error:
             logger.info("KV pool: the probe failed: %s", error)
-            good = False
-        with self._lock:
-            self._breaker.probed(good, time.monotonic())
-            self._metrics.breaker_open.set(self._breaker.is_open)
-            self._lock.notify_all()
+        finally:
+            with self._lock:
+                self._breaker.probed(good, time.monotonic())
+                self._metrics.breaker_open.set(self._breaker.is_open)
+                self._lock.notify_all()
 
     # -- the operations, each on its lane
 

@@ -26,6 +26,7 @@ import time
 from pathlib import Path
 
 import pdserve
+from pdserve.background.threads import KeptThread
 from pdserve.configs.schema import PoolConfig
 
 logger = logging.getLogger(__name__)
@@ -142,8 +143,7 @@ class SharedServer:
         self._own: PoolServer | None = None
         self._error: Exception | None = None
         self._ready, self._closing = threading.Event(), threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="pdserve-kv-pool-server", daemon=True)
-        self._thread.start()
+        self._thread = KeptThread("kv pool server", self._keep)
 
     def wait_ready(self) -> str:
         """The address, once a server answers there. Raises as PoolServer does."""
@@ -156,16 +156,17 @@ class SharedServer:
 
     def close(self) -> None:
         self._closing.set()
-        self._thread.join()
+        self._thread.finish()
         if self._own is not None:
             self._own.close()
 
     def _keep(self) -> None:
-        try:
-            self._serve_or_join()
-        except Exception as error:  # for wait_ready to raise
-            self._error = error
-        self._ready.set()
+        if not self._ready.is_set():
+            try:
+                self._serve_or_join()
+            except Exception as error:  # for wait_ready to raise
+                self._error = error
+            self._ready.set()
         while self._error is None and not self._closing.wait(LOOK_S):
             try:
                 self._serve_or_join()
@@ -242,10 +243,12 @@ def _end_with_parent(memory: Path) -> None:
     """Blocks until the parent is gone, then removes what the parent would have, asks this process to end, and makes
     it."""
     os.read(sys.stdin.fileno(), 1)
-    memory.unlink(missing_ok=True)
-    os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(STOP_TIMEOUT_S)
-    os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        memory.unlink(missing_ok=True)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(STOP_TIMEOUT_S)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def main() -> None:

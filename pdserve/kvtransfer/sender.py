@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from pdserve.background.threads import KeptThread
 from pdserve.engine.protocol import PoolMeta, RankPool, RequestKey, Ticket
 from pdserve.kvtransfer.agent import TransferAgent
 from pdserve.kvtransfer.connector import Outcome, Unpinned, Wake
@@ -67,8 +68,7 @@ class Sender:
         mailbox.on(Done, lambda _, notice: self._finish(notice.key, "done"))
         mailbox.on(Rejected, lambda _, notice: self._finish(notice.key, "rejected"))
         mailbox.on(Renew, lambda _, notice: self._renew(notice.keys))
-        self._thread = threading.Thread(target=self._watch_leases, name="pdserve-kv-leases", daemon=True)
-        self._thread.start()
+        self._thread = KeptThread("kv leases", self._watch_leases)
 
     def meta(self) -> PoolMeta:
         return self._meta
@@ -132,7 +132,7 @@ class Sender:
                 return
             self._closed = True
             self._changed.notify()
-        self._thread.join()
+        self._thread.finish()
         self._mailbox.detach()
         self._agent.detach()
 
@@ -206,10 +206,11 @@ class Sender:
             with self._changed:
                 now, count = time.monotonic(), 0
                 while self._heap and self._heap[0][0] <= now:
-                    deadline, _, key = heapq.heappop(self._heap)
+                    deadline, _, key = self._heap[0]
                     prompt = self._prompts.get(key)
                     if prompt is not None and prompt.deadline == deadline:
                         count += self._end(key, "expired")
+                    heapq.heappop(self._heap)  # only now: what failed is done at the next run
                 if self._closed:
                     return
                 if not count:

@@ -12,6 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 from torch import Tensor
 
+from pdserve.background.threads import FAILURES
 from pdserve.engine.block_manager import FreeSpace
 from pdserve.engine.engine import Engine
 from pdserve.engine.protocol import Arrived, LegTimes, MetricFamily, Sample
@@ -95,6 +96,7 @@ class WorkerMetrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(engine))
+        self.registry.register(FAILURES)
         self.step_seconds = Histogram(
             "pdserve_engine_step_seconds", "Duration of engine steps", buckets=STEP_BUCKETS, registry=self.registry
         )

@@ -183,7 +183,7 @@ def cpu_seconds(pid: int | None) -> float:
     """Of a whole process, or of this one's connector threads alone: other tests leave threads of Ray's behind."""
     if pid is not None:
         return sum(psutil.Process(pid).cpu_times()[:2])
-    ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("pdserve-kv")}
+    ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("kv ")}
     return sum(t.user_time + t.system_time for t in psutil.Process().threads() if t.id in ours)
 
 

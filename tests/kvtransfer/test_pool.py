@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -29,7 +30,9 @@ from kvtransfer.pool_peers import (
 from processes import freeze
 from waiting import stays, until
 
+from pdserve.background import tasks
 from pdserve.configs.schema import PoolConfig
+from pdserve.kvtransfer import lmcache_pool
 from pdserve.kvtransfer.breaker import Breaker
 from pdserve.kvtransfer.chunks import Chunks, Shard, runs
 from pdserve.kvtransfer.local_pool import LocalBlockCopier, LocalPoolServer, PoolFaults
@@ -678,6 +681,38 @@ def drain(engine: Engine, count: int, timeout_s: float = 60.0) -> list[PoolEvent
 
     until(enough, timeout_s)
     return events
+
+
+def test_late_answers_go_on_being_paid_after_one_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that watches the connection survives an error, and knows what it knew."""
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+    engine = Engine(LocalPoolServer())
+    chunks = Chunks(engine.memory, 4, Shard())
+    link = lmcache_pool._Link("127.0.0.1:1", chunks, torch.device("cpu"))
+    paid = threading.Event()
+    asked: list[str] = []
+
+    class Debt:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def pay(self, until: float = 0.0) -> bool:
+            if threading.current_thread() is not link._thread:
+                return False
+            asked.append(self.name)
+            if self.name == "broken":
+                raise KeyError("by test")
+            if len(asked) > 2:
+                paid.set()
+            return paid.is_set()
+
+    for name in ("broken", "late"):
+        debt: Any = Debt(name)
+        link.owe(debt)
+    assert paid.wait(5.0)
+    link.close()
+    engine.close()
+    assert asked.count("broken") == 1 and asked[-1] == "late" and not link._thread.is_alive()
 
 
 # -- a device

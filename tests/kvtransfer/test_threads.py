@@ -1,0 +1,196 @@
+"""One error in each of the threads that an engine's process has beside its loop: what they do goes on."""
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from kvtransfer.kv_peers import Engine, LocalSource, key
+from kvtransfer.pool_peers import CHUNK, CONFIG, prompt
+from kvtransfer.pool_peers import Engine as PoolEngine
+from waiting import until
+
+from pdserve.background import tasks
+from pdserve.background.threads import FAILURES
+from pdserve.configs.schema import PoolConfig, TransferConfig
+from pdserve.engine.protocol import PeerStatus
+from pdserve.kvtransfer import pool_server
+from pdserve.kvtransfer.connector import PullDone, Unpinned
+from pdserve.kvtransfer.local_pool import LocalPoolServer
+from pdserve.kvtransfer.mailbox import Mailbox
+from pdserve.kvtransfer.notice import Done
+from pdserve.kvtransfer.pool import PoolDone, PoolFailed, PoolStored
+from pdserve.kvtransfer.pool_server import SharedServer
+
+SHORT_LEASES = TransferConfig(connector="local", lease_s=0.05)
+
+
+@pytest.fixture(autouse=True)
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def failures() -> Callable[[str], float]:
+    """Errors of a thread since the test began."""
+
+    def total(name: str) -> float:
+        [family] = FAILURES.collect()
+        return sum(s.value for s in family.samples if s.labels["thread"] == name and s.name.endswith("_total"))
+
+    [family] = FAILURES.collect()
+    before = {sample.labels["thread"]: total(sample.labels["thread"]) for sample in family.samples}
+    return lambda name: total(name) - before.get(name, 0.0)
+
+
+class Faulty:
+    """Raises at its first call, and then does what it is for."""
+
+    def __init__(self, work: Callable[..., Any]) -> None:
+        self._work, self.has_raised = work, threading.Event()
+
+    def __call__(self, *args: Any) -> Any:
+        if not self.has_raised.is_set():
+            self.has_raised.set()
+            raise KeyError("by test")
+        return self._work(*args)
+
+
+def inject(target: Any, method: str) -> Faulty:
+    faulty = Faulty(getattr(target, method))
+    setattr(target, method, faulty)
+    return faulty
+
+
+@pytest.mark.parametrize("method", ["_end", "_wake"])
+def test_leases_go_on_ending(method: str, failures: Callable[[str], float]) -> None:
+    engine = Engine("p", SHORT_LEASES)
+    inject(engine.sender, method)
+    ended: list[Unpinned] = []
+    for name in "ab":
+        engine.sender.publish(key(name), [3], 16, b"content")
+    until(lambda: len(ended) == 2, doing=lambda: ended.extend(engine.sender.poll()))
+    assert {(event.key.request_id, event.outcome) for event in ended} == {("a", "expired"), ("b", "expired")}
+    assert failures("kv leases") == 1
+    engine.close()
+
+
+def test_letters_go_on_coming(failures: Callable[[str], float]) -> None:
+    box = Mailbox("here", 1, None)
+    box.attach()
+    got: list[Done] = []
+    box.on(Done, lambda _, notice: got.append(notice))
+    inbox = box._inbox
+    broken: Any = SimpleNamespace(recv=Faulty(inbox.recv), close=inbox.close)
+    box._inbox = broken
+    box.send(box.party, Done(key("wakes the old socket's recv")))
+    until(broken.recv.has_raised.is_set)
+    box.send(box.party, Done(key("a")))
+    until(lambda: len(got) == 2)
+    assert failures("kv mailbox") == 1
+    box.detach()
+
+
+def test_a_link_answers_and_connects_again(failures: Callable[[str], float]) -> None:
+    config = TransferConfig(connector="local")
+    sink, source = Engine("d", config), LocalSource("p", config)
+    assert sink.connect(source.meta).connected
+    [link] = sink.receiver._ranks[0]._links.values()
+    inject(link, "_wait")
+    link._enqueue(lambda: None)
+    assert not sink.wait_for(PeerStatus).connected
+    assert sink.connect(source.meta).connected
+    sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 5.0)
+    sink.wait_for(PullDone, pull_id=1)
+    assert failures("kv link") == 1
+    sink.close()
+    source.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[tuple[LocalPoolServer, PoolEngine]]:
+    server = LocalPoolServer()
+    engine = PoolEngine(server, config=CONFIG.model_copy(update={"request_deadline_ms": 100, "breaker_s": 0.05}))
+    yield server, engine
+    server.faults.frozen = False
+    engine.close()
+
+
+def test_each_lane_of_the_pool_goes_on(
+    pool: tuple[LocalPoolServer, PoolEngine], failures: Callable[[str], float]
+) -> None:
+    _, engine = pool
+    for lane in engine.pool._lanes.values():
+        lane.put(Faulty(lambda: None))
+    tokens = prompt(CHUNK)
+    engine.compute(tokens, range(4))
+    assert isinstance(engine.store(tokens, range(4)), PoolStored)
+    assert engine.lookup(tokens) == CHUNK
+    assert isinstance(engine.retrieve(tokens, range(8, 12)), PoolDone)
+    assert [failures(f"kv pool {kind}") for kind in engine.pool._lanes] == [1, 1, 1]
+
+
+def test_a_probe_that_fails_in_an_unknown_way_is_followed_by_another(
+    pool: tuple[LocalPoolServer, PoolEngine], failures: Callable[[str], float]
+) -> None:
+    server, engine = pool
+    inject(engine.pool._backend, "probe")
+    server.faults.frozen = True
+    for _ in range(3):
+        engine.lookup(prompt(CHUNK))
+    until(lambda: engine.pool._breaker.is_open)
+    server.faults.frozen = False
+    engine.wait_available()
+    assert failures("kv pool lookup") == 1
+
+
+@pytest.mark.parametrize("method", ["_next_alarm", "_end", "_wake"])
+def test_deadlines_of_the_pool_go_on(
+    method: str, pool: tuple[LocalPoolServer, PoolEngine], failures: Callable[[str], float]
+) -> None:
+    _, engine = pool
+    release = threading.Event()
+    engine.pool._lanes["retrieve"].put(release.wait)  # so that the clock alone can end what comes behind
+    inject(engine.pool, method)
+    ids = [engine.begin_retrieve(prompt(CHUNK), range(4), deadline_s=0.1) for _ in range(2)]
+    ended: list[Any] = []
+    until(lambda: len(ended) == 2, doing=lambda: ended.extend(engine.pool.poll()))
+    assert {(event.op_id, event.reason) for event in ended if isinstance(event, PoolFailed)} == {
+        (op_id, "deadline") for op_id in ids
+    }
+    assert failures("kv pool clock") == 1
+    release.set()
+
+
+def test_somebody_goes_on_to_look_for_the_shared_server(
+    monkeypatch: pytest.MonkeyPatch, failures: Callable[[str], float]
+) -> None:
+    monkeypatch.setattr(pool_server, "LOOK_S", 0.001)
+    looks: list[int] = []
+
+    def look(shared: SharedServer) -> None:
+        looks.append(1)
+        if len(looks) == 2:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(SharedServer, "_serve_or_join", look)
+    shared = SharedServer(PoolConfig(mode="start", address="127.0.0.1:1"))
+    assert shared.wait_ready() == "127.0.0.1:1"
+    until(lambda: len(looks) > 3)
+    shared.close()
+    assert failures("kv pool server") == 1
+
+
+def test_a_pool_server_ends_though_its_memory_cannot_be_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[Any] = []
+    process = SimpleNamespace(read=lambda *_: b"", getpid=lambda: 7, kill=lambda *what: done.append(what))
+    monkeypatch.setattr(pool_server, "os", process)
+    monkeypatch.setattr(pool_server, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0)))
+    monkeypatch.setattr(pool_server, "time", SimpleNamespace(sleep=lambda _: None))
+    with pytest.raises(OSError):
+        pool_server._end_with_parent(tmp_path)  # a folder
+    assert [pid for pid, _ in done] == [7, 7]
