@@ -167,10 +167,9 @@ class Admin:
         try:
             async with asyncio.timeout(ANSWER_S):
                 while worker.role != role:
-                    changed = self._fleet.changed
                     if worker not in self._fleet.workers:
                         raise _unavailable(f"{worker.worker_id} was lost before it answered")
-                    await changed.wait()
+                    await self._fleet.change()
         except TimeoutError:
             raise _unavailable(
                 f"{worker.worker_id} did not answer within {ANSWER_S:g} s; it may take the role still"

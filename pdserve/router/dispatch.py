@@ -528,7 +528,6 @@ class RequestRun:
         """Another worker; else the one that failed, if it lives; else whoever joins in time."""
         deadline = time.monotonic() + self._shared.resume_wait_s
         while True:
-            changed = self._shared.fleet.changed
             try:
                 return self._choose()
             except NoWorker:
@@ -537,7 +536,7 @@ class RequestRun:
                 return self._choose()
             except NoWorker as error:
                 try:
-                    await asyncio.wait_for(changed.wait(), deadline - time.monotonic())
+                    await asyncio.wait_for(self._shared.fleet.change(), deadline - time.monotonic())
                 except TimeoutError:
                     raise RequestFailed("unavailable", f"{failure}, and {error}") from None
 

@@ -17,6 +17,7 @@ import socket
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Literal
 from weakref import WeakValueDictionary
 
@@ -47,6 +48,7 @@ from pdserve.engine.protocol import (
 from pdserve.router.link import WorkerLink, WorkerLost
 from pdserve.router.peers import Introducer
 from pdserve.router.prefix_index import PooledChunks
+from pdserve.router.wakes import Wakes
 from pdserve.router.worker_state import Inbox, Leg, Lost, Silent, WorkerState
 
 logger = logging.getLogger(__name__)
@@ -75,7 +77,6 @@ class Fleet:
         default. drain_s: so long may the legs of a worker that leaves go on there. attempt_deadline_s: a leg that
         neither waits nor has events for so long at a living worker is told that it is Silent."""
         self.router_id = router_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        self.changed = asyncio.Event()
         self.num_stale_events = 0
         self.num_resyncs = 0
         self._silence_s = worker_silence_s
@@ -90,6 +91,8 @@ class Fleet:
         self._session = 0
         self._unready: set[str] = set()
         self._introducer = Introducer(self.post, now)
+        self._wakes = Wakes()
+        self._awaiting: dict[asyncio.Future[None], None] = {}  # in order: done with the fleet's next change
         self._pools: WeakValueDictionary[str, PooledChunks] = WeakValueDictionary()  # by name, while a worker uses it
 
     @property
@@ -111,10 +114,20 @@ class Fleet:
         try:
             async with asyncio.timeout(timeout_s):
                 while not self.decode_workers:
-                    await self.changed.wait()
+                    await self.change()
         except TimeoutError:
             return False
         return True
+
+    def change(self) -> asyncio.Future[None]:
+        """Done soon after the fleet has changed next. Of many who wait for it, a few go on in each turn of the loop."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._awaiting[waiter] = None
+        waiter.add_done_callback(self._no_longer_awaiting)
+        return waiter
+
+    def _no_longer_awaiting(self, waiter: asyncio.Future[None]) -> None:
+        self._awaiting.pop(waiter, None)
 
     def join(self, link: WorkerLink) -> None:
         """Open the worker's event stream. Does nothing for a worker that is here, but that a drain is called off."""
@@ -143,6 +156,7 @@ class Fleet:
             await asyncio.wait(self._tasks, timeout=1.0)
         for worker in self.workers:
             self._forget(worker, "the router stops")
+        await self._wakes.until_done()
         tasks = [*self._readers.values(), *self._tasks, *([self._ticker] if self._ticker is not None else [])]
         self._ticker = None
         for task in tasks:
@@ -340,8 +354,13 @@ class Fleet:
 
     def _notify(self) -> None:
         """Wake who waits for a better fleet."""
-        self.changed.set()
-        self.changed = asyncio.Event()
+        for waiter in self._awaiting:
+            self._wakes.later(partial(_wake, waiter))
+        self._awaiting.clear()
+
+    def _tell(self, leg: Leg, event: Lost | Silent) -> None:
+        """Something that may be told to thousands of legs at once, and makes each of them choose anew."""
+        self._wakes.later(partial(leg.inbox.put, leg, event))
 
     def _lose(self, worker: WorkerState, reason: str) -> None:
         if self._workers.get(worker.worker_id) is worker:
@@ -361,7 +380,7 @@ class Fleet:
         del self._workers[worker.worker_id]
         legs, worker.legs = list(worker.legs.values()), {}
         for leg in legs:
-            leg.inbox.put(leg, Lost(reason, cause))
+            self._tell(leg, Lost(reason, cause))
         self._introducer.lost(worker, self._workers.values())
         if worker.left_at is not None and cause == "drained":
             self._introducer.drained(worker.worker_id, worker.left_at + self._drain_s + DRAIN_SLACK_S)
@@ -435,7 +454,12 @@ class Fleet:
         for leg in worker.legs.values():
             if worker.reported_at - leg.last_sign > self._deadline_s and not (leg.handed_off or leg.prepared):
                 leg.last_sign = worker.last_seen  # said once per deadline
-                leg.inbox.put(leg, Silent(self._deadline_s))
+                self._tell(leg, Silent(self._deadline_s))
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():  # it may have been cancelled meanwhile
+        waiter.set_result(None)
 
 
 class _ProtocolError(Exception):

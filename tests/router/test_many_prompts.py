@@ -10,9 +10,12 @@ from router.turns import Turns
 
 from pdserve.engine.protocol import Cancel, Delta, Event, SamplingParams
 from pdserve.router.dispatch import RequestRun
+from pdserve.router.errors import RequestFailed
 from pdserve.router.fleet import EVENTS_AT_ONCE
 from pdserve.router.pace import Pace
-from pdserve.router.service import RUNS_AT_ONCE
+from pdserve.router.service import RUNS_AT_ONCE, Generation
+from pdserve.router.wakes import WAKES_AT_ONCE
+from pdserve.router.worker_state import Inbox, Lost
 
 Make = Callable[..., Harness]
 PROMPTS = [[5, 6 + number % 300] for number in range(600)]
@@ -120,3 +123,87 @@ async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.Monk
     await asyncio.wait_for(reading, 60)
     assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= EVENTS_AT_ONCE
     turns.close()
+
+
+async def begun(harness: Harness) -> tuple[Generation, asyncio.Task[Any]]:
+    """All of them are at workers that take their time."""
+    for worker in harness.decodes:
+        worker.step_s = 30.0
+    await harness.start()
+    generation = await harness.service.admit(PROMPTS, LONG)
+    reading = asyncio.create_task(generation.collect())
+    await until(lambda: harness.world.held() == len(PROMPTS), 20)
+    return generation, reading
+
+
+async def ended(generation: Generation, reading: asyncio.Task[Any]) -> None:
+    generation.close()
+    reading.cancel()
+    await asyncio.wait([reading])
+
+
+async def test_they_go_on_elsewhere_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers die in the same moment: what they had goes on at the third."""
+    harness = make(0, 3)
+    generation, reading = await begun(harness)
+    dying = harness.decodes[:2]
+    num_lost = sum(worker.held() for worker in dying)
+    turns = Turns()
+    noted(turns, monkeypatch, "_recover")
+    for worker in dying:
+        worker.die()
+    await until(lambda: harness.decodes[2].held() == len(PROMPTS), 20)
+    assert sum(turns.counts) == num_lost > 10 * WAKES_AT_ONCE and max(turns.counts) <= WAKES_AT_ONCE
+    turns.close()
+    await ended(generation, reading)
+
+
+async def test_those_that_wait_for_a_worker_go_on_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make(0, 1, resume_wait_s=30.0)
+    generation, reading = await begun(harness)
+    harness.decodes[0].die()
+    await until(lambda: len(harness.fleet._awaiting) == len(PROMPTS), 20)
+    turns = Turns()
+    noted(turns, monkeypatch, "_begin")
+    joined = harness.add("d9", "decode")
+    joined.step_s = 30.0
+    await until(lambda: joined.held() == len(PROMPTS), 20)
+    assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= WAKES_AT_ONCE
+    assert not harness.fleet._awaiting
+    turns.close()
+    await ended(generation, reading)
+
+
+async def test_those_that_wait_in_vain_leave_nothing(make: Make) -> None:
+    harness = make(0, 1, resume_wait_s=0.1)
+    _, reading = await begun(harness)
+    harness.decodes[0].die()
+    await asyncio.wait_for(asyncio.wait([reading]), 20)
+    assert isinstance(reading.exception(), RequestFailed)
+    await until(lambda: not harness.fleet._awaiting)
+
+
+async def test_silent_legs_go_on_elsewhere_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make(0, 2)
+    generation, reading = await begun(harness)
+    [silent, _] = harness.fleet.workers
+    legs = list(silent.legs.values())
+    turns = Turns()
+    noted(turns, monkeypatch, "_recover")
+    for leg in legs:
+        leg.last_sign -= 3600.0
+    harness.decodes[0].report()
+    await until(lambda: sum(turns.counts) == len(legs), 20)
+    assert len(legs) > 10 * WAKES_AT_ONCE and max(turns.counts) <= WAKES_AT_ONCE
+    turns.close()
+    await ended(generation, reading)
+
+
+async def test_a_router_that_stops_tells_all_of_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = make(0, 1)
+    generation, reading = await begun(harness)
+    told: list[Any] = []
+    monkeypatch.setattr(Inbox, "put", lambda _, leg, event: told.append(event))
+    await harness.fleet.close()
+    assert told == [Lost("the router stops")] * len(PROMPTS)
+    await ended(generation, reading)
