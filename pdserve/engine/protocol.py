@@ -602,7 +602,8 @@ Event = (
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message a step for one router: everything that happened to its requests, in order."""
+    """One message a step for one router: everything that happened to its requests, in order. What comes up to and with
+    each PromptScored that has log-probabilities goes before, in a message of its own."""
 
     worker_id: str
     incarnation: int

@@ -54,7 +54,8 @@ from pdserve.router.worker_state import Inbox, Leg, Lost, Silent, WorkerState
 logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
-EVENTS_AT_ONCE = 64  # of a worker's message, in one turn of the event loop
+EVENTS_AT_ONCE = 64  # of a worker, in one turn of the event loop
+EVENT_BYTES = 4096  # more than nearly all events have: so much of a large one takes as long as one more
 
 # Workers push once a second. Of one that has left the running set, silence says that it did not leave but is dead: its
 # node may have vanished without closing a connection.
@@ -242,18 +243,23 @@ class Fleet:
         """The life of one stream. However it ends, the worker's legs are told."""
         self._session = max(self._session + 1, time.time_ns())
         session, worker, reason = self._session, None, "its event stream ended"
+        taken = 0  # events in this turn of the loop: a stream may have many messages ready at once
         stream = link.events(self.router_id, session)
         try:
             async for data in stream:
                 batch = decode_batch(data)
+                taken += len(data) // EVENT_BYTES
                 if worker is None:
                     worker = self._enter(link, session, batch)
                 if batch.incarnation != worker.incarnation:
                     raise _ProtocolError("its engine was restarted within the stream")
                 for start in range(0, len(batch.events), EVENTS_AT_ONCE):
-                    if start:
+                    part = batch.events[start : start + EVENTS_AT_ONCE]
+                    taken += len(part)
+                    if taken > EVENTS_AT_ONCE:
                         await asyncio.sleep(0)  # each event wakes a request
-                    self._take(worker, batch.events[start : start + EVENTS_AT_ONCE])
+                        taken = len(part)
+                    self._take(worker, part)
         except WorkerLost as error:
             reason = f"lost: {error}"
         except (msgspec.DecodeError, _ProtocolError) as error:

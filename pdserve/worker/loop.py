@@ -1,6 +1,7 @@
 """The loop that composes an engine, a connector, both phases and the KV pool: commands in, batches of events out.
 
-One thread, one `turn()` at a time: poll the phases, run a step, send one EventBatch per router. Its role is a field of
+One thread, one `turn()` at a time: poll the phases, run a step, send one EventBatch per router (and before it one for
+each piece of a prompt's log-probabilities, which are large). Its role is a field of
 its state, and says what it is for; any worker can do any phase. Knows no sockets (worker.host carries the bytes) and no
 Ray.
 
@@ -416,17 +417,21 @@ class WorkerLoop:
             self._emit(key, event)
 
     def _emit(self, key: RequestKey, event: Event) -> None:
+        is_large = False
         if isinstance(event, Arrived):
             self._metrics.arrived(event)
         elif isinstance(event, Handoff):
             self._metrics.handoffs.inc()
-        elif isinstance(event, PromptScored) or (
-            isinstance(event, Delta) and (event.finish_reason or not event.position)
-        ):
+        elif isinstance(event, PromptScored):
+            is_large = event.logprobs is not None
+            event = self._timed(key, event)
+        elif isinstance(event, Delta) and (event.finish_reason or not event.position):
             event = self._timed(key, event)
         session = (key.router_id, key.session)
         if session in self._sessions:
             self._outgoing[session].append(event)
+            if is_large:
+                self._send_outgoing(session, self._outgoing.pop(session))
 
     def _timed(self, key: RequestKey, event: Delta | PromptScored) -> Event:
         """The event, with the leg's times when it is the last of a choice."""
@@ -447,7 +452,7 @@ class WorkerLoop:
         if is_due:
             self._tell_waiting()
         for session, events in self._outgoing.items():
-            self._send_to(f"{session[0]}/{session[1]}", events)
+            self._send_outgoing(session, events)
         self._outgoing.clear()
         for change in self._cache.changes(now, bool(self._sessions)):
             self._send_to(ALL_ROUTERS, [change])
@@ -484,6 +489,9 @@ class WorkerLoop:
         """Monotonic seconds. Once a second; soon when the work is done, so that what clients look at next is true."""
         rests = self._snapshot_is_stale and not self.engine.has_work
         return self._last_snapshot + (FRESH_SNAPSHOT_S if rests else SNAPSHOT_PERIOD_S)
+
+    def _send_outgoing(self, session: Session, events: list[Event]) -> None:
+        self._send_to(f"{session[0]}/{session[1]}", events)
 
     def _send_to(self, target: str, events: list[Event]) -> None:
         batch = EventBatch(worker_id=self._worker_id, incarnation=self._incarnation, events=tuple(events))

@@ -200,9 +200,9 @@ def test_forced_tokens_across_block_borders(tiny_llama: Path, num_forced: int) -
 
 
 def test_long_prompt_logprobs_come_in_several_events(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "LOGPROBS_PER_EVENT", 16)
+    monkeypatch.setattr(engine_module, "SCORES_PER_EVENT", 48)
     driver = Driver(make_engine(tiny_llama))
-    key = driver.add(prompt_of(40), SamplingParams(temperature=0, seed=0, max_tokens=2, prompt_logprobs=0))
+    key = driver.add(prompt_of(40), SamplingParams(temperature=0, seed=0, max_tokens=2, prompt_logprobs=2))
     driver.run()
     events = driver.scored[key]
     assert [(e.start, len(e.logprobs or ()), e.final) for e in events] == [

@@ -8,10 +8,20 @@ import pytest
 from router.harness import MODEL, Harness, until
 from router.turns import Turns
 
-from pdserve.engine.protocol import Cancel, Delta, Event, SamplingParams
+from pdserve.engine.protocol import (
+    Cancel,
+    Delta,
+    Event,
+    EventBatch,
+    PromptScored,
+    SamplingParams,
+    TokenLogprob,
+    decode_batch,
+)
+from pdserve.router import fleet
 from pdserve.router.dispatch import RequestRun
 from pdserve.router.errors import RequestFailed
-from pdserve.router.fleet import EVENTS_AT_ONCE
+from pdserve.router.fleet import EVENT_BYTES, EVENTS_AT_ONCE
 from pdserve.router.pace import Pace
 from pdserve.router.service import RUNS_AT_ONCE, Generation
 from pdserve.router.wakes import WAKES_AT_ONCE
@@ -122,6 +132,31 @@ async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.Monk
         queue.put_nowait(harness.decodes[0]._batch(ends))
     await asyncio.wait_for(reading, 60)
     assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= EVENTS_AT_ONCE
+    turns.close()
+
+
+@pytest.mark.parametrize("is_large", [False, True], ids=["small messages", "large messages"])
+async def test_messages_that_wait_are_read_a_few_at_a_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch, is_large: bool
+) -> None:
+    """What a worker sent while this router was busy: tokens in one message per step, or pieces of a prompt's scores."""
+    harness = await make(0, 1).start()
+    entries = tuple(TokenLogprob(5, -1.0, 1, ((5, -1.0),) * 20) for _ in range(1000 if is_large else 1))
+    event = PromptScored(request_id="a", attempt=1, cached_tokens=0, logprobs=entries)
+    worker, turns = harness.decodes[0], Turns()
+    [stream] = worker._streams.values()
+    message, num_messages = worker._batch([event]), 640 if not is_large else 20
+    at_once = EVENTS_AT_ONCE if not is_large else EVENTS_AT_ONCE * EVENT_BYTES / len(message) + 1
+
+    def decode(data: bytes) -> EventBatch:
+        turns.note()
+        return decode_batch(data)
+
+    monkeypatch.setattr(fleet, "decode_batch", decode)
+    for _ in range(num_messages):
+        stream.put_nowait(message)
+    await until(lambda: harness.fleet.num_stale_events == num_messages, 20)
+    assert sum(turns.counts) == num_messages and max(turns.counts) <= at_once
     turns.close()
 
 

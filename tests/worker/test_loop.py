@@ -7,8 +7,9 @@ import pytest
 from clock import Clock
 from pair import ROUTER, SESSION, Pair, Worker, deltas, prompt_of, submit
 
+from pdserve.engine import engine
 from pdserve.engine.engine import StepResult
-from pdserve.engine.protocol import LegsWaiting, RequestKey, SamplingParams, Subscribe
+from pdserve.engine.protocol import EventBatch, LegsWaiting, RequestKey, SamplingParams, Subscribe
 from pdserve.worker import loop as worker_loop
 
 
@@ -50,6 +51,27 @@ def test_a_lost_block_ends_the_loop_after_a_rest(pair: Pair, monkeypatch: pytest
     pair.d.engine.blocks.allocate(1)
     with pytest.raises(AssertionError, match="reference counts"):
         pair.until(lambda: False)
+
+
+def test_a_large_piece_of_scores_is_a_message_of_its_own(
+    tiny_llama: Path, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A router decodes whole messages, and others wait for it meanwhile."""
+    messages: list[list[str]] = []
+
+    def sent(target: str, batch: EventBatch) -> None:
+        if target != worker_loop.ALL_ROUTERS:
+            messages.append([type(event).__name__ for event in batch.events])
+
+    monkeypatch.setattr(engine, "SCORES_PER_EVENT", 48)
+    monkeypatch.setattr(pair.d.loop, "_send", sent)
+    sampling = SamplingParams(max_tokens=1, seed=1, ignore_eos=True, prompt_logprobs=2)
+    pair.d.command(submit(RequestKey(ROUTER, SESSION, "a"), "full", prompt_of(40), sampling))
+    pair.d.command(submit(RequestKey(ROUTER, SESSION, "b"), "full", prompt_of(10), sampling))
+    pair.until(lambda: not pair.d.engine.has_work)
+    named = [[name for name in names if name in ("PromptScored", "Delta")] for names in messages]
+    scored, delta = ["PromptScored"], ["Delta"]
+    assert [names for names in named if names] == [scored, scored, scored, [*delta, *scored], delta]
 
 
 def told_waiting(worker: Worker, session: int = SESSION) -> list[tuple[tuple[str, int], ...]]:
