@@ -560,6 +560,11 @@ def _prompt_logprobs() -> Attack:
     return _completes(prompt=[7] * LONGEST, prompt_logprobs=20, max_tokens=1)
 
 
+@row("prompt-logprobs-most", "prompt_logprobs 20 of 24,900 tokens, as many as are answered", "answered", 60.0)
+def _prompt_logprobs_most() -> Attack:
+    return _completes(prompt=[7] * 24_900, prompt_logprobs=20, max_tokens=1)
+
+
 @row("prompt-logprobs-n64", "prompt_logprobs 20 of 16,000 tokens, 64 choices", limit_s=60.0)
 def _prompt_logprobs_n64() -> Attack:
     return _completes(prompt=[7] * 16_000, n=64, prompt_logprobs=20, max_tokens=1)

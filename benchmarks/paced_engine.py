@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import zmq
@@ -48,8 +49,8 @@ SNAPSHOT_PERIOD_S = 1.0
 VOCAB = 1 << 16
 MANY = 1 << 20
 MAX_SEQS = 512  # choices that run at once, as on a GPU by default
-SCORES_PER_EVENT = 1024  # prompt positions in one PromptScored, as an engine sends them
-SCORES_PER_STEP = 4 * SCORES_PER_EVENT
+SCORES_PER_EVENT = 1 << 14  # log-probabilities in one PromptScored, as an engine sends them
+EVENTS_PER_STEP = 5  # computed of a scored prompt
 ALL_ROUTERS = "*"
 
 
@@ -83,7 +84,7 @@ class PacedEngine:
         self._incarnation = incarnation
         self._max_model_len = max_model_len
         self._waiting: OrderedDict[RequestKey, Submit] = OrderedDict()
-        self._scoring: deque[tuple[Submit, Iterator[PromptScored]]] = deque()
+        self._scoring: deque[tuple[Submit, Iterator[PromptScored], list[PromptScored]]] = deque()
         self._running: dict[RequestKey, list[_Choice]] = {}
         self._num_running = 0
         self._context = zmq.Context()
@@ -153,7 +154,7 @@ class PacedEngine:
             if submit.sampling.prompt_logprobs is None:
                 self._begin(submit)
             else:
-                self._scoring.append((submit, _scores(submit)))
+                self._scoring.append((submit, _scores(submit), []))
 
     def _begin(self, submit: Submit) -> None:
         """Send what stands at once: first tokens, and the hand-off behind them or the arrival before them."""
@@ -194,17 +195,16 @@ class PacedEngine:
         self._admit()
 
     def _score(self) -> None:
-        """Some of the first scored prompt's log-probabilities; behind the last of them it begins."""
+        """Some of the first scored prompt's log-probabilities; with the last of them all go out, and it begins."""
         if not self._scoring:
             return
-        submit, parts = self._scoring[0]
-        for _ in range(SCORES_PER_STEP // SCORES_PER_EVENT):
-            part = next(parts)
-            self._send(_target(submit.key), part)
-            if part.final:
-                self._scoring.popleft()
-                self._begin(submit)
-                return
+        submit, parts, made = self._scoring[0]
+        made += islice(parts, EVENTS_PER_STEP)
+        if made[-1].final:
+            self._scoring.popleft()
+            for part in made:
+                self._send(_target(submit.key), part)
+            self._begin(submit)
 
     def _send(self, target: str, *events: Event) -> None:
         batch = EventBatch(worker_id=self._worker_id, incarnation=self._incarnation, events=events)
@@ -286,8 +286,9 @@ def _top(count: int) -> tuple[tuple[int, float], ...]:
 
 def _scores(submit: Submit) -> Iterator[PromptScored]:
     prompt, top = submit.prompt_token_ids, _top(submit.sampling.prompt_logprobs or 0)
-    for start in range(0, len(prompt), SCORES_PER_EVENT):
-        end = min(start + SCORES_PER_EVENT, len(prompt))
+    step = SCORES_PER_EVENT // (1 + len(top))
+    for start in range(0, len(prompt), step):
+        end = min(start + step, len(prompt))
         scored = [None if i == 0 else TokenLogprob(prompt[i], -1.0, 1, top) for i in range(start, end)]
         yield PromptScored(
             request_id=submit.key.request_id,
