@@ -45,6 +45,21 @@ async def computed(running: Cluster) -> float:
     return await running.metric("pdserve_engine_prompt_tokens_total")
 
 
+async def generated(running: Cluster) -> float:
+    return await running.metric("pdserve_engine_generation_tokens_total")
+
+
+async def told(running: Cluster, generated_before: float) -> None:
+    """Wait until the workers have told what they counted of one answer, and have nothing left to store of it: what they
+    stored by then was the same in two messages, which they push once a second."""
+    stored = -1.0
+    async with asyncio.timeout(60):
+        while await generated(running) < generated_before + GREEDY["max_tokens"]:
+            await asyncio.sleep(0.1)
+        while stored != (stored := await running.metric("pdserve_kv_pool_bytes_total", operation="store")):
+            await asyncio.sleep(1.2)
+
+
 def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(8, 1536) for _ in range(count)]
 
@@ -56,14 +71,14 @@ async def test_the_next_turn_of_a_chat_finds_the_ones_before(workers: list[Host]
     chat, known = words(rng, 300), 0
     for turn in range(TURNS):
         async with cluster(workers[turn % 2], workers[2 + turn % 2]) as running:
-            before = await computed(running)
+            before, generated_before = await computed(running), await generated(running)
             found = await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve")
             answer = await running.complete(prompt=chat, seed=1, return_token_ids=True, **GREEDY)
             tokens = answer["choices"][0]["token_ids"]
             [output] = llm.generate([chat], [SamplingParams(**GREEDY, seed=1)], use_tqdm=False)
             assert tokens == output.outputs[0].token_ids
             full = (len(chat) + len(tokens) - 1) // CHUNK * CHUNK
-            await asyncio.sleep(1.5)  # stores end, and workers have pushed what they counted
+            await told(running, generated_before)
             spent = await computed(running) - before
             if turn:
                 assert spent <= len(chat) - known, f"turn {turn}: {spent} of {len(chat)} computed, {known} were known"
@@ -99,8 +114,9 @@ async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() ->
 
     async def found(worker: Host) -> float:
         async with cluster(worker) as running:
+            before = await generated(running)
             await running.complete(prompt=prompt, seed=1, **GREEDY)
-            await asyncio.sleep(1.5)
+            await told(running, before)
             return await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve")
 
     with hosts(DEMO, "A0", "A1", "A2", transfer={"pool": pool}) as workers:
@@ -112,10 +128,13 @@ async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() ->
         async with asyncio.timeout(40):
             while not any(map(pool_children, others)):
                 await asyncio.sleep(0.2)
-        await asyncio.sleep(10)  # the server starts, both connect
-        prompt[:] = words(rng, 200)
-        before = await found(others[0])
-        assert await found(others[1]) > 0 and before == await found(others[0])
+        before = found_by_other = 0.0
+        async with asyncio.timeout(120):
+            while found_by_other == 0:  # until both have found the new server
+                prompt[:] = words(rng, 200)
+                before = await found(others[0])
+                found_by_other = await found(others[1])
+        assert before == await found(others[0])
 
 
 def pool_children(host: Host) -> list[psutil.Process]:
