@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from engine.harness import make_engine
+from waiting import until
 
 from benchmarks.engine_soak import Soak, verdict
 
@@ -14,10 +15,16 @@ def test_a_short_soak(tiny_llama: Path, is_async: bool) -> None:
     engine = make_engine(tiny_llama, num_kv_blocks=60, max_num_seqs=24, async_scheduling=is_async)
     soak = Soak(engine, concurrency=20, longest=100, seed=1)
     num_tokens = num_aborted = 0
-    while not (num_tokens > 1000 and num_aborted and engine.scheduler.num_preemptions):
+
+    def has_seen_all() -> bool:
+        nonlocal num_tokens, num_aborted
         totals = soak.run(0.5)
         assert totals.faults == []
-        num_tokens, num_aborted = num_tokens + totals.tokens, num_aborted + totals.aborted
+        num_tokens += totals.tokens
+        num_aborted += totals.aborted
+        return num_tokens > 1000 and num_aborted > 0 and engine.scheduler.num_preemptions > 0
+
+    until(has_seen_all)
     soak.finish()
 
 

@@ -428,7 +428,7 @@ async def test_few_long_bodies_are_decoded_at_a_time(
     monkeypatch.setattr(app, "parse_long", decoding)
     monkeypatch.setattr(Service, "admit", admitting)
     body = json.dumps({"model": MODEL, "prompt": [5], "max_tokens": 1}).encode() + b" " * num_bytes
-    http = harness.http(timeout=60)
+    http = harness.http(timeout=120)
     answers = await asyncio.gather(*(http.post("/v1/completions", content=body) for _ in range(3 * LONG_AT_ONCE)))
     assert {answer.status_code for answer in answers} == {200}
     assert peak == most and now == 0

@@ -88,7 +88,7 @@ async def test_a_client_that_leaves_while_they_begin(make: Make, after: float) -
 async def test_they_are_answered(make: Make, stream: bool) -> None:
     harness = await make(0, 2).start()
     body = {"model": MODEL, "prompt": PROMPTS, "max_tokens": 2, "seed": 3, "stream": stream}
-    answer = await harness.http(timeout=60).post("/v1/completions", json=body)
+    answer = await harness.http(timeout=120).post("/v1/completions", json=body)
     assert answer.status_code == 200
     if stream:
         assert answer.text.count('"finish_reason":"') == len(PROMPTS) and answer.text.endswith("data: [DONE]\n\n")

@@ -66,7 +66,7 @@ async def test_requests_at_once(
 ) -> None:
     harness, turns = await make(0, 1).start(), Turns()
     noting(turns, monkeypatch, owner, name)
-    http = harness.http(timeout=30)
+    http = harness.http(timeout=120)
     answers = await asyncio.gather(
         *(http.post("/v1/completions", json=BODY | {"stream": stream}) for _ in range(COUNT))
     )
@@ -80,7 +80,7 @@ async def test_requests_that_one_message_ends(make: Make, monkeypatch: pytest.Mo
     harness = make(0, 1)
     harness.decodes[0].step_s = 30.0
     await harness.start()
-    http = harness.http(timeout=30)
+    http = harness.http(timeout=120)
     body = BODY | {"max_tokens": 50, "ignore_eos": True}
     asked = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(COUNT)]
     await until(lambda: harness.world.held() == COUNT)
@@ -106,7 +106,7 @@ async def test_a_timeline_within_a_long_answer_waits_for_no_slice_of_its_own(
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "stream": stream}
     body |= {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": [[5, 6]] * 5}
     asked = harness.http().post(f"/v1/{path}", json=body, headers={"x-pdserve-timeline": "1"})
-    answer = await asyncio.wait_for(asked, 10)
+    answer = await asyncio.wait_for(asked, 60)
     assert answer.status_code == 200 and "queue_s" in answer.text
 
 
@@ -127,7 +127,7 @@ async def test_events_that_repeat_a_long_prompt_are_sent_as_they_are_made(
 
     monkeypatch.setattr(CompletionResponder, "stream", noted)
     body = BODY | {"prompt": [300] * 50_000, "n": 32, "stream": True, "ignore_eos": True} | change
-    answer = await harness.http(timeout=30).post("/v1/completions", json=body)
+    answer = await harness.http(timeout=120).post("/v1/completions", json=body)
     turns.close()
     assert answer.text.count('"finish_reason":"length"') == 32 and len(answer.content) > 32 * 50_000
     assert sum(turns.counts) == 32 and max(turns.counts) <= CHUNKS_AT_ONCE
