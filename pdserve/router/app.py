@@ -231,9 +231,8 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         with self.service.pacer.pace() as pace:
-            await (
-                pace.rest()
-            )  # a page takes a millisecond: of many who ask at once, one is served in a turn of the loop
+            # A page takes a millisecond: of many who ask at once, one is served in a turn of the loop.
+            await pace.rest()
             page = exposition(self.service.metrics, self.service.fleet)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
 

@@ -70,7 +70,7 @@ class _Scanner:
         self._at += 1
         members: dict[str, Member] = {}
         following = await self._skip(_SPACE)
-        for _ in range(MAX_MEMBERS + 1):
+        for _ in range(MAX_MEMBERS):
             if following == _CLOSING[1] and not members:
                 break
             name = await self._name(following)

@@ -236,7 +236,7 @@ def _is_small(value: Any) -> bool:
     return isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= INLINE_CHARS)
 
 
-async def _run(threads: ThreadPoolExecutor, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+async def _run(threads: ThreadPoolExecutor, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
     """Do it in one of the threads, which take work in order. A cancelled caller leaves the queue;
     work that has begun keeps its thread until it is done."""
     return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))

@@ -196,7 +196,7 @@ class Generation:
                         if len(self._pumps) % RUNS_AT_ONCE == 0:
                             await pace.rest()
             except Exception as error:  # or the call would wait for prompts that never began
-                queue.put_nowait(error)
+                await queue.put(error)
 
         try:
             self._starter = asyncio.create_task(start())

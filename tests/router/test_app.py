@@ -189,6 +189,16 @@ async def test_chat_template_kwargs(make: Make) -> None:
     assert harness.prefills[0].submits()[0].prompt_token_ids == tuple(ids)
 
 
+@pytest.mark.parametrize("name", ["threads", "work", "args", "kwargs"])
+async def test_a_template_may_have_arguments_of_any_name_in_a_thread_too(make: Make, name: str) -> None:
+    harness = make(0, 1)
+    harness.decodes[0].max_tokens = 100_000
+    await harness.start()
+    long = [{"role": "user", "content": "hi " * 3000}]
+    body = {"model": MODEL, "messages": long, "max_tokens": 1, "chat_template_kwargs": {name: 1}}
+    assert (await harness.http().post("/v1/chat/completions", json=body)).status_code == 200
+
+
 async def test_request_ids(make: Make) -> None:
     harness = await make(1, 1).start()
     http = harness.http()

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
+from unittest.mock import ANY
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from pdserve.router import app, json_outline, openai_api
 from pdserve.router.app import ALONE_BYTES, LONG_AT_ONCE
 from pdserve.router.bodies import Bodies
 from pdserve.router.errors import ApiError
+from pdserve.router.json_outline import outline
 from pdserve.router.openai_api import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
 from pdserve.router.pace import Pacer
 from pdserve.router.prompts import Lengths, Limits
@@ -109,6 +111,13 @@ async def test_mutilated_bodies_give_no_other_answer(seed: int, monkeypatch: pyt
             body[at : at + chance.randint(0, 2)] = bytes([chance.choice(b'"\\[]{},:1 a\xff')])
         expected, found = await outcome(at_once(bytes(body))), await outcome(long(bytes(body), CompletionRequest))
         assert found == expected, bytes(body)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+async def test_so_many_fields_and_no_more(more: int) -> None:
+    body = b",".join(b'"%x":1' % number for number in range(json_outline.MAX_MEMBERS + more))
+    with Pacer().pace() as pace:
+        assert await outcome(outline(bytearray(b"{%b}" % body), pace)) == (400 if more else ANY)
 
 
 async def outcome(decode: Awaitable[Any]) -> Any:
