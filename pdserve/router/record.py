@@ -5,11 +5,13 @@ token at a position is the first one accepted for it, and what was accepted goes
 Pure bookkeeping: knows no workers, no text, no time. Owned by `router.dispatch`.
 """
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import msgspec
 
 from pdserve.engine.protocol import Delta, FinishReason, PromptScored, Start, TokenLogprob
+from pdserve.router.held import LET_GO_AT_ONCE, let_go
 
 
 class LegError(Exception):
@@ -45,6 +47,13 @@ class RequestRecord:
         self._live: set[int] = set()
         self._last_leg = -1
         self._scored: list[TokenLogprob | None] = []
+
+    def __del__(self) -> None:
+        """A long prompt's scores are a million objects, which take 100 ms to free, wherever the last one who wanted the
+        record let it go."""
+        if len(self._scored) > LET_GO_AT_ONCE:
+            with suppress(RuntimeError):  # no event loop runs, which might be held up
+                let_go(self._scored)
 
     def open_leg(self) -> int:
         """The number of a new leg; never used before."""

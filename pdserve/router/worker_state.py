@@ -9,7 +9,7 @@ import math
 from collections import deque
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any, Literal
+from typing import Literal
 
 from pdserve.engine.protocol import (
     Arrived,
@@ -23,7 +23,7 @@ from pdserve.engine.protocol import (
     RequestKey,
     Snapshot,
 )
-from pdserve.router.held import PIECE_BYTES, Account, size_of
+from pdserve.router.held import LET_GO_AT_ONCE, PIECE_BYTES, Account, let_go, size_of
 from pdserve.router.link import WorkerLink
 from pdserve.router.prefix_index import CachedBlocks, PooledChunks
 from pdserve.router.prompt_queue import PromptQueue
@@ -51,7 +51,6 @@ LegEvent = Delta | PromptScored | Handoff | Arrived | Failed | Lost | Silent
 UNJOINED = 32  # events that wait, before more are joined and counted
 JOINED_BYTES = 16_384  # of one event that others were joined to
 COMPACT_EVERY = 16  # events that are joined, until they are made one
-DROPPED_AT_ONCE = 64  # events of those that nobody wants any more; freeing 100 MB takes 100 ms
 
 
 class Inbox:
@@ -87,9 +86,9 @@ class Inbox:
     def clear(self) -> None:
         self._last.clear()
         self._count(-self.num_bytes)
-        if len(self._items) > DROPPED_AT_ONCE:
+        if len(self._items) > LET_GO_AT_ONCE:
             items, self._items = self._items, deque()
-            _drop(items)
+            let_go(items)
         self._items.clear()
 
     async def wait(self) -> None:
@@ -135,14 +134,6 @@ class Inbox:
             self._last[place] = joined
         self._items.append((leg, joined))
         self._count(size)
-
-
-def _drop(items: deque[Any]) -> None:
-    """Free them, a few in each turn of the event loop."""
-    for _ in range(min(DROPPED_AT_ONCE, len(items))):
-        items.popleft()
-    if items:
-        asyncio.get_running_loop().call_soon(_drop, items)
 
 
 class _Joined:

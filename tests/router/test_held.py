@@ -14,8 +14,8 @@ from router.turns import Turns
 
 from pdserve.engine.protocol import Delta, Handoff, LegTimes, PromptScored, RequestKey, SamplingParams, TokenLogprob
 from pdserve.router.errors import ApiError
-from pdserve.router.held import LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
-from pdserve.router.worker_state import DROPPED_AT_ONCE, JOINED_BYTES, UNJOINED, Inbox, Leg
+from pdserve.router.held import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
+from pdserve.router.worker_state import JOINED_BYTES, UNJOINED, Inbox, Leg
 from pdserve.text.choice import ChoiceText
 
 Make = Callable[..., Harness]
@@ -180,13 +180,13 @@ def test_whenever_it_is_read_each_choice_has_its_events_in_order(seed: int) -> N
 async def test_what_nobody_wants_is_freed_in_several_turns() -> None:
     inbox = Inbox()
     one = leg(0, inbox)
-    for position in range(5 * DROPPED_AT_ONCE):
+    for position in range(5 * LET_GO_AT_ONCE):
         inbox.put(one, delta(2 * position))
     items = inbox._items
     inbox.fail(ValueError("by test"))
-    assert not inbox and len(items) == 4 * DROPPED_AT_ONCE
+    assert not inbox and len(items) == 4 * LET_GO_AT_ONCE
     await asyncio.sleep(0)
-    assert len(items) == 3 * DROPPED_AT_ONCE
+    assert len(items) == 3 * LET_GO_AT_ONCE
     await settle()
     assert not items
 

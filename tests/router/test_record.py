@@ -1,8 +1,13 @@
+import asyncio
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router.turns import Turns
 
 from pdserve.engine.protocol import Delta, PromptScored, Start, TokenLogprob
+from pdserve.router.held import LET_GO_AT_ONCE
 from pdserve.router.record import Accepted, LegError, RequestRecord
 
 
@@ -120,3 +125,32 @@ def test_whatever_arrives_accepted_tokens_only_grow(messages: list[tuple[int, in
         assert now[len(before) :] == list(accepted.token_ids if accepted else ())
         assert all(100 <= token < 200 for token in now)  # of the live leg alone
         before = list(now)
+
+
+async def test_a_long_prompts_scores_are_freed_a_few_at_a_time() -> None:
+    turns = Turns()
+
+    class Score:
+        def __del__(self) -> None:
+            turns.note()
+
+    record, count = RequestRecord(1), 10 * LET_GO_AT_ONCE
+    scores: Any = tuple(Score() for _ in range(count))
+    record.score(PromptScored(request_id="r", attempt=record.open_leg(), cached_tokens=0, logprobs=scores))
+    assert record.prompt_logprobs == scores
+    del scores
+    await asyncio.sleep(0)
+    del record
+    while sum(turns.counts) < count:
+        await asyncio.sleep(0)
+    assert max(turns.counts) <= LET_GO_AT_ONCE
+    turns.close()
+
+
+def test_scores_that_somebody_has_stay_though_the_record_goes() -> None:
+    record, entry = RequestRecord(1), TokenLogprob(3, -1.0, 1, ())
+    logprobs = (entry,) * (2 * LET_GO_AT_ONCE)
+    record.score(PromptScored(request_id="r", attempt=record.open_leg(), cached_tokens=0, logprobs=logprobs))
+    kept = record.prompt_logprobs
+    del record
+    assert kept == logprobs
