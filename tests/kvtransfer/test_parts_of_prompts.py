@@ -16,7 +16,7 @@ from pdserve.kvtransfer import mailbox
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.local import LocalAgent
 from pdserve.kvtransfer.mailbox import Mailbox
-from pdserve.kvtransfer.notice import Done, Party
+from pdserve.kvtransfer.notice import Done, Party, Rejected
 
 _names, _pull_ids = itertools.count(), itertools.count(1)
 
@@ -320,6 +320,26 @@ def test_a_ticket_of_another_length_is_an_error(local: LocalSource, local_sink: 
     pull_id = follow(local_sink, local, request_key(), [0, 1, 2])
     with pytest.raises(ValueError, match="3 blocks"):
         local_sink.receiver.complete(pull_id, local.publish(request_key(), [30, 31]), 1.0)
+
+
+@pytest.mark.parametrize("notice", [Done, Rejected])
+def test_a_word_about_a_prompt_that_is_still_computed_ends_nothing(
+    local: LocalSource, notice: type[Done | Rejected]
+) -> None:
+    """As of a ticket before a preemption: its blocks are still written."""
+    computed, over = request_key(), request_key()
+    sender = local.engine.sender
+    sender.publish_part(computed, [3], b"content")
+    local.publish(over, [4])
+    peer = Mailbox("peer", 1, None)
+    peer.attach()
+    for request in (computed, over):
+        peer.send(sender._mailbox.party, notice(request))
+    assert [event.key for event in local.unpinned()] == [over], "letters keep their order"
+    local.publish(computed, [3])
+    peer.send(sender._mailbox.party, notice(computed))
+    assert [event.key for event in local.unpinned()] == [computed]
+    peer.detach()
 
 
 BAD_TEXT = b"\x93\x92\xa2\xff\xfe\x01\x93\xa1d\x01\xa1x\x92\xa6follow\x94\xa1r\x01\xa1q\x01"
