@@ -56,7 +56,7 @@ class Load:
 
 
 @asynccontextmanager
-async def load(client: httpx.AsyncClient, calm: Calm, timeout_s: float = 120.0) -> AsyncIterator[Load]:
+async def load(client: httpx.AsyncClient, calm: Calm, timeout_s: float = 600.0) -> AsyncIterator[Load]:
     """As many clients as there are kinds of requests; behind the block all their answers were right."""
     made = Load(client, calm)
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as clients:

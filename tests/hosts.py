@@ -63,7 +63,7 @@ class Host:
         assert self.process.pid is not None
         return self.process.pid
 
-    def wait(self, seconds: float = 60.0) -> None:
+    def wait(self, seconds: float = 300.0) -> None:
         """Until the engine serves."""
         limit = time.monotonic() + seconds
         while not self._ready.wait(0.2):
@@ -72,12 +72,12 @@ class Host:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)
 
     def close(self) -> None:
         if self.process.is_alive():
             self.process.kill()
-        self.process.join(10)
+        self.process.join(60)
         self._folder.cleanup()
         if self.shell is not None:
             self.shell.unlink(missing_ok=True)

@@ -68,7 +68,7 @@ class RouterProcess:
         self.process = _spawn.Process(target=_serve, args=(*self._settings, self.port, os.getpid()), daemon=True)
         self.process.start()
 
-    def wait(self, seconds: float = 60.0) -> None:
+    def wait(self, seconds: float = 300.0) -> None:
         """Until it takes connections."""
         limit = time.monotonic() + seconds
         while True:
@@ -82,4 +82,4 @@ class RouterProcess:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.join(10)
+        self.process.join(60)

@@ -12,6 +12,7 @@ import httpx
 from hosts import Host, LocalLink
 from prometheus_client.parser import text_string_to_metric_families
 from shell import ShellLink
+from waiting import until_async
 
 from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
@@ -31,7 +32,7 @@ class Cluster:
     def __init__(self, url: str, fleet: Fleet) -> None:
         self.url = url
         self.fleet = fleet
-        self.client = httpx.AsyncClient(base_url=url, timeout=60)
+        self.client = httpx.AsyncClient(base_url=url, timeout=300)
         self._links: list[LocalLink | ShellLink] = []
 
     def join(self, worker: Host) -> None:
@@ -42,9 +43,7 @@ class Cluster:
     async def settled(self, *workers: Host) -> None:
         """Every worker said Hello, and every decode worker is connected to every prefill worker."""
         ids = {worker.worker_id for worker in workers}
-        async with asyncio.timeout(30):
-            while not _settled([state for state in self.fleet.workers if state.worker_id in ids], len(ids)):
-                await asyncio.sleep(0.02)
+        await until_async(lambda: _settled([s for s in self.fleet.workers if s.worker_id in ids], len(ids)))
 
     async def close(self) -> None:
         """Workers abort what is left."""
@@ -57,6 +56,12 @@ class Cluster:
         answer = await self.client.post("/v1/completions", json={"model": MODEL, **body})
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+    async def until_metric(self, name: str, least: float, **labels: str) -> None:
+        """Workers push what they counted once a second, and when they come to rest."""
+        async with asyncio.timeout(60):
+            while await self.metric(name, **labels) < least:
+                await asyncio.sleep(0.05)
 
     async def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples with these labels, over all workers."""

@@ -18,7 +18,7 @@ from pdserve.router.worker_state import WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
 ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts
-CONFIG = RouterConfig(split="always", policy="round-robin")
+CONFIG = RouterConfig(split="always", policy="round-robin", worker_silence_s=300.0)
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +39,12 @@ def state_of(running: Cluster, host: Host) -> WorkerState:
 
 
 async def until(condition: Condition) -> None:
-    await until_async(condition, 40.0)
+    await until_async(condition)
 
 
 async def all_free(*running: Cluster) -> None:
     for one in running:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while await blocks_in_use(one):
                 await asyncio.sleep(0.05)
 

