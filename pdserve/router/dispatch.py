@@ -185,6 +185,7 @@ class RequestRun:
             raise
         finally:
             self.close()
+            self._inbox.close()
             self._clock.end(outcome, self.record)
             self._judge(outcome)
             self._log()

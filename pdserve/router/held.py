@@ -65,7 +65,7 @@ class Account:
         self._held = held
         self._is_closed = False
         self.num_bytes = 0
-        self.on_cut: Callable[[], None] = lambda: None
+        self.on_cut: Callable[[], None] = _nothing
 
     def add(self, num_bytes: int) -> None:
         """Negative: so much is held no longer. Nothing counts once it is closed."""
@@ -77,7 +77,13 @@ class Account:
         """Nothing is held any more."""
         self.add(-self.num_bytes)
         self._is_closed = True
+        self.on_cut = _nothing  # whoever set it refers to this account
 
     def cut(self) -> None:
+        on_cut = self.on_cut
         self.close()
-        self.on_cut()
+        on_cut()
+
+
+def _nothing() -> None:
+    return None

@@ -81,7 +81,7 @@ class Generation:
         self._closed = False
         self._account = account
         account.on_cut = self._cut
-        self.on_cut: Callable[[], None] = lambda: None
+        self.on_cut: Callable[[], None] = _nothing
 
     def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprob | None, ...] | None:
         """One a prompt token (the first is None), when they were asked for; there before the prompt's first chunk."""
@@ -114,6 +114,7 @@ class Generation:
             return
         self._closed = True
         self._account.close()
+        self.on_cut = _nothing
         if self._starter is not None:
             self._starter.cancel()
         if len(self._runs) > RUNS_AT_ONCE:
@@ -418,6 +419,10 @@ class Service:
         if forecast is not None:
             admission.check_lateness(forecast, 1000 * (time.perf_counter() - received))
         return forecast
+
+
+def _nothing() -> None:
+    return None
 
 
 def _check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:

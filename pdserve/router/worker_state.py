@@ -83,6 +83,11 @@ class Inbox:
         self.clear()
         self._wake()
 
+    def close(self) -> None:
+        """Nobody will read any more. The error of `fail` refers, by its traceback, to who read it."""
+        self.clear()
+        self._error = None
+
     def clear(self) -> None:
         self._last.clear()
         self._count(-self.num_bytes)
