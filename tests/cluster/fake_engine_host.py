@@ -3,12 +3,13 @@ wire.
 
 A submitted request gets one token a step for `max_tokens` steps, or until it is as long as it may be; token i of a
 prompt p is `p[0] + i`. Every command received is one line of a journal file named by the worker, in the folder that
-WORKER_JOURNAL names, so that tests see what reached an engine.
+WORKER_JOURNAL names, so that tests see what reached an engine. While a file `held` is there, nobody gets tokens.
 """
 
 import contextlib
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,16 @@ MAX_MODEL_LEN = 1024
 
 def journal_path(worker_id: str) -> Path:
     return Path(os.environ["WORKER_JOURNAL"]) / worker_id.replace("#", "-")
+
+
+@contextlib.contextmanager
+def held(journal: Path) -> Iterator[None]:
+    """Within it no engine makes a step; what they had sent may still be on its way."""
+    (journal / "held").touch()
+    try:
+        yield
+    finally:
+        (journal / "held").unlink()
 
 
 class FakeEngineHost:
@@ -85,7 +96,7 @@ class FakeEngineHost:
             timeout_ms = int((STEP_S if self.requests else TELL_S) * 1000)
             if self.socket.poll(timeout_ms):
                 stopped = self.handle(decode_command(self.socket.recv()))
-            elif self.requests:
+            elif self.requests and not journal_path("held").exists():
                 self.step()
         context.destroy(linger=0)
 

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -17,6 +16,7 @@ import pytest
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from waiting import until_async
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster import links
@@ -67,18 +67,13 @@ async def members(decode: DeploymentHandle) -> AsyncIterator[Members]:
     members = Members()
     watcher = MembershipWatcher(members, [decode])
     watcher.start()
-    await wait_for(lambda: len(members.links) == 2, 20)
+    await wait_for(lambda: len(members.links) == 2)
     yield members
     watcher.stop()
 
 
-async def wait_for(condition: Callable[[], Any], timeout_s: float) -> float:
-    """Seconds until the condition held."""
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < timeout_s, "waited in vain"
-        await asyncio.sleep(0.02)
-    return time.monotonic() - began
+async def wait_for(condition: Callable[[], Any]) -> None:
+    await until_async(condition, pause_s=0.02)
 
 
 def submit(session: int, max_tokens: int, request_id: str = "a", first: int = 7) -> Submit:
@@ -101,14 +96,14 @@ def received(journal: Path, link: WorkerLink, kind: str) -> list[dict[str, Any]]
 async def opened(link: WorkerLink, session: int, router: str = "r") -> AsyncGenerator[bytes, None]:
     """A stream that has said Hello."""
     stream = cast(ServeLink, link).events(router, session)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         assert isinstance(decode_batch(await anext(stream)).events[0], Hello)
     return stream
 
 
 async def tokens(stream: AsyncIterator[bytes], count: int) -> list[int]:
     found: list[int] = []
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while len(found) < count:
             for event in decode_batch(await anext(stream)).events:
                 if isinstance(event, Delta):
@@ -141,14 +136,17 @@ async def test_calls_go_to_the_named_replica(members: Members, journal: Path) ->
         await stream.aclose()
 
 
-async def test_an_unknown_worker_fails_fast(members: Members, decode: DeploymentHandle) -> None:
+async def test_an_unknown_worker_is_not_waited_for(
+    members: Members, decode: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for deadline in ("SEND_DEADLINE_S", "HELLO_DEADLINE_S"):
+        monkeypatch.setattr(links, deadline, 600.0)
     link = ServeLink(decode, "Decode#nobody")
-    began = time.monotonic()
-    with pytest.raises(WorkerLost, match="Decode#nobody is not among the running replicas"):
-        await link.send(submit(1, 1))
-    with pytest.raises(WorkerLost, match="not among"):
-        await anext(link.events("r", 1))
-    assert time.monotonic() - began < 1.0
+    async with asyncio.timeout(60):
+        with pytest.raises(WorkerLost, match="Decode#nobody is not among the running replicas"):
+            await link.send(submit(1, 1))
+        with pytest.raises(WorkerLost, match="not among"):
+            await anext(link.events("r", 1))
 
 
 async def test_a_worker_that_stands_still_is_not_waited_for(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,10 +155,9 @@ async def test_a_worker_that_stands_still_is_not_waited_for(members: Members, mo
     pid = replica_pid(link)
     os.kill(pid, signal.SIGSTOP)
     try:
-        began = time.monotonic()
-        with pytest.raises(WorkerLost, match=r"has not answered for 0\.5 s"):
-            await anext(cast(ServeLink, link).events("r", 2))
-        assert time.monotonic() - began < 3
+        async with asyncio.timeout(60):
+            with pytest.raises(WorkerLost, match=r"has not answered for 0\.5 s"):
+                await anext(cast(ServeLink, link).events("r", 2))
     finally:
         os.kill(pid, signal.SIGCONT)
     monkeypatch.undo()
@@ -180,21 +177,21 @@ async def test_cancel_reaches_the_engine(members: Members, journal: Path) -> Non
     await link.send(submit(10, 1000))
     await tokens(stream, 2)
     await link.send(Cancel(key=RequestKey("r", 10, "a")))
-    await wait_for(lambda: received(journal, link, "cancel"), 2)
+    await wait_for(lambda: received(journal, link, "cancel"))
     await stream.aclose()
 
 
-async def test_a_closed_stream_is_a_lost_router_within_a_second(members: Members, journal: Path) -> None:
+async def test_a_closed_stream_is_a_lost_router(members: Members, journal: Path) -> None:
     link = next(iter(members.links.values()))
     stream = await opened(link, 20)
     await link.send(submit(20, 1000))
     await tokens(stream, 2)
     await stream.aclose()
     lost = [20]
-    await wait_for(lambda: [c["command"]["session"] for c in received(journal, link, "router_lost")][-1:] == lost, 1)
+    await wait_for(lambda: [c["command"]["session"] for c in received(journal, link, "router_lost")][-1:] == lost)
 
 
-async def test_a_killed_router_process_is_a_lost_router_within_a_second(members: Members, journal: Path) -> None:
+async def test_a_killed_router_process_is_a_lost_router(members: Members, journal: Path) -> None:
     link = next(iter(members.links.values()))
     script = """
         import asyncio, sys, ray
@@ -209,7 +206,7 @@ async def test_a_killed_router_process_is_a_lost_router_within_a_second(members:
             stream = ServeLink(handle, sys.argv[2]).events("killed", 1)
             decode_batch(await anext(stream))
             print("streaming", flush=True)
-            await asyncio.sleep(60)
+            await asyncio.sleep(600)
         asyncio.run(main())
     """
     router = subprocess.Popen(
@@ -224,7 +221,7 @@ async def test_a_killed_router_process_is_a_lost_router_within_a_second(members:
     def lost() -> bool:
         return any(c["command"]["router_id"] == "killed" for c in received(journal, link, "router_lost"))
 
-    assert await wait_for(lost, 5) < 1.0
+    await wait_for(lost)
 
 
 @pytest.mark.parametrize("victim", ["engine", "replica"])
@@ -239,14 +236,12 @@ async def test_a_killed_process_takes_its_worker_and_a_new_one_comes(
     old = set(members.links)
 
     os.kill(pids[victim], signal.SIGKILL)
-    began = time.monotonic()
     with pytest.raises((WorkerLost, StopAsyncIteration)):
         await tokens(stream, 10_000)
-    assert time.monotonic() - began < 1.0
     with pytest.raises(WorkerLost):
         await link.send(submit(30, 1, "b"))
-    await wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()), 5)
-    await wait_for(lambda: link.worker_id not in members.links and len(members.links) == 2, 20)
+    await wait_for(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids.values()))
+    await wait_for(lambda: link.worker_id not in members.links and len(members.links) == 2)
 
     [new] = [members.links[w] for w in members.links.keys() - old]
     fresh = await opened(new, 31)
