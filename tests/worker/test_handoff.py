@@ -3,6 +3,8 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from clock import Clock
@@ -232,6 +234,23 @@ def test_pin_budget_revokes_the_oldest_ticket(tiny_llama: Path, llm: LLM) -> Non
         assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
     pair.assert_empty()
     pair.close()
+
+
+def test_leases_of_imports_that_wait_are_renewed_three_times_a_lease(
+    clock: Clock, pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase, renewed = pair.d.decode, list[float]()
+    handoff, _ = pair.prefill(prompt_of(40), GREEDY)
+    assert handoff is not None
+    item: Any = SimpleNamespace(ticket=handoff.ticket)
+    monkeypatch.setattr(phase, "_imports", {handoff.ticket.key: item})
+    monkeypatch.setattr(phase._receiver, "renew", lambda tickets: renewed.append(clock()))
+    phase._renewed = began = clock()
+    lease_s = handoff.ticket.lease_s
+    while clock() < began + lease_s:
+        clock.seconds += lease_s / 100
+        phase._renew_leases()
+    assert [round((at - began) / lease_s, 2) for at in renewed] == [0.34, 0.68]
 
 
 def test_tiny_decode_pool_makes_progress(tiny_llama: Path, llm: LLM) -> None:
