@@ -16,7 +16,7 @@ from pdserve.router.errors import ApiError
 
 Make = Callable[..., Harness]
 PROMPT = list(range(10, 30))
-GOOD = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4}
+GOOD = {"model": MODEL, "prompt": PROMPT, "max_tokens": 4, "ignore_eos": True}
 SHORT = SamplingParams(max_tokens=4)
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "max_tokens": 4}
 

@@ -429,8 +429,9 @@ async def test_the_parts_of_a_requests_time_add_up(make: Make, stream: bool) -> 
     harness.decodes[0].step_s = 0.02
     harness.decodes[0].mangle = with_times
     http = harness.http()
+    body = GOOD | {"prompt": PROMPT, "max_tokens": 3, "ignore_eos": True, "stream": stream}
     for _ in range(2):
-        await http.post("/v1/completions", json=GOOD | {"prompt": PROMPT, "max_tokens": 3, "stream": stream})
+        await http.post("/v1/completions", json=body)
     registry = harness.service.metrics.registry
 
     def spent(part: str) -> float:
