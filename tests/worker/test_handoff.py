@@ -253,6 +253,24 @@ def test_leases_of_imports_that_wait_are_renewed_three_times_a_lease(
     assert [round((at - began) / lease_s, 2) for at in renewed] == [0.34, 0.68]
 
 
+def test_an_import_leaves_running_sequences_a_block_each_to_grow_into(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    phase, engine = pair.d.decode, pair.d.engine
+    key = RequestKey(ROUTER, SESSION, "runs")
+    sampling = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
+    pair.d.command(submit(key, "full", prompt_of(20), sampling))
+    pair.until(lambda: deltas(pair.d, key))
+    taken = engine.blocks.allocate(engine.blocks.num_free - 4)
+    monkeypatch.setattr(engine, "reserve", lambda *_: "reserved")
+    item: Any = SimpleNamespace(request=SimpleNamespace(num_prompt_tokens=4 * engine.config.block_size), starts=())
+    assert phase._reserve(item) is None
+    engine.blocks.release(taken[:1])
+    pair.until(lambda: engine.blocks.num_free >= 5)
+    assert phase._reserve(item) is not None
+    engine.blocks.release(taken[1:])
+
+
 def test_tiny_decode_pool_makes_progress(tiny_llama: Path, llm: LLM) -> None:
     """More imports than blocks: reservations wait, running sequences preempt, all finish, right."""
     pair = Pair(tiny_llama, d={"num_kv_blocks": 14})
