@@ -6,8 +6,9 @@ a node listen on one port, and the kernel spreads connections among them. Knows 
 `cluster.router_replica`.
 
 Clients that are slow on purpose, or send what is dear to read: uvicorn limits neither the size of
-headers, nor their number, nor the time they take, so `_Guarded` does; bodies and streams are
-`router.app`'s business; and the kernel ends connections whose peer takes no bytes.
+headers, nor their number, nor the time they take, so `_Guarded` does; it drops trailers, which uvicorn
+would add to the headers, and limits what is no part of a body between and after its pieces. Bodies and
+streams are `router.app`'s business; and the kernel ends connections whose peer takes no bytes.
 
 A socket gives up to 256 KiB at once, which may be 14,000 requests, 60,000 headers or 40,000 pieces
 of a body, each with Python to run. So a connection's bytes are parsed a kilobyte at a time:
@@ -128,6 +129,7 @@ class _Guarded(HttpToolsProtocol):
     _timer: asyncio.TimerHandle | None = None
     _in_head = False
     _num_head_bytes = 0
+    _num_idle_bytes = 0  # since the headers or the last piece of a body: trailers, extensions of chunks, empty lines
     _body_left = 0  # bytes of a body whose length is known
     _num_parts = _num_part_bytes = 0
     _rest = _NOTHING
@@ -175,6 +177,7 @@ class _Guarded(HttpToolsProtocol):
             size = self._body_left or SLICE_BYTES
             piece = self._rest[:size]
             self._rest = self._rest[size:] if size < len(self._rest) else _NOTHING  # an empty view keeps all its bytes
+            self._num_idle_bytes += len(piece)
             super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
             self._check(len(piece))
         if self._upgraded or self.transport.is_closing():
@@ -195,6 +198,8 @@ class _Guarded(HttpToolsProtocol):
             self._num_head_bytes += num_bytes
             if self._num_head_bytes > MAX_HEAD_BYTES or len(self.headers) > MAX_HEADERS:
                 self._end(b"431 Request Header Fields Too Large")
+        elif self._num_idle_bytes > MAX_HEAD_BYTES:
+            self._end(b"431 Request Header Fields Too Large", in_body=True)
         elif self._num_parts > MAX_PARTS and self._num_part_bytes < SMALL_PART_BYTES * self._num_parts:
             self._end(b"400 Bad Request", in_body=True)
 
@@ -204,14 +209,19 @@ class _Guarded(HttpToolsProtocol):
         self._end_in(HEAD_DEADLINE_S)
         super().on_message_begin()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_head = False
+        self._in_head, self._num_idle_bytes = False, 0
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self._stop_timer()
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._num_parts += 1
+        self._num_idle_bytes = 0
         self._num_part_bytes += len(body)
         self._body_left = max(0, self._body_left - len(body))
         super().on_body(body)

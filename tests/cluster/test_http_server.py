@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from typing import Any
 
 import httpx
 import pytest
@@ -250,4 +251,49 @@ async def test_what_was_parsed_is_kept_by_nobody() -> None:
             await asyncio.sleep(0.01)
     assert not connection._rest.obj  # type: ignore[union-attr]
     writer.close()
+    await server.close()
+
+
+@pytest.mark.parametrize("method", ["POST", "GET"])
+@pytest.mark.parametrize("filler", [b"a:b\r\n", b"a: " + b"b" * 10_000])
+async def test_trailers_have_a_limit_and_are_kept_by_nobody(method: str, filler: bytes) -> None:
+    server = HttpServer(measuring(), ANYWHERE, 60)
+    server.start()
+    head = f"{method} / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n".encode() + b"2\r\n{}\r\n0\r\n"
+    reader, writer = await opened(server)
+    writer.write(head + filler * (http_server.MAX_HEAD_BYTES // len(filler)))
+    async with asyncio.timeout(30):
+        while not (connections := server._server.server_state.connections) or not _nearly(*connections):
+            await asyncio.sleep(0.001)
+    (connection,) = connections
+    assert len(connection.headers) == 2, "what it says of itself at its end is dropped"  # type: ignore[union-attr]
+    writer.write(filler * (2 * http_server.MAX_HEAD_BYTES // len(filler)))
+    answer = await asyncio.wait_for(_read_all(reader), 30)
+    assert b" 200 OK" not in answer or method == "GET"
+    writer.close()
+    await server.close()
+
+
+def _nearly(connection: Any) -> bool:
+    """Whether all that may be sent behind a body was parsed."""
+    return bool(connection._num_idle_bytes > http_server.MAX_HEAD_BYTES - 11_000)
+
+
+async def _read_all(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.read()
+    except ConnectionResetError:
+        return b""
+
+
+async def test_what_is_between_the_pieces_of_a_body_has_a_limit() -> None:
+    """Extensions of a chunk; a body may be as long as it likes."""
+    server = HttpServer(measuring(), ANYWHERE, 60)
+    server.start()
+    head = b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    chunks = (b"40;x=" + b"y" * 1000 + b"\r\n" + b" " * 64 + b"\r\n") * 300
+    answer = await said_to(server, head, chunks, b"0\r\nx-checksum: 5\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200 ") and b"<19200>" in answer
+    answer = await said_to(server, head, b"40;x=", *[b"y" * 10_000] * 20, b"\r\n")
+    assert answer.startswith((b"HTTP/1.1 431 ", b"HTTP/1.1 400 ")) or not answer
     await server.close()
