@@ -243,6 +243,7 @@ class CompletionResponder(_Base):
         """What an echo repeats for each choice is made once for a prompt."""
         if chunk.prompt in self._echoes:
             return
+        await self._generation.pacer.room()  # a call may have thousands of prompts
         text = self._texts[chunk.prompt] if self._texts else None
         if text is None:
             ids = self._generation.prompts[chunk.prompt]

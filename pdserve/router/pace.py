@@ -28,6 +28,7 @@ class Pacer:
         self._turns = asyncio.Lock()
         self._until: float | None = None  # where the slice ends that this turn's beginners share; None: nobody began
         self._tasks: set[asyncio.Task[None]] = set()
+        self._pacing: set[asyncio.Task[Any] | None] = set()  # those that have a Pace
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it in a task of its own, which is kept until it ends."""
@@ -45,7 +46,7 @@ class Pacer:
         if self._until is None:
             self._until = time.perf_counter() + SLICE_S
             asyncio.get_running_loop().call_soon(self._next_turn)
-        return Pace(self._turns, self._until)
+        return Pace(self._turns, self._until, self._pacing)
 
     def _next_turn(self) -> None:
         self._until = None
@@ -53,22 +54,27 @@ class Pacer:
 
 class Pace:
     """One piece of work. It begins in the slice of its turn, if there is something left of it; for each further slice
-    it queues with all others."""
+    it queues with all others. A task has one at most: a second would wait for the turn that the first one has."""
 
-    __slots__ = ("_has_turn", "_turns", "_until")
+    __slots__ = ("_has_turn", "_pacing", "_turns", "_until")
 
-    def __init__(self, turns: asyncio.Lock, until: float) -> None:
-        """until: when its first slice ends, of perf_counter()."""
+    def __init__(self, turns: asyncio.Lock, until: float, pacing: set[asyncio.Task[Any] | None]) -> None:
+        """until: when its first slice ends, of perf_counter(). pacing: the tasks that have a Pace."""
         self._turns = turns
+        self._pacing = pacing
         self._has_turn = False
         self._until = until
 
     def __enter__(self) -> "Pace":
+        task = asyncio.current_task()
+        assert task not in self._pacing, "work that paces itself must be given its caller's Pace"
+        self._pacing.add(task)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._pacing.discard(asyncio.current_task())
         self._give_turn()
 
     @property

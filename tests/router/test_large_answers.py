@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from router.harness import MODEL, Harness
+from router.turns import Turns
 
 from pdserve.engine.protocol import TokenLogprob
 from pdserve.router import pace
@@ -146,3 +147,35 @@ async def test_too_many_log_probabilities_of_prompts_are_refused(make: Make) -> 
         error = (await harness.http().post("/v1/completions", json=body)).json()["error"]
         assert error["param"] == "prompt_logprobs" and "fewer" in error["message"]
     assert not harness.decodes[0].submits() and harness.service.admission.num_prompts == 0
+
+
+async def test_echoes_of_many_prompts_are_made_in_slices(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of ids takes a millisecond or two to be made into text."""
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    harness = await make(0, 1).start()
+    decode = harness.tokenizer.decode
+    turns = Turns()
+
+    def noting(ids: Any) -> str:
+        turns.note()
+        return decode(ids)
+
+    monkeypatch.setattr(harness.tokenizer, "decode", noting)
+    body = {"model": MODEL, "prompt": [PROMPT] * 200, "max_tokens": 1, "echo": True}
+    answer = await harness.http(timeout=120).post("/v1/completions", json=body)
+    turns.close()
+    assert answer.status_code == 200 and sum(turns.counts) == 200 and max(turns.counts) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_timelines_of_many_prompts_are_shown(
+    make: Make, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pace, "SLICE_S", 0.0)
+    harness = await make(0, 1).start()
+    body = {"model": MODEL, "prompt": [PROMPT] * 50, "max_tokens": 1, "stream": stream}
+    http = harness.http(timeout=60)
+    asked = http.post("/v1/completions", json=body, headers={"x-pdserve-timeline": "1"})
+    text = (await asyncio.wait_for(asked, 60)).text
+    shown = text.split("\n\n")[-3].removeprefix("data: ") if stream else text
+    assert [each["prompt"] for each in json.loads(shown)["timeline"]] == list(range(50))

@@ -1,6 +1,7 @@
 """Prompts made into ids: one check of length, before anything is tokenised, and few characters at a time."""
 
 import asyncio
+import contextlib
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from pdserve.router.prompts import Lengths, Limits, Prompts
 from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]
+LONG_TEXT = "x" * 5000
 LIMITS = Limits(max_tokens=50_000, vocab_size=403)
 MEGABYTE = "fox " * 250_000
 
@@ -184,9 +186,16 @@ async def test_long_conversations_are_rendered_beside_the_loop(make: Make) -> No
         ([{"role": "user", "content": "fox " * 10_000}], None, {}),
         (small, [{"type": "function"}], {}),
         (small, None, {"x": ["y"]}),
+        (small * 20, None, {}),
+        ([{"role": "user", "content": None, "tool_calls": [{"function": {"arguments": LONG_TEXT}}]}], None, {}),
+        ([{"role": "user", "content": "hi", "name": LONG_TEXT}], None, {}),
+        ([{"role": "user", "content": "hi", LONG_TEXT: 1}], None, {}),
+        ([{"role": "user", "content": "hi", "tool_calls": [{}] * 5000}], None, {}),
+        ([{"role": LONG_TEXT, "content": "hi"}], None, {}),
     ):
-        await service.render(messages, True, tools, variables, LIMITS)
-    assert seen == [True, False, False, False, False]
+        with contextlib.suppress(ApiError):  # of a template that knows other roles only
+            await service.render(messages, True, tools, variables, LIMITS)
+    assert seen == [True, False, False, False, False, True, False, False, False, False, False]
 
 
 async def test_slices_of_long_work_take_turns() -> None:
@@ -218,6 +227,19 @@ async def test_slices_of_long_work_take_turns() -> None:
     cancelled.cancel()
     await asyncio.wait({cancelled})
     await asyncio.wait_for(work("e"), 60)
+
+
+async def test_a_task_has_one_pace() -> None:
+    """A second one would wait for the turn that the first one has, and everybody behind it, for ever."""
+    pacer = Pacer()
+    with pacer.pace():
+        with pytest.raises(AssertionError, match="its caller's Pace"):
+            await pacer.room()
+        await asyncio.wait_for(asyncio.create_task(pacer.room()), 60)
+    await pacer.room()
+    with pytest.raises(ZeroDivisionError), pacer.pace():
+        1 / 0  # noqa: B018
+    await pacer.room()
 
 
 @pytest.mark.parametrize("prompt", ["The quick fox", "The quick fox " * 2000, [300, 400], [70]])
