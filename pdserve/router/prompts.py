@@ -134,9 +134,9 @@ class Prompts:
             raise ApiError(message, param="messages", code="too_many_messages")
         num_chars = sum(map(_num_chars, messages))
         self.lengths(limits).check_chars(num_chars, "messages")
-        is_short = num_chars <= INLINE_CHARS and len(messages) <= INLINE_MESSAGES and not tools
         render = self._tokenizer.render_chat
         try:
+            is_short = len(messages) <= INLINE_MESSAGES and not tools and _is_short(messages)
             if is_short and all(map(_is_small, variables.values())):
                 return render(messages, add_generation_prompt, tools, **variables)
             return await _run(self._long, render, messages, add_generation_prompt, tools, **variables)
@@ -230,6 +230,22 @@ def _num_chars(message: Any) -> int:
     parts = content if isinstance(content, list) else [content]
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _is_short(messages: Sequence[Any]) -> bool:
+    """Whether all texts and items in them, keys too, are few enough for a template to show them at once."""
+    left, values = INLINE_CHARS, list(messages)
+    while values and left >= 0:
+        value = values.pop()
+        if not isinstance(value, str | Mapping | Sequence):
+            continue
+        left -= len(value)
+        if left < 0 or isinstance(value, str):
+            continue
+        values += value
+        if isinstance(value, Mapping):
+            values += value.values()
+    return left >= 0
 
 
 def _is_small(value: Any) -> bool:
