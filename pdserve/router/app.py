@@ -164,7 +164,8 @@ class _Api:
             watch = _ClientWatch(request.receive)
             try:
                 if len(body) > LONG_BODY:
-                    call, generation = await watch.unless_gone(self._admit_long(request, body, kind, admit, received))
+                    admitting = self._admit_long(request, body, kind, admit, received)
+                    call, generation = await watch.unless_gone(admitting, lambda admitted: admitted[1].close())
                     return call, generation, watch
                 await self.service.pacer.room()
                 call = parse(body, kind)
@@ -328,16 +329,21 @@ class _ClientWatch:
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.create_task(_wait_disconnect(receive))
 
-    async def unless_gone(self, work: Coroutine[Any, Any, T] | Awaitable[T]) -> T:
-        """The result of work, which is cancelled, with _ClientGone raised, when the client leaves before."""
+    async def unless_gone(
+        self, work: Coroutine[Any, Any, T] | Awaitable[T], undo: Callable[[T], None] = lambda result: None
+    ) -> T:
+        """The result of work, which is cancelled, with _ClientGone raised, when the client leaves before. undo: gets
+        the result when there is one, but the caller was cancelled before it could get it."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise _ClientGone
             return task.result()
-        finally:
+        except BaseException:
+            task.add_done_callback(lambda ended: undo(ended.result()) if _has_result(ended) else None)
             await _stop(task)
+            raise
 
     def close(self) -> None:
         """Listen no more; work that is under way is stopped as if the client had left."""
@@ -347,6 +353,10 @@ class _ClientWatch:
 async def _wait_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
+
+
+def _has_result(task: asyncio.Future[Any]) -> bool:
+    return not task.cancelled() and task.exception() is None
 
 
 async def _stop(task: asyncio.Future[Any]) -> None:

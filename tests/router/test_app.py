@@ -534,6 +534,30 @@ async def test_a_client_that_leaves_frees_everything_at_once(make: Make, stream:
     )
 
 
+@pytest.mark.parametrize("turns", range(6))
+async def test_a_call_that_is_cancelled_as_it_is_admitted_keeps_no_seat(
+    make: Make, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a long body, which is admitted in a task of its own: the task may have ended, and its caller not know it."""
+    harness, admitted = await make(0, 1).start(), asyncio.Event()
+    admit = harness.service.admit
+
+    async def noting(*args: Any, **kwargs: Any) -> Any:
+        generation = await admit(*args, **kwargs)
+        admitted.set()
+        return generation
+
+    monkeypatch.setattr(harness.service, "admit", noting)
+    client = Client(harness, "/v1/completions", GOOD | {"prompt": [[10, 11, 12]] * 5000, "max_tokens": 1})
+    await admitted.wait()
+    assert harness.service.admission.num_prompts == 5000
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    client.call.cancel()
+    await asyncio.wait({client.call})
+    await until(lambda: harness.service.admission.num_prompts == 0)
+
+
 @pytest.mark.parametrize("moment", ["server_cancels", "send_fails"])
 async def test_other_ways_to_lose_a_client(make: Make, moment: str) -> None:
     harness = await make(1, 1).start()
