@@ -9,7 +9,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from typing import Any
 
 import msgspec
@@ -153,8 +153,9 @@ class RouterReplica:
                 session_id=ask.session_id,
             )
             if not ask.stream:
-                yield await _whole(generation, ask.timeline)
-                generation.served()
+                with closing(generation):
+                    yield await _whole(generation, ask.timeline)
+                    generation.served()
                 return
             async with aclosing(generation.stream()) as batches:
                 async for chunks in batches:

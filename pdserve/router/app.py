@@ -30,9 +30,10 @@ from pdserve.router.bodies import Bodies
 from pdserve.router.dispatch import Chunk
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
+from pdserve.router.held import Account
 from pdserve.router.metrics import exposition
 from pdserve.router.openai_api import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
-from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Responder, event_bytes
+from pdserve.router.openai_responses import ChatResponder, CompletionResponder, Pieces, Responder, event_bytes
 from pdserve.router.openapi import openapi_document
 from pdserve.router.request_log import log_of
 from pdserve.router.service import Generation, Service
@@ -49,6 +50,7 @@ Admit = Callable[[Request, R, float], Awaitable[Generation]]  # the float: perf_
 ALONE_BYTES = 1 << 20
 LONG_AT_ONCE = 4
 CHUNKS_AT_ONCE = 4  # encoded between two looks at how much they are; each may repeat a long prompt
+COUNTED_BYTES = 1 << 12  # of a stream's events that count while they are being sent; fewer fit into any buffer
 SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
 
 REQUEST_ID = "x-request-id"
@@ -267,8 +269,9 @@ class _Api:
         if not streams:
             pieces = await watch.unless_gone(_whole(generation, responder))
             generation.served()
-            watch.close()
-            return _Pieces(pieces)
+            account = self.service.held.account()
+            generation.close()  # what it held is in the pieces now
+            return _WholeAnswer(generation.request_id, pieces, account, watch, self.service.config.client_timeout_s)
         batches = generation.stream()
         # the first tokens decide between an error status and a stream
         first = await watch.unless_gone(anext(batches))
@@ -366,12 +369,75 @@ async def _stop(task: asyncio.Future[Any]) -> None:
         await asyncio.wait({task})
 
 
-class _EventStream(Response):
+class _Answer(Response):
+    """An answer on its way. It ends when the client leaves, or takes nothing for timeout_s, or when too much is held
+    for clients and most for this one. account: what is held for it."""
+
+    def __init__(
+        self, request_id: str, account: Account, watch: _ClientWatch, timeout_s: float, headers: dict[str, str]
+    ) -> None:
+        super().__init__(headers=headers)
+        self._request_id = request_id
+        self._account = account
+        self._watch = watch
+        self._timeout_s = timeout_s
+        self._num_sends = 0
+        self._sending = False
+        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look, 0)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await self._watch.unless_gone(self._send_all(send))
+            self._sent()
+        except (_ClientGone, OSError):
+            log_of(logger, logging.DEBUG, self._request_id, "client left %s", self._request_id)
+        finally:
+            self._timer.cancel()
+            self._account.close()
+            self._watch.close()
+            await self._end()
+
+    async def _send_all(self, send: Send) -> None:
+        raise NotImplementedError
+
+    def _sent(self) -> None:
+        """The last byte is out."""
+
+    async def _end(self) -> None:
+        """Whether all was sent or not."""
+
+    def _look(self, num_sends: int) -> None:
+        """Whether the send of the last look still waits."""
+        if self._sending and self._num_sends == num_sends:
+            name, limit = self._request_id, self._timeout_s
+            log_of(logger, logging.WARNING, name, "the client of %s read nothing for %g s", name, limit)
+            self._watch.close()
+            return
+        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look, self._num_sends)
+
+    def _cut(self) -> None:
+        """Too much is held for slow readers, and most for this one."""
+        name = self._request_id
+        log_of(logger, logging.WARNING, name, "the client of %s reads too slowly: cut off (max_held_bytes)", name)
+        self._watch.close()
+
+    async def _begin(self, send: Send) -> None:
+        self._sending = True
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        self._sending = False
+
+    async def _send(self, send: Send, body: bytes, more: bool) -> None:
+        self._num_sends += 1
+        self._sending = True
+        await send({"type": "http.response.body", "body": body, "more_body": more})
+        self._sending = False
+
+
+class _EventStream(_Answer):
     """Server-sent events of one generation. Ends it, whatever ends the stream.
 
     While the client does not read, `send` waits, once the connection's buffers are full; what the generation makes
-    meanwhile is kept (never more than it may make at all) and goes out as one event. A client that takes nothing for
-    timeout_s is given up.
+    meanwhile is kept (never more than it may make at all) and goes out as one event.
     """
 
     media_type = "text/event-stream"
@@ -385,64 +451,37 @@ class _EventStream(Response):
         watch: _ClientWatch,
         timeout_s: float,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(generation.request_id, generation.account, watch, timeout_s, headers)
         del self.headers["content-length"]
         self._generation = generation
         self._batches = batches
         self._left = first  # chunks of a batch that are not sent yet
         self._responder = responder
-        self._watch = watch
-        self._timeout_s = timeout_s
-        self._num_sends = 0
-        self._sending = False
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._look, 0)
         generation.on_cut = self._cut
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            await self._watch.unless_gone(self._send_all(send))
-            self._generation.served()
-        except (_ClientGone, OSError):
-            name = self._generation.request_id
-            log_of(logger, logging.DEBUG, name, "client left %s", name)
-        finally:
-            self._timer.cancel()
-            self._generation.close()
-            self._watch.close()
-            await self._batches.aclose()
+    def _sent(self) -> None:
+        self._generation.served()
 
-    def _look(self, num_sends: int) -> None:
-        """Whether the send of the last look still waits."""
-        if self._sending and self._num_sends == num_sends:
-            name, limit = self._generation.request_id, self._timeout_s
-            log_of(logger, logging.WARNING, name, "the client of %s read nothing for %g s", name, limit)
-            self._watch.close()
-            return
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look, self._num_sends)
-
-    def _cut(self) -> None:
-        """Too much is held for slow readers, and most for this one."""
-        name = self._generation.request_id
-        log_of(logger, logging.WARNING, name, "the client of %s reads too slowly: cut off (max_held_bytes)", name)
-        self._watch.close()
+    async def _end(self) -> None:
+        self._generation.close()
+        await self._batches.aclose()
 
     async def _send_all(self, send: Send) -> None:
-        self._sending = True
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        self._sending, more = False, True
+        await self._begin(send)
+        more = True
         while more:
             body, more = await self._next()
-            *parts, last = list(_of_size([body])) if len(body) > SEND_BYTES else [body]
-            for part in parts:
-                await self._send(send, part, True)
-            if last:
-                await self._send(send, last, more)
+            if len(body) > COUNTED_BYTES:
+                await self._send_long(send, body, more)
+            elif body:
+                await self._send(send, body, more)
 
-    async def _send(self, send: Send, body: bytes, more: bool) -> None:
-        self._num_sends += 1
-        self._sending = True
-        await send({"type": "http.response.body", "body": body, "more_body": more})
-        self._sending = False
+    async def _send_long(self, send: Send, body: bytes, more: bool) -> None:
+        self._account.add(len(body))
+        for part, more_parts in _of_size([body]):
+            await self._send(send, part, more or more_parts)
+            self._account.add(-len(part))
 
     async def _next(self) -> tuple[bytes, bool]:
         """What to write next, and whether more follows. Never raises: the answer has begun."""
@@ -457,7 +496,7 @@ class _EventStream(Response):
         except ApiError as error:
             ending = event_bytes(error.body())
         except Exception:
-            name = self._generation.request_id
+            name = self._request_id
             log_of(logger, logging.ERROR, name, "stream %s failed", name, exc_info=True)
             ending = event_bytes(_internal().body())
         return ending + b"data: [DONE]\n\n", False
@@ -479,41 +518,44 @@ class _EventStream(Response):
         return events
 
 
-class _Pieces(Response):
-    """A JSON answer in pieces: joined, they might take a multiple of their memory."""
+class _WholeAnswer(_Answer):
+    """JSON in pieces: joined, they might take a multiple of their memory."""
 
     media_type = "application/json"
 
-    def __init__(self, pieces: list[bytes]) -> None:
-        super().__init__()
-        self.headers["content-length"] = str(sum(map(len, pieces)))
+    def __init__(
+        self, request_id: str, pieces: Pieces, account: Account, watch: _ClientWatch, timeout_s: float
+    ) -> None:
+        super().__init__(request_id, account, watch, timeout_s, {"content-length": str(pieces.num_bytes)})
         self._pieces = pieces
+        account.on_cut = self._cut
+        account.add(pieces.num_held)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        before = b""
-        for body in _of_size(self._pieces):
-            if before:
-                await send({"type": "http.response.body", "body": before, "more_body": True})
-            before = body
-        await send({"type": "http.response.body", "body": before, "more_body": False})
+    async def _send_all(self, send: Send) -> None:
+        await self._begin(send)
+        for body, more in _of_size(self._taken()):
+            await self._send(send, body, more)
+
+    def _taken(self) -> Iterator[bytes]:
+        for piece, num_bytes in self._pieces.take():
+            yield piece
+            self._account.add(-num_bytes)
 
 
-async def _whole(generation: Generation, responder: Responder) -> list[bytes]:
+async def _whole(generation: Generation, responder: Responder) -> Pieces:
     return await responder.whole(await generation.collect())
 
 
-def _of_size(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The same bytes, SEND_BYTES at a time."""
+def _of_size(pieces: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """The same bytes, about SEND_BYTES at a time, and whether more follow."""
     waiting = bytearray()
     for piece in pieces:
         for start in range(0, len(piece), SEND_BYTES):
-            waiting += piece[start : start + SEND_BYTES]
             if len(waiting) >= SEND_BYTES:
-                yield bytes(waiting)
+                yield bytes(waiting), True
                 waiting.clear()
-    if waiting:
-        yield bytes(waiting)
+            waiting += piece[start : start + SEND_BYTES]
+    yield bytes(waiting), False
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

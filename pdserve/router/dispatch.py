@@ -41,7 +41,7 @@ from pdserve.router.admission import Seat
 from pdserve.router.choose import Chooser, Demand, NoWorker, Plan, note_sent
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
-from pdserve.router.held import Account
+from pdserve.router.held import Account, size_of
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pace import Pacer
 from pdserve.router.predict import Forecast, Predictor
@@ -50,7 +50,7 @@ from pdserve.router.record import Accepted, LegError, RequestRecord
 from pdserve.router.request_log import RequestLog, log_of
 from pdserve.router.slo import Goodput
 from pdserve.router.timeline import PromptTimeline, Timeline, parts_of_time, rounded
-from pdserve.router.worker_state import Inbox, Leg, LegEvent, Lost, Silent, WorkerState
+from pdserve.router.worker_state import JOINED_BYTES, Inbox, Leg, LegEvent, Lost, Silent, WorkerState
 from pdserve.text.choice import ChoiceText
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer
@@ -60,7 +60,7 @@ timeline_logger = logging.getLogger("pdserve.timeline")
 # a sequence being decoded weighs its context plus this many tokens; its real length is not known beforehand
 DECODE_WEIGHT = 128
 DRAINED_EVENTS = 256
-DRAINED_JOINED = 8  # where one may have been made of hundreds
+DRAINED_BYTES = 8 * JOINED_BYTES  # where one may have been made of hundreds
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +139,8 @@ class RequestRun:
         self._prompt = PromptBlocks(job.prompt_token_ids, job.cache_salt)
         self._clock = _Clock(dispatcher.metrics, sampling.n, job.received)
         self._inbox = Inbox(account)
+        self._account = account
+        self._num_score_bytes = 0
         self._legs: list[Leg] = []
         self._timeline = Timeline()
         self._plan: Plan | None = None
@@ -156,6 +158,8 @@ class RequestRun:
             await room()  # many may begin together, and end with one message
             self._begin(self._choose())
             while not self.record.finished:
+                if self._inbox.num_taken_bytes:
+                    self._inbox.done()
                 await self._inbox.wait()
                 chunks, failure = self._drain()
                 if chunks:
@@ -362,8 +366,8 @@ class RequestRun:
         """Handle what has arrived, at most so much that it takes a moment; what several messages say of one choice
         becomes one Chunk."""
         chunks: dict[int, Chunk] = {}
-        for _ in range(DRAINED_JOINED if self._inbox.num_bytes else DRAINED_EVENTS):
-            if not self._inbox or self.record.finished:
+        for _ in range(DRAINED_EVENTS):
+            if not self._inbox or self.record.finished or self._inbox.num_taken_bytes >= DRAINED_BYTES:
                 break
             leg, event = self._inbox.pop()
             try:
@@ -386,12 +390,25 @@ class RequestRun:
         elif isinstance(event, Handoff):
             self._hand_off(leg, event.ticket)
         elif isinstance(event, PromptScored):
-            self.record.score(event)
-            self._seat.computed()
+            self._score(event)
         elif isinstance(event, Arrived):
             self._arrived(event)
         else:
             self._broken(leg, event)
+
+    def _score(self, event: PromptScored) -> None:
+        """Log-probabilities of the prompt are held until the answer is made, or come again from the start."""
+        self.record.score(event)
+        self._seat.computed()
+        if event.logprobs and self._account is not None:
+            before = self._num_score_bytes
+            self._num_score_bytes = size_of(0, event.logprobs) + (before if event.start else 0)
+            self._account.add(self._num_score_bytes - before)
+
+    def pass_on(self) -> int:
+        """Bytes of the last batch, which count on until the caller takes them off the account; without this they
+        count until the next batch is asked for."""
+        return self._inbox.pass_on()
 
     def _accept(self, leg: Leg, accepted: Accepted, chunks: dict[int, Chunk]) -> None:
         self._clock.accepted(accepted.choice, len(accepted.token_ids))

@@ -1,8 +1,9 @@
-"""Bytes that a router holds for clients: tokens that wait for slow readers, and whole answers in the making.
+"""Bytes that a router holds for clients: what waits for slow readers, answers in the making, scores of prompts.
 
 Each request has an account. When all accounts together hold too much, the one that holds most is cut
-off, as often as it takes. Sizes are estimates of Python's objects. Knows no requests. Accounts are kept
-by `router.worker_state` and `router.service`.
+off, as often as it takes. Sizes are estimates of Python's objects. Knows no requests. What is held counts from a
+worker's event (`router.worker_state`) until its bytes are sent (`router.app`), and so does what a request keeps beside
+it (`router.dispatch`, `router.service`, `router.openai_responses`).
 """
 
 import asyncio
@@ -18,10 +19,10 @@ LOGPROB_BYTES = 110  # of a token, and of each of its alternatives
 LET_GO_AT_ONCE = 64  # of those that nobody wants any more; freeing 100 MB takes 100 ms
 
 
-def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob] | None) -> int:
+def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob | None] | None) -> int:
     """Bytes of tokens that are held together."""
     size = PIECE_BYTES + TOKEN_BYTES * num_tokens
-    return size + LOGPROB_BYTES * (len(logprobs) + sum(len(each.top) for each in logprobs)) if logprobs else size
+    return size + LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs if each is not None) if logprobs else size
 
 
 def let_go(items: deque[Any] | list[Any]) -> None:

@@ -7,7 +7,8 @@ extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no HTTP
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -32,6 +33,7 @@ _MARK_ID = -1
 _NULL = msgspec.Raw(b"null")
 
 INLINE_IDS = 4096  # made into text within a millisecond or two
+SCORE_BYTES = 150  # of a token in _Scores, beside its alternatives
 PACED_POSITIONS = 64  # log-probabilities of tokens, each with its alternatives, between two looks at the clock
 
 # JSON has no -inf; vLLM writes the same number
@@ -56,9 +58,56 @@ class Responder(Protocol):
         """The event after the last chunk; empty when nobody asked for usage or timeline."""
         ...
 
-    async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
-        """The JSON of the whole answer, in pieces, some of which may be the same object."""
+    async def whole(self, results: Sequence[ChoiceResult]) -> "Pieces":
+        """The JSON of the whole answer."""
         ...
+
+
+SHARED_BYTES = 4096  # a longer piece may be the same object as others; shorter ones are joined
+JOINED_BYTES = 1 << 17
+
+
+class Pieces:
+    """Long JSON, of which parts may repeat: what repeats is held once. Filled, then taken."""
+
+    def __init__(self) -> None:
+        self.num_held = 0  # bytes
+        self._pieces: deque[bytes] = deque()
+        self._uses: Counter[int] = Counter()  # by id, of those that may repeat
+        self._tail = bytearray()
+
+    def add(self, pieces: Iterable[bytes]) -> int:
+        """How many more bytes it holds for them."""
+        before = self.num_held
+        for piece in pieces:
+            if len(piece) < SHARED_BYTES:
+                self._tail += piece
+                self.num_held += len(piece)
+                if len(self._tail) >= JOINED_BYTES:
+                    self._join()
+            else:
+                self._join()
+                self._pieces.append(piece)
+                self._uses[id(piece)] += 1
+                self.num_held += len(piece) if self._uses[id(piece)] == 1 else 0
+        return self.num_held - before
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(map(len, self._pieces)) + len(self._tail)
+
+    def take(self) -> Iterator[tuple[bytes, int]]:
+        """Each piece, with the bytes that are held no more when the next is asked for."""
+        self._join()
+        while self._pieces:
+            piece = self._pieces.popleft()
+            self._uses[id(piece)] -= 1
+            yield piece, 0 if self._uses[id(piece)] > 0 else len(piece)
+
+    def _join(self) -> None:
+        if self._tail:
+            self._pieces.append(bytes(self._tail))
+            self._tail.clear()
 
 
 class _Base(ABC):
@@ -138,15 +187,16 @@ class _Base(ABC):
             extra = usage | await self._timeline(pace)
         return event_bytes(self._head | {"choices": []} | extra) if extra else b""
 
-    async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
-        pieces = [json_bytes(self._head)[:-1] + b',"choices":[']
+    async def whole(self, results: Sequence[ChoiceResult]) -> Pieces:
+        pieces, hold = Pieces(), self._generation.hold
+        hold(pieces.add([json_bytes(self._head)[:-1], b',"choices":[']))
         with self._generation.pacer.pace() as pace:
             for number, result in enumerate(results):
                 if pace.is_due:
                     await pace.rest()
-                pieces += [b","] if number else []
-                pieces += await self._whole_choice(result, pace)
-            pieces += [b"],", *await self._behind_choices(pace)]
+                hold(pieces.add([b","] if number else []))
+                hold(pieces.add(await self._whole_choice(result, pace)))
+            hold(pieces.add([b"],", *await self._behind_choices(pace)]))
         return pieces
 
     @abstractmethod
@@ -165,7 +215,9 @@ class _Base(ABC):
     def _prompt_ids(self, prompt: int) -> msgspec.Raw:
         """Its token ids as JSON, which is made once for all of its choices."""
         if prompt not in self._ids_of_prompts:
-            self._ids_of_prompts[prompt] = msgspec.Raw(json_bytes(self._generation.prompts[prompt]))
+            data = json_bytes(self._generation.prompts[prompt])
+            self._ids_of_prompts[prompt] = msgspec.Raw(data)
+            self._generation.hold(len(data))
         return self._ids_of_prompts[prompt]
 
     def _event(self, choice: Json) -> Json:
@@ -254,9 +306,11 @@ class CompletionResponder(_Base):
             with self._generation.pacer.pace() as pace:
                 scored = self._generation.prompt_logprobs(chunk.prompt) or ()
                 await self._add_paced(scores, chunk.prompt, scored, pace)
-        self._echoes[chunk.prompt] = json_bytes(text)[:-1], scores
+        echo = json_bytes(text)[:-1]
+        self._echoes[chunk.prompt] = echo, scores
+        self._generation.hold(len(echo) + scores.num_bytes)
 
-    async def whole(self, results: Sequence[ChoiceResult]) -> list[bytes]:
+    async def whole(self, results: Sequence[ChoiceResult]) -> Pieces:
         if self._request.echo:
             for result in results:
                 await self.prepare(_chunk_of(result, self._generation.n))
@@ -401,6 +455,11 @@ class _Scores:
     tops: list[msgspec.Raw] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     end: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Estimated memory."""
+        return SCORE_BYTES * len(self.tokens) + sum(map(len, self.tops))
 
     def copy(self) -> "_Scores":
         return _Scores(self.tokens[:], self.values[:], self.tops[:], self.offsets[:], self.end)

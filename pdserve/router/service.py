@@ -79,7 +79,8 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._starter: asyncio.Task[None] | None = None
         self._closed = False
-        self._account = account
+        self._is_cut = False
+        self.account = account
         account.on_cut = self._cut
         self.on_cut: Callable[[], None] = _nothing
 
@@ -107,13 +108,19 @@ class Generation:
         """Where time and bytes went up to now, one a prompt."""
         return (run.timeline() for run in self._runs)
 
+    def hold(self, num_bytes: int) -> None:
+        """So much more is held for the client, until `close`. RequestFailed when that was too much."""
+        self.account.add(num_bytes)
+        if self._is_cut:
+            raise _too_much_held()
+
     def close(self) -> None:
         """Cancel everything at the workers; many prompts in the background. Idempotent; does not wait,
         so it works from a task that is being cancelled."""
         if self._closed:
             return
         self._closed = True
-        self._account.close()
+        self.account.close()
         self.on_cut = _nothing
         if self._starter is not None:
             self._starter.cancel()
@@ -123,12 +130,8 @@ class Generation:
             self._close_runs(0, len(self._runs))
 
     def _cut(self) -> None:
-        message = (
-            "this router holds too much for its clients, and most for this request: read faster, ask for fewer tokens, "
-            "choices or log-probabilities, or raise router.max_held_bytes"
-        )
-        error = RequestFailed("unavailable", message)
-        error.code = "too_much_held"
+        self._is_cut = True
+        error = _too_much_held()
         for run in self._runs:
             run.fail(error)
         self.pacer.later(self._end_runs())
@@ -159,31 +162,31 @@ class Generation:
         return self._runs[0].stream() if len(self._runs) == 1 else self._merged()
 
     async def collect(self) -> list[ChoiceResult]:
-        """All choices, complete, in order of their index."""
+        """All choices, complete, in order of their index. They are held until `close`."""
         results = [ChoiceResult(index) for index in range(len(self._runs) * self.n)]
         texts: list[list[str]] = [[] for _ in results]
-        with closing(self._account):
-            async with aclosing(self.stream()) as batches:
-                async for batch in batches:
-                    for chunk in batch:
-                        result = results[chunk.index]
-                        texts[chunk.index].append(chunk.text)
-                        result.token_ids += chunk.token_ids
-                        result.logprobs += chunk.logprobs
-                        result.finish_reason, result.stop_reason = chunk.finish_reason, chunk.stop_reason
-                        self._account.add(size_of(len(chunk.token_ids), chunk.logprobs) - PIECE_BYTES)
+        async with aclosing(self.stream()) as batches:
+            async for batch in batches:
+                for chunk in batch:
+                    result = results[chunk.index]
+                    texts[chunk.index].append(chunk.text)
+                    result.token_ids += chunk.token_ids
+                    result.logprobs += chunk.logprobs
+                    result.finish_reason, result.stop_reason = chunk.finish_reason, chunk.stop_reason
+                    self.hold(size_of(len(chunk.token_ids), chunk.logprobs) - PIECE_BYTES)
         for result, parts in zip(results, texts, strict=True):
             result.text = "".join(parts)
         return results
 
     async def _merged(self) -> AsyncGenerator[list[Chunk], None]:
-        queue: asyncio.Queue[list[Chunk] | Exception | None] = asyncio.Queue(MERGED_BATCHES)
+        """Batches go through a queue; what they hold counts until the reader asks for the next."""
+        queue: asyncio.Queue[tuple[list[Chunk], int] | Exception | None] = asyncio.Queue(MERGED_BATCHES)
 
         async def pump(run: RequestRun) -> None:
             try:
                 async with aclosing(run.stream()) as batches:
                     async for batch in batches:
-                        await queue.put(batch)
+                        await queue.put((batch, run.pass_on()))
                 await queue.put(None)
             except Exception as error:
                 await queue.put(error)
@@ -209,7 +212,9 @@ class Generation:
                 if item is None:
                     running -= 1
                 else:
-                    yield item
+                    batch, num_bytes = item
+                    yield batch
+                    self.account.add(-num_bytes)
         finally:
             self.close()
 
@@ -355,8 +360,8 @@ class Service:
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
     ) -> list[ChoiceResult]:
         """All choices, complete; options as in `admit`. Cancelling the awaiting task cancels the request."""
-        generation = await self.admit(prompts, sampling, **options)
-        return await generation.collect()
+        with closing(await self.admit(prompts, sampling, **options)) as generation:
+            return await generation.collect()
 
     async def chat_prompt(
         self,
@@ -423,6 +428,16 @@ class Service:
 
 def _nothing() -> None:
     return None
+
+
+def _too_much_held() -> RequestFailed:
+    message = (
+        "this router holds too much for its clients, and most for this request: read faster, ask for fewer tokens, "
+        "choices or log-probabilities, or raise router.max_held_bytes"
+    )
+    error = RequestFailed("unavailable", message)
+    error.code = "too_much_held"
+    return error
 
 
 def _check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:

@@ -48,20 +48,22 @@ class Silent:
 LegEvent = Delta | PromptScored | Handoff | Arrived | Failed | Lost | Silent
 
 
+SCORED = (Delta, PromptScored)  # may have log-probabilities, which count from the first on
 UNJOINED = 32  # events that wait, before more are joined and counted
 JOINED_BYTES = 16_384  # of one event that others were joined to
 COMPACT_EVERY = 16  # events that are joined, until they are made one
 
 
 class Inbox:
-    """Events of all legs of one request, in order of arrival; one reader. account: what waits for a
-    reader who is slow counts there; None: nowhere."""
+    """Events of all legs of one request, in order of arrival; one reader. account: log-probabilities count there, and
+    what else waits for a reader who is slow, until he says that he has done with what he took; None: nowhere."""
 
     def __init__(self, account: Account | None = None) -> None:
         self._items: deque[tuple[Leg, LegEvent | _Joined]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._account = account
         self.num_bytes = 0  # counted: of what was joined, or may be
+        self.num_taken_bytes = 0  # counted: of what the reader has taken
         self._last: dict[tuple[int, int], _Joined] = {}  # by attempt and choice: what more can be joined to
         self._error: Exception | None = None
 
@@ -71,7 +73,7 @@ class Inbox:
     def put(self, leg: "Leg", event: LegEvent) -> None:
         if self._error is not None:
             return
-        if not self.num_bytes and len(self._items) < UNJOINED:
+        if not self.num_bytes and len(self._items) < UNJOINED and not (isinstance(event, SCORED) and event.logprobs):
             self._items.append((leg, event))
         else:
             self._join(leg, event)
@@ -91,6 +93,7 @@ class Inbox:
     def clear(self) -> None:
         self._last.clear()
         self._count(-self.num_bytes)
+        self.done()
         if len(self._items) > LET_GO_AT_ONCE:
             items, self._items = self._items, deque()
             let_go(items)
@@ -109,9 +112,22 @@ class Inbox:
         if isinstance(event, _Joined):
             if event.place is not None and self._last.get(event.place) is event:
                 del self._last[event.place]
-            self._count(-event.num_bytes)
+            self.num_bytes -= event.num_bytes
+            self.num_taken_bytes += event.num_bytes
             return leg, event.event
         return leg, event
+
+    def done(self) -> None:
+        """What was taken is held no longer."""
+        num_bytes = self.pass_on()
+        if self._account is not None:
+            self._account.add(-num_bytes)
+
+    def pass_on(self) -> int:
+        """What was taken counts on, until the caller takes these bytes off the account."""
+        num_bytes = self.num_taken_bytes
+        self.num_taken_bytes = 0
+        return num_bytes
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -134,6 +150,8 @@ class Inbox:
                 return
         else:
             self._last.clear()
+            if isinstance(event, PromptScored):
+                size = size_of(0, event.logprobs)
         joined = _Joined(place, event, size)
         if place is not None:
             self._last[place] = joined

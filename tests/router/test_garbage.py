@@ -77,7 +77,7 @@ async def test_requests_that_are_cut_off_or_end_early(make: Make) -> None:
 
     async def cut() -> None:
         generation = await harness.service.admit([[5, 6]], SamplingParams(max_tokens=50, ignore_eos=True))
-        generation._account.cut()
+        generation.account.cut()
         with pytest.raises(RequestFailed):
             await generation.collect()
 

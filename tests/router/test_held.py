@@ -36,6 +36,7 @@ def drained(inbox: Inbox) -> list[Any]:
     items = []
     while inbox:
         items.append(inbox.pop()[1])
+    inbox.done()
     return items
 
 
@@ -98,6 +99,31 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
             assert size_of(len(event.token_ids), event.logprobs) < JOINED_BYTES + 1000
         if with_logprobs:
             assert [each.token_id for event in own for each in event.logprobs] == list(range(count))
+
+
+SCORES = tuple(TokenLogprob(5, -0.5, 1, tuple((token, -1.0) for token in range(20))) for _ in range(10))
+SCORES_BYTES = 10 * 21 * LOGPROB_BYTES
+
+
+def test_log_probabilities_count_from_the_first_event_until_their_reader_has_done() -> None:
+    """Thousands of prompts may have a few events each, and each of these megabytes."""
+    held = Held(1 << 30, lambda count: pytest.fail("cut"))
+    inbox = Inbox(held.account())
+    one = leg(0, inbox)
+    inbox.put(one, delta(0, tokens=10, logprobs=SCORES))
+    assert SCORES_BYTES < held.num_bytes < 1.2 * SCORES_BYTES
+    inbox.put(one, PromptScored(request_id="x", attempt=0, cached_tokens=0, logprobs=(None, *SCORES)))
+    assert 2 * SCORES_BYTES < held.num_bytes < 2.4 * SCORES_BYTES
+    inbox.pop()
+    inbox.pop()
+    assert held.num_bytes > 2 * SCORES_BYTES, "the reader has them now, and they are no less"
+    inbox.done()
+    assert held.num_bytes == 0
+    inbox.put(one, delta(10, tokens=10, logprobs=SCORES))
+    inbox.pop()
+    held_by_reader = inbox.pass_on()
+    inbox.done()
+    assert held_by_reader == held.num_bytes > SCORES_BYTES, "whoever has it takes it off"
 
 
 def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,3 +320,81 @@ async def test_without_http_a_reader_is_told(make: Make) -> None:
         async for _ in batches:
             pass
     assert harness.service.held.num_bytes == 0
+
+
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_all_that_a_stream_has_not_sent_counts(make: Make, prompts: int) -> None:
+    """What waits in an inbox, what was taken of it, what several prompts' batches are, and what is being sent."""
+    harness = make(0, 1)
+    harness.decodes[0].max_tokens = 5000
+    await harness.start()
+    body = LONG | {"max_tokens": 300, "logprobs": 10, "prompt": [PROMPT] * prompts}
+    client = Client(harness, "/v1/completions", body)
+    client.taking.clear()
+    held, num_tokens = harness.service.held, 300 * prompts
+    await until(lambda: held.num_bytes > (num_tokens - 5) * (TOKEN_BYTES + 11 * LOGPROB_BYTES), 5)
+    client.taking.set()
+    await asyncio.wait_for(client.call, 60)
+    assert client.complete and held.num_bytes == 0
+
+
+@pytest.mark.parametrize("echo", [False, True])
+async def test_what_a_stream_repeats_counts(make: Make, echo: bool) -> None:
+    harness = make(0, 1)
+    harness.decodes[0].max_tokens = 10_000
+    await harness.start()
+    prompt: list[int] = [10, 11, 12, 13, 14] * 1000
+    shown: dict[str, Any] = {"echo": True, "logprobs": 5} if echo else {"return_token_ids": True}
+    client = Client(harness, "/v1/completions", LONG | {"max_tokens": 1, "prompt": prompt, "n": 4} | shown)
+    client.taking.clear()
+    least = len(prompt) * 6 * LOGPROB_BYTES if echo else 4 * len("10,") * len(prompt)
+    await until(lambda: harness.service.held.num_bytes > least, 5)
+    client.taking.set()
+    await asyncio.wait_for(client.call, 60)
+    assert client.complete and harness.service.held.num_bytes == 0
+
+
+UNREAD = {"model": MODEL, "prompt": [PROMPT * 10] * 2, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}
+
+
+async def test_whole_answers_count_until_they_are_sent(make: Make) -> None:
+    """Their requests have ended, and have no seats any more."""
+    harness = await make(0, 1).start()
+    one = Client(harness, "/v1/completions", UNREAD)
+    await one.call
+    length, held = sum(map(len, one.sent)), harness.service.held
+    assert one.complete and length > 1_000_000 and held.num_bytes == 0
+    clients = [Client(harness, "/v1/completions", UNREAD) for _ in range(3)]
+    for client in clients:
+        client.taking.clear()
+    admission = harness.service.admission
+    await until(lambda: admission.num_prompts == 0 and all(client.begun for client in clients))
+    await settle()
+    assert 3 * length / 8 < held.num_bytes < 3 * length / 7, "what choices share is there once"
+    for client in clients:
+        client.taking.set()
+    await asyncio.gather(*(client.call for client in clients))
+    assert all(client.complete for client in clients) and held.num_bytes == 0
+
+
+async def test_whole_answers_that_nobody_reads_are_cut_off(make: Make) -> None:
+    harness = await make(0, 1, max_held_bytes=4 << 20).start()
+    held, most = harness.service.held, 0
+    clients = []
+    for _ in range(20):
+        client = Client(harness, "/v1/completions", UNREAD)
+        client.taking.clear()
+        clients.append(client)
+        await until(lambda client=client: client.begun, 10)  # type: ignore[misc]
+        await settle()
+        most = max(most, held.num_bytes)
+    refused = [client for client in clients if client.status == 503]
+    assert 2 << 20 < most <= 4 << 20 and len(refused) == counted(harness) and len(refused) > 5
+    held._max_bytes = most - 1
+    held.account().add(1)
+    assert counted(harness) == len(refused) + 1
+    await until(lambda: sum(client.call.done() for client in clients) == 1, 10)
+    for client in clients:
+        client.taking.set()
+    await asyncio.gather(*(client.call for client in clients))
+    assert sum(client.complete for client in clients) == 20 - len(refused) - 1 and held.num_bytes == 1

@@ -14,7 +14,7 @@ from pdserve.router import pace
 from pdserve.router.app import SEND_BYTES
 from pdserve.router.held import Held
 from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
-from pdserve.router.openai_responses import ChatResponder, CompletionResponder
+from pdserve.router.openai_responses import SHARED_BYTES, ChatResponder, CompletionResponder, Pieces
 from pdserve.router.pace import Pacer
 from pdserve.router.service import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ async def test_a_whole_answer_is_made_in_slices(
         responder = CompletionResponder(parse(json.dumps(body).encode(), CompletionRequest), generation, tokenizer)
     turns, pieces = await turns_during(responder.whole(results(num_choices, num_tokens)))
     assert turns > 100
-    choices = json.loads(b"".join(pieces))["choices"]
+    choices = json.loads(b"".join(piece for piece, _ in pieces.take()))["choices"]
     assert [choice["index"] for choice in choices] == list(range(num_choices))
     for choice in choices:
         shown = choice["logprobs"]["content"] if chat else choice["logprobs"]["tokens"]
@@ -179,3 +179,21 @@ async def test_the_timelines_of_many_prompts_are_shown(
     text = (await asyncio.wait_for(asked, 60)).text
     shown = text.split("\n\n")[-3].removeprefix("data: ") if stream else text
     assert [each["prompt"] for each in json.loads(shown)["timeline"]] == list(range(50))
+
+
+def test_pieces_that_repeat_are_held_once() -> None:
+    shared, other, short = b"s" * SHARED_BYTES, b"s" * SHARED_BYTES, b"x" * 10
+    pieces = Pieces()
+    added = [pieces.add([short, shared, short]), pieces.add([shared, other]), pieces.add([short])]
+    assert added == [20 + SHARED_BYTES, SHARED_BYTES, 10]
+    assert (pieces.num_held, pieces.num_bytes) == (30 + 2 * SHARED_BYTES, 30 + 3 * SHARED_BYTES)
+    taken = list(pieces.take())
+    assert b"".join(piece for piece, _ in taken) == short + shared + short + shared + other + short
+    assert [num_bytes for _, num_bytes in taken] == [10, 0, 10, SHARED_BYTES, SHARED_BYTES, 10]
+
+
+def test_short_pieces_are_joined() -> None:
+    pieces = Pieces()
+    for _ in range(10_000):
+        pieces.add([b"0123456789" * 10])
+    assert len(list(pieces.take())) < 10 and pieces.num_held == 1_000_000
