@@ -125,15 +125,19 @@ async def _read(exchange: _Exchange, connection: socket.socket) -> None:
     exchange.ended = True
 
 
-async def _exchange(exchange: _Exchange, pieces: Iterable[bytes], reads: bool = True) -> None:
-    """Send, and read at the same time until the other side ends the connection."""
+async def _exchange(
+    exchange: _Exchange, pieces: Iterable[bytes], reads: bool = True, reads_after_s: float = 0.0
+) -> None:
+    """Send, and read at the same time until the other side ends the connection. reads_after_s: only so long after all
+    is sent."""
     loop = asyncio.get_running_loop()
+    reads_late = reads_after_s > 0
     try:
-        connection = await _connect(exchange.port, None if reads else 4096)
+        connection = await _connect(exchange.port, None if reads and not reads_late else 4096)
     except OSError:
         exchange.ended = True
         return
-    reading = asyncio.create_task(_read(exchange, connection)) if reads else None
+    reading = asyncio.create_task(_read(exchange, connection)) if reads and not reads_late else None
     try:
         try:
             for piece in pieces:
@@ -141,6 +145,9 @@ async def _exchange(exchange: _Exchange, pieces: Iterable[bytes], reads: bool = 
         except OSError:
             pass  # it ended the connection: what it said is still read
         exchange.sent_at = time.monotonic()
+        if reads_late:
+            await asyncio.sleep(reads_after_s)
+            reading = asyncio.create_task(_read(exchange, connection))
         await (reading if reading is not None else asyncio.Event().wait())
     finally:
         if reading is not None:
@@ -157,13 +164,15 @@ async def _together(limit_s: float, work: Iterable[Coroutine[Any, Any, None]]) -
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _sending(pieces_of_each: Iterable[Iterable[bytes]], reads: bool = True) -> Attack:
+def _sending(pieces_of_each: Iterable[Iterable[bytes]], reads: bool = True, reads_after_s: float = 0.0) -> Attack:
     """A connection each, all at once, until they have ended or the row's limit."""
     all_pieces = list(pieces_of_each)
 
     async def attack(port: int, limit_s: float) -> list[Answer]:
         exchanges = [_Exchange(port) for _ in all_pieces]
-        sending = (_exchange(each, pieces, reads) for each, pieces in zip(exchanges, all_pieces, strict=True))
+        sending = (
+            _exchange(each, pieces, reads, reads_after_s) for each, pieces in zip(exchanges, all_pieces, strict=True)
+        )
         await _together(limit_s, sending)
         return [exchange.answer() for exchange in exchanges]
 
@@ -235,6 +244,18 @@ def _prompt(num_tokens: int) -> str:
     tokenizer, sample = Tokenizer.load(DEMO), _text(100_000)
     each = len(sample) / len(tokenizer.encode(sample))
     return _text(int(num_tokens * each * 0.98))
+
+
+@cache
+def _ids(num_tokens: int) -> list[int]:
+    """Each an integer of its own where it is decoded: Python shares those up to 256."""
+    return random.Random(0).choices(range(257, VOCAB), k=num_tokens)
+
+
+@cache
+def _short_ids(num_tokens: int) -> str:
+    """JSON of ids of three digits, so that many fit into a body."""
+    return ",".join(map(str, random.Random(0).choices(range(257, 1000), k=num_tokens)))
 
 
 LONGEST = CONTEXT - 1024
@@ -337,6 +358,12 @@ def _tool_calls() -> Attack:
     return _chats(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}])
 
 
+@row("tool-call-12mb", "a tool call whose arguments are one word of 12 MB", limit_s=60.0)
+def _tool_call() -> Attack:
+    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": '"' + "a" * (12 * MB) + '"'}}
+    return _chats(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}])
+
+
 @row("tools-8mb", "tools of 8 MB, shown to a template that ignores them")
 def _tools() -> Attack:
     return _chats(tools=[{"type": "function", "function": {"name": "f" * 80}}] * 65_000, tool_choice="none")
@@ -369,6 +396,12 @@ def _choices() -> Attack:
     return _completes(prompt=[[5, 6]] * 128, n=64, max_tokens=1)
 
 
+@row("timelines-3000", "the timelines of 3,000 prompts", limit_s=60.0)
+def _timelines() -> Attack:
+    body = _completion(prompt=[[300, 301, 302]] * 3000, max_tokens=1)
+    return _sending([_post(COMPLETIONS, body, "x-pdserve-timeline: 1")])
+
+
 # Parameters that are large.
 
 
@@ -387,6 +420,11 @@ def _stops_most() -> Attack:
 @row("stops-1", "64 stops of 1,024 characters, 1 choice that runs on", limit_s=15.0)
 def _stops_running() -> Attack:
     return _completes(prompt=[5, 6], max_tokens=500, stop=["e" * 1000 + f"{i:024}" for i in range(64)])
+
+
+@row("stops-x500", "500 completions of 64 stops of 100 characters at once", limit_s=60.0)
+def _stops_together() -> Attack:
+    return _completes(copies=500, prompt=[300, 301], max_tokens=2, stop=["a" * 90 + f"{i:010}" for i in range(64)])
 
 
 @row("stop-31mb", "a stop string of 31 MB")
@@ -461,14 +499,25 @@ def _salt() -> Attack:
 # Prompts as lists.
 
 
-@row("ids-10m", "a prompt of 10,000,000 ids", limit_s=60.0)
-def _ids() -> Attack:
-    return _raw(COMPLETIONS, '{"model":MODEL,"max_tokens":4,"prompt":[', "70", 10 * MB, "]}")
+@row("ids-7m", "a prompt of 7,000,000 ids", limit_s=60.0)
+def _one_of_ids() -> Attack:
+    return _raw(COMPLETIONS, '{"model":MODEL,"max_tokens":4,"prompt":[', _short_ids(1000), 7000, "]}")
+
+
+@row("ids-8000x1000", "8,000 prompts of 1,000 ids", limit_s=60.0)
+def _prompts_of_ids() -> Attack:
+    before = '{"model":MODEL,"max_tokens":1,"prompt":['
+    return _raw(COMPLETIONS, before, f"[{_short_ids(1000)}]", 8000, "]}")
+
+
+@row("ids-64x125000", "64 prompts of 125,000 ids", limit_s=60.0)
+def _long_prompts_of_ids() -> Attack:
+    return _raw(COMPLETIONS, '{"model":MODEL,"max_tokens":1,"prompt":[', f"[{_short_ids(125_000)}]", 64, "]}")
 
 
 @row("ids-128k-x16", "16 prompts of 128k ids that fit, at once", wanted="answered")
 def _ids_128k() -> Attack:
-    return _completes(copies=16, prompt=[7] * LONGEST, max_tokens=4)
+    return _completes(copies=16, prompt=_ids(LONGEST), max_tokens=4)
 
 
 @row("floats-1m", "a prompt of 1,000,000 floats")
@@ -536,38 +585,55 @@ def _schema() -> Attack:
 
 @row("echo-n64", "64 choices that echo a prompt of 128k tokens, streamed", limit_s=60.0)
 def _echo() -> Attack:
-    return _completes(prompt=[7] * LONGEST, n=64, echo=True, stream=True, max_tokens=4)
+    return _completes(prompt=_ids(LONGEST), n=64, echo=True, stream=True, max_tokens=4)
 
 
 @row("token-ids-n64", "64 choices that return the 128k ids of their prompt, streamed", limit_s=60.0)
 def _token_ids() -> Attack:
-    return _completes(prompt=[7] * LONGEST, n=64, return_token_ids=True, stream=True, max_tokens=4)
+    return _completes(prompt=_ids(LONGEST), n=64, return_token_ids=True, stream=True, max_tokens=4)
 
 
 @row("token-ids-unread", "the same, read by nobody", "open", 20.0)
 def _token_ids_unread() -> Attack:
-    body = _completion(prompt=[7] * LONGEST, n=64, return_token_ids=True, stream=True, max_tokens=4)
+    body = _completion(prompt=_ids(LONGEST), n=64, return_token_ids=True, stream=True, max_tokens=4)
     return _sending([_post(COMPLETIONS, body)], reads=False)
+
+
+@row("echo-2000", "2,000 prompts of 1,000 ids, echoed", limit_s=60.0)
+def _echoes() -> Attack:
+    return _completes(prompt=[_ids(1000)] * 2000, echo=True, max_tokens=1)
+
+
+@row("whole-unread", "6 times the scores of 64 prompts of 390 ids, not streamed, read by nobody", "open", 20.0)
+def _whole_unread() -> Attack:
+    body = _completion(prompt=[_ids(390)] * 64, prompt_logprobs=20, max_tokens=1)
+    return _sending([_post(COMPLETIONS, body)] * 6, reads=False)
+
+
+@row("whole-echo-unread", "12 times 64 choices that echo 390 scored ids, not streamed, read by nobody", "open", 20.0)
+def _whole_echo_unread() -> Attack:
+    body = _completion(prompt=_ids(390), n=64, echo=True, logprobs=20, max_tokens=1)
+    return _sending([_post(COMPLETIONS, body)] * 12, reads=False)
 
 
 @row("logprobs-n64", "echo with logprobs 20 of 4,000 tokens, 64 choices", limit_s=60.0)
 def _logprobs() -> Attack:
-    return _completes(prompt=[7] * 4000, n=64, echo=True, logprobs=20, max_tokens=16)
+    return _completes(prompt=_ids(4000), n=64, echo=True, logprobs=20, max_tokens=16)
 
 
 @row("prompt-logprobs", "prompt_logprobs 20 of the longest prompt", limit_s=60.0)
 def _prompt_logprobs() -> Attack:
-    return _completes(prompt=[7] * LONGEST, prompt_logprobs=20, max_tokens=1)
+    return _completes(prompt=_ids(LONGEST), prompt_logprobs=20, max_tokens=1)
 
 
 @row("prompt-logprobs-most", "prompt_logprobs 20 of 24,900 tokens, as many as are answered", "answered", 60.0)
 def _prompt_logprobs_most() -> Attack:
-    return _completes(prompt=[7] * 24_900, prompt_logprobs=20, max_tokens=1)
+    return _completes(prompt=_ids(24_900), prompt_logprobs=20, max_tokens=1)
 
 
 @row("prompt-logprobs-n64", "prompt_logprobs 20 of 16,000 tokens, 64 choices", limit_s=60.0)
 def _prompt_logprobs_n64() -> Attack:
-    return _completes(prompt=[7] * 16_000, n=64, prompt_logprobs=20, max_tokens=1)
+    return _completes(prompt=_ids(16_000), n=64, prompt_logprobs=20, max_tokens=1)
 
 
 @row("logprobs-long", "logprobs 20 of 64 choices x 300 tokens, not streamed", limit_s=60.0)
@@ -585,6 +651,12 @@ def _unread() -> Attack:
 def _unread_logprobs() -> Attack:
     body = _completion(prompt=[5, 6], n=64, max_tokens=100_000, stream=True, ignore_eos=True, logprobs=20)
     return _sending([_post(COMPLETIONS, body)] * 4, reads=False)
+
+
+@row("read-late", "8 streams of 64 choices, read after 10 s, all at once", "open", 30.0)
+def _read_late() -> Attack:
+    body = _completion(prompt=[5, 6], n=64, max_tokens=2000, stream=True, ignore_eos=True)
+    return _sending([_post(COMPLETIONS, body)] * 8, reads_after_s=10.0)
 
 
 @row("scrapes-300", "300 scrapes of /metrics at once", wanted="answered")
@@ -672,6 +744,24 @@ def _chunks() -> Attack:
     return _sending([[head.encode(), b"1\r\n \r\n" * (2 * MB), b"0\r\n\r\n"]] * 4)
 
 
+@row(
+    "trailers", "30 MB of trailers after a body in chunks, 8 times, 4 of them of a request without a body", limit_s=60.0
+)
+def _trailers() -> Attack:
+    lines = [b"a:b\r\n" * 50_000] * 120
+    heads = [
+        f"{name} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        for name in (f"POST {COMPLETIONS}", "GET /health")
+    ]
+    return _sending([[head.encode() + b"2\r\n{}\r\n0\r\n", *lines] for head in heads * 4])
+
+
+@row("trailer-30mb", "a trailer of 30 MB")
+def _trailer() -> Attack:
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\na: "
+    return _sending([[head.encode(), *[b"a" * PIECE_BYTES] * 120]])
+
+
 @row("idle-5000", "5,000 connections opened for nothing", "open", 10.0)
 def _idle() -> Attack:
     return _sending([[]] * 5000)
@@ -693,6 +783,12 @@ def _pipelined() -> Attack:
     last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
     request = b"GET /health HTTP/1.1\r\n\r\n"
     return _sending([[request * (PIECE_BYTES // len(request)) + last]] * 20)
+
+
+@row("pipelined-x300", "300 connections with 1,000 requests in one piece", limit_s=60.0)
+def _pipelined_together() -> Attack:
+    last = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    return _sending([[b"GET /health HTTP/1.1\r\n\r\n" * 1000 + last]] * 300)
 
 
 @row("pipelined-posts", "20 connections with 3,000 completions in one piece", limit_s=60.0)
