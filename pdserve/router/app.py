@@ -347,6 +347,8 @@ class _ClientWatch:
             task.add_done_callback(lambda ended: undo(ended.result()) if _has_result(ended) else None)
             await _stop(task)
             raise
+        finally:
+            del task  # its error refers to this frame, and by that to all that was being made
 
     def close(self) -> None:
         """Listen no more; work that is under way is stopped as if the client had left."""

@@ -131,9 +131,8 @@ class Generation:
 
     def _cut(self) -> None:
         self._is_cut = True
-        error = _too_much_held()
         for run in self._runs:
-            run.fail(error)
+            run.fail(_too_much_held())  # one each: an error refers to all who have raised it
         self.pacer.later(self._end_runs())
         self.on_cut()
 
@@ -188,6 +187,8 @@ class Generation:
                     async for batch in batches:
                         await queue.put((batch, run.pass_on()))
                 await queue.put(None)
+            except RequestFailed as error:
+                await queue.put(error.with_traceback(None))  # which refers to this queue, where others' errors stay
             except Exception as error:
                 await queue.put(error)
 
@@ -216,6 +217,7 @@ class Generation:
                     yield batch
                     self.account.add(-num_bytes)
         finally:
+            item = None  # an error that was raised refers to this frame
             self.close()
 
 

@@ -18,7 +18,7 @@ Make = Callable[..., Harness]
 NUM_CALLS = 10
 
 
-async def call(app: ASGIApp, path: str, body: bytes) -> None:
+async def call(app: ASGIApp, path: str, body: bytes, status: int = 200) -> None:
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     ended = asyncio.Event()
 
@@ -29,7 +29,7 @@ async def call(app: ASGIApp, path: str, body: bytes) -> None:
         return parts.pop()
 
     async def send(message: Message) -> None:
-        assert message.get("status", 200) == 200
+        assert message.get("status", status) == status
 
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": []}
     await app(scope, receive, send)
@@ -81,12 +81,35 @@ async def test_requests_that_are_cut_off_or_end_early(make: Make) -> None:
         with pytest.raises(RequestFailed):
             await generation.collect()
 
+    async def cut_many() -> None:
+        generation = await harness.service.admit([[5, 6]] * 3, SamplingParams(max_tokens=50, ignore_eos=True))
+
+        async def cut_soon() -> None:
+            await settle()
+            generation.account.cut()
+
+        cutting = asyncio.create_task(cut_soon())
+        with pytest.raises(RequestFailed):
+            await generation.collect()
+        await cutting
+
     async def leave() -> None:
         generation = await harness.service.admit([[5, 6]] * 3, SamplingParams(max_tokens=50, ignore_eos=True))
         batches = generation.stream()
         await anext(batches)
         await batches.aclose()
 
-    for work in (cut, leave):
+    for work in (cut, cut_many, leave):
         found = await garbage(work)
         assert not found["RequestRun"] and not found["Generation"], (work, found)
+
+
+@pytest.mark.parametrize("prompt", [[5, 6], [[5, 6]] * 30])
+async def test_whole_answers_that_are_cut_off(make: Make, prompt: list[Any]) -> None:
+    """They are cut off because they hold most."""
+    harness = make(0, 1, max_held_bytes=1 << 16)
+    harness.decodes[0].max_tokens = 10_000
+    await harness.start()
+    body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "seed": 1}).encode()
+    found = await garbage(lambda: call(harness.app, "/v1/completions", body, 503))
+    assert not found["RequestRun"] and not found["Generation"], found
