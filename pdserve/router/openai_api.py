@@ -16,7 +16,7 @@ from pdserve.engine.protocol import SamplingParams
 from pdserve.router.errors import ApiError, value_error
 from pdserve.router.json_outline import PIECE_BYTES, Member, arrays, least_chars, outline
 from pdserve.router.pace import Pace
-from pdserve.router.prompts import Lengths
+from pdserve.router.prompts import Lengths, Prompt, SharedIds
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -65,15 +65,15 @@ class CompletionRequest(_Request, kw_only=True):
     add_special_tokens: bool | None = None
     best_of: int | None = None
 
-    def prompts(self) -> Sequence[str | Sequence[int]]:
+    def prompts(self) -> Sequence[Prompt]:
         """One or many prompts as a list of texts or of token ids."""
         if isinstance(self.prompt, str):
             return [self.prompt]
         kinds = set(map(type, self.prompt))
         if kinds == {int}:
             return [cast(list[int], self.prompt)]
-        if kinds in ({str}, {tuple}):
-            return cast(list[str | tuple[int, ...]], self.prompt)
+        if kinds in ({str}, {tuple}, {SharedIds}):
+            return cast(list[Prompt], self.prompt)
         what = "is an empty list" if not kinds else "mixes texts and token ids"
         raise ApiError(
             f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these", param="prompt"
@@ -145,6 +145,7 @@ LONG_BODY = 1 << 15  # bytes: a shorter body is decoded in about a millisecond, 
 MAX_OTHER_BYTES = 1 << 20  # of a value that is neither prompt nor messages
 MAX_ITEMS = 1 << 17  # texts, lists, objects and commas of such a value, and of messages
 MAX_PROMPTS = 1 << 14
+LONG_ITEM = 2 * PIECE_BYTES  # bytes of JSON: a prompt that is longer is looked at before it is decoded, alone
 ITEM_CHARS = 256  # of a text, list or object in messages, that need not be in the prompt: names, spaces
 LONGEST_TYPO = 64
 LONGEST_PLACE = 400
@@ -242,25 +243,58 @@ async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: 
     kind = _kind_of_prompts(body, member)
     prompts: list[Any] = []
     for items in arrays(body, member):
-        if len(items) > 2 * PIECE_BYTES:  # one item
+        if len(items) > LONG_ITEM:  # one item
             if kind == list[str]:
                 await _check_text(items, Member(0, len(items)), lengths, pace)
             else:
                 lengths.check(items.count(b",") + 1, "prompt")
-        try:
-            decoded = msgspec.json.decode(items, type=kind)
-        except msgspec.ValidationError as error:
-            raise ApiError(f"prompt: {str(error).split(' - at ')[0]}", param="prompt") from error
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise _not_json(error) from error
-        if kind == list[int]:
+                if (item := _flat_item(items)) is not None:
+                    prompts.append(await _long_ids(items, item, lengths, pace))
+                    continue
+        decoded = _items(items, kind)
+        if kind == list[list[int]]:
+            decoded = [_shared(ids, lengths) for ids in decoded]
+        elif kind == list[int]:
             decoded = lengths.shared_ids(decoded, "prompt")
-        elif kind == list[list[int]]:
-            decoded = [lengths.shared_ids(ids, "prompt") for ids in decoded]
         prompts += decoded
         if pace.is_due:
             await pace.rest()
-    return prompts
+    return [_shared_already(prompts, lengths)] if kind == list[int] and prompts else prompts
+
+
+def _flat_item(items: bytearray) -> Member | None:
+    """The one item of an array of arrays, when it holds numbers at most: it may be cut at any comma."""
+    start, end = items.find(b"[", 1), items.rfind(b"]", 0, -1) + 1
+    is_alone = 0 < start < end and not (items[1:start] + items[end:-1]).strip()
+    is_flat = items.count(b"[") == 2 and not any(mark in items for mark in (b'"', b"{"))
+    return Member(start, end) if is_alone and is_flat else None
+
+
+async def _long_ids(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> SharedIds:
+    """One long prompt, piece by piece."""
+    ids: list[int] = []
+    for items in arrays(body, member):
+        ids += lengths.shared_ids(_items(items, list[int]), "prompt")
+        if pace.is_due:
+            await pace.rest()
+    return _shared_already(ids, lengths)
+
+
+def _shared(ids: Sequence[int], lengths: Lengths) -> SharedIds:
+    return _shared_already(lengths.shared_ids(ids, "prompt"), lengths)
+
+
+def _shared_already(ids: Sequence[int], lengths: Lengths) -> SharedIds:
+    return SharedIds(tuple(ids), lengths.limits.vocab_size)
+
+
+def _items(items: bytearray, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(items, type=kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"prompt: {str(error).split(' - at ')[0]}", param="prompt") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from error
 
 
 async def _check_text(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> None:

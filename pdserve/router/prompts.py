@@ -20,8 +20,6 @@ from pdserve.text.tokenizer import Tokenizer
 P = ParamSpec("P")
 T = TypeVar("T")
 
-Prompt = str | Sequence[int]
-
 # Tokenising this many characters takes about 2 ms, which the event loop can spare.
 INLINE_CHARS = 4096
 TEXT_CHARS = 128  # the fixed cost of one text, in characters
@@ -48,6 +46,20 @@ class Limits:
 
     max_tokens: int
     vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedIds:
+    """A prompt whose ids are shared and checked already (`Lengths.shared_ids`), against this size of the vocabulary."""
+
+    ids: tuple[int, ...]
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+Prompt = str | Sequence[int] | SharedIds
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +99,14 @@ class Lengths:
             )
             raise ApiError(message, param=named, code="context_length_exceeded")
 
-    def shared_ids(self, ids: Sequence[int], named: str) -> tuple[int, ...]:
+    def shared_ids(self, ids: Sequence[int] | SharedIds, named: str) -> tuple[int, ...]:
         """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError (400) when one is
         outside the vocabulary."""
         vocab_size = self.limits.vocab_size
+        if isinstance(ids, SharedIds):
+            if ids.vocab_size <= vocab_size:
+                return ids.ids
+            ids = ids.ids
         try:
             if min(ids, default=0) >= 0:
                 return tuple(map(_integers(vocab_size).__getitem__, ids))

@@ -5,7 +5,7 @@ import itertools
 import json
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import ANY
 
@@ -21,7 +21,7 @@ from pdserve.router.errors import ApiError
 from pdserve.router.json_outline import outline
 from pdserve.router.openai_api import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
 from pdserve.router.pace import Pacer
-from pdserve.router.prompts import Lengths, Limits
+from pdserve.router.prompts import Lengths, Limits, SharedIds
 from pdserve.router.service import Service
 
 Make = Callable[..., Harness]
@@ -32,7 +32,18 @@ MEGABYTE = 1 << 20
 
 async def long(body: bytes, kind: Any, lengths: Lengths = WIDE) -> Any:
     with Pacer().pace() as pace:
-        return await parse_long(bytearray(body), kind, lengths, pace)
+        return plain(await parse_long(bytearray(body), kind, lengths, pace))
+
+
+def plain(call: Any) -> Any:
+    """With a list of prompts where there is any, and their ids as tuples."""
+    if isinstance(call, CompletionRequest) and call.prompt:
+        call.prompt = [prompt if isinstance(prompt, str) else ids_of(prompt) for prompt in call.prompts()]
+    return call
+
+
+def ids_of(prompt: Sequence[int] | SharedIds) -> tuple[int, ...]:
+    return prompt.ids if isinstance(prompt, SharedIds) else tuple(prompt)
 
 
 def completion(prompt: str, rest: str = "") -> bytes:
@@ -58,13 +69,14 @@ def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(json_outline, "WINDOW", request.param)
         monkeypatch.setattr(json_outline, "PIECE_BYTES", request.param)
         monkeypatch.setattr(json_outline, "LEAVES_BYTES", 2 * request.param)
+        monkeypatch.setattr(openai_api, "LONG_ITEM", request.param)
 
 
 @pytest.mark.usefixtures("window")
 @pytest.mark.parametrize("prompt", PROMPTS)
 async def test_piece_by_piece_gives_the_same_as_at_once(prompt: str) -> None:
     body = completion(prompt, ',"stop":["x","]"],"logit_bias":{"3":1.5},"stream":null,"user":"u","n":2.0')
-    assert await long(body, CompletionRequest) == parse(bytearray(body), CompletionRequest)
+    assert await long(body, CompletionRequest) == await at_once(body)
 
 
 @pytest.mark.usefixtures("window")
@@ -94,7 +106,7 @@ async def test_what_is_no_json_is_refused_as_such(prompt: str) -> None:
 
 
 async def at_once(body: bytes) -> Any:
-    return parse(bytearray(body), CompletionRequest)
+    return plain(parse(bytearray(body), CompletionRequest))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -104,6 +116,7 @@ async def test_mutilated_bodies_give_no_other_answer(seed: int, monkeypatch: pyt
     monkeypatch.setattr(json_outline, "WINDOW", chance.randint(2, 40))
     monkeypatch.setattr(json_outline, "PIECE_BYTES", chance.randint(1, 40))
     monkeypatch.setattr(json_outline, "LEAVES_BYTES", chance.randint(1, 80))
+    monkeypatch.setattr(openai_api, "LONG_ITEM", chance.randint(1, 40))
     for _ in range(60):
         body = bytearray(completion(chance.choice(PROMPTS), ',"stop":["x","]"],"user":{"a":[1]}'))
         for _ in range(chance.choice([0, 1, 1, 2])):
@@ -209,6 +222,54 @@ async def test_too_much_is_refused_before_it_is_made(
         await long(body, kind, NARROW)
     assert (caught.value.status, caught.value.code) == (400, code) and len(caught.value.message) < 3000
     assert len(body) > LONG_BODY and max(decoded) < 100_000
+
+
+@pytest.mark.parametrize("prompt", ["[%s]", "[[%s]]", "[[5], [%s] ,[6]]"])
+async def test_long_lists_of_ids_are_decoded_in_pieces(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    decoded, shared = list[int](), list[int]()
+    decode, shared_ids = msgspec.json.decode, Lengths.shared_ids
+
+    def decoding(data: bytearray, **options: Any) -> Any:
+        decoded.append(len(data))
+        return decode(data, **options)
+
+    def sharing(lengths: Lengths, ids: Any, named: str) -> tuple[int, ...]:
+        shared.append(len(ids))
+        return shared_ids(lengths, ids, named)
+
+    monkeypatch.setattr(msgspec.json, "decode", decoding)
+    monkeypatch.setattr(Lengths, "shared_ids", sharing)
+    ids = [300 + number % 700 for number in range(125_000)]
+    call = await long(completion(prompt % ",".join(map(str, ids))), CompletionRequest)
+    assert tuple(ids) in call.prompt
+    assert max(decoded) <= 2 * json_outline.PIECE_BYTES and max(shared) <= json_outline.PIECE_BYTES
+
+
+async def test_ids_are_mapped_once_and_held_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 million ids are 64 MB, each time that they are made anew."""
+    harness, num_mapped = await make(0, 1).start(), 0
+    shared_ids = Lengths.shared_ids
+
+    def mapping(lengths: Lengths, ids: Any, named: str) -> tuple[int, ...]:
+        nonlocal num_mapped
+        made = shared_ids(lengths, ids, named)
+        num_mapped += 0 if isinstance(ids, SharedIds) and made is ids.ids else len(ids)
+        return made
+
+    monkeypatch.setattr(Lengths, "shared_ids", mapping)
+    prompts = [[number % 100 + 3 for number in range(40)] for _ in range(500)]
+    body = json.dumps({"model": MODEL, "prompt": prompts, "max_tokens": 1})
+    assert len(body) > LONG_BODY
+    assert (await harness.http(timeout=120).post("/v1/completions", content=body)).status_code == 200
+    assert [list(submit.prompt_token_ids) for submit in harness.decodes[0].submits()] == prompts
+    assert num_mapped == 500 * 40
+
+
+async def test_ids_are_checked_again_when_the_vocabulary_has_become_smaller() -> None:
+    ids = SharedIds((5, 300), 400)
+    assert NARROW.shared_ids(ids, "prompt") is ids.ids
+    with pytest.raises(ApiError, match=r"vocabulary 0\.\.299"):
+        Lengths(Limits(256, 300), None, 13).shared_ids(ids, "prompt")
 
 
 async def test_the_loop_goes_on_while_a_long_body_is_looked_at(make: Make) -> None:
