@@ -26,6 +26,8 @@ RAY_FIXTURES = {"local_ray"}
 RAY_HELPERS = {"raylets"}
 PROCESS_HELPERS = {"hosts"}
 
+STARTING_MARKS = ("ray", "gpu", "multigpu")  # on a GPU, Triton starts an assembler for what it compiles
+
 NIXL = "nixl"  # in the id of a test: its peers are processes
 
 # The first word of commands that any test may run.
@@ -64,7 +66,7 @@ def mark(item: pytest.Item) -> None:
     helpers = {getattr(value, "__module__", "") for value in vars(getattr(item, "module", None) or object).values()}
     if fixtures & RAY_FIXTURES or helpers & RAY_HELPERS:
         item.add_marker(pytest.mark.ray)
-    starts = helpers & PROCESS_HELPERS or item.get_closest_marker("ray")
+    starts = helpers & PROCESS_HELPERS or any(map(item.get_closest_marker, STARTING_MARKS))
     if starts or NIXL in item.name.partition("[")[2]:
         item.add_marker(pytest.mark.processes)
 
