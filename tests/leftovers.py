@@ -52,6 +52,7 @@ PROCESSES_THAT_STAY = {
 VARIABLES_THAT_CHANGE = {
     "PYTEST_CURRENT_TEST": "pytest's",
     "TORCHINDUCTOR_CACHE_DIR": "torch sets it when it first compiles something",
+    "KMP_": "the OpenMP library of some builds of torch sets them when it begins",
     "NIXL_LOG_LEVEL": "benchmarks set it for the processes that they start",
     "RAY_": "Ray sets its own when it starts, and they hold for the session",
     "PYTHONBREAKPOINT": "as above",
