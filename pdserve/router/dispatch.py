@@ -13,7 +13,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import msgspec
@@ -152,7 +152,7 @@ class RequestRun:
         """What became certain, as it comes, until every choice is finished. Raises RequestFailed. Whoever stops early
         calls `close` (closing the iterator does)."""
         failures, accepted_before, outcome = 0, 0, "internal"
-        self._clock.begin(len(self._job.prompt_token_ids))
+        self._clock.begin(self._prompt.num_tokens)
         room = self._shared.pacer.room
         try:
             await room()  # many may begin together, and end with one message
@@ -193,13 +193,14 @@ class RequestRun:
             self._clock.end(outcome, self.record)
             self._judge(outcome)
             self._log()
+            self._forget_prompt()
 
     def forecast(self, chooser: Chooser, share_ahead: float, unsent_tokens: int) -> Forecast | None:
         """Of its first token, if it began now where `chooser` says. unsent_tokens: that wait in this router, for all
         workers. None: nothing is known yet of how fast workers are. Raises NoWorker."""
         workers = self._shared.fleet.workers
         plan = chooser.choose(workers, self._demand(set()))
-        predictor = Predictor(workers, self._prompt, len(self._job.prompt_token_ids), time.monotonic())
+        predictor = Predictor(workers, self._prompt, self._prompt.num_tokens, time.monotonic())
         if not predictor.is_measured:
             return None
         split = plan.prefill is not None
@@ -225,7 +226,7 @@ class RequestRun:
             request_id=self._job.request_id,
             prompt=self._job.prompt,
             outcome=clock.outcome,
-            prompt_tokens=len(self._job.prompt_token_ids),
+            prompt_tokens=self._prompt.num_tokens,
             cached_tokens=self.record.cached_tokens or 0,
             generated_tokens=self.record.num_tokens,
             admission_s=rounded(self._admission_s),
@@ -273,6 +274,11 @@ class RequestRun:
             self._end(leg, cancel=True)
         self._await(None)
 
+    def _forget_prompt(self) -> None:
+        """It has ended: others of its call, which keeps it, may take long, and prompts much memory."""
+        self._job = replace(self._job, prompt_token_ids=())
+        self._prompt.forget()
+
     def _await(self, decode: WorkerState | None) -> None:
         """Have the planned D stay until the hand-off, though it leaves. None: it need not any more."""
         before, self._awaiting = self._awaiting, decode
@@ -285,7 +291,7 @@ class RequestRun:
         return self._shared.chooser.choose(self._shared.fleet.workers, self._demand(self._excluded))
 
     def _demand(self, excluded: set[str]) -> Demand:
-        sampling, num_prompt = self._job.sampling, len(self._job.prompt_token_ids)
+        sampling, num_prompt = self._job.sampling, self._prompt.num_tokens
         if self._job.open_ended:
             wanted = max(sampling.min_tokens, self.record.num_tokens_longest + 1)
         else:
@@ -305,7 +311,7 @@ class RequestRun:
         self._shared.metrics.split_decisions.labels(kind, plan.reason).inc()
         if plan.prefill is None:
             self._submit(plan.decode, "full")
-        elif 0 < plan.prefill.hello.parts_from <= len(self._job.prompt_token_ids):
+        elif 0 < plan.prefill.hello.parts_from <= self._prompt.num_tokens:
             link = plan.decode.link_to(plan.prefill)
             is_slow = link is not None and link.bytes_per_s < plan.prefill.hello.cut_below
             self._prepare(plan.decode, plan.prefill, self._submit(plan.prefill, "prefill", overlap=is_slow))
@@ -339,7 +345,7 @@ class RequestRun:
         return leg
 
     def _weight(self, phase: Phase) -> int:
-        prompt = len(self._job.prompt_token_ids)
+        prompt = self._prompt.num_tokens
         if phase == "prefill":
             return prompt
         return prompt + sum(DECODE_WEIGHT + len(start.forced) for start in self.record.starts())
@@ -535,7 +541,7 @@ class RequestRun:
         limits = [worker.token_limit for worker in workers if worker.hello.model_fingerprint == self._fingerprint]
         if not self._job.open_ended or not limits:
             return []
-        room = max(limits) - len(self._job.prompt_token_ids)
+        room = max(limits) - self._prompt.num_tokens
         chunks: dict[int, Chunk] = {}
         for choice, record in enumerate(self.record.choices):
             if record.finish_reason is None and len(record.tokens) >= max(room, sampling.min_tokens, 1):

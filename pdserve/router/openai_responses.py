@@ -119,7 +119,10 @@ class _Base(ABC):
         kind: str,
         include_usage: bool,
         shows_timeline: bool,
+        shows_prompts: bool,
     ) -> None:
+        if not shows_prompts:
+            generation.forget_prompts()
         self._generation = generation
         self._tokenizer = tokenizer
         self._include_usage = include_usage
@@ -250,7 +253,8 @@ class CompletionResponder(_Base):
         self, request: CompletionRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
     ) -> None:
         kind, include_usage = "text_completion", request.include_usage
-        super().__init__(generation, tokenizer, request.model, kind, include_usage, shows_timeline)
+        shows_prompts = bool(request.echo or request.return_token_ids)
+        super().__init__(generation, tokenizer, request.model, kind, include_usage, shows_timeline, shows_prompts)
         self._request = request
         given = request.prompts() if request.echo else []
         self._texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -377,7 +381,8 @@ class ChatResponder(_Base):
         self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        super().__init__(generation, tokenizer, request.model, kind, request.include_usage, shows_timeline)
+        usage, shows_prompts = request.include_usage, bool(request.return_token_ids)
+        super().__init__(generation, tokenizer, request.model, kind, usage, shows_timeline, shows_prompts)
         self._request = request
         self._begun: set[int] = set()
 

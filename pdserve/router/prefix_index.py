@@ -148,13 +148,15 @@ class PromptBlocks:
     always computed, so a block that ends with it does not count."""
 
     def __init__(self, token_ids: Sequence[int], salt: str) -> None:
+        self.num_tokens = len(token_ids)
         self._token_ids = token_ids
         self._salt = salt
         self._chains: dict[tuple[str, int], tuple[list[bytes], list[int]]] = {}
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self._token_ids)
+    def forget(self) -> None:
+        """Nobody will ask any more: let go of the ids, and of the keys, which take as much."""
+        self._token_ids = ()
+        self._chains = {}
 
     def num_cached_tokens(self, cached: CachedBlocks, fingerprint: str, block_size: int, now: float) -> int:
         """Of the longest prefix that is held there. fingerprint, block_size: of the worker (Hello)."""

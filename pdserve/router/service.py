@@ -74,6 +74,7 @@ class Generation:
         self.request_id = request_id
         self.n = n
         self.prompts = tuple(prompts)
+        self.num_prompt_tokens = sum(map(len, prompts))
         self._runs = runs
         self.pacer = pacer
         self._pumps: list[asyncio.Task[None]] = []
@@ -87,10 +88,6 @@ class Generation:
     def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprob | None, ...] | None:
         """One a prompt token (the first is None), when they were asked for; there before the prompt's first chunk."""
         return self._runs[prompt].record.prompt_logprobs
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return sum(len(prompt) for prompt in self.prompts)
 
     @property
     def num_cached_tokens(self) -> int:
@@ -107,6 +104,10 @@ class Generation:
     def timelines(self) -> Iterator[PromptTimeline]:
         """Where time and bytes went up to now, one a prompt."""
         return (run.timeline() for run in self._runs)
+
+    def forget_prompts(self) -> None:
+        """The answer shows none of them."""
+        self.prompts = ()
 
     def hold(self, num_bytes: int) -> None:
         """So much more is held for the client, until `close`. RequestFailed when that was too much."""

@@ -135,6 +135,49 @@ async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.Monk
     turns.close()
 
 
+async def test_what_has_ended_keeps_no_prompt_though_others_of_its_call_go_on(make: Make) -> None:
+    """A call of hundreds of texts takes its time, and each text's ids and keys take 16 bytes a token."""
+
+    def kept() -> list[bool]:
+        return [bool(run._job.prompt_token_ids or run._prompt._token_ids or run._prompt._chains) for run in runs]
+
+    harness = make(0, 1)
+    harness.decodes[0].going.clear()
+    await harness.start()
+    generation = await harness.service.admit(PROMPTS[:3], LONG)
+    runs = generation._runs
+    reading = asyncio.create_task(generation.collect())
+    await until(lambda: harness.world.held() == 3)
+    assert kept() == [True, True, True]
+    [worker] = harness.fleet.workers
+    name, attempt = list(worker.legs)[1]
+    end = Delta(name, attempt, 0, 0, tuple(range(3, 203)), "length")
+    for queue in harness.decodes[0]._streams.values():
+        queue.put_nowait(harness.decodes[0]._batch([end]))
+    await until(lambda: kept() == [True, False, True], 5)
+    assert generation.num_prompt_tokens == 6 and [line.prompt_tokens for line in generation.timelines()] == [2, 2, 2]
+    await ended(generation, reading)
+
+
+@pytest.mark.parametrize("shows", [{}, {"echo": True}, {"return_token_ids": True}])
+async def test_prompts_stay_only_for_answers_that_show_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch, shows: dict[str, bool]
+) -> None:
+    harness = await make(0, 1).start()
+    kept: list[int] = []
+    served = Generation.served
+
+    def noting(generation: Generation) -> None:
+        kept.append(len(generation.prompts))
+        served(generation)
+
+    monkeypatch.setattr(Generation, "served", noting)
+    body = {"model": MODEL, "prompt": [[5, 6], [7, 8]], "max_tokens": 2, "seed": 1} | shows
+    answer = await harness.http().post("/v1/completions", json=body)
+    assert answer.json()["usage"]["prompt_tokens"] == 4
+    assert kept == [2 if shows else 0]
+
+
 @pytest.mark.parametrize("is_large", [False, True], ids=["small messages", "large messages"])
 async def test_messages_that_wait_are_read_a_few_at_a_time(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_large: bool
