@@ -22,10 +22,15 @@ class BlockHasher:
 
     def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
         """Append the digests of the full blocks of `tokens` that `hashes` does not hold yet. salt separates tenants."""
+        first, end = len(hashes), len(tokens) // self.block_size
+        if first >= end:
+            return
         parent = hashes[-1] if hashes else self._root(salt)
-        for index in range(len(hashes), len(tokens) // self.block_size):
-            block = np.asarray(tokens[index * self.block_size : (index + 1) * self.block_size], dtype="<i4")
-            parent = blake2b(parent + block.tobytes(), digest_size=16, key=self._key).digest()
+        # all at once: an array of its own for each block would take longer than the hashing
+        ids = np.asarray(tokens[first * self.block_size : end * self.block_size], dtype="<i4").tobytes()
+        size = len(ids) // (end - first)
+        for start in range(0, len(ids), size):
+            parent = blake2b(parent + ids[start : start + size], digest_size=16, key=self._key).digest()
             hashes.append(parent)
 
     def content(self, tokens: Sequence[int], salt: str) -> bytes:

@@ -69,11 +69,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_integers(self)
         _check_numbers(self)
         _check_booleans(self)
-        msgspec.structs.force_setattr(self, "stop", _checked_stops(self.stop))
-        msgspec.structs.force_setattr(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
+        if self.stop != ():
+            msgspec.structs.force_setattr(self, "stop", _checked_stops(self.stop))
+        if self.stop_token_ids != ():
+            msgspec.structs.force_setattr(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
-        _check_bias(self.logit_bias)
+        if self.logit_bias is not None:
+            _check_bias(self.logit_bias)
 
     @property
     def greedy(self) -> bool:
@@ -192,9 +195,9 @@ def _checked_stop_ids(given: Any) -> tuple[int, ...]:
 
 
 def _check_bias(given: Any) -> None:
-    if given is not None and not isinstance(given, dict):
+    if not isinstance(given, dict):
         raise ValueError(f"logit_bias must map token ids to numbers, not {given!r}")
-    bias: dict[Any, Any] = given or {}
+    bias: dict[Any, Any] = given
     if len(bias) > MAX_LOGIT_BIAS:
         raise ValueError(f"logit_bias must hold at most {MAX_LOGIT_BIAS} token ids, not {len(bias)}: send fewer")
     for token, value in bias.items():
