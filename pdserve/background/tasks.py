@@ -13,6 +13,7 @@ it gets, as with `asyncio.create_task`. Used by the router, and by the Serve rep
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
+from functools import cache
 from typing import Any
 
 from prometheus_client import Counter
@@ -53,10 +54,16 @@ def keep(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_
 
 def once(name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     """Run to its end; an error ends it. name: as in `keep`."""
-    FAILURES.labels(name)  # counts from zero: the first failure is a step that a query sees
+    _count_from_zero(name)
     task = asyncio.get_running_loop().create_task(work, name=name)
     task.add_done_callback(_ended)
     return task
+
+
+@cache
+def _count_from_zero(name: str) -> None:
+    """The first failure is a step that a query sees."""
+    FAILURES.labels(name)
 
 
 def failed(name: str, error: BaseException) -> None:

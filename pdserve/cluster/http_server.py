@@ -5,7 +5,7 @@ each request over by gRPC, is called back for the body, and gets each piece of t
 a node listen on one port, and the kernel spreads connections among them. Knows no routes. Used by
 `cluster.router_replica`.
 
-Clients that are slow on purpose, or send what is dear to read: uvicorn limits neither the size of
+Clients may be slow on purpose, or send what takes long to read. uvicorn limits neither the size of
 headers, nor their number, nor the time they take, so `_Guarded` does; it drops trailers, which uvicorn
 would add to the headers, and limits what is no part of a body between and after its pieces. Bodies and
 streams are `router.app`'s business; and the kernel ends connections whose peer takes no bytes.
@@ -162,7 +162,7 @@ class _Guarded(HttpToolsProtocol):
             self.go_on()
 
     def go_on(self) -> None:
-        """An answer was written, or a body taken: parse what came behind it, when it is this connection's turn."""
+        """An answer was written, or a body taken: parse what came after it, when it is this connection's turn."""
         if self._rest and not self._waits:
             self._waits = True
             self._turns.wait(self)

@@ -6,10 +6,10 @@ generation as soon as its client is gone. Knows no workers. Built by `cluster/` 
 
 import asyncio
 import logging
+import secrets
 import time
-import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -162,7 +162,7 @@ class _Api:
     async def _admitted(self, request: Request, kind: type[R], admit: Admit[R]) -> tuple[R, Generation, "_ClientWatch"]:
         """The request as it was sent, its generation, and who knows when its client goes away."""
         received = time.perf_counter()
-        async with self._bodies.read(request) as body:
+        with await self._bodies.read(request) as body:
             watch = _ClientWatch(request.receive)
             try:
                 if len(body) > LONG_BODY:
@@ -260,7 +260,7 @@ class _Api:
         return str(request.state.tenant) if self.service.config.salt_by_key else ""
 
     async def body(self, request: Request) -> bytearray:
-        async with self._bodies.read(request) as body:
+        with await self._bodies.read(request) as body:
             return body
 
     async def _answer(
@@ -290,7 +290,7 @@ class _Api:
 
 
 def _request_id(request: Request, prefix: str) -> str:
-    """The request's name behind the prefix. Raises ApiError when the client gave one that cannot be."""
+    """The request's name after the prefix. Raises ApiError when the client gave one that cannot be."""
     given = request.headers.get(REQUEST_ID)
     try:
         return f"{prefix}-{request.state.name if given is None else check_request_id(given)}"
@@ -300,11 +300,10 @@ def _request_id(request: Request, prefix: str) -> str:
 
 def _name_of(request: Request) -> str:
     """The client's x-request-id, or a new one, also where the client's cannot be."""
-    given = request.headers.get(REQUEST_ID, "")
-    try:
-        return check_request_id(given)
-    except ValueError:
-        return uuid.uuid4().hex
+    if given := request.headers.get(REQUEST_ID):
+        with suppress(ValueError):
+            return check_request_id(given)
+    return secrets.token_hex(16)
 
 
 def _shows_timeline(request: Request) -> bool:
@@ -438,8 +437,8 @@ class _Answer(Response):
 class _EventStream(_Answer):
     """Server-sent events of one generation. Ends it, whatever ends the stream.
 
-    While the client does not read, `send` waits, once the connection's buffers are full; what the generation makes
-    meanwhile is kept (never more than it may make at all) and goes out as one event.
+    While the client does not read, `send` waits, once the connection's buffers are full. What the generation makes
+    meanwhile is kept, counts against max_held_bytes, and is sent in few large events.
     """
 
     media_type = "text/event-stream"

@@ -7,10 +7,9 @@ Knows no JSON. Called by `router.app`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from types import TracebackType
 
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from pdserve.router.admission import too_much
 from pdserve.router.errors import ApiError
@@ -29,30 +28,34 @@ class Bodies:
         self._max_total_bytes = max_total_bytes
         self._timeout_s = timeout_s
 
-    @asynccontextmanager
-    async def read(self, request: Request) -> AsyncIterator[bytearray]:
-        """The body, which counts until the context is left. ApiError: 408 too slow, 413 too large, 429
-        too much at once; by its content-length, if it has one, before anything is read."""
-        body = bytearray()
+    async def read(self, request: Request) -> "Body":
+        """The body, which counts until it is closed. ApiError: 408 too slow, 413 too large, 429 too much at
+        once; by its content-length, if it has one, before anything is read."""
+        body = Body(self)
         try:
-            try:
-                async with asyncio.timeout(self._timeout_s):
-                    await self._fill(body, request)
-            except TimeoutError:
-                message = (
-                    f"the body did not come within {self._timeout_s:g} s: send it faster, or raise "
-                    "router.client_timeout_s"
-                )
-                raise ApiError(message, status=408, code="body_timeout") from None
-            yield body
-        finally:
-            self.num_bytes -= len(body)
+            async with asyncio.timeout(self._timeout_s):
+                await self._fill(body.data, request)
+        except TimeoutError:
+            body.close()
+            message = (
+                f"the body did not come within {self._timeout_s:g} s: send it faster, or raise router.client_timeout_s"
+            )
+            raise ApiError(message, status=408, code="body_timeout") from None
+        except BaseException:
+            body.close()
+            raise
+        return body
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         told = request.headers.get("content-length", "")
         if told.isdecimal():
             self._check(int(told[:20]), 0)
-        async for part in request.stream():
+        more = True
+        while more:
+            message = await request.receive()
+            if message["type"] == "http.disconnect":
+                raise ClientDisconnect
+            part, more = message.get("body", b""), message.get("more_body", False)
             self._check(len(body) + len(part), len(body))
             body += part
             self.num_bytes += len(part)
@@ -69,3 +72,25 @@ class Bodies:
                 "raise router.max_total_body_bytes"
             )
             raise too_much(message, "too_many_body_bytes", RETRY_AFTER_S)
+
+
+class Body:
+    """The bytes of one. As a context it gives them, and closes at its end."""
+
+    __slots__ = ("_bodies", "data")
+
+    def __init__(self, bodies: Bodies) -> None:
+        self.data = bytearray()
+        self._bodies = bodies
+
+    def __enter__(self) -> bytearray:
+        return self.data
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """It counts no more."""
+        self._bodies.num_bytes -= len(self.data)

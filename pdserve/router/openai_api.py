@@ -56,6 +56,10 @@ class _Request(msgspec.Struct, kw_only=True):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
+# parameters of the request's that are SamplingParams' too, by the same name and meaning
+_SHARED = tuple(name for name in SamplingParams.__struct_fields__ if name in _Request.__struct_fields__)
+
+
 class CompletionRequest(_Request, kw_only=True):
     """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt only."""
 
@@ -368,11 +372,7 @@ def _check_stream(request: _Request, prompt_logprobs: int | None) -> None:
 
 def _sampling(request: _Request, defaults: Mapping[str, Any], **values: Any) -> SamplingParams:
     """What was not given is as `defaults` say, or else as SamplingParams do."""
-    shared: Mapping[str, Any] = {
-        name: getattr(request, name)
-        for name in SamplingParams.__struct_fields__
-        if name not in values and hasattr(request, name)
-    }
+    shared: Mapping[str, Any] = {name: getattr(request, name) for name in _SHARED}
     given = {name: value for name, value in {**shared, **values}.items() if value is not None}
     try:
         return SamplingParams(**{**defaults, **given})

@@ -28,7 +28,7 @@ class Pacer:
         self._turns = asyncio.Lock()
         self._until: float | None = None  # where the slice ends that this turn's beginners share; None: nobody began
         self._tasks: set[asyncio.Task[None]] = set()
-        self._pacing: set[asyncio.Task[Any] | None] = set()  # those that have a Pace
+        self._pacing: set[asyncio.Task[Any] | None] = set()  # those that rest by a Pace
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
         """Do it in a task of its own, which is kept until it ends."""
@@ -38,8 +38,9 @@ class Pacer:
 
     async def room(self) -> None:
         """Returns when there is time for something short: at once, unless this turn's slice is used up."""
-        with self.pace() as pace:
-            if pace.is_due:
+        pace = self.pace()
+        if pace.is_due:
+            with pace:
                 await pace.rest()
 
     def pace(self) -> "Pace":
@@ -54,28 +55,27 @@ class Pacer:
 
 class Pace:
     """One piece of work. It begins in the slice of its turn, if there is something left of it; for each further slice
-    it queues with all others. A task has one at most: a second would wait for the turn that the first one has."""
+    it queues with all others. A task rests by one at most: a second would wait for the turn that the first one has."""
 
-    __slots__ = ("_has_turn", "_pacing", "_turns", "_until")
+    __slots__ = ("_has_turn", "_pacing", "_task", "_turns", "_until")
 
     def __init__(self, turns: asyncio.Lock, until: float, pacing: set[asyncio.Task[Any] | None]) -> None:
-        """until: when its first slice ends, of perf_counter(). pacing: the tasks that have a Pace."""
+        """until: when its first slice ends, of perf_counter(). pacing: the tasks that rest by a Pace."""
         self._turns = turns
         self._pacing = pacing
+        self._task: asyncio.Task[Any] | None = None  # nearly all work ends before it ever rests
         self._has_turn = False
         self._until = until
 
     def __enter__(self) -> "Pace":
-        task = asyncio.current_task()
-        assert task not in self._pacing, "work that paces itself must be given its caller's Pace"
-        self._pacing.add(task)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pacing.discard(asyncio.current_task())
-        self._give_turn()
+        if self._task is not None:
+            self._pacing.discard(self._task)
+            self._give_turn()
 
     @property
     def is_due(self) -> bool:
@@ -84,6 +84,11 @@ class Pace:
 
     async def rest(self) -> None:
         """Let everybody else run, until there is another slice for this work."""
+        if self._task is None:
+            task = asyncio.current_task()
+            assert task not in self._pacing, "work that paces itself must be given its caller's Pace"
+            self._pacing.add(task)
+            self._task = task
         self._give_turn()
         await self._turns.acquire()
         self._has_turn = True

@@ -368,7 +368,7 @@ class Sender:
         return {"type": "http.request", "body": part or b"", "more_body": part is not None}
 
     async def _run(self, bodies: Bodies, request: Request) -> bytes:
-        async with bodies.read(request) as body:
+        with await bodies.read(request) as body:
             await self.done.wait()
             return bytes(body)
 
