@@ -10,6 +10,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, closing
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -43,12 +44,15 @@ from pdserve.cluster.links import MembershipWatcher
 from pdserve.cluster.logs import log_as_serve_does
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
+from pdserve.engine.protocol import TokenLogprob
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.router.admin import Admin
 from pdserve.router.app import build_app
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
+from pdserve.router.held import size_of
+from pdserve.router.openai_responses import PACED_POSITIONS
 from pdserve.router.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 
@@ -152,15 +156,14 @@ class RouterReplica:
                 cache_salt=ask.cache_salt,
                 session_id=ask.session_id,
             )
-            if not ask.stream:
-                with closing(generation):
+            with closing(generation):
+                if ask.stream:
+                    async with aclosing(generation.stream()) as batches:
+                        async for chunks in batches:
+                            yield Chunks(chunks)
+                else:
                     yield await _whole(generation, ask.timeline)
-                    generation.served()
-                return
-            async with aclosing(generation.stream()) as batches:
-                async for chunks in batches:
-                    yield Chunks(chunks)
-            generation.served()
+                generation.served()
         except ApiError as error:
             if not error.logged:
                 self._service.request_log.refused(request_id, error)
@@ -199,12 +202,26 @@ def load_defaults(config: ClusterConfig) -> dict[str, Any]:
 
 async def _whole(generation: Generation, shows_timeline: bool) -> Whole:
     choices = await generation.collect()
-    prompt_logprobs = generation.prompt_logprobs(0)
+    prompt_logprobs = await _prompt_logprobs(generation)
     return Whole(
         request_id=generation.request_id,
         prompt_token_ids=list(generation.prompts[0]),
         choices=[msgspec.convert(choice, Choice, from_attributes=True) for choice in choices],
-        prompt_logprobs=None if prompt_logprobs is None else list(prompt_logprobs),
+        prompt_logprobs=prompt_logprobs,
         num_cached_tokens=generation.num_cached_tokens,
         timeline=next(generation.timelines()) if shows_timeline else None,
     )
+
+
+async def _prompt_logprobs(generation: Generation) -> list[TokenLogprob | None] | None:
+    positions = generation.prompt_logprobs(0)
+    if positions is None:
+        return None
+    made: list[TokenLogprob | None] = []
+    with generation.pacer.pace() as pace:
+        while part := list(islice(positions, PACED_POSITIONS)):
+            made += part
+            generation.hold(size_of(0, part))
+            if pace.is_due:
+                await pace.rest()
+    return made

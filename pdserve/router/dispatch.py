@@ -41,7 +41,7 @@ from pdserve.router.admission import Seat
 from pdserve.router.choose import Chooser, Demand, NoWorker, Plan, note_sent
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet import Fleet
-from pdserve.router.held import Account, size_of
+from pdserve.router.held import Account
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.pace import Pacer
 from pdserve.router.predict import Forecast, Predictor
@@ -140,7 +140,6 @@ class RequestRun:
         self._clock = _Clock(dispatcher.metrics, sampling.n, job.received)
         self._inbox = Inbox(account)
         self._account = account
-        self._num_score_bytes = 0
         self._legs: list[Leg] = []
         self._timeline = Timeline()
         self._plan: Plan | None = None
@@ -354,7 +353,7 @@ class RequestRun:
         self, phase: Phase, ticket: Ticket | None, overlap: bool, starts: tuple[Start, ...], key: RequestKey
     ) -> Submit:
         sampling = self._job.sampling
-        if self.record.prompt_logprobs is not None:
+        if self.record.is_scored:
             sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
         return Submit(
             key=key,
@@ -404,12 +403,11 @@ class RequestRun:
 
     def _score(self, event: PromptScored) -> None:
         """Log-probabilities of the prompt are held until the answer is made, or come again from the start."""
+        before = self.record.num_score_bytes
         self.record.score(event)
         self._seat.computed()
-        if event.logprobs and self._account is not None:
-            before = self._num_score_bytes
-            self._num_score_bytes = size_of(0, event.logprobs) + (before if event.start else 0)
-            self._account.add(self._num_score_bytes - before)
+        if self._account is not None:
+            self._account.add(self.record.num_score_bytes - before)
 
     def pass_on(self) -> int:
         """Bytes of the last batch, which count on until the caller takes them off the account; without this they

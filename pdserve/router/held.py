@@ -25,7 +25,7 @@ def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob | None] | None) -> 
     return size + LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs if each is not None) if logprobs else size
 
 
-def let_go(items: deque[Any] | list[Any]) -> None:
+def let_go(items: deque[Any]) -> None:
     """Free them, a few in each turn of the event loop."""
     for _ in range(min(LET_GO_AT_ONCE, len(items))):
         items.pop()

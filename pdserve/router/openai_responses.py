@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -236,6 +237,7 @@ class _Base(ABC):
                 return [b"null"]
             ranked = (None if position is None else self._ranked(position) for position in scored)
             self._scores_of_prompts[prompt] = [await _encoded(ranked, pace)]
+            self._generation.forget_prompt_logprobs(prompt)
         return self._scores_of_prompts[prompt]
 
     def _ranked(self, position: TokenLogprob) -> Json:
@@ -310,6 +312,8 @@ class CompletionResponder(_Base):
             with self._generation.pacer.pace() as pace:
                 scored = self._generation.prompt_logprobs(chunk.prompt) or ()
                 await self._add_paced(scores, chunk.prompt, scored, pace)
+            if self._request.prompt_logprobs is None:  # else they are shown in that form too
+                self._generation.forget_prompt_logprobs(chunk.prompt)
         echo = json_bytes(text)[:-1]
         self._echoes[chunk.prompt] = echo, scores
         self._generation.hold(len(echo) + scores.num_bytes)
@@ -352,10 +356,11 @@ class CompletionResponder(_Base):
         return choice
 
     async def _add_paced(
-        self, scores: "_Scores", prompt: int, positions: Sequence[TokenLogprob | None], pace: Pace
+        self, scores: "_Scores", prompt: int, positions: Iterable[TokenLogprob | None], pace: Pace
     ) -> None:
-        for start in range(0, len(positions), PACED_POSITIONS):
-            self._add(scores, prompt, positions[start : start + PACED_POSITIONS])
+        left = iter(positions)
+        while part := list(islice(left, PACED_POSITIONS)):
+            self._add(scores, prompt, part)
             if pace.is_due:
                 await pace.rest()
 

@@ -2,16 +2,20 @@
 
 Every Submit of the request (a leg) has its own number; what comes from a leg that is no longer live is dropped, the
 token at a position is the first one accepted for it, and what was accepted goes to the next leg as forced tokens.
+A prompt's log-probabilities are kept as msgpack: a long prompt's are a million objects, of eight times the size.
 Pure bookkeeping: knows no workers, no text, no time. Owned by `router.dispatch`.
 """
 
-from contextlib import suppress
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 
 import msgspec
 
 from pdserve.engine.protocol import Delta, FinishReason, PromptScored, Start, TokenLogprob
-from pdserve.router.held import LET_GO_AT_ONCE, let_go
+
+_pack = msgspec.msgpack.Encoder().encode
+_unpack = msgspec.msgpack.Decoder(tuple[TokenLogprob | None, ...]).decode
 
 
 class LegError(Exception):
@@ -41,19 +45,14 @@ class RequestRecord:
     def __init__(self, n: int, wants_logprobs: bool = False) -> None:
         self.choices = [ChoiceRecord() for _ in range(n)]
         self.cached_tokens: int | None = None
-        self.prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self.is_scored = False  # all log-probabilities of the prompt are here
+        self.num_score_bytes = 0
         self._wants_logprobs = wants_logprobs
         self._num_unfinished = n
         self._live: set[int] = set()
         self._last_leg = -1
-        self._scored: list[TokenLogprob | None] = []
-
-    def __del__(self) -> None:
-        """A long prompt's scores are a million objects, which take 100 ms to free, wherever the last one who wanted the
-        record let it go."""
-        if len(self._scored) > LET_GO_AT_ONCE:
-            with suppress(RuntimeError):  # no event loop runs, which might be held up
-                let_go(self._scored)
+        self._scores: list[bytes] = []  # packed, as they came
+        self._num_scored = 0  # prompt tokens
 
     def open_leg(self) -> int:
         """The number of a new leg; never used before."""
@@ -124,15 +123,28 @@ class RequestRecord:
             return
         if self.cached_tokens is None:
             self.cached_tokens = scored.cached_tokens
-        if scored.logprobs is None or self.prompt_logprobs is not None:
+        if scored.logprobs is None or self.is_scored:
             return
         if scored.start == 0:
-            self._scored = []
-        if scored.start != len(self._scored):
-            raise LegError(f"prompt log-probabilities from {scored.start} follow {len(self._scored)}")
-        self._scored += scored.logprobs
-        if scored.final:
-            self.prompt_logprobs = tuple(self._scored)
+            self.forget_scores()
+            self._num_scored = 0
+        if scored.start != self._num_scored:
+            raise LegError(f"prompt log-probabilities from {scored.start} follow {self._num_scored}")
+        packed = _pack(scored.logprobs)
+        self._scores.append(packed)
+        self._num_scored += len(scored.logprobs)
+        self.num_score_bytes += len(packed)
+        self.is_scored = scored.final
+
+    def prompt_logprobs(self) -> Iterator[TokenLogprob | None] | None:
+        """One a prompt token (the first is None), made as far as somebody iterates, an event's in a millisecond or two.
+        None before all are here."""
+        return chain.from_iterable(map(_unpack, self._scores)) if self.is_scored else None
+
+    def forget_scores(self) -> None:
+        """Nobody needs the prompt's log-probabilities any more."""
+        self._scores = []
+        self.num_score_bytes = 0
 
     def _finish(self, choice: ChoiceRecord, reason: FinishReason, stop_reason: int | str | None) -> None:
         self._num_unfinished -= choice.finish_reason is None

@@ -38,7 +38,7 @@ from pdserve.text.tokenizer import Tokenizer
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192
 MAX_EDITS = 1 << 20  # entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
-MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in an answer: each takes 100 bytes here, 70 in JSON
+MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in an answer: each takes 13 bytes here, 50 to 70 in JSON
 MERGED_BATCHES = 64  # of several prompts, that wait for their reader: the others wait as single events
 RUNS_AT_ONCE = 16  # prompts of one call that begin or end in one turn of the event loop
 MAX_SALT_CHARS = 256
@@ -80,14 +80,21 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
         self._starter: asyncio.Task[None] | None = None
         self._closed = False
+        self._stopped = False
         self._is_cut = False
         self.account = account
         account.on_cut = self._cut
         self.on_cut: Callable[[], None] = _nothing
 
-    def prompt_logprobs(self, prompt: int) -> tuple[TokenLogprob | None, ...] | None:
+    def prompt_logprobs(self, prompt: int) -> Iterator[TokenLogprob | None] | None:
         """One a prompt token (the first is None), when they were asked for; there before the prompt's first chunk."""
-        return self._runs[prompt].record.prompt_logprobs
+        return self._runs[prompt].record.prompt_logprobs()
+
+    def forget_prompt_logprobs(self, prompt: int) -> None:
+        """They are in the answer now: hold them no longer."""
+        record = self._runs[prompt].record
+        self.account.add(-record.num_score_bytes)
+        record.forget_scores()
 
     @property
     def num_cached_tokens(self) -> int:
@@ -123,6 +130,12 @@ class Generation:
         self._closed = True
         self.account.close()
         self.on_cut = _nothing
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._stopped:
+            return
+        self._stopped = True
         if self._starter is not None:
             self._starter.cancel()
         if len(self._runs) > RUNS_AT_ONCE:
@@ -204,9 +217,9 @@ class Generation:
             except Exception as error:  # or the call would wait for prompts that never began
                 await queue.put(error)
 
+        running = len(self._runs)
         try:
             self._starter = asyncio.create_task(start())
-            running = len(self._runs)
             while running:
                 item = await queue.get()
                 if isinstance(item, Exception):
@@ -219,7 +232,10 @@ class Generation:
                     self.account.add(-num_bytes)
         finally:
             item = None  # an error that was raised refers to this frame
-            self.close()
+            if running:
+                self.close()
+            else:
+                self._stop()  # what is held for the answer counts until the caller closes
 
 
 class Service:
@@ -356,11 +372,11 @@ class Service:
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
     ) -> AsyncGenerator[Chunk, None]:
         """Chunks of all choices as they become certain; options as in `admit`. Close the iterator to cancel."""
-        generation = await self.admit(prompts, sampling, **options)
-        async with aclosing(generation.stream()) as batches:
-            async for batch in batches:
-                for chunk in batch:
-                    yield chunk
+        with closing(await self.admit(prompts, sampling, **options)) as generation:
+            async with aclosing(generation.stream()) as batches:
+                async for batch in batches:
+                    for chunk in batch:
+                        yield chunk
 
     async def collect(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any

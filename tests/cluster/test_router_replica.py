@@ -17,6 +17,7 @@ from pdserve.cluster.handle_api import Whole, decode_answer, encode
 from pdserve.cluster.http_server import Address
 from pdserve.cluster.router_replica import RouterReplica
 from pdserve.configs.schema import ClusterConfig
+from pdserve.engine.protocol import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 
@@ -107,3 +108,18 @@ async def test_the_models_sampling_defaults_are_named_and_taken(
     sampling = worker.submits()[-1].sampling
     expected = (0.6, 20, 3) if generation_config == "auto" else (1.0, 0, 16)
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == expected
+
+
+async def test_scores_of_a_prompt_come_whole_and_are_held_no_longer_than_the_answer(router: Router) -> None:
+    starting, sampling = start(router), SamplingParams(max_tokens=2, seed=1, prompt_logprobs=3)
+    await bound(router)
+    router._fleet.join(FakeWorker(World(), "d0", "both"))
+    await asyncio.wait_for(starting, 60)
+    prompt = list(range(5, 205))
+    [answer] = [decode_answer(data[1:]) async for data in router.ask(encode(_ask(prompt, sampling, False, {})))]
+    assert isinstance(answer, Whole) and answer.prompt_logprobs is not None
+    assert [scored and scored.token_id for scored in answer.prompt_logprobs] == [None, *prompt[1:]]
+    assert router._service.held.num_bytes == 0
+    async for _ in router.ask(encode(_ask(prompt, sampling, True, {}))):
+        assert router._service.held.num_bytes > 0
+    assert router._service.held.num_bytes == 0

@@ -15,8 +15,11 @@ from router.turns import Turns
 from pdserve.engine.protocol import Delta, Handoff, LegTimes, PromptScored, RequestKey, SamplingParams, TokenLogprob
 from pdserve.router.errors import ApiError
 from pdserve.router.held import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
+from pdserve.router.openai_api import CompletionRequest, parse
+from pdserve.router.openai_responses import CompletionResponder
 from pdserve.router.worker_state import JOINED_BYTES, UNJOINED, Inbox, Leg
 from pdserve.text.choice import ChoiceText
+from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]
 PROMPT = list(range(10, 30))
@@ -352,6 +355,34 @@ async def test_what_a_stream_repeats_counts(make: Make, echo: bool) -> None:
     client.taking.set()
     await asyncio.wait_for(client.call, 60)
     assert client.complete and harness.service.held.num_bytes == 0
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+async def test_a_prompts_scores_count_once_from_their_event_until_they_are_sent(
+    make: Make, tokenizer: Tokenizer, prompts: int
+) -> None:
+    harness = await make(0, 1).start()
+    held = harness.service.held
+    body = {"model": MODEL, "prompt": [PROMPT * 10] * prompts, "max_tokens": 1, "prompt_logprobs": 20}
+    call = parse(json.dumps(body).encode(), CompletionRequest)
+    generation = await harness.service.admit(call.prompts(), call.sampling({}))
+    responder = CompletionResponder(call, generation, tokenizer)
+    results = await generation.collect()
+    packed = held.num_bytes
+    assert 200 * 21 * 10 * prompts < packed < 200 * 21 * LOGPROB_BYTES / 5 * prompts, "though all prompts have ended"
+    pieces = await responder.whole(results)
+    assert pieces.num_held > 2 * packed
+    assert pieces.num_held <= held.num_bytes < 1.05 * pieces.num_held, "what is in the answer is there once"
+    generation.close()
+    assert held.num_bytes == 0
+
+
+async def test_a_stream_that_was_read_to_its_end_holds_nothing(make: Make) -> None:
+    harness = await make(0, 1).start()
+    sampling = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=20)
+    async for _ in harness.service.generate([PROMPT], sampling):
+        assert harness.service.held.num_bytes > 0
+    assert harness.service.held.num_bytes == 0
 
 
 UNREAD = {"model": MODEL, "prompt": [PROMPT * 10] * 2, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}

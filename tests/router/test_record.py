@@ -1,13 +1,9 @@
-import asyncio
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from router.turns import Turns
 
 from pdserve.engine.protocol import Delta, PromptScored, Start, TokenLogprob
-from pdserve.router.held import LET_GO_AT_ONCE
+from pdserve.router.held import size_of
 from pdserve.router.record import Accepted, LegError, RequestRecord
 
 
@@ -99,10 +95,10 @@ def test_prompt_logprobs_come_in_parts_and_survive_a_restart() -> None:
     record.score(part(second, 0, (None,), False, cached=7))
     with pytest.raises(LegError):
         record.score(part(second, 2, (b,), True))
-    assert record.prompt_logprobs is None
+    assert record.prompt_logprobs() is None
     record.score(part(second, 1, (a, b), True))
     record.score(part(first, 0, (None,), True))
-    assert record.prompt_logprobs == (None, a, b) and record.cached_tokens == 3
+    assert list(record.prompt_logprobs() or ()) == [None, a, b] and record.cached_tokens == 3
     record.close_leg(second)
     record.score(part(second, 0, (), True))
 
@@ -127,30 +123,17 @@ def test_whatever_arrives_accepted_tokens_only_grow(messages: list[tuple[int, in
         before = list(now)
 
 
-async def test_a_long_prompts_scores_are_freed_a_few_at_a_time() -> None:
-    turns = Turns()
-
-    class Score:
-        def __del__(self) -> None:
-            turns.note()
-
-    record, count = RequestRecord(1), 10 * LET_GO_AT_ONCE
-    scores: Any = tuple(Score() for _ in range(count))
-    record.score(PromptScored(request_id="r", attempt=record.open_leg(), cached_tokens=0, logprobs=scores))
-    assert record.prompt_logprobs == scores
-    del scores
-    await asyncio.sleep(0)
-    del record
-    while sum(turns.counts) < count:
-        await asyncio.sleep(0)
-    assert max(turns.counts) <= LET_GO_AT_ONCE
-    turns.close()
-
-
-def test_scores_that_somebody_has_stay_though_the_record_goes() -> None:
-    record, entry = RequestRecord(1), TokenLogprob(3, -1.0, 1, ())
-    logprobs = (entry,) * (2 * LET_GO_AT_ONCE)
-    record.score(PromptScored(request_id="r", attempt=record.open_leg(), cached_tokens=0, logprobs=logprobs))
-    kept = record.prompt_logprobs
-    del record
-    assert kept == logprobs
+def test_a_prompts_scores_take_a_part_of_what_their_objects_do() -> None:
+    record, top = RequestRecord(1), tuple((1000 + rank, -1.5 - rank) for rank in range(20))
+    scores = tuple(TokenLogprob(7, -0.5, 1, top) for _ in range(100))
+    leg = record.open_leg()
+    for start, values in ((0, (None, *scores)), (101, scores)):
+        part = PromptScored(request_id="r", attempt=leg, cached_tokens=0, start=start, logprobs=values, final=start > 0)
+        record.score(part)
+    assert list(record.prompt_logprobs() or ()) == [None, *scores, *scores], "as often as somebody asks"
+    assert list(record.prompt_logprobs() or ()) == [None, *scores, *scores]
+    assert record.num_score_bytes == sum(map(len, record._scores)) < 2 * size_of(0, scores) / 6
+    record.forget_scores()
+    assert not record._scores and record.num_score_bytes == 0
+    record.score(PromptScored(request_id="r", attempt=leg, cached_tokens=0, logprobs=scores))
+    assert record.is_scored and not record._scores, "they were here"
