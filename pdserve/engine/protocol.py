@@ -454,6 +454,35 @@ class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     final: bool = True
 
 
+class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
+    """PromptScored as a router reads it: the log-probabilities stay as they came, which takes an eighth of what their
+    objects do. These are made when an answer is."""
+
+    request_id: str
+    attempt: int
+    cached_tokens: int
+    start: int = 0
+    logprobs: msgspec.Raw = msgspec.Raw(b"\xc0")
+    final: bool = True
+
+    @property
+    def num_tokens(self) -> int:
+        """That have an entry; 0: there are no log-probabilities."""
+        data = memoryview(self.logprobs)
+        if data[0] == 0xDC or data[0] == 0xDD:  # an array's length behind its first byte
+            return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5])
+        return data[0] & 0xF if data[0] >> 4 == 9 else 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the log-probabilities; 0: there are none."""
+        return memoryview(self.logprobs).nbytes if self.num_tokens else 0
+
+    def entries(self) -> tuple[TokenLogprob | None, ...]:
+        """Raises msgspec.DecodeError when they are not well-formed."""
+        return _scores_decoder.decode(self.logprobs)
+
+
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="handoff"):
     """P published the prompt's blocks. Always follows the first tokens' Deltas in the same batch."""
 
@@ -588,10 +617,9 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
     missed: bytes
 
 
-Event = (
+_Other = (
     Hello
     | Delta
-    | PromptScored
     | Handoff
     | Arrived
     | Failed
@@ -602,6 +630,8 @@ Event = (
     | CacheState
     | PoolChange
 )
+Event = _Other | PromptScored
+RoutedEvent = _Other | PackedScores
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
@@ -613,8 +643,18 @@ class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[Event, ...]
 
 
+class RoutedBatch(msgspec.Struct, frozen=True, kw_only=True):
+    """An EventBatch as a router reads it."""
+
+    worker_id: str
+    incarnation: int
+    events: tuple[RoutedEvent, ...]
+
+
 _command_decoder = msgspec.msgpack.Decoder(Command)
 _batch_decoder = msgspec.msgpack.Decoder(EventBatch)
+_routed_decoder = msgspec.msgpack.Decoder(RoutedBatch)
+_scores_decoder = msgspec.msgpack.Decoder(tuple[TokenLogprob | None, ...])
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -630,6 +670,11 @@ def decode_command(data: bytes) -> Command:
 def decode_batch(data: bytes) -> EventBatch:
     """Raises msgspec.DecodeError on anything that is not a well-formed batch."""
     return _batch_decoder.decode(data)
+
+
+def decode_routed(data: bytes) -> RoutedBatch:
+    """`decode_batch`, but a prompt's log-probabilities are passed over: some 200 KB in an event."""
+    return _routed_decoder.decode(data)
 
 
 _ID = re.compile(r"[\x21-\x7e]{1,256}")

@@ -26,9 +26,9 @@ from pdserve.engine.protocol import (
     Failed,
     FinishReason,
     Handoff,
+    PackedScores,
     Phase,
     Prepare,
-    PromptScored,
     RequestKey,
     SamplingParams,
     Source,
@@ -394,14 +394,14 @@ class RequestRun:
                 self._accept(leg, accepted, chunks)
         elif isinstance(event, Handoff):
             self._hand_off(leg, event.ticket)
-        elif isinstance(event, PromptScored):
+        elif isinstance(event, PackedScores):
             self._score(event)
         elif isinstance(event, Arrived):
             self._arrived(event)
         else:
             self._broken(leg, event)
 
-    def _score(self, event: PromptScored) -> None:
+    def _score(self, event: PackedScores) -> None:
         """Log-probabilities of the prompt are held until the answer is made, or come again from the start."""
         before = self.record.num_score_bytes
         self.record.score(event)

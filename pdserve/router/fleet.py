@@ -31,8 +31,6 @@ from pdserve.engine.protocol import (
     Cancel,
     Command,
     Delta,
-    Event,
-    EventBatch,
     Failed,
     Hello,
     LegsWaiting,
@@ -41,9 +39,11 @@ from pdserve.engine.protocol import (
     Prepare,
     RequestKey,
     Resync,
+    RoutedBatch,
+    RoutedEvent,
     Snapshot,
     Submit,
-    decode_batch,
+    decode_routed,
 )
 from pdserve.router.link import WorkerLink, WorkerLost
 from pdserve.router.peers import Introducer
@@ -247,7 +247,7 @@ class Fleet:
         stream = link.events(self.router_id, session)
         try:
             async for data in stream:
-                batch = decode_batch(data)
+                batch = decode_routed(data)
                 taken += len(data) // EVENT_BYTES
                 if worker is None:
                     worker = self._enter(link, session, batch)
@@ -285,7 +285,7 @@ class Fleet:
         logger.log(level, "worker %s left: %s", worker_id, reason)
         self._unready.add(worker_id)
 
-    def _enter(self, link: WorkerLink, session: int, batch: EventBatch) -> WorkerState:
+    def _enter(self, link: WorkerLink, session: int, batch: RoutedBatch) -> WorkerState:
         hello = next((event for event in batch.events if isinstance(event, Hello)), None)
         if hello is None:
             raise _ProtocolError("the first batch holds no Hello")
@@ -301,7 +301,7 @@ class Fleet:
         self._notify()
         return worker
 
-    def _take(self, worker: WorkerState, events: Sequence[Event]) -> None:
+    def _take(self, worker: WorkerState, events: Sequence[RoutedEvent]) -> None:
         worker.last_seen = self._now()
         for event in events:
             if isinstance(event, Delta):  # first: nearly all events are

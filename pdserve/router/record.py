@@ -2,7 +2,7 @@
 
 Every Submit of the request (a leg) has its own number; what comes from a leg that is no longer live is dropped, the
 token at a position is the first one accepted for it, and what was accepted goes to the next leg as forced tokens.
-A prompt's log-probabilities are kept as msgpack: a long prompt's are a million objects, of eight times the size.
+A prompt's log-probabilities are kept as they came, as msgpack.
 Pure bookkeeping: knows no workers, no text, no time. Owned by `router.dispatch`.
 """
 
@@ -12,10 +12,7 @@ from itertools import chain
 
 import msgspec
 
-from pdserve.engine.protocol import Delta, FinishReason, PromptScored, Start, TokenLogprob
-
-_pack = msgspec.msgpack.Encoder().encode
-_unpack = msgspec.msgpack.Decoder(tuple[TokenLogprob | None, ...]).decode
+from pdserve.engine.protocol import Delta, FinishReason, PackedScores, Start, TokenLogprob
 
 
 class LegError(Exception):
@@ -51,7 +48,7 @@ class RequestRecord:
         self._num_unfinished = n
         self._live: set[int] = set()
         self._last_leg = -1
-        self._scores: list[bytes] = []  # packed, as they came
+        self._scores: list[PackedScores] = []
         self._num_scored = 0  # prompt tokens
 
     def open_leg(self) -> int:
@@ -116,30 +113,29 @@ class RequestRecord:
         del record.tokens[num_tokens:]
         self._finish(record, "stop", stop_string)
 
-    def score(self, scored: PromptScored) -> None:
+    def score(self, scored: PackedScores) -> None:
         """Take the prompt's cached tokens (the first report counts) and its log-probabilities, which may come in
         parts."""
         if scored.attempt not in self._live:
             return
         if self.cached_tokens is None:
             self.cached_tokens = scored.cached_tokens
-        if scored.logprobs is None or self.is_scored:
+        if not scored.num_tokens or self.is_scored:
             return
         if scored.start == 0:
             self.forget_scores()
             self._num_scored = 0
         if scored.start != self._num_scored:
             raise LegError(f"prompt log-probabilities from {scored.start} follow {self._num_scored}")
-        packed = _pack(scored.logprobs)
-        self._scores.append(packed)
-        self._num_scored += len(scored.logprobs)
-        self.num_score_bytes += len(packed)
+        self._scores.append(scored)
+        self._num_scored += scored.num_tokens
+        self.num_score_bytes += scored.num_bytes
         self.is_scored = scored.final
 
     def prompt_logprobs(self) -> Iterator[TokenLogprob | None] | None:
         """One a prompt token (the first is None), made as far as somebody iterates, an event's in a millisecond or two.
         None before all are here."""
-        return chain.from_iterable(map(_unpack, self._scores)) if self.is_scored else None
+        return chain.from_iterable(map(PackedScores.entries, self._scores)) if self.is_scored else None
 
     def forget_scores(self) -> None:
         """Nobody needs the prompt's log-probabilities any more."""

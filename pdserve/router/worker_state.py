@@ -17,9 +17,9 @@ from pdserve.engine.protocol import (
     Failed,
     Handoff,
     Hello,
+    PackedScores,
     PeerStatus,
     PoolMeta,
-    PromptScored,
     RequestKey,
     Snapshot,
 )
@@ -45,10 +45,9 @@ class Silent:
     seconds: float
 
 
-LegEvent = Delta | PromptScored | Handoff | Arrived | Failed | Lost | Silent
+LegEvent = Delta | PackedScores | Handoff | Arrived | Failed | Lost | Silent
 
 
-SCORED = (Delta, PromptScored)  # may have log-probabilities, which count from the first on
 UNJOINED = 32  # events that wait, before more are joined and counted
 JOINED_BYTES = 16_384  # of one event that others were joined to
 COMPACT_EVERY = 16  # events that are joined, until they are made one
@@ -73,7 +72,8 @@ class Inbox:
     def put(self, leg: "Leg", event: LegEvent) -> None:
         if self._error is not None:
             return
-        if not self.num_bytes and len(self._items) < UNJOINED and not (isinstance(event, SCORED) and event.logprobs):
+        scores = event.logprobs if isinstance(event, Delta) else isinstance(event, PackedScores) and event.num_tokens
+        if not scores and not self.num_bytes and len(self._items) < UNJOINED:
             self._items.append((leg, event))
         else:
             self._join(leg, event)
@@ -150,8 +150,8 @@ class Inbox:
                 return
         else:
             self._last.clear()
-            if isinstance(event, PromptScored):
-                size = size_of(0, event.logprobs)
+            if isinstance(event, PackedScores):
+                size += event.num_bytes
         joined = _Joined(place, event, size)
         if place is not None:
             self._last[place] = joined

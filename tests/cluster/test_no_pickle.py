@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdserve.cluster.handle_api import decode_answer, decode_ask, decode_order, decode_outcome
-from pdserve.engine.protocol import decode_batch, decode_command
+from pdserve.engine.protocol import decode_batch, decode_command, decode_routed
 from pdserve.kvtransfer.notice import decode_letter
 
 ROOT = Path(__file__).parents[2] / "pdserve"
@@ -34,7 +34,16 @@ class Bomb:
         return os.mkdir, (self._path,)
 
 
-DECODERS = [decode_command, decode_batch, decode_letter, decode_ask, decode_answer, decode_order, decode_outcome]
+DECODERS = [
+    decode_command,
+    decode_batch,
+    decode_routed,
+    decode_letter,
+    decode_ask,
+    decode_answer,
+    decode_order,
+    decode_outcome,
+]
 
 
 @pytest.mark.parametrize("decode", DECODERS, ids=lambda decode: decode.__name__)

@@ -26,6 +26,7 @@ from pdserve.engine.protocol import (
     Handoff,
     Hello,
     MetricFamily,
+    PackedScores,
     PeerStatus,
     PoolMeta,
     PromptScored,
@@ -45,6 +46,7 @@ from pdserve.engine.protocol import (
     check_request_id,
     decode_batch,
     decode_command,
+    decode_routed,
     encode,
 )
 
@@ -286,7 +288,22 @@ def test_events_survive_their_encoded_form() -> None:
     assert [type(event) for event in decoded.events] == [type(event) for event in EVENTS]
 
 
-@pytest.mark.parametrize("decode", [decode_command, decode_batch])
+@pytest.mark.parametrize("count", [None, 1, 15, 16, 70_000])
+def test_a_router_leaves_log_probabilities_as_they_came(count: int | None) -> None:
+    entries = None if count is None else (None, *(LOGPROB,) * (count - 1))
+    scored = PromptScored(request_id="r", attempt=1, cached_tokens=16, start=4, logprobs=entries, final=False)
+    batch = EventBatch(worker_id="w", incarnation=1, events=(*EVENTS, scored))
+    routed = decode_routed(encode(batch)).events
+    others = [event for event in routed if not isinstance(event, PackedScores)]
+    assert others == [event for event in batch.events if not isinstance(event, PromptScored)]
+    read = routed[-1]
+    assert isinstance(read, PackedScores) and (read.request_id, read.attempt, read.cached_tokens) == ("r", 1, 16)
+    assert (read.start, read.final, read.num_tokens) == (4, False, count or 0)
+    assert read.num_bytes == (len(msgspec.msgpack.encode(entries)) if entries else 0)
+    assert entries is None or read.entries() == entries
+
+
+@pytest.mark.parametrize("decode", [decode_command, decode_batch, decode_routed])
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"hello", b"\x80", b"\x81\xa4type\xa4none", b"\x93\x01\x02\x03"])
 def test_malformed_bytes_raise(decode: Any, data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):

@@ -12,7 +12,7 @@ from router.fake_worker import FakeWorker, World, expected_tokens
 from waiting import Condition, until_async
 
 from pdserve.configs.schema import RouterConfig, SloConfig
-from pdserve.engine.protocol import SamplingParams
+from pdserve.engine.protocol import EventBatch, PackedScores, PromptScored, SamplingParams, decode_routed, encode
 from pdserve.router.app import build_app
 from pdserve.router.fleet import TICK_S, Fleet
 from pdserve.router.service import ChoiceResult, Service
@@ -90,6 +90,13 @@ class Harness:
             assert (result.token_ids, result.finish_reason) == (tokens, reason)
             shown = tokens[:-1] if reason == "stop" else tokens
             assert result.text == self.tokenizer.decode(shown)
+
+
+def routed(event: PromptScored) -> PackedScores:
+    """As a router reads what a worker sends."""
+    [read] = decode_routed(encode(EventBatch(worker_id="w", incarnation=1, events=(event,)))).events
+    assert isinstance(read, PackedScores)
+    return read
 
 
 async def settle() -> None:

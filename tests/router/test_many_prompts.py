@@ -12,11 +12,11 @@ from pdserve.engine.protocol import (
     Cancel,
     Delta,
     Event,
-    EventBatch,
     PromptScored,
+    RoutedBatch,
     SamplingParams,
     TokenLogprob,
-    decode_batch,
+    decode_routed,
 )
 from pdserve.router import fleet
 from pdserve.router.dispatch import RequestRun
@@ -191,11 +191,11 @@ async def test_messages_that_wait_are_read_a_few_at_a_time(
     message, num_messages = worker._batch([event]), 640 if not is_large else 20
     at_once = EVENTS_AT_ONCE if not is_large else EVENTS_AT_ONCE * EVENT_BYTES / len(message) + 1
 
-    def decode(data: bytes) -> EventBatch:
+    def decode(data: bytes) -> RoutedBatch:
         turns.note()
-        return decode_batch(data)
+        return decode_routed(data)
 
-    monkeypatch.setattr(fleet, "decode_batch", decode)
+    monkeypatch.setattr(fleet, "decode_routed", decode)
     for _ in range(num_messages):
         stream.put_nowait(message)
     await until(lambda: harness.fleet.num_stale_events == num_messages, 20)

@@ -1,8 +1,9 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from router.harness import routed
 
-from pdserve.engine.protocol import Delta, PromptScored, Start, TokenLogprob
+from pdserve.engine.protocol import Delta, PackedScores, PromptScored, Start, TokenLogprob
 from pdserve.router.held import size_of
 from pdserve.router.record import Accepted, LegError, RequestRecord
 
@@ -85,10 +86,11 @@ def test_prompt_logprobs_come_in_parts_and_survive_a_restart() -> None:
 
     def part(
         leg: int, start: int, values: tuple[TokenLogprob | None, ...], final: bool, cached: int = 0
-    ) -> PromptScored:
-        return PromptScored(
+    ) -> PackedScores:
+        scored = PromptScored(
             request_id="r", attempt=leg, cached_tokens=cached, start=start, logprobs=values, final=final
         )
+        return routed(scored)
 
     first, second = record.open_leg(), record.open_leg()
     record.score(part(first, 0, (None, a), False, cached=3))
@@ -129,11 +131,11 @@ def test_a_prompts_scores_take_a_part_of_what_their_objects_do() -> None:
     leg = record.open_leg()
     for start, values in ((0, (None, *scores)), (101, scores)):
         part = PromptScored(request_id="r", attempt=leg, cached_tokens=0, start=start, logprobs=values, final=start > 0)
-        record.score(part)
+        record.score(routed(part))
     assert list(record.prompt_logprobs() or ()) == [None, *scores, *scores], "as often as somebody asks"
     assert list(record.prompt_logprobs() or ()) == [None, *scores, *scores]
-    assert record.num_score_bytes == sum(map(len, record._scores)) < 2 * size_of(0, scores) / 6
+    assert record.num_score_bytes == sum(each.num_bytes for each in record._scores) < 2 * size_of(0, scores) / 6
     record.forget_scores()
     assert not record._scores and record.num_score_bytes == 0
-    record.score(PromptScored(request_id="r", attempt=leg, cached_tokens=0, logprobs=scores))
+    record.score(routed(PromptScored(request_id="r", attempt=leg, cached_tokens=0, logprobs=scores)))
     assert record.is_scored and not record._scores, "they were here"
