@@ -26,7 +26,7 @@ RAY_FIXTURES = {"local_ray"}
 RAY_HELPERS = {"raylets"}
 PROCESS_HELPERS = {"hosts"}
 
-STARTING_MARKS = ("ray", "gpu", "multigpu")  # on a GPU, Triton starts an assembler for what it compiles
+STARTING_MARKS = ("slow", "ray", "gpu", "multigpu")  # on a GPU, Triton starts an assembler for what it compiles
 
 NIXL = "nixl"  # in the id of a test: its peers are processes
 
