@@ -467,15 +467,15 @@ class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
     @property
     def num_tokens(self) -> int:
-        """That have an entry; 0: there are no log-probabilities."""
+        """How many have an entry; 0 when there are no log-probabilities. Read from the head of msgpack's array."""
         data = memoryview(self.logprobs)
-        if data[0] == 0xDC or data[0] == 0xDD:  # an array's length behind its first byte
+        if data[0] == 0xDC or data[0] == 0xDD:  # the array's length comes after its first byte
             return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5])
         return data[0] & 0xF if data[0] >> 4 == 9 else 0
 
     @property
     def num_bytes(self) -> int:
-        """Of the log-probabilities; 0: there are none."""
+        """Size of the log-probabilities; 0 when there are none."""
         return memoryview(self.logprobs).nbytes if self.num_tokens else 0
 
     def entries(self) -> tuple[TokenLogprob | None, ...]:

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
@@ -370,7 +371,7 @@ async def _stop(task: asyncio.Future[Any]) -> None:
         await asyncio.wait({task})
 
 
-class _Answer(Response):
+class _Answer(Response, ABC):
     """An answer on its way. It ends when the client leaves, or takes nothing for timeout_s, or when too much is held
     for clients and most for this one. account: what is held for it."""
 
@@ -398,8 +399,9 @@ class _Answer(Response):
             self._watch.close()
             await self._end()
 
+    @abstractmethod
     async def _send_all(self, send: Send) -> None:
-        raise NotImplementedError
+        """Give the server the whole answer."""
 
     def _sent(self) -> None:
         """The last byte is out."""

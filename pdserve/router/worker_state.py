@@ -118,13 +118,13 @@ class Inbox:
         return leg, event
 
     def done(self) -> None:
-        """What was taken is held no longer."""
+        """Stop counting what was taken."""
         num_bytes = self.pass_on()
         if self._account is not None:
             self._account.add(-num_bytes)
 
     def pass_on(self) -> int:
-        """What was taken counts on, until the caller takes these bytes off the account."""
+        """The bytes of what was taken. They count on, until the caller takes them off the account."""
         num_bytes = self.num_taken_bytes
         self.num_taken_bytes = 0
         return num_bytes
