@@ -18,7 +18,7 @@ from pdserve.cluster.cli import main
 from pdserve.cluster.client import Client, ClusterError, connect
 from pdserve.configs.schema import ClusterConfig
 from pdserve.engine.protocol import SamplingParams
-from pdserve.router.admin import ClusterReport
+from pdserve.router.admin import ClusterReport, WorkerReport
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "scaled"
@@ -51,6 +51,10 @@ def until(client: Client, reached: Callable[[ClusterReport], bool], seconds: flo
     return report
 
 
+def running(report: ClusterReport) -> list[WorkerReport]:
+    return [worker for worker in report.workers if worker.state == "running"]
+
+
 def router_pid() -> int:
     [router] = [a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]]
     actor = ray.get_actor(router["name"], namespace=router["namespace"])
@@ -77,16 +81,14 @@ def test_up_and_down_with_streams_open(client: Client, journal: Path) -> None:
         leavers = [client.stream([900], SamplingParams(max_tokens=900)) for _ in range(3)]  # one a worker
         for stream in leavers:
             next(stream)
-        answers = streams(pool, client)
-        until(client, lambda report: all(worker.num_legs for worker in report.workers))
         with held(journal):
+            answers = streams(pool, client)
+            until(client, lambda report: sum(worker.num_legs for worker in report.workers) == 3 + NUM_STREAMS)
             client.scale(decode=1)
-            report = until(client, lambda report: any(worker.state == "draining" for worker in report.workers))
-            assert sum(worker.state == "running" and worker.num_legs > 0 for worker in report.workers) == 1
+            until(client, lambda report: [bool(worker.num_legs) for worker in running(report)] == [True])
             for stream in leavers:
                 stream.close()  # type: ignore[attr-defined]  # a Cancel reaches a worker that leaves
-            report = until(client, lambda report: len(report.workers) == 1)
-            assert report.workers[0].num_legs == NUM_STREAMS, "moved, not ended"
+            until(client, lambda report: [worker.num_legs for worker in report.workers] == [NUM_STREAMS])
         for number, answer in enumerate(answers):
             assert answer.result(300) == [10 * number + position for position in range(LENGTH)]
     until(client, lambda report: report.counts["decode"].running == 1)
