@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import ray
 from fake_engine_host import held
+from lines import whole_lines
 from ray import serve
 from waiting import until
 
@@ -64,7 +65,7 @@ def post(port: int, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any
 
 
 def submits(journal: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for path in journal.iterdir() for line in path.read_text().splitlines()]
+    lines = [json.loads(line) for path in journal.iterdir() for line in whole_lines(path)]
     return [line for line in lines if line["command"]["type"] == "submit"]
 
 
@@ -158,8 +159,8 @@ def test_a_closed_stream_cancels_at_the_worker(client: Client, journal: Path) ->
     request_id = submit["command"]["key"][2]
 
     def cancelled() -> list[str]:
-        text = "".join(path.read_text() for path in journal.iterdir())
-        cancels = [json.loads(line)["command"] for line in text.splitlines() if '"type":"cancel"' in line]
+        written = [line for path in journal.iterdir() for line in whole_lines(path)]
+        cancels = [json.loads(line)["command"] for line in written if '"type":"cancel"' in line]
         return [cancel["key"][2] for cancel in cancels]
 
     until(lambda: request_id in cancelled(), pause_s=0.02)

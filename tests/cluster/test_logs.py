@@ -5,6 +5,7 @@ import io
 import json
 import logging
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 
 import pytest
 import ray
+from lines import whole_lines
 from ray import serve
+from waiting import until
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.http_server import Address
@@ -35,12 +38,22 @@ def running(local_ray: None) -> Iterator[None]:
 
 
 def ask(url: str, name: str, prompt: list[int]) -> dict[str, str]:
-    """The answer's headers."""
+    """The answer's headers, once there is one: Serve's proxy and the router hear of new replicas a moment late."""
     data = json.dumps({"model": "fake", "prompt": prompt, "max_tokens": 3}).encode()
     headers = {"content-type": "application/json", "x-request-id": name}
-    with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
-        assert answer.status == 200
-        return {name.lower(): value for name, value in answer.headers.items()}
+    answers: list[dict[str, str]] = []
+
+    def is_answered() -> bool:
+        try:
+            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+                answers.append({name.lower(): value for name, value in answer.headers.items()})
+                return True
+        except urllib.error.HTTPError as error:
+            assert error.code in (404, 503), error.read()
+            return False
+
+    until(is_answered, 180, pause_s=0.2)
+    return answers[0]
 
 
 def log_folder() -> Path:
@@ -51,7 +64,7 @@ def log_folder() -> Path:
 def lines(pattern: str) -> list[dict[str, Any]]:
     """All lines of these files; each must be JSON."""
     files = sorted(log_folder().glob(pattern))
-    return [json.loads(line) for file in files for line in file.read_text().splitlines() if line.strip()]
+    return [json.loads(line) for file in files for line in whole_lines(file) if line.strip()]
 
 
 def test_a_requests_line_is_in_the_routers_file(running: None) -> None:
