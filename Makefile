@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: venv serve test test-fast test-all soak mutate check
+.PHONY: venv serve test test-fast test-all soak mutate golden check
 
 venv: .venv/installed
 
@@ -35,6 +35,10 @@ soak: venv
 # Do the tests notice real mistakes? tests/mutations.toml, a quarter of an hour.
 mutate: venv
 	$(BIN)/python tests/mutations.py --out benchmarks/results/mutations.md
+
+# Does this tree answer as an earlier commit does, bit for bit? make golden OLD=main~1; five minutes.
+golden: venv
+	$(BIN)/python tests/golden.py $(OLD)
 
 check: venv
 	$(BIN)/ruff check .
