@@ -31,9 +31,12 @@ from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig, RouterConfig, TransferConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.model_runner import StepOutput
-from pdserve.engine.protocol import Command, EventBatch, RouterLost, SamplingParams, Stop, Subscribe, encode
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.protocol.codec import encode
+from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
+from pdserve.protocol.events import EventBatch
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.fleet import Fleet
 from pdserve.router.link import WorkerLost
 from pdserve.router.policies import POLICIES

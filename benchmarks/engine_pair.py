@@ -22,13 +22,12 @@ from multiprocessing.connection import Connection
 from typing import TypeVar
 
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.protocol import (
+from pdserve.protocol.codec import decode_batch
+from pdserve.protocol.commands import Cancel, Command, ConnectPeer, Prepare, Start, Submit
+from pdserve.protocol.events import (
     Arrived,
     CacheChange,
     CacheState,
-    Cancel,
-    Command,
-    ConnectPeer,
     Delta,
     Event,
     Failed,
@@ -36,18 +35,12 @@ from pdserve.engine.protocol import (
     Hello,
     LegsWaiting,
     PeerStatus,
-    Phase,
     PoolChange,
-    Prepare,
-    RequestKey,
-    SamplingParams,
     Snapshot,
-    Source,
-    Start,
-    Submit,
-    Ticket,
-    decode_batch,
 )
+from pdserve.protocol.handoff import Source, Ticket
+from pdserve.protocol.request_key import Phase, RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
 ROUTER, SESSION = "benchmark", 1

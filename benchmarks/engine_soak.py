@@ -24,7 +24,10 @@ from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import Delta, PromptScored, RequestKey, SamplingParams, Start, Submit
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta, PromptScored
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 CHECK_STEPS = 50  # steps between looks into the engine's books
 WARM_WINDOWS = 2  # caches fill and allocators grow in the first

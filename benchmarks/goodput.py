@@ -21,7 +21,7 @@ from benchmarks.choosing import DEMO, FIRST_TOKEN, NUM_TOKENS, VOCAB, Arrival, P
 from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.schema import RouterConfig, SloConfig
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
 from pdserve.router.service import Service

@@ -38,7 +38,8 @@ from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_
 from pdserve.bench.option_values import SEED, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 from pdserve.configs.schema import EngineConfig, ModelConfig, Role, TransferConfig, WorkerConfig
-from pdserve.engine.protocol import Arrived, SamplingParams
+from pdserve.protocol.events import Arrived
+from pdserve.protocol.sampling_params import SamplingParams
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 WHOLE_P, WHOLE_D = "whole on P", "whole on D"

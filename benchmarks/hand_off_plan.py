@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.bench.record import Json, percentiles
 from pdserve.bench.workload import Lengths, Shape, draw_work
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 
 PARTS = ("requests", "decode", "prefill")
 SETTLE = 8  # steps between two intervals

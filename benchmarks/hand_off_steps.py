@@ -13,7 +13,8 @@ import msgspec
 from benchmarks.engine_pair import ANSWER_S, Leg, Pair, Worker
 from benchmarks.hand_off_plan import SETTLE, Plan, batch_tokens, greedy, summary
 from pdserve.bench.record import Json
-from pdserve.engine.protocol import Arrived, Delta, Event, Handoff, Ticket
+from pdserve.protocol.events import Arrived, Delta, Event, Handoff
+from pdserve.protocol.handoff import Ticket
 
 CHUNKS = 4  # prompts of P in an interval
 

@@ -36,10 +36,11 @@ from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.protocol import PeerStatus, RequestKey
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory, PullDone, PullFailed
 from pdserve.models.config import read_spec
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.request_key import RequestKey
 
 HERE = Path(__file__).parent
 AGES = ("fresh", "aged")

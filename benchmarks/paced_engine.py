@@ -15,34 +15,24 @@ from typing import Any
 import zmq
 
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.protocol import (
-    PROTOCOL_VERSION,
+from pdserve.protocol.codec import PROTOCOL_VERSION, decode_command, encode
+from pdserve.protocol.commands import Cancel, Command, ConnectPeer, RouterLost, Stop, Submit, Subscribe
+from pdserve.protocol.events import (
     Arrived,
     CacheState,
-    Cancel,
-    Command,
-    ConnectPeer,
     Delta,
     Event,
     EventBatch,
-    FinishReason,
     Handoff,
     Hello,
     PeerStatus,
-    PoolMeta,
     PromptScored,
-    RequestKey,
-    RouterLost,
     Snapshot,
-    Stop,
-    Submit,
-    Subscribe,
-    Ticket,
     TokenLogprob,
-    decode_command,
-    encode,
 )
-from pdserve.engine.start_progress import StartProgress
+from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.request_key import FinishReason, RequestKey
+from pdserve.protocol.start_progress import StartProgress
 
 STEP_S = 0.02
 SNAPSHOT_PERIOD_S = 1.0

@@ -31,7 +31,7 @@ from benchmarks.paced_engine import PacedEngine
 from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, git_commit
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import Command
+from pdserve.protocol.commands import Command
 from pdserve.router.app import build_app
 from pdserve.router.fleet import Fleet
 from pdserve.text.tokenizer import Tokenizer

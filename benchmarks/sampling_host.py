@@ -12,8 +12,8 @@ import statistics
 import time
 from dataclasses import replace
 
-from pdserve.engine.protocol import SamplingParams
 from pdserve.engine.sample_rows import RowStaging, SampleRow, max_edits
+from pdserve.protocol.sampling_params import SamplingParams
 
 VOCAB = 128256
 STEPS = 200

@@ -18,7 +18,7 @@ from ray.util.metrics import Gauge
 
 from benchmarks.yardstick import bare_us_per_token
 from pdserve.configs.schema import LogConfig
-from pdserve.engine.protocol import LegTimes
+from pdserve.protocol.events import LegTimes
 from pdserve.router.dispatch import _Clock
 from pdserve.router.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics, exposition

@@ -31,7 +31,10 @@ from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import Delta, RequestKey, SamplingParams, Start, Submit
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 HERE = Path(__file__).parent
 ROWS = (*PARTS, "copies", "other", "gaps")

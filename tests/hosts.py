@@ -18,7 +18,7 @@ from processes import die_with_parent
 from shell import run_shell
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig, WorkerConfig
-from pdserve.engine.protocol import Command
+from pdserve.protocol.commands import Command
 from pdserve.router.link import WorkerLost
 from pdserve.worker.engine_client import EngineClient, EngineGone
 

@@ -18,31 +18,16 @@ from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.decode.phase import DecodePhase
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
-from pdserve.engine.protocol import (
-    Cancel,
-    Command,
-    ConnectPeer,
-    Delta,
-    Event,
-    EventBatch,
-    Handoff,
-    PeerStatus,
-    Phase,
-    RequestKey,
-    RouterLost,
-    SamplingParams,
-    Start,
-    Submit,
-    Subscribe,
-    decode_batch,
-    decode_command,
-    encode,
-)
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local import LocalAgent, LocalFaults
 from pdserve.kvtransfer.local_pool import LocalPoolServer, local_pool
 from pdserve.prefill.phase import PrefillPhase
+from pdserve.protocol.codec import decode_batch, decode_command, encode
+from pdserve.protocol.commands import Cancel, Command, ConnectPeer, RouterLost, Start, Submit, Subscribe
+from pdserve.protocol.events import Delta, Event, EventBatch, Handoff, PeerStatus
+from pdserve.protocol.request_key import Phase, RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 

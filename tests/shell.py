@@ -11,7 +11,8 @@ import struct
 from collections.abc import AsyncGenerator
 from pathlib import Path
 
-from pdserve.engine.protocol import Command, encode
+from pdserve.protocol.codec import encode
+from pdserve.protocol.commands import Command
 from pdserve.router.fleet import Fleet
 from pdserve.router.link import WorkerLost
 from pdserve.worker.engine_client import EngineClient, EngineGone

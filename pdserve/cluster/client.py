@@ -38,7 +38,8 @@ from pdserve.cluster.handle_api import (
     decode_outcome,
     encode,
 )
-from pdserve.engine.protocol import SamplingParams, TokenLogprob
+from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
 from pdserve.router.dispatch import Chunk
 from pdserve.router.timeline import PromptTimeline

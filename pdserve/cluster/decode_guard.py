@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from pdserve.background.tasks import keep
-from pdserve.engine.protocol import SetRole
+from pdserve.protocol.commands import SetRole
 from pdserve.router.fleet import Fleet
 from pdserve.router.worker_state import WorkerState
 

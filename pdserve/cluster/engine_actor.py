@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pdserve.cluster.logs import log_to_stderr
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.start_progress import Progress, StartProgress
+from pdserve.protocol.start_progress import Progress, StartProgress
 
 ENGINE_HOST = "pdserve.worker.host:EngineHost"
 

@@ -19,7 +19,7 @@ from ray.exceptions import RayError, RayTaskError
 
 from pdserve.cluster.start_board import StartRecord
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.start_progress import WORK, Progress, Stage
+from pdserve.protocol.start_progress import WORK, Progress, Stage
 
 logger = logging.getLogger("ray.serve")
 

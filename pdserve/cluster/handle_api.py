@@ -7,7 +7,8 @@ Bytes on the wire, so that both ends need only agree on these types. Used by `cl
 
 import msgspec
 
-from pdserve.engine.protocol import SamplingParams, TokenLogprob
+from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
 from pdserve.router.dispatch import Chunk
 from pdserve.router.timeline import PromptTimeline

@@ -23,7 +23,8 @@ from pdserve.cluster.addressing import board_key
 from pdserve.cluster.batching import Batcher
 from pdserve.cluster.framing import Joiner
 from pdserve.cluster.membership import Listener, Members, listen
-from pdserve.engine.protocol import Command, encode
+from pdserve.protocol.codec import encode
+from pdserve.protocol.commands import Command
 from pdserve.router.link import WorkerLink, WorkerLost
 
 SEND_DEADLINE_S = 10.0

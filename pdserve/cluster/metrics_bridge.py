@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ray.util.metrics import Counter, Gauge
 
 from pdserve.background.tasks import keep
-from pdserve.engine.protocol import MetricFamily, Sample
+from pdserve.protocol.metric_families import MetricFamily, Sample
 
 PERIOD_S = 2.5  # Ray reports every 10 s by default, what was set since the last time
 

@@ -16,7 +16,7 @@ from ray.serve.schema import ApplicationStatusOverview
 
 from pdserve.cluster import start_board
 from pdserve.cluster.start_board import StartRecord
-from pdserve.engine.start_progress import Stage
+from pdserve.protocol.start_progress import Stage
 
 POLL_S = 0.25
 TENTH = 10  # percent between two lines about one stage

@@ -44,9 +44,9 @@ from pdserve.cluster.links import MembershipWatcher
 from pdserve.cluster.logs import log_as_serve_does
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
-from pdserve.engine.protocol import TokenLogprob
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
+from pdserve.protocol.events import TokenLogprob
 from pdserve.router.admin import Admin
 from pdserve.router.app import build_app
 from pdserve.router.errors import ApiError

@@ -8,7 +8,7 @@ calls. Written by `cluster.engine_start`, read by `cluster.readiness`.
 import msgspec
 from ray.experimental import internal_kv
 
-from pdserve.engine.start_progress import Progress
+from pdserve.protocol.start_progress import Progress
 
 NAMESPACE = "pdserve-start"
 

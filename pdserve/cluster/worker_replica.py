@@ -30,7 +30,8 @@ from pdserve.cluster.framing import cut
 from pdserve.cluster.logs import log_as_serve_does, own_file
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.protocol import Snapshot, decode_batch
+from pdserve.protocol.codec import decode_batch
+from pdserve.protocol.events import Snapshot
 from pdserve.router.metrics import families_of
 from pdserve.worker.engine_client import EngineClient, EngineGone
 

@@ -23,9 +23,12 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from pdserve.engine.engine import Engine, Reservation
-from pdserve.engine.protocol import Arrived, Event, PeerStatus, Prepare, RequestKey, Source, Start, Submit, Ticket
 from pdserve.engine.sequence import Compute, Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
+from pdserve.protocol.commands import Prepare, Start, Submit
+from pdserve.protocol.events import Arrived, Event, PeerStatus
+from pdserve.protocol.handoff import Source, Ticket
+from pdserve.protocol.request_key import RequestKey
 
 PREPARED_S = 60.0  # a Prepare may overtake the Submit and find its request over: nobody would end it
 

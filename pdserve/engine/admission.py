@@ -6,8 +6,8 @@ Knows the model's vocabulary and the engine's limits; no queue and no blocks. Ca
 import sys
 from dataclasses import dataclass
 
-from pdserve.engine.protocol import Submit
 from pdserve.engine.sequence import Request
+from pdserve.protocol.commands import Submit
 
 
 @dataclass(frozen=True)

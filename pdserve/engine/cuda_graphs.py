@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pdserve.engine.start_progress import Report
 from pdserve.engine.step_inputs import Arrays, pack, unpack
+from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
 """`(arrays) -> hidden [rows, width], logits [rows, vocab]`, queued on the current stream without waiting."""

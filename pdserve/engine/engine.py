@@ -17,18 +17,20 @@ from torch import Tensor
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.admission import Admission
-from pdserve.engine.block_hasher import BlockHasher
 from pdserve.engine.block_manager import BlockManager, OutOfBlocks
 from pdserve.engine.model_runner import Fence, StepOutput
 from pdserve.engine.parts import make_parts
-from pdserve.engine.protocol import Delta, Event, FinishReason, PromptScored, RequestKey, Start, Submit
 from pdserve.engine.sample_rows import SampleRow
 from pdserve.engine.sampled_tokens import Sampled, SampledTokens, Scores
 from pdserve.engine.scheduler import Plan, Scheduler
 from pdserve.engine.sequence import Request, Sequence, Status
-from pdserve.engine.start_progress import StartProgress
 from pdserve.engine.warm_up import warm_up
 from pdserve.kernels.late_compiles import LateCompiles
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta, Event, PromptScored
+from pdserve.protocol.request_key import FinishReason, RequestKey
+from pdserve.protocol.start_progress import StartProgress
 
 SCORES_PER_EVENT = 1 << 14  # log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms
 SCORED_ROWS = 256  # prompt positions whose logits are held at once: a whole chunk's would fill gigabytes

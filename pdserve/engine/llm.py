@@ -16,20 +16,13 @@ from tqdm import tqdm
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import (
-    MAX_SEED,
-    Delta,
-    Event,
-    PromptScored,
-    RequestKey,
-    SamplingParams,
-    Start,
-    Submit,
-    TokenLogprob,
-)
 from pdserve.engine.sequence import Request
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta, Event, PromptScored, TokenLogprob
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import MAX_SEED, SamplingParams
 from pdserve.text.choice import ChoiceText
 from pdserve.text.stop import StopStrings
 from pdserve.text.tokenizer import Tokenizer

@@ -19,7 +19,6 @@ from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
 from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.start_progress import Report
 from pdserve.engine.step_inputs import (
     Arrays,
     StepInputs,
@@ -32,6 +31,7 @@ from pdserve.engine.step_inputs import (
 )
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
+from pdserve.protocol.start_progress import Report
 
 ROW_MULTIPLE = 16
 

@@ -18,11 +18,11 @@ from pdserve.engine.model_runner import ModelRunner
 from pdserve.engine.sample_rows import max_edits
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import num_slots_for
-from pdserve.engine.start_progress import StartProgress
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
+from pdserve.protocol.start_progress import StartProgress
 
 
 @dataclass(frozen=True)

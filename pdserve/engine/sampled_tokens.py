@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pdserve.engine.device_copies import HostCopy
-from pdserve.engine.protocol import TokenLogprob
+from pdserve.protocol.events import TokenLogprob
 
 
 @dataclass(frozen=True)

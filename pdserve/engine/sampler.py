@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.device_copies import HostCopy, to_device_packed
-from pdserve.engine.protocol import SamplingParams
 from pdserve.engine.sample_rows import RowStaging, SampleRow
 from pdserve.engine.sampled_tokens import SampledTokens, Scores
 from pdserve.kernels.ops import Ops
+from pdserve.protocol.sampling_params import SamplingParams
 
 TOP_ENTRIES = 1 << 21  # alternatives (row x rank) that are looked up at once: 32 MiB on the device
 SCRATCH_BYTES = 64 << 10  # of the kernels' scratch, a row

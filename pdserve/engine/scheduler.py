@@ -16,10 +16,10 @@ from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdserve.engine.block_hasher import BlockHasher
 from pdserve.engine.block_manager import BlockManager, OutOfBlocks
-from pdserve.engine.protocol import RequestKey
 from pdserve.engine.sequence import Sequence, Status
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.request_key import RequestKey
 
 LONG_PROMPT = 2048  # tokens that fill a GPU: beside another prompt both would only wait for each other
 LAST_CHUNK = 2048  # tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed

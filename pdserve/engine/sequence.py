@@ -9,8 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.engine.block_hasher import BlockHasher
-from pdserve.engine.protocol import FinishReason, RequestKey, SamplingParams, Start, TokenLogprob
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.commands import Start
+from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.request_key import FinishReason, RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 
 class Status(Enum):

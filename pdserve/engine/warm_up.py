@@ -6,8 +6,10 @@ block, no count. Knows the engine from outside only. Called once by the engine o
 
 from typing import TYPE_CHECKING
 
-from pdserve.engine.protocol import RequestKey, SamplingParams, Start, Submit
-from pdserve.engine.start_progress import Report
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.protocol.start_progress import Report
 
 if TYPE_CHECKING:
     from pdserve.engine.engine import Engine

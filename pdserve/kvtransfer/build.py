@@ -11,7 +11,6 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import PoolConfig, TransferConfig
-from pdserve.engine.protocol import PoolMeta, RankPool
 from pdserve.kvtransfer.agent import TransferAgent, flat_bytes, memory_of
 from pdserve.kvtransfer.chunks import Shard
 from pdserve.kvtransfer.connection import OwnPool
@@ -24,6 +23,7 @@ from pdserve.kvtransfer.pool import KVPool
 from pdserve.kvtransfer.receiver import RankReceiver
 from pdserve.kvtransfer.sender import Sender
 from pdserve.kvtransfer.staging import StagingRing
+from pdserve.protocol.handoff import PoolMeta, RankPool
 
 
 def _nixl(name: str, config: TransferConfig) -> TransferAgent:

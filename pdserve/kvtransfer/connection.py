@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.protocol import PoolMeta
 from pdserve.kvtransfer.agent import Pieces, TransferAgent, TransferError, memory_of
 from pdserve.kvtransfer.ranges import HeadRange, local_pieces, plan_for, remote_pieces
 from pdserve.kvtransfer.staging import Staging, StagingRing
+from pdserve.protocol.handoff import PoolMeta
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Source, Ticket
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta, Source, Ticket
+from pdserve.protocol.request_key import RequestKey
 
 Wake = Callable[[], None]
 Outcome = Literal["done", "rejected", "expired"]
@@ -103,8 +105,8 @@ class KVSender(Protocol):
     ) -> Ticket:
         """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has waited for the
         device) and which the caller owns, so their generations stand still. It keeps them pinned until `poll` returns
-        Unpinned for the key, or it calls `revoke`. content: `engine.block_hasher.BlockHasher.content` of what the rows
-        hold. written_at: see Ticket; None: now."""
+        Unpinned for the key, or it calls `revoke`. content: `protocol.block_digests.BlockHasher.content` of what the
+        rows hold. written_at: see Ticket; None: now."""
         ...
 
     def publish_part(

@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Source, Ticket
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, ReceiverEvent
 from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.notice import Done, Follow, Notice, Part, Party, Rejected, Renew
 from pdserve.kvtransfer.receiver import RankReceiver
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta, Source, Ticket
+from pdserve.protocol.request_key import RequestKey
 
 Peer = tuple[str, int]
 

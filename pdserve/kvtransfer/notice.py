@@ -6,7 +6,8 @@ be lost; none carries what a request cannot do without. Carried by `mailbox.py`.
 
 import msgspec
 
-from pdserve.engine.protocol import RequestKey, Ticket
+from pdserve.protocol.handoff import Ticket
+from pdserve.protocol.request_key import RequestKey
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True):

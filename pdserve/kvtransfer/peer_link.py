@@ -44,11 +44,12 @@ import numpy as np
 import torch
 
 from pdserve.background.threads import KeptThread
-from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.agent import Handle, TransferAgent, TransferError
 from pdserve.kvtransfer.connection import Connection, OwnPool, release_all
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.ranges import BlockSizes, count_descriptors, order_pairs
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta, Ticket
 
 logger = logging.getLogger(__name__)
 

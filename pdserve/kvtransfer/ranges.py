@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.protocol import RankPool
 from pdserve.kvtransfer.agent import Pieces
+from pdserve.protocol.handoff import RankPool
 
 
 @dataclass(frozen=True)

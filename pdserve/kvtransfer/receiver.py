@@ -9,13 +9,14 @@ import logging
 import threading
 import time
 
-from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.agent import TransferAgent
 from pdserve.kvtransfer.connection import OwnPool, check_compatible
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.peer_link import LinkEvent, PeerLink, Pull
 from pdserve.kvtransfer.ranges import BlockSizes
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta, Ticket
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,13 @@ import msgspec
 import numpy as np
 
 from pdserve.background.threads import KeptThread
-from pdserve.engine.protocol import PoolMeta, RankPool, RequestKey, Ticket
 from pdserve.kvtransfer.agent import TransferAgent
 from pdserve.kvtransfer.connector import Outcome, Unpinned, Wake
 from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.notice import Done, Follow, Part, Party, Rejected, Renew
+from pdserve.protocol.handoff import PoolMeta, RankPool, Ticket
+from pdserve.protocol.request_key import RequestKey
 
 EARLY_S = 60.0  # a follower may ask while P is in a long step and has not read the Submit yet
 MAX_EARLY = 1024

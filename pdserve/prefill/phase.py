@@ -12,9 +12,11 @@ thread.
 from collections import OrderedDict
 
 from pdserve.engine.engine import Engine, HeldPrompt, StepResult
-from pdserve.engine.protocol import Event, Handoff, RequestKey, Submit
 from pdserve.engine.sequence import Compute
 from pdserve.kvtransfer.connector import KVSender
+from pdserve.protocol.commands import Submit
+from pdserve.protocol.events import Event, Handoff
+from pdserve.protocol.request_key import RequestKey
 
 
 class PrefillPhase:

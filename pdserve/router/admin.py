@@ -12,7 +12,7 @@ from typing import Literal, Protocol, cast, get_args
 import msgspec
 
 from pdserve.configs.schema import MAX_REPLICAS, Role
-from pdserve.engine.protocol import SetRole
+from pdserve.protocol.commands import SetRole
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet import Fleet
 from pdserve.router.worker_state import WorkerState

@@ -23,7 +23,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import check_request_id
+from pdserve.protocol.request_key import check_request_id
 from pdserve.router.admin import Admin
 from pdserve.router.admin_api import admin_routes
 from pdserve.router.auth import ApiKeys

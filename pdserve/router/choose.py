@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import count
 
-from pdserve.engine.protocol import Phase
+from pdserve.protocol.request_key import Phase
 from pdserve.router.peers import may_pair
 from pdserve.router.policies import POLICIES, Task
 from pdserve.router.predict import Predictor

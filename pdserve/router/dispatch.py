@@ -19,24 +19,11 @@ from functools import partial
 import msgspec
 
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import (
-    Arrived,
-    Cancel,
-    Delta,
-    Failed,
-    FinishReason,
-    Handoff,
-    PackedScores,
-    Phase,
-    Prepare,
-    RequestKey,
-    SamplingParams,
-    Source,
-    Start,
-    Submit,
-    Ticket,
-    TokenLogprob,
-)
+from pdserve.protocol.commands import Cancel, Prepare, Start, Submit
+from pdserve.protocol.events import Arrived, Delta, Failed, Handoff, PackedScores, TokenLogprob
+from pdserve.protocol.handoff import Source, Ticket
+from pdserve.protocol.request_key import FinishReason, Phase, RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Seat
 from pdserve.router.choose import Chooser, Demand, NoWorker, Plan, note_sent
 from pdserve.router.errors import FailureKind, RequestFailed

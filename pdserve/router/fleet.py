@@ -24,27 +24,22 @@ from weakref import WeakValueDictionary
 import msgspec
 
 from pdserve.background.tasks import keep, once
-from pdserve.engine.protocol import (
-    PROTOCOL_VERSION,
+from pdserve.protocol.codec import PROTOCOL_VERSION, decode_routed
+from pdserve.protocol.commands import Cancel, Command, Prepare, Resync, Submit
+from pdserve.protocol.events import (
     CacheChange,
     CacheState,
-    Cancel,
-    Command,
     Delta,
     Failed,
     Hello,
     LegsWaiting,
     PeerStatus,
     PoolChange,
-    Prepare,
-    RequestKey,
-    Resync,
     RoutedBatch,
     RoutedEvent,
     Snapshot,
-    Submit,
-    decode_routed,
 )
+from pdserve.protocol.request_key import RequestKey
 from pdserve.router.link import WorkerLink, WorkerLost
 from pdserve.router.peers import Introducer
 from pdserve.router.prefix_index import PooledChunks

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pdserve.engine.protocol import TokenLogprob
+from pdserve.protocol.events import TokenLogprob
 
 PIECE_BYTES = 300  # of an event or a chunk, before its first token
 TOKEN_BYTES = 40

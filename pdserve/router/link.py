@@ -6,7 +6,7 @@ Knows no Ray, no tokens, no policies. `router.fleet` owns the links and reads th
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from pdserve.engine.protocol import Command
+from pdserve.protocol.commands import Command
 
 
 class WorkerLost(ConnectionError):

@@ -16,7 +16,8 @@ from prometheus_client.utils import floatToGoString
 
 import pdserve
 from pdserve.background.tasks import FAILURES
-from pdserve.engine.protocol import LegTimes, MetricFamily, Sample
+from pdserve.protocol.events import LegTimes
+from pdserve.protocol.metric_families import MetricFamily, Sample
 from pdserve.router.fleet import Fleet
 from pdserve.router.timeline import parts_of_time
 

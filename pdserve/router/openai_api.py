@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError, value_error
 from pdserve.router.json_outline import PIECE_BYTES, Member, arrays, least_chars, outline
 from pdserve.router.pace import Pace

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from pdserve.engine.protocol import TokenLogprob
+from pdserve.protocol.events import TokenLogprob
 from pdserve.router.dispatch import Chunk
 from pdserve.router.openai_api import ChatRequest, CompletionRequest
 from pdserve.router.pace import Pace

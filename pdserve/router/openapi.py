@@ -12,7 +12,7 @@ import msgspec
 
 import pdserve
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import (
+from pdserve.protocol.sampling_params import (
     INTEGERS,
     MAX_LOGIT_BIAS,
     MAX_STOP_CHARS,

@@ -14,7 +14,9 @@ tick.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pdserve.engine.protocol import Command, ConnectPeer, DisconnectPeer, PeerStatus, PoolMeta
+from pdserve.protocol.commands import Command, ConnectPeer, DisconnectPeer
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta
 from pdserve.router.worker_state import WorkerState
 
 FIRST_RETRY_S = 0.5

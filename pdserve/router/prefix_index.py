@@ -12,8 +12,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from pdserve.engine.block_hasher import BlockHasher
-from pdserve.engine.protocol import CACHE_KEY_BYTES, CacheChange, CacheState, PoolChange
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.events import CACHE_KEY_BYTES, CacheChange, CacheState, PoolChange
 
 ASK_AGAIN_S = 5.0
 MAX_KEYS = 1 << 21  # of one worker: 145 MB

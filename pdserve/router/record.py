@@ -12,7 +12,9 @@ from itertools import chain
 
 import msgspec
 
-from pdserve.engine.protocol import Delta, FinishReason, PackedScores, Start, TokenLogprob
+from pdserve.protocol.commands import Start
+from pdserve.protocol.events import Delta, PackedScores, TokenLogprob
+from pdserve.protocol.request_key import FinishReason
 
 
 class LegError(Exception):

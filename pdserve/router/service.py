@@ -18,7 +18,9 @@ from typing import Any
 import msgspec
 
 from pdserve.configs.schema import LogConfig, RouterConfig, SloConfig
-from pdserve.engine.protocol import FinishReason, SamplingParams, TokenLogprob
+from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.request_key import FinishReason
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Admission
 from pdserve.router.choose import Chooser, NoWorker
 from pdserve.router.dispatch import Chunk, Dispatcher, Job, RequestRun

@@ -11,7 +11,8 @@ from typing import Literal
 
 import msgspec
 
-from pdserve.engine.protocol import Arrived, LegTimes, Phase
+from pdserve.protocol.events import Arrived, LegTimes
+from pdserve.protocol.request_key import Phase
 
 End = Literal["finished", "handed over", "cancelled", "lost"]
 

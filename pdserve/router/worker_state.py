@@ -11,18 +11,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Literal
 
-from pdserve.engine.protocol import (
-    Arrived,
-    Delta,
-    Failed,
-    Handoff,
-    Hello,
-    PackedScores,
-    PeerStatus,
-    PoolMeta,
-    RequestKey,
-    Snapshot,
-)
+from pdserve.protocol.events import Arrived, Delta, Failed, Handoff, Hello, PackedScores, PeerStatus, Snapshot
+from pdserve.protocol.handoff import PoolMeta
+from pdserve.protocol.request_key import RequestKey
 from pdserve.router.held import LET_GO_AT_ONCE, PIECE_BYTES, Account, let_go, size_of
 from pdserve.router.link import WorkerLink
 from pdserve.router.prefix_index import CachedBlocks, PooledChunks

@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 
 from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.protocol import CACHE_KEY_BYTES, CacheChange, CacheState
+from pdserve.protocol.events import CACHE_KEY_BYTES, CacheChange, CacheState
 
 PERIOD_S = 0.1
 KEYS_PER_MESSAGE = 8192  # 64 KB stored and as much dropped

@@ -14,7 +14,8 @@ from collections.abc import AsyncGenerator, Callable
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from pdserve.engine.protocol import Command, RouterLost, Stop, Subscribe, encode
+from pdserve.protocol.codec import encode
+from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,13 @@ import zmq
 
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import EventBatch, decode_command, encode
-from pdserve.engine.start_progress import StartProgress
 from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory
 from pdserve.kvtransfer.pool import KVPool
 from pdserve.kvtransfer.pool_server import SharedServer
+from pdserve.protocol.codec import decode_command, encode
+from pdserve.protocol.events import EventBatch
+from pdserve.protocol.start_progress import StartProgress
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 

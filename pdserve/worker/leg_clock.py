@@ -9,7 +9,8 @@ Knows no engine. Used by worker.loop, a few calls a request and none a token.
 
 from collections.abc import Iterable
 
-from pdserve.engine.protocol import Delta, LegTimes, Phase, PromptScored
+from pdserve.protocol.events import Delta, LegTimes, PromptScored
+from pdserve.protocol.request_key import Phase
 
 
 class LegClock:

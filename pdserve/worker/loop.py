@@ -19,14 +19,26 @@ import msgspec
 from pdserve.configs.schema import TransferConfig
 from pdserve.decode.phase import DecodePhase
 from pdserve.engine.engine import Engine, StepResult
-from pdserve.engine.protocol import (
-    PROTOCOL_VERSION,
-    Arrived,
+from pdserve.kvtransfer.connector import KVReceiver, KVSender
+from pdserve.kvtransfer.pool import KVPool
+from pdserve.prefill.phase import PrefillPhase
+from pdserve.protocol.codec import PROTOCOL_VERSION
+from pdserve.protocol.commands import (
     Cancel,
     Command,
     ConnectPeer,
-    Delta,
     DisconnectPeer,
+    Prepare,
+    Resync,
+    RouterLost,
+    SetRole,
+    Stop,
+    Submit,
+    Subscribe,
+)
+from pdserve.protocol.events import (
+    Arrived,
+    Delta,
     Event,
     EventBatch,
     Failed,
@@ -34,20 +46,10 @@ from pdserve.engine.protocol import (
     Hello,
     LegsWaiting,
     PeerStatus,
-    Prepare,
     PromptScored,
-    RequestKey,
-    Resync,
-    RouterLost,
-    SetRole,
     Snapshot,
-    Stop,
-    Submit,
-    Subscribe,
 )
-from pdserve.kvtransfer.connector import KVReceiver, KVSender
-from pdserve.kvtransfer.pool import KVPool
-from pdserve.prefill.phase import PrefillPhase
+from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.cache_report import CacheReport
 from pdserve.worker.leg_clock import LegClock
 from pdserve.worker.load_meter import LoadMeter

@@ -15,7 +15,8 @@ from torch import Tensor
 from pdserve.background.threads import FAILURES
 from pdserve.engine.block_manager import FreeSpace
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import Arrived, LegTimes, MetricFamily, Sample
+from pdserve.protocol.events import Arrived, LegTimes
+from pdserve.protocol.metric_families import MetricFamily, Sample
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LAG_BUCKETS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.engine import Engine, FinishedRows, Reservation, StepResult
-from pdserve.engine.protocol import Arrived, Event, RequestKey, Start
 from pdserve.engine.sequence import Request
 from pdserve.kvtransfer.pool import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
+from pdserve.protocol.commands import Start
+from pdserve.protocol.events import Arrived, Event
+from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.pool_report import PoolReport
 
 KNOWN_PREFIXES = 16_384  # remembered, so that what was stored lately is not offered again

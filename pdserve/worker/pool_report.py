@@ -7,13 +7,13 @@ costs a guess (docs/routing.md). Kept by `worker.pool_phase`, sent by `worker.lo
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pdserve.engine.protocol import CACHE_KEY_BYTES, PoolChange
+from pdserve.protocol.events import CACHE_KEY_BYTES, PoolChange
 
 MAX_KNOWN = 8192  # told to a router that is new: 64 KB
 
 
 class PoolReport:
-    """Digests are those of the blocks that end a chunk (`engine.block_hasher`)."""
+    """Digests are those of the blocks that end a chunk (`protocol.block_digests`)."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, None] = OrderedDict()

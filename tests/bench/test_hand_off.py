@@ -15,7 +15,8 @@ import pytest
 
 from benchmarks import hand_off, hand_off_steps
 from benchmarks.engine_pair import Answer
-from pdserve.engine.protocol import Arrived, Delta, RequestKey
+from pdserve.protocol.events import Arrived, Delta
+from pdserve.protocol.request_key import RequestKey
 
 SMALL = ["--device", "cpu", "--max-num-batched-tokens", "64", "--batch", "3", "--context", "20", "--chunk", "64"]
 

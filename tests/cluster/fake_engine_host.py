@@ -17,27 +17,12 @@ import msgspec
 import zmq
 
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.protocol import (
-    PROTOCOL_VERSION,
-    CacheState,
-    Cancel,
-    Command,
-    Delta,
-    Event,
-    EventBatch,
-    Hello,
-    MetricFamily,
-    RequestKey,
-    RouterLost,
-    Sample,
-    Snapshot,
-    Stop,
-    Submit,
-    Subscribe,
-    decode_command,
-    encode,
-)
-from pdserve.engine.start_progress import WORK, StartProgress
+from pdserve.protocol.codec import PROTOCOL_VERSION, decode_command, encode
+from pdserve.protocol.commands import Cancel, Command, RouterLost, Stop, Submit, Subscribe
+from pdserve.protocol.events import CacheState, Delta, Event, EventBatch, Hello, Snapshot
+from pdserve.protocol.metric_families import MetricFamily, Sample
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.start_progress import WORK, StartProgress
 
 STEP_S = 0.02
 TELL_S = 1.0

@@ -24,7 +24,7 @@ from pdserve.cluster import app as cluster_app
 from pdserve.cluster.client import Client, ClusterError, connect
 from pdserve.cluster.http_server import Address
 from pdserve.configs.schema import ClusterConfig
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "whole"

@@ -7,7 +7,7 @@ import pytest
 from router.workers import made
 
 from pdserve.cluster.decode_guard import AGAIN_S, NONE_S, DecodeGuard
-from pdserve.engine.protocol import SetRole
+from pdserve.protocol.commands import SetRole
 from pdserve.router.worker_state import WorkerState
 
 

@@ -10,19 +10,11 @@ import pytest
 from fake_engine_host import FakeEngineHost, journal_path
 
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.protocol import (
-    Cancel,
-    Delta,
-    Event,
-    EventBatch,
-    Hello,
-    RequestKey,
-    SamplingParams,
-    Snapshot,
-    Start,
-    Submit,
-    decode_batch,
-)
+from pdserve.protocol.codec import decode_batch
+from pdserve.protocol.commands import Cancel, Start, Submit
+from pdserve.protocol.events import Delta, Event, EventBatch, Hello, Snapshot
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker import engine_client
 from pdserve.worker.engine_client import EngineClient, EngineGone
 

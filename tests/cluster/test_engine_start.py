@@ -16,7 +16,7 @@ from pdserve.cluster.engine_start import EngineStart, StartError
 from pdserve.cluster.readiness import News, last_error, told
 from pdserve.cluster.start_board import StartRecord
 from pdserve.configs.schema import StartConfig, WorkerConfig
-from pdserve.engine.start_progress import Progress, Stage
+from pdserve.protocol.start_progress import Progress, Stage
 
 SHELL_LOG, ENGINE_LOG = "/logs/replica.log", "/logs/worker.err"
 

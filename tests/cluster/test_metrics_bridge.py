@@ -15,7 +15,8 @@ from pdserve.cluster.client import Client, connect
 from pdserve.cluster.http_server import Address
 from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
-from pdserve.engine.protocol import MetricFamily, Sample, SamplingParams
+from pdserve.protocol.metric_families import MetricFamily, Sample
+from pdserve.protocol.sampling_params import SamplingParams
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "sight"

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from pdserve.cluster.handle_api import decode_answer, decode_ask, decode_order, decode_outcome
-from pdserve.engine.protocol import decode_batch, decode_command, decode_routed
 from pdserve.kvtransfer.notice import decode_letter
+from pdserve.protocol.codec import decode_batch, decode_command, decode_routed
 
 ROOT = Path(__file__).parents[2] / "pdserve"
 

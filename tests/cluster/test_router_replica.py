@@ -17,7 +17,7 @@ from pdserve.cluster.handle_api import Whole, decode_answer, encode
 from pdserve.cluster.http_server import Address
 from pdserve.cluster.router_replica import RouterReplica
 from pdserve.configs.schema import ClusterConfig
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
 

@@ -17,7 +17,7 @@ from pdserve.cluster import app as cluster_app
 from pdserve.cluster.cli import main
 from pdserve.cluster.client import Client, ClusterError, connect
 from pdserve.configs.schema import ClusterConfig
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
 
 FAKE = "fake_engine_host:FakeEngineHost"

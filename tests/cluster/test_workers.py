@@ -23,16 +23,11 @@ from pdserve.cluster import app as cluster_app
 from pdserve.cluster import links
 from pdserve.cluster.links import MembershipWatcher, ServeLink
 from pdserve.configs.schema import ClusterConfig
-from pdserve.engine.protocol import (
-    Cancel,
-    Delta,
-    Hello,
-    RequestKey,
-    SamplingParams,
-    Start,
-    Submit,
-    decode_batch,
-)
+from pdserve.protocol.codec import decode_batch
+from pdserve.protocol.commands import Cancel, Start, Submit
+from pdserve.protocol.events import Delta, Hello
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.link import WorkerLink, WorkerLost
 
 FAKE = "fake_engine_host:FakeEngineHost"
@@ -198,7 +193,7 @@ async def test_a_killed_router_process_is_a_lost_router(members: Members, journa
         import asyncio, sys, ray
         from ray import serve
         from pdserve.cluster.links import ServeLink
-        from pdserve.engine.protocol import decode_batch
+        from pdserve.protocol.events import decode_batch
         ray.init(address=sys.argv[1], log_to_driver=False, namespace="serve")
         async def main():
             handle = serve.get_deployment_handle("Decode", "workers")

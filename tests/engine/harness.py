@@ -21,12 +21,15 @@ from torch import Tensor
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.engine.model_runner import StepOutput
-from pdserve.engine.protocol import Delta, PromptScored, RequestKey, SamplingParams, Start, Submit, TokenLogprob
 from pdserve.engine.sample_rows import SampleRow
 from pdserve.engine.sampler import Sampler
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step_inputs import table_changes
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta, PromptScored, TokenLogprob
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 _names = itertools.count()
 

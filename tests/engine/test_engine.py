@@ -8,11 +8,15 @@ import pytest
 import torch
 from engine.harness import Driver, alone, make_engine, paper_engine, paper_of, submit_of
 
-from pdserve.engine import block_hasher
 from pdserve.engine import engine as engine_module
 from pdserve.engine.engine import _sample_row
-from pdserve.engine.protocol import Delta, RequestKey, SamplingParams, Start, Ticket
 from pdserve.engine.sequence import Sequence
+from pdserve.protocol import block_digests as block_hasher
+from pdserve.protocol.commands import Start
+from pdserve.protocol.events import Delta
+from pdserve.protocol.handoff import Ticket
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 SAMPLED = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=10)
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=10)

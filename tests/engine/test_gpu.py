@@ -14,9 +14,9 @@ from tiny_models import make_tiny
 
 from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.llm import LLM, SamplingParams
-from pdserve.engine.start_progress import StartProgress
 from pdserve.engine.step_inputs import Arrays, pack
 from pdserve.kernels import attention_dense
+from pdserve.protocol.start_progress import StartProgress
 
 pytestmark = pytest.mark.gpu
 

@@ -14,10 +14,11 @@ from tiny_models import make_tiny
 
 from pdserve.engine import model_runner
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import SamplingParams, Start
 from pdserve.engine.sample_rows import SampleRow
 from pdserve.engine.sampled_tokens import SampledTokens
 from pdserve.engine.sampler import Sampler
+from pdserve.protocol.commands import Start
+from pdserve.protocol.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lengthy
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.engine.protocol import MAX_SEED
 from pdserve.engine.randomness import Purpose, row_keys
 from pdserve.kernels.reference import gumbel
+from pdserve.protocol.sampling_params import MAX_SEED
 
 FROZEN_KEY = [42661198]
 FROZEN_GUMBEL = [0.418657, 2.03418, 1.328948]

@@ -17,12 +17,13 @@ from transformers import (
 )
 
 from pdserve.engine.device_copies import to_device_packed
-from pdserve.engine.protocol import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams, TokenLogprob
 from pdserve.engine.sample_rows import RowArrays, RowStaging, SampleRow, max_edits
 from pdserve.engine.sampled_tokens import Sampled
 from pdserve.engine.sampler import Sampler
 from pdserve.kernels import reference
 from pdserve.kernels.ops import Ops, ops_for
+from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
 
 VOCAB = 50
 CPU = torch.device("cpu")

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 
 from pdserve.engine import scheduler
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import RequestKey, SamplingParams, Start
+from pdserve.protocol.commands import Start
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 BLOCK = 16
 

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.engine.attention import StepShape
-from pdserve.engine.protocol import RequestKey, SamplingParams
 from pdserve.engine.scheduler import Plan
 from pdserve.engine.sequence import Request, Sequence
 from pdserve.engine.step_inputs import (
@@ -23,6 +22,8 @@ from pdserve.engine.step_inputs import (
     unpack,
 )
 from pdserve.kernels import reference
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
 NUM_SLOTS, MAX_BLOCKS = 12, 16

@@ -16,10 +16,12 @@ from waiting import until
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus, PoolMeta, RequestKey, Ticket
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory, ReceiverEvent, Unpinned
 from pdserve.kvtransfer.local import LocalAgent, LocalFaults
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.request_key import RequestKey
 
 NUM_BLOCKS = 64
 LAYOUT = KVLayout.uniform(num_layers=2, heads=(0, 1), head_dim=8, block_size=16, dtype="float32")

@@ -14,9 +14,10 @@ from kvtransfer.kv_peers import key
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import PoolMemory, Unpinned
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta, Ticket
 
 HEADS, BLOCK_SIZE, NUM_TOKENS = 4, 16, 24 * 16
 CONFIG = {name: TransferConfig(connector=name, lease_s=600.0) for name in ("local", "nixl")}

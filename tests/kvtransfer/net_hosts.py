@@ -28,9 +28,10 @@ from processes import freeze
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus, PoolMeta, Ticket
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory, Unpinned
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta, Ticket
 
 NUM_BLOCKS = 128
 LAYOUT = KVLayout.uniform(num_layers=8, heads=tuple(range(8)), head_dim=64, block_size=16, dtype="float32")

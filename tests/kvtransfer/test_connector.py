@@ -11,8 +11,10 @@ from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, Sour
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus, RequestKey, Ticket
 from pdserve.kvtransfer.connector import PullDone, PullFailed
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import Ticket
+from pdserve.protocol.request_key import RequestKey
 
 LEASE_S = 1.0
 _names = itertools.count()

@@ -11,8 +11,8 @@ from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, expi
 from waiting import stays
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+from pdserve.protocol.events import PeerStatus
 
 CONFIGS = {
     "local": TransferConfig(connector="local"),

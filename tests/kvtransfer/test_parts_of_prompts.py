@@ -11,12 +11,13 @@ from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key,
 from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import RequestKey, Source, Ticket
 from pdserve.kvtransfer import mailbox
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.local import LocalAgent
 from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.notice import Done, Party, Rejected
+from pdserve.protocol.handoff import Source, Ticket
+from pdserve.protocol.request_key import RequestKey
 
 _names, _pull_ids = itertools.count(), itertools.count(1)
 

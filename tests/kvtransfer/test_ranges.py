@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.protocol import RankPool
 from pdserve.kvtransfer.ranges import (
     BlockSizes,
     HeadRange,
@@ -14,6 +13,7 @@ from pdserve.kvtransfer.ranges import (
     plan_heads,
     remote_pieces,
 )
+from pdserve.protocol.handoff import RankPool
 
 
 def layout(heads: tuple[int, ...]) -> KVLayout:

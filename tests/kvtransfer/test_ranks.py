@@ -12,9 +12,10 @@ from kvtransfer.kv_peers import expire, rows
 from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, heads_of
 from waiting import stays, until
 
-from pdserve.engine.protocol import PeerStatus, PoolMeta
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
 from pdserve.kvtransfer.local import LocalAgent, LocalFaults
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta
 
 DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
 _names = itertools.count()

@@ -24,12 +24,14 @@ from kvtransfer.kv_peers import (
 from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus, RequestKey, Source, Ticket
 from pdserve.kvtransfer import peer_link
 from pdserve.kvtransfer.agent import TransferError
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.local import LocalAgent
 from pdserve.kvtransfer.staging import NUM_RUNS, Staging, StagingRing
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import Source, Ticket
+from pdserve.protocol.request_key import RequestKey
 
 RUN_TOKENS = 64
 RING_BYTES = NUM_RUNS * RUN_TOKENS * LAYOUT.token_bytes

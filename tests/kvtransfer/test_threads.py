@@ -15,7 +15,6 @@ from waiting import until
 from pdserve.background import tasks
 from pdserve.background.threads import FAILURES
 from pdserve.configs.schema import PoolConfig, TransferConfig
-from pdserve.engine.protocol import PeerStatus
 from pdserve.kvtransfer import pool_server
 from pdserve.kvtransfer.connector import PullDone, Unpinned
 from pdserve.kvtransfer.local_pool import LocalPoolServer
@@ -23,6 +22,7 @@ from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.notice import Done
 from pdserve.kvtransfer.pool import PoolDone, PoolFailed, PoolStored
 from pdserve.kvtransfer.pool_server import SharedServer
+from pdserve.protocol.events import PeerStatus
 
 SHORT_LEASES = TransferConfig(connector="local", lease_s=0.05)
 

@@ -21,8 +21,8 @@ from kvtransfer.net_hosts import (
 from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import PeerStatus
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
+from pdserve.protocol.events import PeerStatus
 
 pytestmark = pytest.mark.processes
 

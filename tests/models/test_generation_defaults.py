@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from pdserve.engine.protocol import SamplingParams
 from pdserve.models.generation_defaults import described, read_generation_defaults
+from pdserve.protocol.sampling_params import SamplingParams
 
 QWEN = {
     "bos_token_id": 151643,

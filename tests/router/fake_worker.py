@@ -13,37 +13,27 @@ from typing import Any
 
 import msgspec
 
-from pdserve.engine.protocol import (
-    PROTOCOL_VERSION,
+from pdserve.protocol.codec import PROTOCOL_VERSION, encode
+from pdserve.protocol.commands import Cancel, Command, ConnectPeer, DisconnectPeer, Prepare, SetRole, Submit
+from pdserve.protocol.events import (
     Arrived,
     CacheState,
-    Cancel,
-    Command,
-    ConnectPeer,
     Delta,
-    DisconnectPeer,
     Event,
     EventBatch,
     Failed,
-    FinishReason,
     Handoff,
     Hello,
     LegsWaiting,
-    MetricFamily,
     PeerStatus,
-    PoolMeta,
-    Prepare,
     PromptScored,
-    RequestKey,
-    Sample,
-    SamplingParams,
-    SetRole,
     Snapshot,
-    Submit,
-    Ticket,
     TokenLogprob,
-    encode,
 )
+from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.metric_families import MetricFamily, Sample
+from pdserve.protocol.request_key import FinishReason, RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.link import WorkerLost
 
 VOCAB = 403

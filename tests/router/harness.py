@@ -12,7 +12,9 @@ from router.fake_worker import FakeWorker, World, expected_tokens
 from waiting import Condition, until_async
 
 from pdserve.configs.schema import RouterConfig, SloConfig
-from pdserve.engine.protocol import EventBatch, PackedScores, PromptScored, SamplingParams, decode_routed, encode
+from pdserve.protocol.codec import decode_routed, encode
+from pdserve.protocol.events import EventBatch, PackedScores, PromptScored
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.app import build_app
 from pdserve.router.fleet import TICK_S, Fleet
 from pdserve.router.service import ChoiceResult, Service

@@ -10,7 +10,8 @@ import pytest
 from router.harness import Harness, until
 
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, SamplingParams, SetRole
+from pdserve.protocol.commands import ConnectPeer, DisconnectPeer, SetRole
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router import admin as router_admin
 from pdserve.router.admin import Admin, CannotScale, Count
 from pdserve.router.app import build_app

@@ -10,7 +10,7 @@ import openai
 import pytest
 from router.harness import MODEL, Harness, until
 
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Admission, Rate
 from pdserve.router.errors import ApiError
 

@@ -14,7 +14,9 @@ import pytest
 from router.fake_worker import expected_tokens, logprob_of
 from router.harness import MODEL, Harness, until
 
-from pdserve.engine.protocol import Cancel, Delta, Event, LegTimes, SamplingParams, Submit
+from pdserve.protocol.commands import Cancel, Submit
+from pdserve.protocol.events import Delta, Event, LegTimes
+from pdserve.protocol.sampling_params import SamplingParams
 
 PROMPT = list(range(10, 30))
 Make = Callable[..., Harness]

@@ -13,8 +13,9 @@ from router.harness import Harness, until
 from router.workers import join, made
 
 from pdserve.configs.schema import RouterConfig
-from pdserve.engine.block_hasher import BlockHasher
-from pdserve.engine.protocol import PoolChange, SamplingParams
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.events import PoolChange
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choose import OVERLOADED_MS, Chooser, Demand, note_sent
 from pdserve.router.policies import POLICIES
 from pdserve.router.predict import ASSUMED_TOKENS_PER_S, DECODE_TOKENS, POOL_BYTES_PER_S, Predictor

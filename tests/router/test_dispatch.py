@@ -13,7 +13,9 @@ import pytest
 from router.fake_worker import FakeWorker, expected_tokens, finish_of
 from router.harness import Harness, settle, until
 
-from pdserve.engine.protocol import Arrived, Cancel, Command, Delta, Event, Failed, Prepare, SamplingParams, Submit
+from pdserve.protocol.commands import Cancel, Command, Prepare, Submit
+from pdserve.protocol.events import Arrived, Delta, Event, Failed
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError, RequestFailed
 from pdserve.text.stop import StopStrings
 

@@ -14,7 +14,10 @@ from router.fake_worker import FakeWorker
 from router.harness import Harness, settle, until
 
 from pdserve.background import tasks
-from pdserve.engine.protocol import ConnectPeer, DisconnectPeer, EventBatch, PeerStatus, SamplingParams, encode
+from pdserve.protocol.codec import encode
+from pdserve.protocol.commands import ConnectPeer, DisconnectPeer
+from pdserve.protocol.events import EventBatch, PeerStatus
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router import fleet
 from pdserve.router.choose import Chooser, Demand, NoWorker
 from pdserve.router.fleet import Fleet

@@ -11,7 +11,7 @@ import pytest
 from router.harness import MODEL, Harness, settle
 from starlette.types import ASGIApp, Message
 
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
 
 Make = Callable[..., Harness]

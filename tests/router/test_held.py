@@ -12,7 +12,9 @@ from router.harness import MODEL, Harness, routed, settle, until
 from router.test_app import Client
 from router.turns import Turns
 
-from pdserve.engine.protocol import Delta, Handoff, LegTimes, PromptScored, RequestKey, SamplingParams, TokenLogprob
+from pdserve.protocol.events import Delta, Handoff, LegTimes, PromptScored, TokenLogprob
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
 from pdserve.router.held import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
 from pdserve.router.openai_api import CompletionRequest, parse

@@ -9,7 +9,7 @@ import pytest
 from router.harness import MODEL, Harness
 from router.turns import Turns
 
-from pdserve.engine.protocol import TokenLogprob
+from pdserve.protocol.events import TokenLogprob
 from pdserve.router import pace
 from pdserve.router.app import SEND_BYTES
 from pdserve.router.held import Held

@@ -12,7 +12,8 @@ from clock import Clock
 from router.fake_worker import FakeWorker
 from router.harness import Harness, settle, until
 
-from pdserve.engine.protocol import Cancel, SamplingParams, Submit
+from pdserve.protocol.commands import Cancel, Submit
+from pdserve.protocol.sampling_params import SamplingParams
 
 PROMPT = tuple(range(10, 30))
 PARAMS = SamplingParams(seed=7, max_tokens=12, ignore_eos=True)

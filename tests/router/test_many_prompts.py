@@ -8,16 +8,10 @@ import pytest
 from router.harness import MODEL, Harness, until
 from router.turns import Turns
 
-from pdserve.engine.protocol import (
-    Cancel,
-    Delta,
-    Event,
-    PromptScored,
-    RoutedBatch,
-    SamplingParams,
-    TokenLogprob,
-    decode_routed,
-)
+from pdserve.protocol.codec import decode_routed
+from pdserve.protocol.commands import Cancel
+from pdserve.protocol.events import Delta, Event, PromptScored, RoutedBatch, TokenLogprob
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router import fleet
 from pdserve.router.dispatch import RequestRun
 from pdserve.router.errors import RequestFailed

@@ -8,7 +8,7 @@ import pytest
 from router.harness import MODEL, Harness, until
 from router.turns import Turns
 
-from pdserve.engine.protocol import Delta, Event
+from pdserve.protocol.events import Delta, Event
 from pdserve.router import app, pace
 from pdserve.router.app import CHUNKS_AT_ONCE
 from pdserve.router.dispatch import Chunk, RequestRun

@@ -6,8 +6,9 @@ from collections.abc import Callable
 import pytest
 from router.harness import Harness, until
 
-from pdserve.engine.block_hasher import BlockHasher
-from pdserve.engine.protocol import CacheChange, CacheState, Resync
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.commands import Resync
+from pdserve.protocol.events import CacheChange, CacheState
 from pdserve.router import prefix_index
 from pdserve.router.prefix_index import ASK_AGAIN_S, EXPECTED_S, MAX_EXPECTED, CachedBlocks, PromptBlocks
 

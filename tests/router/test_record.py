@@ -3,7 +3,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from router.harness import routed
 
-from pdserve.engine.protocol import Delta, PackedScores, PromptScored, Start, TokenLogprob
+from pdserve.protocol.commands import Start
+from pdserve.protocol.events import Delta, PackedScores, PromptScored, TokenLogprob
 from pdserve.router.held import size_of
 from pdserve.router.record import Accepted, LegError, RequestRecord
 

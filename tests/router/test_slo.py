@@ -11,7 +11,7 @@ from prometheus_client import CollectorRegistry
 from router.harness import MODEL, Harness, until
 
 from pdserve.configs.schema import SloConfig
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import CAUTION, LEAST_WAIT, Admission
 from pdserve.router.errors import ApiError, RequestFailed
 from pdserve.router.predict import Forecast

@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.harness import Harness
 from router.workers import join, made
 
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choose import Chooser, Demand, Plan, note_sent
 from pdserve.router.predict import Predictor
 from pdserve.router.prefix_index import PromptBlocks

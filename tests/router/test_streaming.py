@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from pdserve.engine.protocol import LegTimes
+from pdserve.protocol.events import LegTimes
 from pdserve.router.dispatch import Chunk
 from pdserve.router.held import Held
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics

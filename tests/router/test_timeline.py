@@ -13,7 +13,9 @@ from clock import Clock
 from router.fake_worker import FakeWorker, expected_tokens
 from router.harness import MODEL, Harness, until
 
-from pdserve.engine.protocol import Arrived, Delta, Event, LegTimes, SamplingParams, Submit
+from pdserve.protocol.commands import Submit
+from pdserve.protocol.events import Arrived, Delta, Event, LegTimes
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
 from pdserve.router.service import Generation
 from pdserve.router.timeline import LegReport, PromptTimeline, Timeline

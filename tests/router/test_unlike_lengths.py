@@ -8,7 +8,7 @@ import pytest
 from router.fake_worker import FakeWorker, expected_tokens
 from router.harness import Harness, until
 
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
 
 PROMPT = tuple(range(10, 30))

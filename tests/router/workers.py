@@ -5,8 +5,8 @@ from typing import Any
 
 from router.fake_worker import FakeWorker, World
 
-from pdserve.engine.block_hasher import BlockHasher
-from pdserve.engine.protocol import CacheState, PeerStatus, Snapshot
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.events import CacheState, PeerStatus, Snapshot
 from pdserve.router.worker_state import WorkerState
 
 

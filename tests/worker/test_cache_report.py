@@ -9,17 +9,10 @@ import pytest
 from pair import ROUTER, SESSION, Pair, deltas, submit
 
 from pdserve.engine.block_manager import BlockManager
-from pdserve.engine.protocol import (
-    CacheChange,
-    CacheState,
-    Hello,
-    RequestKey,
-    Resync,
-    RouterLost,
-    SamplingParams,
-    Snapshot,
-    Subscribe,
-)
+from pdserve.protocol.commands import Resync, RouterLost, Subscribe
+from pdserve.protocol.events import CacheChange, CacheState, Hello, Snapshot
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.prefix_index import CachedBlocks, PromptBlocks
 from pdserve.worker import cache_report
 from pdserve.worker.cache_report import PERIOD_S, CacheReport

@@ -38,25 +38,15 @@ from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.schema import PoolConfig, TransferConfig
 from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.engine import Engine
-from pdserve.engine.protocol import (
-    Cancel,
-    ConnectPeer,
-    Delta,
-    DisconnectPeer,
-    Failed,
-    Handoff,
-    Prepare,
-    RequestKey,
-    RouterLost,
-    SamplingParams,
-    Source,
-    Start,
-    Subscribe,
-)
 from pdserve.engine.scheduler import Plan
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local_pool import LocalPoolServer
 from pdserve.kvtransfer.staging import NUM_RUNS, Staging
+from pdserve.protocol.commands import Cancel, ConnectPeer, DisconnectPeer, Prepare, RouterLost, Start, Subscribe
+from pdserve.protocol.events import Delta, Failed, Handoff
+from pdserve.protocol.handoff import Source
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 pytestmark = pytest.mark.lengthy
 

@@ -11,18 +11,10 @@ from clock import Clock
 from pair import ROUTER, SESSION, Pair, cancel, deltas, expected, of, owned, prompt_of, submit, tokens_of
 
 from pdserve.engine.llm import LLM
-from pdserve.engine.protocol import (
-    Arrived,
-    Failed,
-    Handoff,
-    Hello,
-    PromptScored,
-    RequestKey,
-    RouterLost,
-    SamplingParams,
-    Start,
-    Subscribe,
-)
+from pdserve.protocol.commands import RouterLost, Start, Subscribe
+from pdserve.protocol.events import Arrived, Failed, Handoff, Hello, PromptScored
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, seed=1)
 SAMPLED = SamplingParams(

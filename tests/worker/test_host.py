@@ -13,24 +13,12 @@ from hosts import Host, LocalLink, hosts
 from waiting import until_async
 
 from pdserve.engine.llm import LLM
-from pdserve.engine.protocol import (
-    Arrived,
-    Cancel,
-    ConnectPeer,
-    Delta,
-    Event,
-    Handoff,
-    Hello,
-    PeerStatus,
-    Phase,
-    RequestKey,
-    SamplingParams,
-    Snapshot,
-    Start,
-    Submit,
-    Ticket,
-    decode_batch,
-)
+from pdserve.protocol.codec import decode_batch
+from pdserve.protocol.commands import Cancel, ConnectPeer, Start, Submit
+from pdserve.protocol.events import Arrived, Delta, Event, Handoff, Hello, PeerStatus, Snapshot
+from pdserve.protocol.handoff import Ticket
+from pdserve.protocol.request_key import Phase, RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 PROMPT = tuple((i * 37) % 251 for i in range(300))
 GREEDY = SamplingParams(temperature=0, max_tokens=20, seed=1)

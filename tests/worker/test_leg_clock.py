@@ -12,16 +12,11 @@ from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, submit
 from waiting import until
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.protocol import (
-    Delta,
-    EventBatch,
-    LegTimes,
-    PromptScored,
-    RequestKey,
-    RouterLost,
-    SamplingParams,
-    decode_batch,
-)
+from pdserve.protocol.codec import decode_batch
+from pdserve.protocol.commands import RouterLost
+from pdserve.protocol.events import Delta, EventBatch, LegTimes, PromptScored
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.leg_clock import LegClock
 
 GREEDY = SamplingParams(temperature=0, max_tokens=9, seed=1)

@@ -9,7 +9,10 @@ from pair import ROUTER, SESSION, Pair, Worker, deltas, prompt_of, submit
 
 from pdserve.engine import engine
 from pdserve.engine.engine import StepResult
-from pdserve.engine.protocol import EventBatch, LegsWaiting, RequestKey, SamplingParams, Subscribe
+from pdserve.protocol.commands import Subscribe
+from pdserve.protocol.events import EventBatch, LegsWaiting
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker import loop as worker_loop
 
 

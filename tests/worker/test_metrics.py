@@ -6,7 +6,7 @@ import pytest
 import torch
 from engine.harness import Driver, make_engine
 
-from pdserve.engine.protocol import SamplingParams
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.metrics import WorkerMetrics
 
 

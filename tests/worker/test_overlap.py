@@ -12,21 +12,13 @@ from waiting import until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.llm import LLM
-from pdserve.engine.protocol import (
-    Arrived,
-    ConnectPeer,
-    Delta,
-    Handoff,
-    PeerStatus,
-    Prepare,
-    RequestKey,
-    RouterLost,
-    SamplingParams,
-    Source,
-    Start,
-)
 from pdserve.engine.scheduler import Plan
 from pdserve.kvtransfer.notice import Follow, Notice, Part, Party
+from pdserve.protocol.commands import ConnectPeer, Prepare, RouterLost, Start
+from pdserve.protocol.events import Arrived, Delta, Handoff, PeerStatus
+from pdserve.protocol.handoff import Source
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=1)
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=10, seed=11, n=3, top_p=0.95, presence_penalty=0.3)

@@ -9,9 +9,12 @@ from pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, pro
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.engine.llm import LLM
-from pdserve.engine.protocol import Arrived, PromptScored, RequestKey, RouterLost, SamplingParams
 from pdserve.kvtransfer.local_pool import LocalPoolServer
 from pdserve.kvtransfer.pool_operations import Pool
+from pdserve.protocol.commands import RouterLost
+from pdserve.protocol.events import Arrived, PromptScored
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
 CHUNK = 32

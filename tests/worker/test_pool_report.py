@@ -6,8 +6,9 @@ import pytest
 from pair import ROUTER, SESSION, Pair, Worker, prompt_of
 from worker.test_pool_phase import CHUNK, POOL, whole
 
-from pdserve.engine.protocol import Hello, PoolChange, Subscribe
 from pdserve.kvtransfer.local_pool import LocalPoolServer
+from pdserve.protocol.commands import Subscribe
+from pdserve.protocol.events import Hello, PoolChange
 from pdserve.router.prefix_index import PooledChunks, PromptBlocks
 from pdserve.worker import pool_report
 from pdserve.worker.pool_report import PoolReport

@@ -9,20 +9,10 @@ from pair import ROUTER, SESSION, Pair, deltas, expected, prompt_of, submit, tok
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.llm import LLM
-from pdserve.engine.protocol import (
-    ConnectPeer,
-    Delta,
-    EventBatch,
-    Handoff,
-    Hello,
-    PeerStatus,
-    RequestKey,
-    SamplingParams,
-    SetRole,
-    Snapshot,
-    Start,
-    Subscribe,
-)
+from pdserve.protocol.commands import ConnectPeer, SetRole, Start, Subscribe
+from pdserve.protocol.events import Delta, EventBatch, Handoff, Hello, PeerStatus, Snapshot
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 

@@ -6,48 +6,44 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from pdserve.engine.protocol import (
+from pdserve.protocol.codec import PROTOCOL_VERSION, decode_batch, decode_command, decode_routed, encode
+from pdserve.protocol.commands import (
+    Cancel,
+    Command,
+    ConnectPeer,
+    DisconnectPeer,
+    Resync,
+    RouterLost,
+    Start,
+    Stop,
+    Submit,
+    Subscribe,
+)
+from pdserve.protocol.events import (
+    Arrived,
+    CacheChange,
+    CacheState,
+    Delta,
+    EventBatch,
+    Failed,
+    Handoff,
+    Hello,
+    PackedScores,
+    PeerStatus,
+    PromptScored,
+    Snapshot,
+    TokenLogprob,
+)
+from pdserve.protocol.handoff import PoolMeta, RankPool, Ticket
+from pdserve.protocol.metric_families import MetricFamily, Sample
+from pdserve.protocol.request_key import RequestKey, check_request_id
+from pdserve.protocol.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_SEED,
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
-    PROTOCOL_VERSION,
-    Arrived,
-    CacheChange,
-    CacheState,
-    Cancel,
-    Command,
-    ConnectPeer,
-    Delta,
-    DisconnectPeer,
-    EventBatch,
-    Failed,
-    Handoff,
-    Hello,
-    MetricFamily,
-    PackedScores,
-    PeerStatus,
-    PoolMeta,
-    PromptScored,
-    RankPool,
-    RequestKey,
-    Resync,
-    RouterLost,
-    Sample,
     SamplingParams,
-    Snapshot,
-    Start,
-    Stop,
-    Submit,
-    Subscribe,
-    Ticket,
-    TokenLogprob,
-    check_request_id,
-    decode_batch,
-    decode_command,
-    decode_routed,
-    encode,
 )
 
 INTEGERS = ["n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"]

@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, PoolConfig, StartConfig, TransferConfig, WorkerConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
+from pdserve.protocol.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
 from pdserve.worker.host import EngineHost
 
 
@@ -77,7 +77,7 @@ def test_progress_is_written_as_people_read_it() -> None:
 def test_stages_are_logged_at_once_and_their_progress_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     clock = iter([0.0, 1.0, 2.0, 2.0 + LOG_PERIOD_S, 20.0, 20.0, 21.0, 21.0])
     progress = StartProgress(lambda: next(clock))
-    with caplog.at_level(logging.INFO, "pdserve.engine.start_progress"):
+    with caplog.at_level(logging.INFO, "pdserve.protocol.start_progress"):
         progress.enter("weights")
         progress.report(1, 4)
         progress.report(2, 4)
