@@ -21,9 +21,9 @@ from tqdm import tqdm
 
 from pdserve.bench.record import append, git_commit
 from pdserve.kernels import triton_ops
-from pdserve.kernels.attention_decode import decode_tiles, launch_decode
-from pdserve.kernels.attention_prefill import launch_prefill
-from pdserve.kernels.tiles import AttentionTiles
+from pdserve.kernels.attention.decode import decode_tiles, launch_decode
+from pdserve.kernels.attention.prefill import launch_prefill
+from pdserve.kernels.attention.tiles import AttentionTiles
 from pdserve.protocol.sampling_params import MAX_LOGIT_BIAS
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 32, 8, 128, 4096, 14336, 4, 128256

@@ -243,7 +243,7 @@ class ModelRunner:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-            """With as much memory as attention_dense.py holds: three outputs, and keys and values for all rows."""
+            """With as much memory as attention/dense.py holds: three outputs, and keys and values for all rows."""
             held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
             return held[0][0]
 

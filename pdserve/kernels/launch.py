@@ -11,14 +11,22 @@ then all arguments in order, a pointer as integer too. Knows no kernel. Called b
 """
 
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
+import torch
 import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 POINTER_ALIGNMENT = 16  # bytes
 MAX_KEPT = 16384
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether `device` is a GPU with TMA and launches that overlap (compute capability 9 or above)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 class _Kept(NamedTuple):

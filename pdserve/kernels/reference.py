@@ -1,616 +1,79 @@
 """Every op of ops.py in plain torch: the oracle of the Triton kernels and the production path on CPU.
 
-On CPU the results are batch-invariant bit for bit: what a (sequence, query position) gets does not depend on the other
-sequences, on chunking, on cached prefixes, or on whether paged_decode or paged_prefill computes it. These facts carry
-this: a float32 product gives equal rows for every number of rows that is a multiple of ROW_MULTIPLE (`linear`) or of
-`_exact_rows` (attention, found by a probe), and equal columns for every multiple of KV_CHUNK; softmax gives the same
-for a row with MASKED keys appended; values are summed in chunks at fixed absolute positions, where one that a row must
-not see adds exactly 0. The tests hold it for one torch thread, which workers use; `LLM` leaves torch its threads.
+This module only gathers the ops; each stands in the `reference.py` of its room, beside the kernels whose twin it is.
 Knows nothing of models, schedulers or block managers. Called by models through ops_for().
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache
-from itertools import pairwise
-from typing import NamedTuple
-
-import numpy as np
-import torch
-from torch import Tensor
-from torch.nn import functional
-
-KV_CHUNK = 64
-ROW_MULTIPLE = 16
-TILE_ROWS = 128
-BATCH_SCORES = 2**16
-# Finite, so that a context of 0 yields zeros and not NaN. exp(MASKED - max) is exactly 0 after any score.
-MASKED = -1e30
-NEG_INF = float("-inf")
-MASK_32 = 0xFFFFFFFF
-IN_PROMPT = 1 << 30  # of the counts of apply_penalties
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dim of `x` [..., width], in float32, rounded to x's dtype before `weight`."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
-
-
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their positions [T].
-
-    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an implementation may work in
-    place.
-    """
-    cos_rows, sin_rows = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, D // 2]
-    first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos_rows - second * sin_rows, second * cos_rows + first * sin_rows), dim=-1)
-    q_rotated, k_rotated = rotated.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
-    return q_rotated, k_rotated
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of gate_up [T, 2 * I], gate first; returns [T, I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias`; x [T, in], weight [out, in]. Batch-invariant on CPU for T a multiple of ROW_MULTIPLE."""
-    if x.dtype == torch.float32 and x.device.type == "cpu" and _has_onednn_linear():
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    return functional.linear(x, weight, bias)
-
-
-def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
-    """`residual + linear(x)`; residual [T, out], contiguous. It may be overwritten: use what is returned."""
-    return residual + linear(x, weight, bias)
-
-
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`linear(rms_norm(x))`; x [T, in]."""
-    return linear(rms_norm(x, norm_weight, eps), weight, bias)
-
-
-def norm_linear_silu_mul(
-    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
-) -> Tensor:
-    """norm_linear with a fused gate and up matrix [2 * I, in], then silu_mul; returns [T, I]."""
-    return silu_mul(norm_linear(x, norm_weight, eps, weight, bias))
-
-
-@lru_cache
-def _has_onednn_linear() -> bool:
-    """Whether torch brings oneDNN's float32 product: twice as fast as MKL's on AMD CPUs, which MKL gives no AVX-512."""
-    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-
-
-def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """Writes rows k, v [T, Hk, D] into one layer's `kv` [num_blocks, Hk, 2, block_size, D] at `slots` [T] int64.
-
-    A slot is block * block_size + offset. Several padding rows may share a slot of the null block.
-    """
-    block_size = kv.shape[3]
-    kv[slots // block_size, :, :, slots % block_size] = torch.stack((k, v), dim=2)
-
-
-def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
-) -> tuple[Tensor, Tensor]:
-    """apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k."""
-    q, k = apply_rope(q, k, cos, sin, positions)
-    write_kv(k, v, kv, slots)
-    return q, k
-
-
-def gather_inputs(
-    ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """`(token ids int32 [T], KV slots int64 [T])` of rows at `positions` [T] of the sequences in `slots` [T].
-
-    ids [T]: the token of each row, or -1: then the newest of its slot, last_token [num_slots]. tables [num_slots,
-    max_blocks]. All inputs int32. A KV slot is block * block_size + offset.
-    """
-    known_ids = torch.where(ids < 0, last_token[slots], ids)
-    blocks = tables[slots, positions // block_size].to(torch.int64)
-    return known_ids, blocks * block_size + positions % block_size
-
-
-def update_tables(tables: Tensor, changes: Tensor) -> None:
-    """`tables[slot, index] = block` for each column of `changes` int32 [3, N]; no (slot, index) may come twice.
-
-    tables [num_slots, max_blocks] int32.
-    """
-    slots, indices, blocks = changes
-    tables[slots, indices] = blocks
-
-
-def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """`last_token[slots] = token_ids`; last_token int32 [num_slots], slots int32 [N], all different."""
-    last_token[slots] = token_ids.to(torch.int32)
-
-
-def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Copies whole blocks of `pool` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block may be in both."""
-    pool[dst] = pool[src]
-
-
-def repack(source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
-    """Copies KV rows of one sequence from blocks of one size to blocks of another.
-
-    source [num_slots, Hk, L, 2, source_size, D], in whose slots source_ids (int32) the rows stand one after another;
-    they are written from row `skip` on to `pool` [num_blocks, Hk, L, 2, block_size, D], from the beginning of its
-    blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts as
-    rounded up to one: rows behind the last are copied with it.
-    """
-    rows = min(source.shape[4], pool.shape[4])
-    there, here = source.unflatten(4, (-1, rows)), pool.unflatten(4, (-1, rows))
-    slots, blocks = source_ids.tolist(), block_ids.tolist()
-    for run in range(-(-num_rows // rows)):  # ten times as fast as one copy by indices of rows
-        slot, first = divmod(skip // rows + run, there.shape[4])
-        block, target = divmod(run, here.shape[4])
-        here[blocks[block], :, :, :, target] = there[slots[slot], :, :, :, first]
-
-
-def paged_decode(
-    q: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    max_context_len: int,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Attention of one query per sequence over its paged KV; returns [S, Hq, D] in q's dtype: `out` if given.
-
-    q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [num_slots, max_blocks] int32, of which sequence s
-    has row table_rows[s] (int32 [S]); context_lens [S] int32: KV rows including the query's own. A context of 0 yields
-    zeros. max_context_len is an upper bound of context_lens; table entries past a context may be anything.
-    """
-    query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return paged_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, 1, scale, out)
-
-
-def paged_prefill(
-    q: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    query_starts: Tensor,
-    max_query_len: int,
-    scale: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Causal attention of several queries per sequence over its paged KV; returns [T, Hq, D] in q's dtype: `out` if
-    given, which is contiguous.
-
-    q [T, Hq, D] holds the sequences one after another, s at rows query_starts[s] : query_starts[s + 1] (int32, S + 1 of
-    them). They are the last positions of its context_lens[s], so a cached prefix or earlier chunks come first in its
-    row of block_tables, which is table_rows[s] as in paged_decode. Rows of q after query_starts[-1] are padding and
-    yield zeros. max_query_len bounds the queries of one sequence.
-    """
-    lens, starts = _Ints.of(context_lens), _Ints.of(query_starts)
-    tables = _rows_in_use(block_tables, table_rows, lens, kv.shape[3])
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
-    for batch in _plan(tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device):
-        out[batch.rows] = _attend(q[batch.rows], kv, batch, scale).to(q.dtype)
-    return out
-
-
-class _Ints(NamedTuple):
-    """An int32 tensor by value, to key a cache with."""
-
-    data: bytes
-    shape: tuple[int, ...]
-
-    @classmethod
-    def of(cls, x: Tensor | np.ndarray) -> "_Ints":
-        array = x if isinstance(x, np.ndarray) else x.to("cpu", torch.int32).numpy()
-        return cls(array.tobytes(), array.shape)
-
-    def array(self) -> np.ndarray:
-        return np.frombuffer(self.data, np.int32).reshape(self.shape)
-
-
-def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    """Nothing to prepare."""
-
-
-def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
-    """Never: paged_prefill is what carries batch invariance."""
-    return False
-
-
-def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
-    """Causal attention of whole prompts, one after another, over their own rows; returns [T, Hq, D] in q's dtype.
-
-    q [T, Hq, D]; k and v [T, Hk, D]. Rows of q after the prompts are padding and yield zeros.
-    """
-    num_rows = sum(query_lens)
-    prompts = zip(*(x[:num_rows].split(query_lens) for x in (q, k, v)), strict=True)
-    outs = [dense_attention(1, queries, keys, values, True, scale)[0] for queries, keys, values in prompts]
-    return torch.cat([*outs, torch.zeros_like(q[num_rows:])])
-
-
-def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
-    """Never, as with fresh prompts."""
-    return False
-
-
-def chunk_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    query_starts: Tensor,
-    prefix_len: int,
-    scale: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """paged_prefill of one sequence, prefix_len of whose rows stand before this step's: rows of q, k [T, Hk, D] and v,
-    the latter two in kv already.
-    """
-    return paged_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, len(q), scale, out)
-
-
-def dense_attention(batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of `batch` sequences of one length over keys of one length (the same, if causal): q [batch * queries,
-    Hq, D], k and v [batch * keys, Hk, D] -> [batch * queries, Hq, D] in q's dtype, and the log-sum-exps of the scaled
-    scores, float32 [batch, Hq, queries].
-    """
-    group = q.shape[1] // k.shape[1]
-    wide_q, wide_k, wide_v = (x.unflatten(0, (batch, -1)).transpose(1, 2).float() for x in (q, k, v))
-    wide_k, wide_v = (x.repeat_interleave(group, dim=1) for x in (wide_k, wide_v))
-    scores = wide_q @ wide_k.mT * scale
-    if causal:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), float("-inf"))
-    out = scores.softmax(-1) @ wide_v
-    return out.transpose(1, 2).flatten(0, 1).to(q.dtype).contiguous(), scores.logsumexp(-1)
-
-
-def gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:
-    """Rows start : start + num_rows of the sequence whose blocks row table_row (int32 [1]) of block_tables names: keys
-    and values [2, num_rows, Hk, D].
-    """
-    positions = torch.arange(start, start + num_rows, device=kv.device)
-    block_size = kv.shape[3]
-    blocks = block_tables[table_row.long(), positions // block_size].long()
-    return kv[blocks, :, :, positions % block_size].permute(2, 0, 1, 3)
-
-
-def join_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over the keys of two: outputs [T, Hq, D] and log-sum-exps [1, Hq, T] of both -> of all keys."""
-    joined_lse = torch.logaddexp(lse, other_lse)
-    weight, other_weight = ((x - joined_lse).exp()[0].T[..., None] for x in (lse, other_lse))
-    return (out.float() * weight + other.float() * other_weight).to(out.dtype), joined_lse
-
-
-def _rows_in_use(block_tables: Tensor, table_rows: Tensor, lens: _Ints, block_size: int) -> _Ints:
-    """The sequences' rows of a table of all slots, no wider than the longest context."""
-    width = -(-int(lens.array().max(initial=0)) // block_size)
-    return _Ints.of(block_tables[:, :width].cpu().numpy()[table_rows.cpu().numpy()])
-
-
-class _Tile(NamedTuple):
-    """Neighbouring queries of one sequence, the first in row `row` of q and at `position` of the sequence."""
-
-    seq: int
-    row: int
-    num_queries: int
-    position: int
-
-    def num_scores(self, group: int, head_dim: int) -> int:
-        """Scores that the tile computes in each KV head when it is a batch of its own."""
-        rows = _round_up(self.num_queries * group, _exact_rows(head_dim))
-        return rows * _round_up(self.position + self.num_queries, KV_CHUNK)
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Where the inputs of n tiles lie, each padded to P queries and L keys (G = query heads per KV head).
-
-    rows: rows of q, int64 [n * P]; a shorter tile has its last query several times. kv_rows: rows of _rows_of(kv),
-    int64 [2 * n * Hk * L / block_size]. Every query of the batch sees the keys before `tail`. Of those from there on,
-    `written` [n, 1, L - tail, 1] has -1 (all bits) for those in the context, else 0, and `bias` [n, 1, P * G, L - tail]
-    0 for those that a query sees, else MASKED.
-    """
-
-    num_tiles: int
-    rows: Tensor
-    kv_rows: Tensor
-    tail: int
-    written: Tensor
-    bias: Tensor
-
-
-@lru_cache(maxsize=4)
-def _plan(
-    block_tables: _Ints,
-    context_lens: _Ints,
-    query_starts: _Ints,
-    num_heads: int,
-    kv_shape: torch.Size,
-    kv_strides: tuple[int, ...],
-    device: torch.device,
-) -> list[_Batch]:
-    """The batches of one call of paged_prefill. Cached, since the layers of a step all need the same."""
-    group = num_heads // kv_shape[1]
-    lens, starts = context_lens.array().tolist(), query_starts.array().tolist()
-    tile_len = max(TILE_ROWS // group, 1)
-    tiles = [
-        _Tile(seq, row, min(tile_len, end - row), lens[seq] - end + row)
-        for seq, (start, end) in enumerate(pairwise(starts))
-        for row in range(start, end, tile_len)
-    ]
-    tables = block_tables.array().astype(np.int64)
-    batches = _similar(tiles, group, kv_shape[4])
-    return [_make_batch(some, tables, group, kv_shape, kv_strides, device) for some in batches]
-
-
-def _similar(tiles: list[_Tile], group: int, head_dim: int) -> Iterator[list[_Tile]]:
-    """Tiles to compute together: few enough for the CPU's cache, and not much smaller than the largest of them."""
-
-    def size(tile: _Tile) -> int:
-        return tile.num_scores(group, head_dim)
-
-    tiles = sorted(tiles, key=size, reverse=True)
-    while tiles:
-        largest, padding, count = size(tiles[0]), 0, 1
-        for tile in tiles[1:]:
-            padding += largest - size(tile)
-            if (count + 1) * largest > BATCH_SCORES or padding > BATCH_SCORES // 4:
-                break
-            count += 1
-        yield tiles[:count]
-        tiles = tiles[count:]
-
-
-def _make_batch(
-    tiles: list[_Tile],
-    tables: np.ndarray,
-    group: int,
-    kv_shape: torch.Size,
-    kv_strides: tuple[int, ...],
-    device: torch.device,
-) -> _Batch:
-    """tables: int64 [S, max_blocks]."""
-    seqs, first_rows, num_queries, first_positions = np.array(tiles).T[:, :, None]  # each [n, 1]
-    offsets = np.minimum(np.arange(num_queries.max()), num_queries - 1)  # [n, P]
-    lens = first_positions + num_queries
-    block_size = kv_shape[3]
-    num_keys = _round_up(int(lens.max()), max(KV_CHUNK, block_size))
-    # Keys past a context come from the null block 0: their table entries may be anything.
-    first_keys = np.arange(0, num_keys, block_size)
-    blocks = np.zeros((len(tiles), len(first_keys)), dtype=np.int64)
-    known = tables[seqs[:, 0], : len(first_keys)]
-    blocks[:, : known.shape[1]] = known
-    blocks[first_keys >= lens] = 0
-    tail = int(first_positions.min()) + 1
-    keys = np.arange(tail, num_keys)
-    last_seen = np.repeat(first_positions + offsets, group, axis=1)  # [n, P * G]
-    arrays = {
-        "rows": (first_rows + offsets).ravel(),
-        "kv_rows": _kv_rows(blocks, kv_shape, kv_strides),
-        "written": -(keys < lens).astype(np.int32)[:, None, :, None],
-        "bias": np.where(keys <= last_seen[:, :, None], 0, MASKED).astype(np.float32)[:, None],
-    }
-    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
-    return _Batch(num_tiles=len(tiles), tail=tail, **tensors)
-
-
-def _attend(q: Tensor, kv: Tensor, batch: _Batch, scale: float) -> Tensor:
-    """Attention of the batch's queries q [n * P, Hq, D]; returns the same shape in float32."""
-    (_, num_heads, head_dim), num_kv_heads, n = q.shape, kv.shape[1], batch.num_tiles
-    group = num_heads // num_kv_heads
-    rows_kv = _rows_of(kv).index_select(0, batch.kv_rows).float().view(2, n, num_kv_heads, -1, head_dim)
-    # Unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing their bits is several
-    # times faster than masked_fill_ or where.
-    rows_kv[:, :, :, batch.tail :].view(torch.int32).bitwise_and_(batch.written)
-    keys, values = rows_kv.flatten(1, 2)  # each [n * Hk, L, D]
-
-    queries = (q.float() * scale).view(n, -1, num_kv_heads, group, head_dim).transpose(1, 2)
-    queries = queries.reshape(n * num_kv_heads, -1, head_dim)  # [n * Hk, P * G, D]
-    num_rows = queries.shape[1]
-    exact_rows = _exact_rows(head_dim)
-    scores = torch.bmm(_pad_rows(queries, exact_rows), keys.transpose(1, 2))[:, :num_rows]
-    scores.view(n, num_kv_heads, num_rows, -1)[..., batch.tail :].add_(batch.bias)
-    probs = _pad_rows(torch.softmax(scores, dim=-1), exact_rows)
-    out = torch.zeros_like(queries)
-    for chunk_probs, chunk_values in zip(probs.split(KV_CHUNK, dim=2), values.split(KV_CHUNK, dim=1), strict=True):
-        out += torch.bmm(chunk_probs, chunk_values)[:, :num_rows]
-    return out.view(n, num_kv_heads, -1, group, head_dim).transpose(1, 2).reshape(q.shape)
-
-
-def _round_up(number: int, multiple: int) -> int:
-    return -(-number // multiple) * multiple
-
-
-def _pad_rows(x: Tensor, multiple: int) -> Tensor:
-    """x [n, rows, width] with zero rows appended up to a multiple of so many."""
-    return functional.pad(x, (0, 0, 0, -x.shape[1] % multiple))
-
-
-@lru_cache
-def _exact_rows(head_dim: int) -> int:
-    """The fewest rows, of 4, 8 and 16, whose float32 bmm gives every row the bits it has among many, on this CPU.
-
-    Decoding has few rows a KV head, so padding them to 16 is most of its arithmetic; but some CPUs' libraries compute
-    small products in another order, which small ones depends on the head's size. (Xeons with AVX-512 and AMX: 4 rows
-    agree up to heads of 80, 8 up to 160, 16 always.) Tried once per size, in a millisecond.
-    """
-    generator = torch.Generator().manual_seed(0)
-    for rows in (4, 8):
-        if all(_rows_agree(rows, head_dim, num_keys, generator) for num_keys in (64, 192, 320)):
-            return rows
-    return ROW_MULTIPLE
-
-
-def _rows_agree(rows: int, head_dim: int, num_keys: int, generator: torch.Generator) -> bool:
-    many = torch.randn(3, 64, head_dim, generator=generator)
-    keys = torch.randn(3, num_keys, head_dim, generator=generator)
-    probs = torch.randn(3, 64, KV_CHUNK, generator=generator)
-    scores, values = torch.bmm(many, keys.transpose(1, 2)), torch.bmm(probs, keys[:, :KV_CHUNK])
-    return all(
-        torch.equal(torch.bmm(many[:, at : at + rows].contiguous(), keys.transpose(1, 2)), scores[:, at : at + rows])
-        and torch.equal(torch.bmm(probs[:, at : at + rows].contiguous(), keys[:, :KV_CHUNK]), values[:, at : at + rows])
-        for at in (0, 5, 48)
-    )
-
-
-def _rows_of(kv: Tensor) -> Tensor:
-    """The memory of `kv`, a layer of a pool, as a matrix with one row a (block, head, layer, plane).
-
-    index_select of such rows is three times faster than indexing `kv` by (block, head).
-    """
-    num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
-    width = block_size * head_dim
-    num_rows = ((num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)) // width + 2
-    return kv.as_strided((num_rows, width), (width, 1))
-
-
-def _kv_rows(blocks: np.ndarray, kv_shape: torch.Size, kv_strides: tuple[int, ...]) -> np.ndarray:
-    """Rows of _rows_of(kv) that hold K, then V, of `blocks` [n, b], head by head: int64 [2 * n * Hk * b]."""
-    _, num_kv_heads, _, block_size, head_dim = kv_shape
-    width = block_size * head_dim
-    if kv_strides[2:] != (width, head_dim, 1) or kv_strides[0] % width or kv_strides[1] % width:
-        raise ValueError(
-            f"kv must be a layer of a contiguous pool, not a view with strides {kv_strides}: pass pool[:, :, i]"
-        )
-    if KV_CHUNK % block_size and block_size % KV_CHUNK:
-        raise ValueError(f"block_size must be 16, 32, 64 or 128 for the CPU attention, not {block_size}")
-    heads = np.arange(num_kv_heads)[:, None] * (kv_strides[1] // width)
-    planes = np.arange(2)[:, None, None, None]
-    return ((blocks * (kv_strides[0] // width))[:, None] + heads + planes).ravel()
-
-
-def draw_tokens(
-    logits: Tensor,
-    temperature: Tensor | None = None,
-    keys: Tensor | None = None,
-    cut: tuple[Tensor, Tensor] | None = None,
-) -> Tensor:
-    """One token id a row of logits [R, V] (float32, float16, bfloat16): int32 [R].
-
-    temperature float32 [R]: 0 takes the best of the logits, the lowest id where several are; None: 0 for all. Above 0
-    the token is drawn from softmax(logits / temperature), with the row's `keys` (int32 [R], engine.randomness), by the
-    Gumbel-max trick: argmax(logits / temperature + gumbel). cut (`cut_tokens`) limits the tokens to draw from.
-    """
-    if temperature is None:
-        return logits.argmax(dim=-1).int()
-    assert keys is not None, "a draw needs the rows' keys"
-    drawn = (temperature > 0).nonzero()[:, 0]
-    tokens = logits.argmax(dim=-1) if len(drawn) < len(logits) else logits.new_empty(len(logits), dtype=torch.int64)
-    if len(drawn) < len(logits):
-        logits, temperature, keys = logits[drawn], temperature[drawn], keys[drawn]
-        cut = cut and (cut[0][drawn], cut[1][drawn])
-    ids = torch.arange(logits.shape[-1], device=logits.device)
-    scores = logits.float() / temperature[:, None] + gumbel(keys, ids)
-    if cut is not None:
-        value, last = cut[0][:, None], cut[1][:, None]
-        scores.masked_fill_((logits < value) | ((logits == value) & (ids > last)), NEG_INF)
-    tokens[drawn] = scores.argmax(dim=-1)
-    return tokens.int()
-
-
-def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 `[rows, tokens]`, for the 32-bit row keys `[rows]` and global token ids
-    `[tokens]`: a fixed function of both, so that a part of the vocabulary has its part of the noise.
-
-    argmax(log p + noise) draws from p (Gumbel-max). Two chained mixes a token: 32 random bits that also depend on
-    keys which differ in few bits.
-    """
-    wide = keys.long()[:, None] & MASK_32
-    bits = mix_32(wide ^ mix_32(token_ids.long() * 0x9E3779B1 + 0x165667B1 & MASK_32)[None, :])
-    bits = mix_32(bits + wide & MASK_32)
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
-    return (-torch.log(-torch.log(uniform))).to(torch.float32)
-
-
-def mix_32(h: Tensor) -> Tensor:
-    """A 32-bit finaliser (Wang/lowbias32 style) on int64 words; products wrap, and their low 32 bits are exact
-    everywhere.
-    """
-    h = (h ^ (h >> 16)) * 0x7FEB352D & MASK_32
-    h = (h ^ (h >> 15)) * 0x846CA68B & MASK_32
-    return h ^ (h >> 16)
-
-
-def cut_tokens(
-    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Where top_k, then top_p of what is left, then min_p end each row of logits [R, V]: (value float32 [R], last int32
-    [R]).
-
-    A row keeps the tokens whose logit lies above `value`, and those equal to it with an id up to `last`: equal logits
-    stand in the order of their ids. top_k int32 [R], 1..V (V: off): so many tokens; top_p float32 [R], in (0, 1] (1:
-    off): the smallest set, best first, whose probability at `temperature` reaches it; min_p float32 [R]: those with at
-    least that share of the best one's probability (0: off). At least one token stays. A row of temperature 0 keeps all.
-    """
-    vocab = logits.shape[-1]
-    scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
-    ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
-    positions = torch.arange(vocab, device=logits.device)[None, :]
-    outside = positions >= top_k[:, None]
-    probs = torch.softmax(ordered.masked_fill(outside, NEG_INF), dim=-1)
-    before = probs.cumsum(dim=-1) - probs
-    outside |= (before >= top_p[:, None]) & (top_p[:, None] < 1.0)
-    outside |= ordered < ordered[:, :1] + torch.log(min_p)[:, None]
-    outside &= (temperature > 0)[:, None]
-    num_kept = (~outside).sum(dim=-1, keepdim=True).clamp_(min=1)
-    last = index.gather(1, num_kept - 1)
-    return logits.gather(1, last)[:, 0].float(), last[:, 0].int()
-
-
-def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
-    """Add values to single logits float32 [R, V], in place.
-
-    slots int32 [R]: each row's, or 0 for a row without edits. counts int32 [slots]: how many edits a slot has.
-    ids int32 and values float32 [slots, W]: a slot's first entries say what is added to which token's logit; its ids
-    are distinct.
-    """
-    rows = slots.nonzero()[:, 0]
-    of_slot = slots[rows].long()
-    edits = counts[of_slot].long()
-    behind = edits.cumsum(0) - edits
-    starts = (of_slot * ids.shape[1] - behind).repeat_interleave(edits)
-    entries = starts + torch.arange(len(starts), device=logits.device)
-    at = rows.repeat_interleave(edits) * logits.shape[1] + ids.view(-1)[entries]
-    logits.view(-1).index_add_(0, at, values.view(-1)[entries])
-
-
-def apply_penalties(
-    logits: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
-) -> None:
-    """Penalties on logits float32 [R, V], in place; vLLM's order: repetition, then frequency and presence.
-
-    counts int32 [slots, V]: how often the output of a slot holds each token, plus IN_PROMPT where its prompt does.
-    slots int32 [R]: each row's, or 0 for a row without penalties. repetition float32 [R] (1: off) divides the positive
-    and multiplies the negative logits of all tokens of prompt and output; frequency (times its count) and presence
-    float32 [R] (0: off) are subtracted from those of the output.
-    """
-    counted = counts.index_select(0, slots.long()).masked_fill_((slots == 0)[:, None], 0)
-    rows, ids = counted.nonzero(as_tuple=True)
-    amounts = (counted[rows, ids] & (IN_PROMPT - 1)).float()
-    values = logits[rows, ids]
-    values = torch.where(values > 0, values / repetition[rows], values * repetition[rows])
-    penalties = frequency[rows] * amounts + presence[rows]
-    logits[rows, ids] = torch.where(amounts > 0, values - penalties, values)
-
-
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of `tokens` (int32 or int64 [R]) under logits [R, V] in float32, and the likeliest tokens.
-
-    Returns (float32 [R], ranks int32 [R]: 1 for the best, float32 [R, num_top], ids int64 [R, num_top], best first).
-    """
-    logp = torch.log_softmax(logits.float(), dim=-1)
-    chosen = logp.gather(1, tokens.long()[:, None])
-    ranks = (logp > chosen).sum(dim=-1) + 1
-    values, ids = logp.topk(num_top, dim=-1)
-    return chosen[:, 0], ranks.int(), values, ids
+from pdserve.kernels.attention.reference import (
+    chunk_prefill,
+    chunk_prefill_pays,
+    dense_attention,
+    fresh_prefill,
+    fresh_prefill_pays,
+    join_attention,
+    paged_decode,
+    paged_prefill,
+    warm_dense_prefill,
+)
+from pdserve.kernels.kv.reference import (
+    copy_blocks,
+    gather_inputs,
+    gather_kv,
+    repack,
+    rope_write_kv,
+    store_tokens,
+    update_tables,
+    write_kv,
+)
+from pdserve.kernels.linear.reference import (
+    apply_rope,
+    linear,
+    linear_add,
+    norm_linear,
+    norm_linear_silu_mul,
+    rms_norm,
+    silu_mul,
+)
+from pdserve.kernels.sampling.reference import (
+    apply_edits,
+    apply_penalties,
+    cut_tokens,
+    draw_tokens,
+    gumbel,
+    mix_32,
+    token_logprobs,
+)
+
+__all__ = [
+    "apply_edits",
+    "apply_penalties",
+    "apply_rope",
+    "chunk_prefill",
+    "chunk_prefill_pays",
+    "copy_blocks",
+    "cut_tokens",
+    "dense_attention",
+    "draw_tokens",
+    "fresh_prefill",
+    "fresh_prefill_pays",
+    "gather_inputs",
+    "gather_kv",
+    "gumbel",
+    "join_attention",
+    "linear",
+    "linear_add",
+    "mix_32",
+    "norm_linear",
+    "norm_linear_silu_mul",
+    "paged_decode",
+    "paged_prefill",
+    "repack",
+    "rms_norm",
+    "rope_write_kv",
+    "silu_mul",
+    "store_tokens",
+    "token_logprobs",
+    "update_tables",
+    "warm_dense_prefill",
+    "write_kv",
+]

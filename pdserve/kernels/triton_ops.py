@@ -1,6 +1,6 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-elementwise.py, kv_cache.py, small_products.py, attention_{decode,prefill,dense}.py, batch_state.py and
-sampling_{draw,cut,edits,penalties,logprobs}.py; reference.py documents each function.
+linear/{elementwise,small_products}.py, attention/{decode,prefill,dense}.py, kv/{cache_rows,batch_state,repack}.py and
+sampling/{draw,cut,edits,penalties,logprobs}.py; reference.py documents each function.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -12,20 +12,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels import attention_dense
-from pdserve.kernels.attention_decode import decode_tiles, launch_decode, num_decode_programs
-from pdserve.kernels.attention_prefill import launch_prefill, prefill_tiles
-from pdserve.kernels.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
-from pdserve.kernels.elementwise import launch_rms_norm, launch_silu_mul
-from pdserve.kernels.kv_cache import launch_copy_blocks, launch_rope_write_kv
-from pdserve.kernels.repack import launch_repack
-from pdserve.kernels.sampling_cut import launch_cut
-from pdserve.kernels.sampling_draw import launch_draw
-from pdserve.kernels.sampling_edits import launch_edits
-from pdserve.kernels.sampling_logprobs import launch_token_logprobs
-from pdserve.kernels.sampling_penalties import launch_penalties
-from pdserve.kernels.small_products import MAX_ROWS, launch_row_product, launch_small_product
-from pdserve.kernels.tiles import is_hopper
+from pdserve.kernels.attention import dense
+from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
+from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
+from pdserve.kernels.kv.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
+from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
+from pdserve.kernels.kv.repack import launch_repack
+from pdserve.kernels.launch import is_hopper
+from pdserve.kernels.linear.elementwise import launch_rms_norm, launch_silu_mul
+from pdserve.kernels.linear.small_products import MAX_ROWS, launch_row_product, launch_small_product
+from pdserve.kernels.sampling.cut import launch_cut
+from pdserve.kernels.sampling.draw import launch_draw
+from pdserve.kernels.sampling.edits import launch_edits
+from pdserve.kernels.sampling.logprobs import launch_token_logprobs
+from pdserve.kernels.sampling.penalties import launch_penalties
 
 INTERPRETER_SMS = 8
 SAMPLING_PROGRAMS = 8  # an SM: enough reads in flight of kernels that do little else
@@ -92,7 +92,7 @@ def norm_linear_silu_mul(
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is of so few rows, and weight of such a kind, that the kernels of small_products.py are the faster."""
+    """Whether x is of so few rows, and weight of such a kind, that linear/small_products.py is the faster."""
     return (
         0 < len(x) <= MAX_ROWS
         and (not x.is_cuda or is_hopper(x.device))  # their stages fill Hopper's shared memory
@@ -134,23 +134,23 @@ def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
 
 
 def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    """attention_dense.warm_dense_prefill."""
-    attention_dense.warm_dense_prefill(q, k, v, scale)
+    """dense.warm_dense_prefill."""
+    dense.warm_dense_prefill(q, k, v, scale)
 
 
 def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
-    """attention_dense.fresh_prefill_pays."""
-    return attention_dense.fresh_prefill_pays(q, k, v, query_lens)
+    """dense.fresh_prefill_pays."""
+    return dense.fresh_prefill_pays(q, k, v, query_lens)
 
 
 def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
     """reference.fresh_prefill, by cuDNN, for prompts that fresh_prefill_pays() takes."""
-    return attention_dense.fresh_prefill(q, k, v, query_lens, scale)
+    return dense.fresh_prefill(q, k, v, query_lens, scale)
 
 
 def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
-    """attention_dense.chunk_prefill_pays."""
-    return attention_dense.chunk_prefill_pays(q, k, v, prefix_len, block_size)
+    """dense.chunk_prefill_pays."""
+    return dense.chunk_prefill_pays(q, k, v, prefix_len, block_size)
 
 
 def chunk_prefill(
@@ -169,7 +169,7 @@ def chunk_prefill(
     """reference.chunk_prefill, by cuDNN but for the chunk's last rows, if chunk_prefill_pays()."""
     _check_ids(table_rows=table_rows)
     out = _output(q, out)
-    done = attention_dense.chunk_prefill(q, k, v, kv, block_tables, table_rows, prefix_len, scale, out)
+    done = dense.chunk_prefill(q, k, v, kv, block_tables, table_rows, prefix_len, scale, out)
     if done < len(q):
         _prefill(q, kv, block_tables, table_rows, context_lens, query_starts, len(q), scale, out, done)
     return out

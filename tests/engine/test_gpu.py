@@ -15,7 +15,7 @@ from tiny_models import make_tiny
 from pdserve.engine.cuda_graphs import DecodeGraphs
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.step_inputs import Arrays, pack
-from pdserve.kernels import attention_dense
+from pdserve.kernels.attention import dense
 from pdserve.protocol.start_progress import StartProgress
 
 pytestmark = pytest.mark.gpu
@@ -274,10 +274,10 @@ def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
     prompts = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9000, 8200)]
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     llm = make_llm(folder, "bfloat16", **engine)
-    before = len(attention_dense._warm.pieces)
+    before = len(dense._warm.pieces)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert before and llm.engine.num_late_compiles == 0
-    attention_dense._warm.pieces.clear()
+    dense._warm.pieces.clear()
     again = make_llm(folder, "bfloat16", **{**engine, "max_num_batched_tokens": 2048})
     for one, two in zip(outputs, again.generate(prompts, params, use_tqdm=False), strict=True):
         a, b = ([logprob_of(entry) for entry in (x.prompt_logprobs or [])[1:]] for x in (one, two))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pdserve.engine.randomness import Purpose, row_keys
-from pdserve.kernels.reference import gumbel
+from pdserve.kernels.sampling.reference import gumbel
 from pdserve.protocol.sampling_params import MAX_SEED
 
 FROZEN_KEY = [42661198]

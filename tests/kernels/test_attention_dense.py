@@ -7,9 +7,10 @@ import torch
 from attention_problem import PagedProblem, paged_problem
 from torch import Tensor
 
-from pdserve.kernels import attention_dense, reference, triton_ops
-from pdserve.kernels.join_attention import launch_join_attention
-from pdserve.kernels.kv_cache import launch_gather_kv
+from pdserve.kernels import reference, triton_ops
+from pdserve.kernels.attention import dense
+from pdserve.kernels.attention.join import launch_join_attention
+from pdserve.kernels.kv.cache_rows import launch_gather_kv
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -30,20 +31,20 @@ def fresh_problem(
 def test_fresh_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone and in batches; a prompt of NaN spoils no other."""
     for name in ("LENGTH_MULTIPLE", "MIN_LENGTH"):
-        monkeypatch.setattr(attention_dense, name, 4)
-    attention_dense.deal.cache_clear()
+        monkeypatch.setattr(dense, name, 4)
+    dense.deal.cache_clear()
     q, k, v = fresh_problem(lens, dtype=torch.float16 if ON_GPU else torch.float32)
     for x in (q, k, v):
         x[sum(lens) - lens[-1] :] = float("nan")
-    out = attention_dense.fresh_prefill(q, k, v, lens, 0.125)
+    out = dense.fresh_prefill(q, k, v, lens, 0.125)
     twin = reference.fresh_prefill(q, k, v, lens, 0.125)
     torch.testing.assert_close(out, twin, atol=2e-3 if ON_GPU else 1e-6, rtol=0, equal_nan=True)
-    attention_dense.deal.cache_clear()
+    dense.deal.cache_clear()
 
 
 def test_fresh_prompts_that_do_not_pay() -> None:
     """Short prompts, odd lengths, and shapes nobody has warmed."""
-    deal, multiple = attention_dense.deal, attention_dense.LENGTH_MULTIPLE
+    deal, multiple = dense.deal, dense.LENGTH_MULTIPLE
     assert deal((multiple,)) == deal((4096, 16)) == deal((4097,)) == ()
     assert [part[1:] for part in deal((2048,) * 7)] == [(4, 2048), (2, 2048), (1, 2048)]
     assert deal((2048, 8192)) == ((0, 1, 2048), (2048, 1, 8192))
@@ -107,15 +108,15 @@ def run_chunk(problem: PagedProblem, rows: tuple[Tensor, Tensor, Tensor], prefix
 
 def prepare(monkeypatch: pytest.MonkeyPatch, rows: tuple[Tensor, Tensor, Tensor], piece: int) -> None:
     """As if plans for chunks like these rows had been made."""
-    part = attention_dense.Part(0, 1, attention_dense.chunk_rows(len(rows[0])))
-    monkeypatch.setattr(attention_dense._warm, "pieces", {attention_dense._shape(part, *rows): piece})
+    part = dense.Part(0, 1, dense.chunk_rows(len(rows[0])))
+    monkeypatch.setattr(dense._warm, "pieces", {dense._shape(part, *rows): piece})
 
 
 @pytest.mark.parametrize("length", [32, 45, 33, 64])
 @pytest.mark.parametrize("pieces", [1, 3])
 def test_a_chunk_behind_pieces(pieces: int, length: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole chunks, and some whose last rows are left to the paged kernel."""
-    monkeypatch.setattr(attention_dense, "CHUNK_MULTIPLE", 16)
+    monkeypatch.setattr(dense, "CHUNK_MULTIPLE", 16)
     problem, rows = chunk_problem(64 * pieces, length, DTYPE)
     prepare(monkeypatch, rows, 64)
     out, answer = run_chunk(problem, rows, 64 * pieces)
@@ -125,7 +126,7 @@ def test_a_chunk_behind_pieces(pieces: int, length: int, monkeypatch: pytest.Mon
 def test_chunks_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing before them, another number of rows, too few of their own, blocks across pieces, plans nobody made."""
     _, rows = chunk_problem(0, 2048, DTYPE)
-    pays = attention_dense.chunk_prefill_pays
+    pays = dense.chunk_prefill_pays
     assert not pays(*rows, 4096, 16)
     prepare(monkeypatch, rows, 4096)
     assert pays(*rows, 4096, 16) and pays(*rows, 12288, 16)

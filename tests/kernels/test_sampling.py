@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels import reference, triton_ops
-from pdserve.kernels.sampling_draw import gumbel, random_bits
+from pdserve.kernels.sampling.draw import gumbel, random_bits
+from pdserve.kernels.sampling.reference import IN_PROMPT
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -266,7 +267,7 @@ def test_penalties(vocab: int) -> None:
     logits = logits_of(4, vocab, torch.float32)
     logits[0, 0] = float("-inf")
     counts = torch.randint(0, 4, (7, vocab), device=DEVICE, dtype=torch.int32)
-    counts += torch.randint(0, 2, (7, vocab), device=DEVICE, dtype=torch.int32) * reference.IN_PROMPT
+    counts += torch.randint(0, 2, (7, vocab), device=DEVICE, dtype=torch.int32) * IN_PROMPT
     slots, repetition = ints([6, 0, 3, 1]), floats([1.3, 5.0, 1.0, 0.6])
     settings = slots, repetition, floats([0.5, 2.0, -0.25, 0.0]), floats([0.1, 2.0, 1.5, 0.0])
     out, twin, answer = logits.clone(), logits.clone(), logits.double()
@@ -274,7 +275,7 @@ def test_penalties(vocab: int) -> None:
     reference.apply_penalties(twin, counts, *settings)
     for row, slot in enumerate(slots.tolist()):
         if slot:
-            amount, values = (counts[slot] % reference.IN_PROMPT).double(), answer[row]
+            amount, values = (counts[slot] % IN_PROMPT).double(), answer[row]
             values = torch.where(
                 counts[slot] > 0, torch.where(values > 0, values / repetition[row], values * repetition[row]), values
             )

@@ -13,7 +13,8 @@ import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
 from torch import Tensor
 
-from pdserve.kernels import attention_decode, reference, triton_ops
+from pdserve.kernels import reference, triton_ops
+from pdserve.kernels.attention import decode
 from pdserve.kernels.ops import ops_for
 
 pytestmark = pytest.mark.lengthy
@@ -337,9 +338,9 @@ def test_decode_for_any_shares(contexts: list[int], max_context_len: int) -> Non
 
 def test_number_of_decode_programs() -> None:
     """Resident at once, none without a share, never none."""
-    num_programs, share = attention_decode.num_decode_programs, attention_decode.MIN_SHARE.value
-    assert num_programs(8, 131072, 64, 132) == 132 * attention_decode.PROGRAMS_PER_SM
-    assert num_programs(8, 128, 64, 132) == 8 * (2 + attention_decode.ITEM_COST.value) // share
+    num_programs, share = decode.num_decode_programs, decode.MIN_SHARE.value
+    assert num_programs(8, 131072, 64, 132) == 132 * decode.PROGRAMS_PER_SM
+    assert num_programs(8, 128, 64, 132) == 8 * (2 + decode.ITEM_COST.value) // share
     assert 1 <= num_programs(1, 0, 64, 132) <= 2
 
 

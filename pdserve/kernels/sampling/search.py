@@ -3,13 +3,13 @@
 
 `cut_of` answers for top-k and top-p together; the other functions are its steps. Values of one row are ptr[:length],
 and all functions run in one program, which reads them BLOCK at a time as often as a search needs. Knows no vocabulary
-and no requests. Called by the kernels of sampling_cut.py.
+and no requests. Called by the kernels of sampling/cut.py.
 """
 
 import triton
 import triton.language as tl
 
-from pdserve.kernels.sampling_rows import NEG_INF
+from pdserve.kernels.sampling.rows import NEG_INF
 
 PIVOTS = tl.constexpr(16)
 

@@ -2,7 +2,7 @@
 """Triton kernels that find the cut of top-k, top-p and min-p: the logit, and the last id of its ties, that stays.
 
 The vocabulary is never sorted: the maxima of groups of tokens bound the cut, the few tokens above the bound are
-gathered, and a search over their values (sampling_search.py) finds it; rows for which those do not suffice (a top-p
+gathered, and a search over their values (sampling/search.py) finds it; rows for which those do not suffice (a top-p
 over a flat distribution, a huge top-k) search the whole row. Draws nothing. Called through triton_ops.py.
 """
 
@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.launch import cdiv, launch, next_power_of_2
-from pdserve.kernels.sampling_rows import NEG_INF
-from pdserve.kernels.sampling_search import cut_of, index_of_tie, key_of, lowest_key, mass_of, stats_at
+from pdserve.kernels.sampling.rows import NEG_INF
+from pdserve.kernels.sampling.search import cut_of, index_of_tie, key_of, lowest_key, mass_of, stats_at
 
 GROUP = tl.constexpr(128)  # tokens that share a maximum
 TILE_GROUPS = 32  # of one program of group_stats_kernel

@@ -9,7 +9,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.launch import cdiv, launch
-from pdserve.kernels.reference import IN_PROMPT
+from pdserve.kernels.sampling.reference import IN_PROMPT
 
 PENALTY_BLOCK = 2048
 PROMPT_FLAG = tl.constexpr(IN_PROMPT)

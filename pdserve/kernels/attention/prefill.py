@@ -11,8 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
-from pdserve.kernels.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, is_hopper, load_rows
+from pdserve.kernels.attention.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
+from pdserve.kernels.launch import cdiv, is_hopper, launch, next_power_of_2
 
 
 def prefill_tiles(

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
 """Triton kernel that makes one attention of two, over different keys of the same queries, weighted by their
-log-sum-exps (Rabe & Staats 2021). Reads and writes every element once. Called by attention_dense.py.
+log-sum-exps (Rabe & Staats 2021). Reads and writes every element once. Called by attention/dense.py.
 """
 
 import triton

@@ -1,17 +1,16 @@
 # mypy: allow-untyped-defs
-"""What the attention kernels share: tile sizes, dot(), loads of paged KV rows, the online softmax.
+"""What the attention kernels share: tile sizes, loads of paged KV rows, the online softmax.
 
 They know the layout of one layer's KV, `[num_blocks, kv_heads, 2, block_size, head_dim]`, and nothing of grids or
-sequences. Called by attention_decode.py and attention_prefill.py.
+sequences. Called by decode.py and prefill.py.
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 
-import torch
 import triton
 import triton.language as tl
 
+from pdserve.kernels.dot import dot
 from pdserve.kernels.launch import next_power_of_2
 
 LOG2_E = 1.4426950408889634
@@ -35,28 +34,6 @@ def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
     block_d = next_power_of_2(head_dim)
     num_warps = min(max(block_m * block_d // 512, 4), 16)
     return AttentionTiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, 2)
-
-
-@lru_cache
-def is_hopper(device: torch.device) -> bool:
-    """Whether `device` is a GPU with TMA and launches that overlap (compute capability 9 or above)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
-INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-
-
-@triton.jit
-def dot(a, b, acc):
-    """`a @ b + acc`, accumulated in float32, exact for float32 inputs (the default on a GPU would be TF32)."""
-    if INTERPRETED:
-        # The interpreter holds bf16 as raw 16-bit patterns and would multiply those.
-        result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    elif a.dtype == tl.float32:
-        result = tl.dot(a, b, acc, input_precision="ieee")
-    else:
-        result = tl.dot(a, b, acc)
-    return result
 
 
 @triton.jit

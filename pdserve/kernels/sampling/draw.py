@@ -3,7 +3,7 @@
 
 A draw reads the logits once and makes the noise in registers, from a row's key and the token ids. Several programs may
 share a row; the best of theirs is taken after. Takes the cut of a row as a value and an id and does not know how it was
-found (sampling_cut.py). Called through triton_ops.py.
+found (sampling/cut.py). Called through triton_ops.py.
 """
 
 import torch
@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.launch import launch
-from pdserve.kernels.sampling_rows import NEG_INF, NO_ID, most_splits, splits_of
+from pdserve.kernels.sampling.rows import NEG_INF, NO_ID, most_splits, splits_of
 
 DRAW_BLOCK = 1024  # small: a draw makes all the noise of its first block, and of few others
 STAGES = tl.constexpr(4)  # blocks of logits on their way to a greedy program; more work a token hides the reads

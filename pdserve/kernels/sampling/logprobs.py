@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.launch import launch
-from pdserve.kernels.sampling_rows import NEG_INF, most_splits, splits_of
+from pdserve.kernels.sampling.rows import NEG_INF, most_splits, splits_of
 
 SCORE_BLOCK = 2048
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
 from pdserve.kernels import reference
-from pdserve.kernels.join_attention import launch_join_attention
-from pdserve.kernels.kv_cache import launch_gather_kv
+from pdserve.kernels.attention.join import launch_join_attention
+from pdserve.kernels.kv.cache_rows import launch_gather_kv
 
 LENGTH_MULTIPLE = 512
 MIN_LENGTH = 1024

@@ -1,0 +1,83 @@
+"""The KV cache's rows and blocks, and the batch's state on the device, in plain torch."""
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.linear.reference import apply_rope
+
+
+def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
+    """Writes rows k, v [T, Hk, D] into one layer's `kv` [num_blocks, Hk, 2, block_size, D] at `slots` [T] int64.
+
+    A slot is block * block_size + offset. Several padding rows may share a slot of the null block.
+    """
+    block_size = kv.shape[3]
+    kv[slots // block_size, :, :, slots % block_size] = torch.stack((k, v), dim=2)
+
+
+def rope_write_kv(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor]:
+    """apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k."""
+    q, k = apply_rope(q, k, cos, sin, positions)
+    write_kv(k, v, kv, slots)
+    return q, k
+
+
+def gather_inputs(
+    ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+) -> tuple[Tensor, Tensor]:
+    """`(token ids int32 [T], KV slots int64 [T])` of rows at `positions` [T] of the sequences in `slots` [T].
+
+    ids [T]: the token of each row, or -1: then the newest of its slot, last_token [num_slots]. tables [num_slots,
+    max_blocks]. All inputs int32. A KV slot is block * block_size + offset.
+    """
+    known_ids = torch.where(ids < 0, last_token[slots], ids)
+    blocks = tables[slots, positions // block_size].to(torch.int64)
+    return known_ids, blocks * block_size + positions % block_size
+
+
+def update_tables(tables: Tensor, changes: Tensor) -> None:
+    """`tables[slot, index] = block` for each column of `changes` int32 [3, N]; no (slot, index) may come twice.
+
+    tables [num_slots, max_blocks] int32.
+    """
+    slots, indices, blocks = changes
+    tables[slots, indices] = blocks
+
+
+def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
+    """`last_token[slots] = token_ids`; last_token int32 [num_slots], slots int32 [N], all different."""
+    last_token[slots] = token_ids.to(torch.int32)
+
+
+def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copies whole blocks of `pool` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block may be in both."""
+    pool[dst] = pool[src]
+
+
+def repack(source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
+    """Copies KV rows of one sequence from blocks of one size to blocks of another.
+
+    source [num_slots, Hk, L, 2, source_size, D], in whose slots source_ids (int32) the rows stand one after another;
+    they are written from row `skip` on to `pool` [num_blocks, Hk, L, 2, block_size, D], from the beginning of its
+    blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts as
+    rounded up to one: rows behind the last are copied with it.
+    """
+    rows = min(source.shape[4], pool.shape[4])
+    there, here = source.unflatten(4, (-1, rows)), pool.unflatten(4, (-1, rows))
+    slots, blocks = source_ids.tolist(), block_ids.tolist()
+    for run in range(-(-num_rows // rows)):  # ten times as fast as one copy by indices of rows
+        slot, first = divmod(skip // rows + run, there.shape[4])
+        block, target = divmod(run, here.shape[4])
+        here[blocks[block], :, :, :, target] = there[slots[slot], :, :, :, first]
+
+
+def gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:
+    """Rows start : start + num_rows of the sequence whose blocks row table_row (int32 [1]) of block_tables names: keys
+    and values [2, num_rows, Hk, D].
+    """
+    positions = torch.arange(start, start + num_rows, device=kv.device)
+    block_size = kv.shape[3]
+    blocks = block_tables[table_row.long(), positions // block_size].long()
+    return kv[blocks, :, :, positions % block_size].permute(2, 0, 1, 3)
