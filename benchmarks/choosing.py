@@ -30,9 +30,9 @@ from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig, RouterConfig, TransferConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.model_runner import StepOutput
-from pdserve.engine.scheduler import Plan
-from pdserve.engine.sequence import Sequence as EngineSequence
+from pdserve.engine.execution.model_runner import StepOutput
+from pdserve.engine.scheduling.sequence import Sequence as EngineSequence
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
 from pdserve.protocol.events import EventBatch

@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import Json, append, git_commit
-from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
+from pdserve.engine.execution.attention import AttentionBatch, PagedAttention, StepShape
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.llama import Llama

@@ -35,7 +35,7 @@ from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
-from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory, PullDone, PullFailed
 from pdserve.models.config import read_spec

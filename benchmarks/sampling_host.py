@@ -12,7 +12,7 @@ import statistics
 import time
 from dataclasses import replace
 
-from pdserve.engine.sample_rows import RowStaging, SampleRow, max_edits
+from pdserve.engine.sampling.sample_rows import RowStaging, SampleRow, max_edits
 from pdserve.protocol.sampling_params import SamplingParams
 
 VOCAB = 128256

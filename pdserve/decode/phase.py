@@ -23,7 +23,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from pdserve.engine.engine import Engine, Reservation
-from pdserve.engine.sequence import Compute, Request
+from pdserve.engine.scheduling.sequence import Compute, Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
 from pdserve.protocol.commands import Prepare, Start, Submit
 from pdserve.protocol.events import Arrived, Event, PeerStatus

@@ -16,14 +16,15 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
-from pdserve.engine.admission import Admission
-from pdserve.engine.block_manager import BlockManager, OutOfBlocks
-from pdserve.engine.model_runner import Fence, StepOutput
-from pdserve.engine.parts import make_parts
-from pdserve.engine.sample_rows import SampleRow
-from pdserve.engine.sampled_tokens import Sampled, SampledTokens, Scores
-from pdserve.engine.scheduler import Plan, Scheduler
-from pdserve.engine.sequence import Request, Sequence, Status
+from pdserve.engine.build import make_parts
+from pdserve.engine.execution.model_runner import Fence, StepOutput
+from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
+from pdserve.engine.sampling.sample_rows import SampleRow
+from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
+from pdserve.engine.scheduling.request_checker import Admission
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling.sequence import Request, Sequence, Status
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.engine.warm_up import warm_up
 from pdserve.kernels.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine
-from pdserve.engine.sequence import Request
+from pdserve.engine.scheduling.sequence import Request
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.protocol.commands import Start, Submit

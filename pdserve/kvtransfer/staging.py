@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.device_memory import OutOfMemory, zeros
+from pdserve.engine.memory.device_memory import OutOfMemory, zeros
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.kvtransfer.agent import TransferAgent, TransferError
 

@@ -12,7 +12,7 @@ thread.
 from collections import OrderedDict
 
 from pdserve.engine.engine import Engine, HeldPrompt, StepResult
-from pdserve.engine.sequence import Compute
+from pdserve.engine.scheduling.sequence import Compute
 from pdserve.kvtransfer.connector import KVSender
 from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Event, Handoff

@@ -9,7 +9,7 @@ no sockets and no policies (docs/routing.md). Used by `worker.loop`.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.protocol.events import CACHE_KEY_BYTES, CacheChange, CacheState
 
 PERIOD_S = 0.1

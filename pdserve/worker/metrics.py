@@ -13,8 +13,8 @@ from prometheus_client.registry import Collector
 from torch import Tensor
 
 from pdserve.background.threads import FAILURES
-from pdserve.engine.block_manager import FreeSpace
 from pdserve.engine.engine import Engine
+from pdserve.engine.memory.block_manager import FreeSpace
 from pdserve.protocol.events import Arrived, LegTimes
 from pdserve.protocol.metric_families import MetricFamily, Sample
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.engine.engine import Engine, FinishedRows, Reservation, StepResult
-from pdserve.engine.sequence import Request
+from pdserve.engine.scheduling.sequence import Request
 from pdserve.kvtransfer.pool import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Arrived, Event

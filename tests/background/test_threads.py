@@ -17,7 +17,7 @@ from pdserve.background.threads import FAILURES, KeptThread
 OTHERS = {
     "background/threads.py": "the kept ones",
     "cluster/client.py": "an event loop, which survives what its callbacks raise",
-    "engine/parts.py": "whoever submits waits for the result",
+    "engine/build.py": "whoever submits waits for the result",
     "kvtransfer/pool_server.py": "a thread of the server's own process, which ends that process whatever happens",
     "router/prompts.py": "whoever submits awaits the result",
 }

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
 from pdserve.engine.engine import Engine, StepResult
-from pdserve.engine.model_runner import StepOutput
-from pdserve.engine.sample_rows import SampleRow
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.scheduler import Plan
-from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_inputs import table_changes
+from pdserve.engine.execution.model_runner import StepOutput
+from pdserve.engine.execution.step_inputs import table_changes
+from pdserve.engine.sampling.sample_rows import SampleRow
+from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, PromptScored, TokenLogprob
 from pdserve.protocol.request_key import RequestKey

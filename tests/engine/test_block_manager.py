@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
 
-from pdserve.engine.block_manager import NULL_BLOCK, BlockManager, OutOfBlocks
+from pdserve.engine.memory.block_manager import NULL_BLOCK, BlockManager, OutOfBlocks
 from pdserve.protocol.block_digests import BlockHasher
 
 NUM_BLOCKS = 14

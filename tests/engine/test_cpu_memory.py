@@ -17,7 +17,7 @@ libc = ctypes.CDLL(None)
 libc.mallinfo2.restype = MallInfo
 libc.malloc.restype = ctypes.c_void_p
 if sys.argv[1] == "keep":
-    from pdserve.engine.cpu_memory import keep_freed_memory
+    from pdserve.engine.memory.cpu_memory import keep_freed_memory
     assert keep_freed_memory()
 before = libc.mallinfo2().hblkhd
 assert libc.malloc(16 << 20)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdserve.engine.cuda_graphs import graph_sizes
+from pdserve.engine.execution.cuda_graphs import graph_sizes
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 7, 64, 100, 256, 500, 512])

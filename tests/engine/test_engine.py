@@ -10,7 +10,7 @@ from engine.harness import Driver, alone, make_engine, paper_engine, paper_of, s
 
 from pdserve.engine import engine as engine_module
 from pdserve.engine.engine import _sample_row
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.protocol import block_digests as block_hasher
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Delta

@@ -12,9 +12,9 @@ import torch
 from engine.harness import Driver, logprob_of, make_engine
 from tiny_models import make_tiny
 
-from pdserve.engine.cuda_graphs import DecodeGraphs
+from pdserve.engine.execution.cuda_graphs import DecodeGraphs
+from pdserve.engine.execution.step_inputs import Arrays, pack
 from pdserve.engine.llm import LLM, SamplingParams
-from pdserve.engine.step_inputs import Arrays, pack
 from pdserve.kernels.attention import dense
 from pdserve.protocol.start_progress import StartProgress
 

@@ -12,11 +12,11 @@ import torch
 from engine.harness import Driver, make_engine
 from tiny_models import make_tiny
 
-from pdserve.engine import model_runner
 from pdserve.engine.engine import Engine
-from pdserve.engine.sample_rows import SampleRow
-from pdserve.engine.sampled_tokens import SampledTokens
-from pdserve.engine.sampler import Sampler
+from pdserve.engine.execution import model_runner
+from pdserve.engine.sampling.sample_rows import SampleRow
+from pdserve.engine.sampling.sampled_tokens import SampledTokens
+from pdserve.engine.sampling.sampler import Sampler
 from pdserve.protocol.commands import Start
 from pdserve.protocol.sampling_params import SamplingParams
 

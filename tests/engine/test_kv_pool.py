@@ -10,8 +10,8 @@ import torch
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig
-from pdserve.engine import device_memory
-from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
+from pdserve.engine.memory import device_memory
+from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_pool, num_blocks_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1 << 30

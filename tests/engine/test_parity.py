@@ -14,10 +14,11 @@ import torch
 from engine.harness import logprob_of
 from tiny_models import FAMILIES, make_tiny
 
-from pdserve.engine import model_runner, parts
-from pdserve.engine.attention import AttentionBatch
+from pdserve.engine import build as parts
+from pdserve.engine.execution import model_runner
+from pdserve.engine.execution.attention import AttentionBatch
+from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
-from pdserve.engine.model_runner import ModelRunner
 
 pytestmark = pytest.mark.lengthy
 

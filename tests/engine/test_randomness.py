@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from pdserve.engine.randomness import Purpose, row_keys
+from pdserve.engine.sampling.randomness import Purpose, row_keys
 from pdserve.kernels.sampling.reference import gumbel
 from pdserve.protocol.sampling_params import MAX_SEED
 

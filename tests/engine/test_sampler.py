@@ -16,10 +16,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pdserve.engine.device_copies import to_device_packed
-from pdserve.engine.sample_rows import RowArrays, RowStaging, SampleRow, max_edits
-from pdserve.engine.sampled_tokens import Sampled
-from pdserve.engine.sampler import Sampler
+from pdserve.engine.execution.device_copies import to_device_packed
+from pdserve.engine.sampling.sample_rows import RowArrays, RowStaging, SampleRow, max_edits
+from pdserve.engine.sampling.sampled_tokens import Sampled
+from pdserve.engine.sampling.sampler import Sampler
 from pdserve.kernels import reference
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.protocol.events import TokenLogprob
@@ -267,7 +267,7 @@ def test_scores_of_given_tokens() -> None:
 
 def test_alternatives_are_looked_up_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sampler_of().score(logits_of(9), [3] * 9, 4).fetch()
-    monkeypatch.setattr("pdserve.engine.sampler.TOP_ENTRIES", 10)
+    monkeypatch.setattr("pdserve.engine.sampling.sampler.TOP_ENTRIES", 10)
     seen: list[int] = []
 
     def spy(logits: torch.Tensor, tokens: torch.Tensor, num_top: int) -> Any:
@@ -480,7 +480,7 @@ def test_all_greedy_rows_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     rows = [row_of(temperature=0, slot=i + 1, top_k=3, min_tokens=4, logprobs=1) for i in range(3)]
     want = tokens(logits_of(3), rows)
-    monkeypatch.setattr("pdserve.engine.sampler.to_device_packed", send)
+    monkeypatch.setattr("pdserve.engine.sampling.sampler.to_device_packed", send)
     assert [s.token_id for s in sampler_of().sample(logits_of(3), rows).fetch()] == want
     with pytest.raises(AssertionError, match="something was sent"):
         sampler_of().sample(logits_of(), [row_of()])

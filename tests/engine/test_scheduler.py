@@ -9,8 +9,8 @@ from engine.harness import Driver, alone, paper_engine, paper_of, prefix_digests
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.engine import scheduler
 from pdserve.engine.engine import Engine
+from pdserve.engine.scheduling import scheduler
 from pdserve.protocol.commands import Start
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -356,7 +356,7 @@ def test_the_queue_is_told_without_what_is_cached(tiny_llama: Path, monkeypatch:
     assert scheduler.num_queued_tokens() == 19, "the rest of a prompt that is half computed"
     driver.run()
     assert scheduler.num_queued_tokens() == 0
-    monkeypatch.setattr("pdserve.engine.scheduler.QUEUE_LOOK_UPS", 2)
+    monkeypatch.setattr("pdserve.engine.scheduling.scheduler.QUEUE_LOOK_UPS", 2)
     for last in (4, 5):
         driver.add([*shared, last, last], greedy(4))
     assert scheduler.num_queued_tokens() == 2 + 2

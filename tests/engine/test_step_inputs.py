@@ -8,10 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.attention import StepShape
-from pdserve.engine.scheduler import Plan
-from pdserve.engine.sequence import Request, Sequence
-from pdserve.engine.step_inputs import (
+from pdserve.engine.execution.attention import StepShape
+from pdserve.engine.execution.step_inputs import (
     ALIGNMENT,
     Arrays,
     StepInputs,
@@ -21,6 +19,8 @@ from pdserve.engine.step_inputs import (
     table_changes,
     unpack,
 )
+from pdserve.engine.scheduling.sequence import Request, Sequence
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.kernels import reference
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams

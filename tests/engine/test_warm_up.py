@@ -8,7 +8,7 @@ import pytest
 from engine.harness import Driver, make_engine, paper_engine, paper_of
 
 from pdserve.engine.engine import Engine
-from pdserve.engine.sequence import Request
+from pdserve.engine.scheduling.sequence import Request
 from pdserve.engine.warm_up import warm_up
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.protocol.start_progress import StartProgress

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pair import ROUTER, SESSION, Pair, deltas, submit
 
-from pdserve.engine.block_manager import BlockManager
+from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.protocol.commands import Resync, RouterLost, Subscribe
 from pdserve.protocol.events import CacheChange, CacheState, Hello, Snapshot
 from pdserve.protocol.request_key import RequestKey

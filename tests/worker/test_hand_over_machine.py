@@ -36,9 +36,9 @@ from pair import Worker, owned, submit
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.schema import PoolConfig, TransferConfig
-from pdserve.engine.block_manager import BlockManager
 from pdserve.engine.engine import Engine
-from pdserve.engine.scheduler import Plan
+from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.local_pool import LocalPoolServer
 from pdserve.kvtransfer.staging import NUM_RUNS, Staging

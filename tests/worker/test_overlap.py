@@ -12,7 +12,7 @@ from waiting import until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.llm import LLM
-from pdserve.engine.scheduler import Plan
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.kvtransfer.notice import Follow, Notice, Part, Party
 from pdserve.protocol.commands import ConnectPeer, Prepare, RouterLost, Start
 from pdserve.protocol.events import Arrived, Delta, Handoff, PeerStatus

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pdserve.engine.randomness import Purpose, row_keys
+from pdserve.engine.sampling.randomness import Purpose, row_keys
 from pdserve.kernels.sampling.reference import IN_PROMPT, NEG_INF
 from pdserve.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_TOKEN_IDS, SamplingParams
 

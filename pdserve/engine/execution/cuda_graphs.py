@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pdserve.engine.step_inputs import Arrays, pack, unpack
+from pdserve.engine.execution.step_inputs import Arrays, pack, unpack
 from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.device_copies import HostCopy, to_device_packed
-from pdserve.engine.sample_rows import RowStaging, SampleRow
-from pdserve.engine.sampled_tokens import SampledTokens, Scores
+from pdserve.engine.execution.device_copies import HostCopy, to_device_packed
+from pdserve.engine.sampling.sample_rows import RowStaging, SampleRow
+from pdserve.engine.sampling.sampled_tokens import SampledTokens, Scores
 from pdserve.kernels.ops import Ops
 from pdserve.protocol.sampling_params import SamplingParams
 

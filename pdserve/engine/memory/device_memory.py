@@ -2,7 +2,7 @@
 
 On CUDA a plain `cudaMalloc` of its own, seen by torch as a tensor. The caching allocator may serve from expandable
 segments (virtual memory mapped piece by piece), which a transfer library registers without an error and then reads
-over TCP; it also rounds sizes and shares segments. Knows bytes and devices, no layout. Called by engine.kv_pool.
+over TCP; it also rounds sizes and shares segments. Knows bytes and devices, no layout. Called by memory.kv_cache.
 """
 
 import ctypes

@@ -11,13 +11,13 @@ import torch
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig, ModelConfig, ResolvedEngineConfig
-from pdserve.engine.cpu_memory import keep_freed_memory
-from pdserve.engine.cuda_graphs import graph_sizes
-from pdserve.engine.kv_pool import TORCH_DTYPES, allocate_pool, num_blocks_for
-from pdserve.engine.model_runner import ModelRunner
-from pdserve.engine.sample_rows import max_edits
-from pdserve.engine.sampler import Sampler
-from pdserve.engine.scheduler import num_slots_for
+from pdserve.engine.execution.cuda_graphs import graph_sizes
+from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.memory.cpu_memory import keep_freed_memory
+from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_pool, num_blocks_for
+from pdserve.engine.sampling.sample_rows import max_edits
+from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.scheduling.scheduler import num_slots_for
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec

@@ -2,7 +2,7 @@
 never waits for it; sampling is the sampler's.
 
 Keeps on the device what steps have in common: block tables and newest tokens by slot. A step sends small integers and
-what changed. Steps of decodes alone replay CUDA graphs (engine/cuda_graphs.py), others run eagerly. On CPU rows are
+what changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), others run eagerly. On CPU rows are
 padded to a multiple of 16 (they write to the null block): float32 products give every row the same bits for any such
 number of rows, which makes the CPU path batch-invariant. Called by the engine.
 """
@@ -15,11 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import AttentionBatch, PagedAttention, StepShape
-from pdserve.engine.cuda_graphs import DecodeGraphs
-from pdserve.engine.scheduler import Plan
-from pdserve.engine.sequence import Sequence
-from pdserve.engine.step_inputs import (
+from pdserve.engine.execution.attention import AttentionBatch, PagedAttention, StepShape
+from pdserve.engine.execution.cuda_graphs import DecodeGraphs
+from pdserve.engine.execution.step_inputs import (
     Arrays,
     StepInputs,
     lengths_of,
@@ -29,6 +27,8 @@ from pdserve.engine.step_inputs import (
     to_device,
     unpack,
 )
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.protocol.start_progress import Report

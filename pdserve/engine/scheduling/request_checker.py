@@ -6,7 +6,7 @@ Knows the model's vocabulary and the engine's limits; no queue and no blocks. Ca
 import sys
 from dataclasses import dataclass
 
-from pdserve.engine.sequence import Request
+from pdserve.engine.scheduling.sequence import Request
 from pdserve.protocol.commands import Submit
 
 

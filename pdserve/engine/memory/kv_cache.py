@@ -8,7 +8,7 @@ from torch import Tensor
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig
-from pdserve.engine import device_memory
+from pdserve.engine.memory import device_memory
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 

@@ -14,10 +14,10 @@ not wait for the tokens of a step in flight (docs/engine-step.md).
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
 
-from pdserve.engine.block_manager import BlockManager, OutOfBlocks
-from pdserve.engine.sequence import Sequence, Status
+from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
+from pdserve.engine.scheduling.sequence import Sequence, Status
+from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.request_key import RequestKey
 
@@ -25,27 +25,6 @@ LONG_PROMPT = 2048  # tokens that fill a GPU: beside another prompt both would o
 LAST_CHUNK = 2048  # tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed
 QUEUE_LOOK_UPS = 16  # sequences whose cached prefix tells the queue's length: hashing 16 x 8k tokens takes 11 ms
 ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
-
-
-@dataclass
-class Plan:
-    """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before anything is written.
-
-    blocked: a running sequence found no blocks, and nobody may be preempted while steps are in flight: complete them
-    first.
-    """
-
-    num_tokens: dict[Sequence, int] = field(default_factory=dict)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    blocked: bool = False
-
-    def __bool__(self) -> bool:
-        return bool(self.num_tokens)
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether every sequence computes one token."""
-        return all(count == 1 for count in self.num_tokens.values())
 
 
 def num_slots_for(max_num_seqs: int) -> int:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import StepShape
-from pdserve.engine.scheduler import Plan
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.execution.attention import StepShape
+from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.scheduling.step_plan import Plan
 
 ALIGNMENT = 4  # int32s: Triton compiles a kernel anew for pointers that are not 16-byte aligned
 
