@@ -26,9 +26,8 @@ from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.build import build_pool
-from pdserve.kvtransfer.connector import PoolMemory
-from pdserve.kvtransfer.pool import PoolDone, PoolFound, PoolStored, unchanged
-from pdserve.kvtransfer.pool_server import PoolServer
+from pdserve.kvtransfer.connector import PoolDone, PoolFound, PoolMemory, PoolStored, unchanged
+from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 DEADLINE_S = 30.0
 

@@ -20,8 +20,8 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
-from pdserve.kvtransfer.local import LocalAgent, LocalFaults
-from pdserve.kvtransfer.local_pool import LocalPoolServer, local_pool
+from pdserve.kvtransfer.pool.local_backend import LocalPoolServer, local_pool
+from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.prefill.phase import PrefillPhase
 from pdserve.protocol.codec import decode_batch, decode_command, encode
 from pdserve.protocol.commands import Cancel, Command, ConnectPeer, RouterLost, Start, Submit, Subscribe

@@ -17,7 +17,7 @@ from served import DEMO, Cluster, cluster
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.engine.llm import LLM, SamplingParams
-from pdserve.kvtransfer.pool_server import PoolServer
+from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 CHUNK = 64
 TURNS = 4
@@ -139,5 +139,5 @@ async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() ->
 
 def pool_children(host: Host) -> list[psutil.Process]:
     return [
-        child for child in psutil.Process(host.process.pid).children() if "pool_server" in " ".join(child.cmdline())
+        child for child in psutil.Process(host.process.pid).children() if "lmcache_server" in " ".join(child.cmdline())
     ]

@@ -14,7 +14,7 @@ from hosts import Host
 from routers import RouterProcess
 
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer.pool_server import PoolServer
+from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 LONGEST_FREEZE_S = 6.0
 PAUSE_S = (0.2, 3.0)

@@ -11,23 +11,22 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import PoolConfig, TransferConfig
-from pdserve.kvtransfer.agent import TransferAgent, flat_bytes, memory_of
-from pdserve.kvtransfer.chunks import Shard
-from pdserve.kvtransfer.connection import OwnPool
-from pdserve.kvtransfer.connector import PoolMemory, Wake
-from pdserve.kvtransfer.group import GroupReceiver
-from pdserve.kvtransfer.local import LocalAgent
-from pdserve.kvtransfer.mailbox import Mailbox
+from pdserve.kvtransfer.connector import KVPool, PoolMemory, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.pool import KVPool
-from pdserve.kvtransfer.receiver import RankReceiver
-from pdserve.kvtransfer.sender import Sender
-from pdserve.kvtransfer.staging import StagingRing
+from pdserve.kvtransfer.p2p.connection import OwnPool
+from pdserve.kvtransfer.p2p.mailbox import Mailbox
+from pdserve.kvtransfer.p2p.rank_receivers import GroupReceiver
+from pdserve.kvtransfer.p2p.receiver import RankReceiver
+from pdserve.kvtransfer.p2p.sender import Sender
+from pdserve.kvtransfer.p2p.staging import StagingRing
+from pdserve.kvtransfer.pool.chunks import Shard
+from pdserve.kvtransfer.transport.agent import TransferAgent, flat_bytes, memory_of
+from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.handoff import PoolMeta, RankPool
 
 
 def _nixl(name: str, config: TransferConfig) -> TransferAgent:
-    from pdserve.kvtransfer.nixl_agent import NixlAgent
+    from pdserve.kvtransfer.transport.nixl_agent import NixlAgent
 
     return NixlAgent(name, progress_delay_us=config.progress_delay_us, ucx_tls=config.ucx_tls)
 
@@ -138,9 +137,9 @@ def build_pool(
     shard: Shard | None = None,
     registry: CollectorRegistry | None = None,
 ) -> KVPool:
-    """The engine's pool over the server at `address` (config.address, or that of a `pool_server.PoolServer`). It
-    connects, and connects again, in the background. shard: which part of the rows this rank stores. ValueError when
+    """The engine's pool over the server at `address` (config.address, or that of a `pool.lmcache_server.PoolServer`).
+    It connects, and connects again, in the background. shard: which part of the rows this rank stores. ValueError when
     config does not fit the memory."""
-    from pdserve.kvtransfer.lmcache_pool import lmcache_pool
+    from pdserve.kvtransfer.pool.lmcache_backend import lmcache_pool
 
     return lmcache_pool(address, config, memory, wake, shard=shard, registry=registry)

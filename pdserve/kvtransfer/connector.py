@@ -1,13 +1,24 @@
-"""The KV connector interface: a sender (P's side) and a receiver (D's side), apart, with few methods each.
+"""The KV connector interface: a sender (P's side), a receiver (D's side) and the KV pool, apart, with few methods each.
 
-Both are driven from the engine loop's thread and never block it: work happens on the connector's own threads, results
-come back through `poll()`, and `wake()` (given at construction) is called from any thread when `poll()` has
-something. A connector moves bytes and checks generations; it does not know requests' tokens, the prefix cache, or who
-runs next.
+All three are driven from the engine loop's thread and never block it: work happens on the connector's own threads,
+results come back through `poll()`, and `wake()` (given at construction) is called from any thread when `poll()` has
+something. A connector moves bytes and checks what they are; it does not know requests' tokens, the prefix cache, or who
+runs next. `p2p/` implements sender and receiver over a transport, `pool/` the KV pool over a server; nothing here names
+one.
 
-    pull:  BEGUN -follows parts, reads and verifies them- COMPLETED -> PullDone | PullFailed(settled=True)
-           deadline, cancel or loss while bytes may still land: PullFailed(settled=False) ... -> PullSettled
-    After PullFailed(settled=False) the destination blocks that are not verified stay quarantined until PullSettled.
+    pull:      BEGUN -follows parts, reads and verifies them- COMPLETED -> PullDone | PullFailed(settled=True)
+               deadline, cancel or loss while bytes may still land: PullFailed(settled=False) ... -> PullSettled
+               After PullFailed(settled=False) the blocks that are not verified stay quarantined until PullSettled.
+
+    lookup:    PoolFound(0 tokens on any error)
+    retrieve:  waiting -> copying -> PoolDone | PoolFailed(settled=True)
+               deadline or cancel while rows are being copied: PoolFailed(settled=False) ... -> PoolSettled
+    store:     waiting -> copying -> PoolStored | PoolFailed, as above
+
+Any error of the KV pool is a miss for the request. Only our own threads copy, between KV blocks and memory shared with
+the server. So blocks are touched exactly while such a copy runs (a chunk at a time), however long the server takes,
+frozen or dead: an operation that ends while it waits for the server has settled at once. Destinations of a retrieve
+stay quarantined, and sources of a store stay owned, until an event with settled=True or PoolSettled.
 """
 
 from collections.abc import Callable, Sequence
@@ -171,3 +182,106 @@ class KVReceiver(Protocol):
     def poll(self) -> list[ReceiverEvent]: ...
 
     def close(self) -> None: ...
+
+
+StillValid = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class PoolFound:
+    """The pool holds the rows of the first `num_tokens` tokens; nothing is reserved."""
+
+    op_id: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
+class PoolDone:
+    """The rows of tokens [skip_tokens, num_tokens) are in the local blocks; num_tokens may be less than was asked."""
+
+    op_id: int
+    num_tokens: int
+    num_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PoolStored:
+    """The first num_tokens tokens were offered; num_bytes were copied (0 when the pool has them, or has no room)."""
+
+    op_id: int
+    num_tokens: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class PoolFailed:
+    """reason: "miss", "loading" (found, but not in memory in time: ask again later), "deadline", "not-connected",
+    "breaker-open", "wrong-content", "reused" (a source block got another owner), "cancelled", "closed", "timeout",
+    "error". settled False: our blocks are still being copied until the one PoolSettled of the same op_id."""
+
+    op_id: int
+    reason: str
+    detail: str
+    settled: bool
+
+
+@dataclass(frozen=True)
+class PoolSettled:
+    op_id: int
+
+
+PoolEvent = PoolFound | PoolDone | PoolStored | PoolFailed | PoolSettled
+
+
+class KVPool(Protocol):
+    """op_id: the caller's own counter, never used twice; all events of an operation carry it."""
+
+    chunk_tokens: int
+
+    @property
+    def available(self) -> bool:
+        """False while asking is known to be useless: not connected, or the breaker is open."""
+        ...
+
+    def lookup(self, op_id: int, token_ids: Sequence[int], salt: str) -> None:
+        """One PoolFound follows within the request deadline: how many tokens, in whole chunks, the pool holds."""
+        ...
+
+    def retrieve(
+        self,
+        op_id: int,
+        token_ids: Sequence[int],
+        salt: str,
+        skip_tokens: int,
+        local_blocks: Sequence[int],
+        deadline_s: float,
+    ) -> None:
+        """Copy what the pool has of the rows behind the first `skip_tokens` (whole blocks) into `local_blocks`, which
+        belong to the tokens from skip_tokens on. Needs no lookup before. One PoolDone or PoolFailed follows within
+        deadline_s. ValueError when the arguments do not fit together."""
+        ...
+
+    def store(
+        self, op_id: int, token_ids: Sequence[int], salt: str, block_ids: Sequence[int], still_valid: StillValid
+    ) -> bool:
+        """Keep the whole chunks of `token_ids`, whose rows are completely written in `block_ids` (the block of token 0
+        first). False: refused (cap, breaker, no server, nothing whole), no event follows. Else one PoolStored or
+        PoolFailed. still_valid: asked from a thread of the pool, after rows were copied and before they can be found;
+        see `unchanged`."""
+        ...
+
+    def cancel(self, op_id: int) -> None:
+        """End an operation early: PoolFailed("cancelled"), or PoolFound(0), unless it has ended."""
+        ...
+
+    def poll(self) -> list[PoolEvent]: ...
+
+    def close(self) -> None: ...
+
+
+def unchanged(generations: np.ndarray, block_ids: Sequence[int]) -> StillValid:
+    """A `still_valid` for an engine's generation table: whether no block has got a new owner since now."""
+    ids = np.asarray(block_ids, np.int64)
+    before = generations[ids]
+    return lambda: bool(np.array_equal(generations[ids], before))

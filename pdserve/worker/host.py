@@ -18,9 +18,8 @@ import zmq
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer.build import build_connector, build_pool
-from pdserve.kvtransfer.connector import KVReceiver, KVSender, PoolMemory
-from pdserve.kvtransfer.pool import KVPool
-from pdserve.kvtransfer.pool_server import SharedServer
+from pdserve.kvtransfer.connector import KVPool, KVReceiver, KVSender, PoolMemory
+from pdserve.kvtransfer.pool.lmcache_server import SharedServer
 from pdserve.protocol.codec import decode_command, encode
 from pdserve.protocol.events import EventBatch
 from pdserve.protocol.start_progress import StartProgress

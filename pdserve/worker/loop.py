@@ -19,8 +19,7 @@ import msgspec
 from pdserve.configs.schema import TransferConfig
 from pdserve.decode.phase import DecodePhase
 from pdserve.engine.engine import Engine, StepResult
-from pdserve.kvtransfer.connector import KVReceiver, KVSender
-from pdserve.kvtransfer.pool import KVPool
+from pdserve.kvtransfer.connector import KVPool, KVReceiver, KVSender
 from pdserve.prefill.phase import PrefillPhase
 from pdserve.protocol.codec import PROTOCOL_VERSION
 from pdserve.protocol.commands import (

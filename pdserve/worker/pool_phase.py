@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from pdserve.engine.engine import Engine, FinishedRows, Reservation, StepResult
 from pdserve.engine.scheduling.sequence import Request
-from pdserve.kvtransfer.pool import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
+from pdserve.kvtransfer.connector import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Arrived, Event
 from pdserve.protocol.request_key import RequestKey

@@ -18,7 +18,7 @@ OTHERS = {
     "background/threads.py": "the kept ones",
     "cluster/client.py": "an event loop, which survives what its callbacks raise",
     "engine/build.py": "whoever submits waits for the result",
-    "kvtransfer/pool_server.py": "a thread of the server's own process, which ends that process whatever happens",
+    "kvtransfer/pool/lmcache_server.py": "a thread of the server's process, which ends that process whatever happens",
     "router/prompts.py": "whoever submits awaits the result",
 }
 
@@ -39,7 +39,7 @@ def test_no_thread_runs_in_the_background_but_by_this_module() -> None:
     found = {str(path.relative_to(root)) for path in root.rglob("*.py") if starts.search(path.read_text())}
     uses = re.compile(r"\bKeptThread\(")
     kept = {str(path.relative_to(root)) for path in root.rglob("*.py") if uses.search(path.read_text())}
-    assert found - kept | {"background/threads.py", "kvtransfer/pool_server.py"} == set(OTHERS)
+    assert found - kept | {"background/threads.py", "kvtransfer/pool/lmcache_server.py"} == set(OTHERS)
 
 
 def test_it_goes_on_after_errors_and_each_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from pdserve.cluster.handle_api import decode_answer, decode_ask, decode_order, decode_outcome
-from pdserve.kvtransfer.notice import decode_letter
+from pdserve.kvtransfer.p2p.letters import decode_letter
 from pdserve.protocol.codec import decode_batch, decode_command, decode_routed
 
 ROOT = Path(__file__).parents[2] / "pdserve"

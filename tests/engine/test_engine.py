@@ -11,7 +11,7 @@ from engine.harness import Driver, alone, make_engine, paper_engine, paper_of, s
 from pdserve.engine import engine as engine_module
 from pdserve.engine.engine import _sample_row
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.protocol import block_digests as block_hasher
+from pdserve.protocol import block_digests
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Delta
 from pdserve.protocol.handoff import Ticket
@@ -182,7 +182,7 @@ def test_waiting_for_blocks_hashes_a_prompt_once(tiny_llama: Path, monkeypatch: 
     request = engine.make_request(submit_of(prompt_of(200), GREEDY))
     taken = engine.blocks.allocate(15)
     assert engine.reserve(request, (Start(0, (1,)),)) is None
-    monkeypatch.setattr(block_hasher, "blake2b", None)
+    monkeypatch.setattr(block_digests, "blake2b", None)
     assert engine.reserve(request, (Start(0, (1,)),)) is None
     engine.blocks.release(taken)
     assert engine.reserve(request, (Start(0, (1,)),)) is not None

@@ -18,7 +18,7 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory, ReceiverEvent, Unpinned
-from pdserve.kvtransfer.local import LocalAgent, LocalFaults
+from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import PoolMeta, Ticket
 from pdserve.protocol.request_key import RequestKey

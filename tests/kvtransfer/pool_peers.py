@@ -18,12 +18,11 @@ from waiting import until
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.build import build_pool
-from pdserve.kvtransfer.chunks import Shard
-from pdserve.kvtransfer.connector import PoolMemory
-from pdserve.kvtransfer.local_pool import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
-from pdserve.kvtransfer.pool import PoolEvent, unchanged
-from pdserve.kvtransfer.pool_operations import Pool
-from pdserve.kvtransfer.pool_server import PoolServer
+from pdserve.kvtransfer.connector import PoolEvent, PoolMemory, unchanged
+from pdserve.kvtransfer.pool.chunks import Shard
+from pdserve.kvtransfer.pool.lmcache_server import PoolServer
+from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
+from pdserve.kvtransfer.pool.operations import Pool
 
 SIZE = LAYOUT.block_size
 CHUNK = 4 * SIZE
@@ -180,7 +179,7 @@ def keep_in_another_process(address: str, tokens: list[int], blocks: list[int]) 
 
 def left_behind(server: LocalPoolServer | PoolServer) -> dict[str, int]:
     """What the server still holds for operations that ended: all zero when it is tidy. (A reservation that is not
-    committed is invisible, and free again after pool_server.WRITE_TTL_S.)"""
+    committed is invisible, and free again after lmcache_server.WRITE_TTL_S.)"""
     if isinstance(server, LocalPoolServer):
         return {"in_use": server.in_use}
     with urllib.request.urlopen(f"http://{server.http_address}/status", timeout=60) as answer:

@@ -8,9 +8,9 @@ from kvtransfer.kv_peers import Engine, LocalSource, expire, key, until_posted
 from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.kvtransfer import peer_link
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.local import LocalAgent
+from pdserve.kvtransfer.p2p import peer_link
+from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.events import PeerStatus
 
 CONFIG = TransferConfig(connector="local")

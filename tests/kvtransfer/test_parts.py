@@ -11,9 +11,9 @@ from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
-from pdserve.kvtransfer.nixl_agent import SEGMENTS, ucx_settings
-from pdserve.kvtransfer.notice import Done, Letter, Party, decode_letter, encode_letter
-from pdserve.kvtransfer.ucx_log import ReadTable, allows_cma, parse_tables, why_no_cma
+from pdserve.kvtransfer.p2p.letters import Done, Letter, Party, decode_letter, encode_letter
+from pdserve.kvtransfer.transport.nixl_agent import SEGMENTS, ucx_settings
+from pdserve.kvtransfer.transport.ucx_log import ReadTable, allows_cma, parse_tables, why_no_cma
 
 TABLE = """\
 [1795232303.146007] [vm:5663 :0]   +--------+-------------+-------------------------------------------+

@@ -11,11 +11,11 @@ from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key,
 from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.kvtransfer import mailbox
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.local import LocalAgent
-from pdserve.kvtransfer.mailbox import Mailbox
-from pdserve.kvtransfer.notice import Done, Party, Rejected
+from pdserve.kvtransfer.p2p import mailbox
+from pdserve.kvtransfer.p2p.letters import Done, Party, Rejected
+from pdserve.kvtransfer.p2p.mailbox import Mailbox
+from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.handoff import Source, Ticket
 from pdserve.protocol.request_key import RequestKey
 

@@ -32,12 +32,12 @@ from waiting import stays, until
 
 from pdserve.background import tasks
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer import lmcache_pool
-from pdserve.kvtransfer.breaker import Breaker
-from pdserve.kvtransfer.chunks import Chunks, Shard, runs
-from pdserve.kvtransfer.local_pool import LocalBlockCopier, LocalPoolServer, PoolFaults
-from pdserve.kvtransfer.pool import PoolDone, PoolEvent, PoolFailed, PoolFound, PoolSettled, PoolStored, unchanged
-from pdserve.kvtransfer.pool_server import PoolServer
+from pdserve.kvtransfer.connector import PoolDone, PoolEvent, PoolFailed, PoolFound, PoolSettled, PoolStored, unchanged
+from pdserve.kvtransfer.pool import lmcache_backend
+from pdserve.kvtransfer.pool.breaker import Breaker
+from pdserve.kvtransfer.pool.chunks import Chunks, Shard, runs
+from pdserve.kvtransfer.pool.lmcache_server import PoolServer
+from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults
 
 pytestmark = pytest.mark.processes
 
@@ -655,7 +655,7 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         servers.append(PoolServer(config.model_copy(update={"address": servers[0].address})))
         servers[1].wait_ready()
         engine.wait_available()
-        monkeypatch.setattr("pdserve.kvtransfer.lmcache_pool.PREFETCH_MARGIN", 0.0)
+        monkeypatch.setattr("pdserve.kvtransfer.pool.lmcache_backend.PREFETCH_MARGIN", 0.0)
         engine.lookup(tokens)  # gives up while the server loads, unless that took no time
         monkeypatch.undo()
         until(lambda: engine.lookup(tokens) == 2 * CHUNK)
@@ -688,7 +688,7 @@ def test_late_answers_go_on_being_paid_after_one_that_cannot_be(monkeypatch: pyt
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
     engine = Engine(LocalPoolServer())
     chunks = Chunks(engine.memory, 4, Shard())
-    link = lmcache_pool._Link("127.0.0.1:1", chunks, torch.device("cpu"))
+    link = lmcache_backend._Link("127.0.0.1:1", chunks, torch.device("cpu"))
     paid = threading.Event()
     asked: list[str] = []
 
@@ -757,7 +757,7 @@ def test_a_server_that_cannot_start_says_why() -> None:
 def test_a_server_ends_with_its_parent() -> None:
     code = (
         "from pdserve.configs.schema import PoolConfig\n"
-        "from pdserve.kvtransfer.pool_server import PoolServer\n"
+        "from pdserve.kvtransfer.pool.lmcache_server import PoolServer\n"
         "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1, start_deadline_s=300)); s.wait_ready()\n"
         "print(s.process.pid, s._memory, flush=True)\n"
         "import time; time.sleep(600)"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.kvtransfer.ranges import (
+from pdserve.kvtransfer.p2p.ranges import (
     BlockSizes,
     HeadRange,
     count_descriptors,

@@ -13,7 +13,7 @@ from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, h
 from waiting import stays, until
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
-from pdserve.kvtransfer.local import LocalAgent, LocalFaults
+from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import PoolMeta
 

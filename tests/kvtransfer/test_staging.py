@@ -24,11 +24,11 @@ from kvtransfer.kv_peers import (
 from waiting import stays, until
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.kvtransfer import peer_link
-from pdserve.kvtransfer.agent import TransferError
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.local import LocalAgent
-from pdserve.kvtransfer.staging import NUM_RUNS, Staging, StagingRing
+from pdserve.kvtransfer.p2p import peer_link
+from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging, StagingRing
+from pdserve.kvtransfer.transport.agent import TransferError
+from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import Source, Ticket
 from pdserve.protocol.request_key import RequestKey

@@ -15,13 +15,12 @@ from waiting import until
 from pdserve.background import tasks
 from pdserve.background.threads import FAILURES
 from pdserve.configs.schema import PoolConfig, TransferConfig
-from pdserve.kvtransfer import pool_server
-from pdserve.kvtransfer.connector import PullDone, Unpinned
-from pdserve.kvtransfer.local_pool import LocalPoolServer
-from pdserve.kvtransfer.mailbox import Mailbox
-from pdserve.kvtransfer.notice import Done
-from pdserve.kvtransfer.pool import PoolDone, PoolFailed, PoolStored
-from pdserve.kvtransfer.pool_server import SharedServer
+from pdserve.kvtransfer.connector import PoolDone, PoolFailed, PoolStored, PullDone, Unpinned
+from pdserve.kvtransfer.p2p.letters import Done
+from pdserve.kvtransfer.p2p.mailbox import Mailbox
+from pdserve.kvtransfer.pool import lmcache_server
+from pdserve.kvtransfer.pool.lmcache_server import SharedServer
+from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.events import PeerStatus
 
 SHORT_LEASES = TransferConfig(connector="local", lease_s=0.05)
@@ -167,7 +166,7 @@ def test_deadlines_of_the_pool_go_on(
 def test_somebody_goes_on_to_look_for_the_shared_server(
     monkeypatch: pytest.MonkeyPatch, failures: Callable[[str], float]
 ) -> None:
-    monkeypatch.setattr(pool_server, "LOOK_S", 0.001)
+    monkeypatch.setattr(lmcache_server, "LOOK_S", 0.001)
     looks: list[int] = []
 
     def look(shared: SharedServer) -> None:
@@ -188,9 +187,9 @@ def test_a_pool_server_ends_though_its_memory_cannot_be_removed(
 ) -> None:
     done: list[Any] = []
     process = SimpleNamespace(read=lambda *_: b"", getpid=lambda: 7, kill=lambda *what: done.append(what))
-    monkeypatch.setattr(pool_server, "os", process)
-    monkeypatch.setattr(pool_server, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0)))
-    monkeypatch.setattr(pool_server, "time", SimpleNamespace(sleep=lambda _: None))
+    monkeypatch.setattr(lmcache_server, "os", process)
+    monkeypatch.setattr(lmcache_server, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0)))
+    monkeypatch.setattr(lmcache_server, "time", SimpleNamespace(sleep=lambda _: None))
     with pytest.raises(OSError):
-        pool_server._end_with_parent(tmp_path)  # a folder
+        lmcache_server._end_with_parent(tmp_path)  # a folder
     assert [pid for pid, _ in done] == [7, 7]

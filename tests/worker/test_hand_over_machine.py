@@ -40,8 +40,8 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.kvtransfer.connector import PoolMemory
-from pdserve.kvtransfer.local_pool import LocalPoolServer
-from pdserve.kvtransfer.staging import NUM_RUNS, Staging
+from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
+from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import Cancel, ConnectPeer, DisconnectPeer, Prepare, RouterLost, Start, Subscribe
 from pdserve.protocol.events import Delta, Failed, Handoff
 from pdserve.protocol.handoff import Source

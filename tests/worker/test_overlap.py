@@ -13,7 +13,7 @@ from waiting import until
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.llm import LLM
 from pdserve.engine.scheduling.step_plan import Plan
-from pdserve.kvtransfer.notice import Follow, Notice, Part, Party
+from pdserve.kvtransfer.p2p.letters import Follow, Notice, Part, Party
 from pdserve.protocol.commands import ConnectPeer, Prepare, RouterLost, Start
 from pdserve.protocol.events import Arrived, Delta, Handoff, PeerStatus
 from pdserve.protocol.handoff import Source

@@ -9,8 +9,8 @@ from pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, pro
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.engine.llm import LLM
-from pdserve.kvtransfer.local_pool import LocalPoolServer
-from pdserve.kvtransfer.pool_operations import Pool
+from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
+from pdserve.kvtransfer.pool.operations import Pool
 from pdserve.protocol.commands import RouterLost
 from pdserve.protocol.events import Arrived, PromptScored
 from pdserve.protocol.request_key import RequestKey

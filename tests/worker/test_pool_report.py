@@ -6,7 +6,7 @@ import pytest
 from pair import ROUTER, SESSION, Pair, Worker, prompt_of
 from worker.test_pool_phase import CHUNK, POOL, whole
 
-from pdserve.kvtransfer.local_pool import LocalPoolServer
+from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import Subscribe
 from pdserve.protocol.events import Hello, PoolChange
 from pdserve.router.prefix_index import PooledChunks, PromptBlocks

@@ -40,12 +40,12 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.background.threads import KeptThread
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer.chunks import BlockCopier, Chunks, Prefix, Shard
 from pdserve.kvtransfer.connector import PoolMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
-from pdserve.kvtransfer.pool import PoolError
-from pdserve.kvtransfer.pool_operations import Pool
-from pdserve.kvtransfer.pool_server import SHARED_MEMORY
+from pdserve.kvtransfer.pool.backend import PoolError
+from pdserve.kvtransfer.pool.chunks import BlockCopier, Chunks, Prefix, Shard
+from pdserve.kvtransfer.pool.lmcache_server import SHARED_MEMORY
+from pdserve.kvtransfer.pool.operations import Pool
 
 logger = logging.getLogger(__name__)
 

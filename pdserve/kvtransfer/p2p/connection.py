@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.kvtransfer.agent import Pieces, TransferAgent, TransferError, memory_of
-from pdserve.kvtransfer.ranges import HeadRange, local_pieces, plan_for, remote_pieces
-from pdserve.kvtransfer.staging import Staging, StagingRing
+from pdserve.kvtransfer.p2p.ranges import HeadRange, local_pieces, plan_for, remote_pieces
+from pdserve.kvtransfer.p2p.staging import Staging, StagingRing
+from pdserve.kvtransfer.transport.agent import Pieces, TransferAgent, TransferError, memory_of
 from pdserve.protocol.handoff import PoolMeta
 
 logger = logging.getLogger(__name__)

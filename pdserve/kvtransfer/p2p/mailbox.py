@@ -17,7 +17,7 @@ import msgspec
 import zmq
 
 from pdserve.background.threads import KeptThread
-from pdserve.kvtransfer.notice import Letter, Notice, Party, decode_letter, encode_letter
+from pdserve.kvtransfer.p2p.letters import Letter, Notice, Party, decode_letter, encode_letter
 
 logger = logging.getLogger(__name__)
 

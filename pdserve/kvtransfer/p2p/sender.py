@@ -20,11 +20,11 @@ import msgspec
 import numpy as np
 
 from pdserve.background.threads import KeptThread
-from pdserve.kvtransfer.agent import TransferAgent
 from pdserve.kvtransfer.connector import Outcome, Unpinned, Wake
-from pdserve.kvtransfer.mailbox import Mailbox
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.notice import Done, Follow, Part, Party, Rejected, Renew
+from pdserve.kvtransfer.p2p.letters import Done, Follow, Part, Party, Rejected, Renew
+from pdserve.kvtransfer.p2p.mailbox import Mailbox
+from pdserve.kvtransfer.transport.agent import TransferAgent
 from pdserve.protocol.handoff import PoolMeta, RankPool, Ticket
 from pdserve.protocol.request_key import RequestKey
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.kvtransfer.agent import Pieces
+from pdserve.kvtransfer.transport.agent import Pieces
 from pdserve.protocol.handoff import RankPool
 
 

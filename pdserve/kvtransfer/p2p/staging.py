@@ -23,7 +23,7 @@ from torch import Tensor
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.memory.device_memory import OutOfMemory, zeros
 from pdserve.kernels.ops import Ops, ops_for
-from pdserve.kvtransfer.agent import TransferAgent, TransferError
+from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 
 NUM_RUNS = 8
 LARGEST_BLOCK = 128

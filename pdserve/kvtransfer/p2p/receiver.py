@@ -9,12 +9,12 @@ import logging
 import threading
 import time
 
-from pdserve.kvtransfer.agent import TransferAgent
-from pdserve.kvtransfer.connection import OwnPool, check_compatible
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.peer_link import LinkEvent, PeerLink, Pull
-from pdserve.kvtransfer.ranges import BlockSizes
+from pdserve.kvtransfer.p2p.connection import OwnPool, check_compatible
+from pdserve.kvtransfer.p2p.peer_link import LinkEvent, PeerLink, Pull
+from pdserve.kvtransfer.p2p.ranges import BlockSizes
+from pdserve.kvtransfer.transport.agent import TransferAgent
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import PoolMeta, Ticket
 

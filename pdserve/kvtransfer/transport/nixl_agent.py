@@ -25,9 +25,9 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.kvtransfer.agent import Pieces, Reason, TransferError, flat_bytes, memory_of
-from pdserve.kvtransfer.tcp_sockets import Address, listening, sever
-from pdserve.kvtransfer.ucx_log import OWN_SETTINGS, process_log
+from pdserve.kvtransfer.transport.agent import Pieces, Reason, TransferError, flat_bytes, memory_of
+from pdserve.kvtransfer.transport.tcp_sockets import Address, listening, sever
+from pdserve.kvtransfer.transport.ucx_log import OWN_SETTINGS, process_log
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@
 Workers of one host share one by a `SharedServer` each.
 
 The child is this module run as a program: it ends itself when its parent does (the pipe on its standard input closes),
-then becomes LMCache's command line. Knows no requests and no blocks: what speaks to the server is `lmcache_pool.py`.
+then becomes LMCache's command line. Knows no requests and no blocks: what speaks to the server is `lmcache_backend.py`.
 """
 
 import fcntl
@@ -56,7 +56,13 @@ class PoolServer:
         self._shm_name = f"pdserve-{os.getpid()}-{self.address.rpartition(':')[2]}"
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the server)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "pdserve.kvtransfer.pool_server", str(self._memory), *self._arguments(config)],
+            [
+                sys.executable,
+                "-m",
+                "pdserve.kvtransfer.pool.lmcache_server",
+                str(self._memory),
+                *self._arguments(config),
+            ],
             stdin=subprocess.PIPE,
             stdout=self._log,
             stderr=subprocess.STDOUT,

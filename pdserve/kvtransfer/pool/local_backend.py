@@ -14,11 +14,11 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer.chunks import BlockCopier, BlockIds, Chunks, Prefix, Shard
 from pdserve.kvtransfer.connector import PoolMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
-from pdserve.kvtransfer.pool import PoolError
-from pdserve.kvtransfer.pool_operations import Pool
+from pdserve.kvtransfer.pool.backend import PoolError
+from pdserve.kvtransfer.pool.chunks import BlockCopier, BlockIds, Chunks, Prefix, Shard
+from pdserve.kvtransfer.pool.operations import Pool
 
 POLL_S = 0.001
 

@@ -44,10 +44,10 @@ import numpy as np
 import torch
 
 from pdserve.background.threads import KeptThread
-from pdserve.kvtransfer.agent import Handle, TransferAgent, TransferError
-from pdserve.kvtransfer.connection import Connection, OwnPool, release_all
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.ranges import BlockSizes, count_descriptors, order_pairs
+from pdserve.kvtransfer.p2p.connection import Connection, OwnPool, release_all
+from pdserve.kvtransfer.p2p.ranges import BlockSizes, count_descriptors, order_pairs
+from pdserve.kvtransfer.transport.agent import Handle, TransferAgent, TransferError
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import PoolMeta, Ticket
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.kvtransfer.agent import Pieces, TransferError, flat_bytes
+from pdserve.kvtransfer.transport.agent import Pieces, TransferError, flat_bytes
 
 _agents: dict[str, "LocalAgent"] = {}
 _agents_lock = threading.Lock()

@@ -2,7 +2,8 @@
 
 A thread (lane) for each kind of operation, so that a lookup never waits behind a copy, and a clock that ends what is
 late. An operation is over when its one result was reported, by its lane, by the clock or by `cancel`; it has settled
-when it is over and no copy of it runs. Knows no server and no requests. Made by `local_pool.py` and `lmcache_pool.py`.
+when it is over and no copy of it runs. Knows no server and no requests. Made by `local_backend.py` and
+`lmcache_backend.py`.
 """
 
 import logging
@@ -19,22 +20,20 @@ import numpy as np
 
 from pdserve.background.threads import KeptThread
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer.breaker import Breaker
-from pdserve.kvtransfer.chunks import BlockCopier, Prefix, set_seal
-from pdserve.kvtransfer.connector import Wake
-from pdserve.kvtransfer.metrics import PoolMetrics
-from pdserve.kvtransfer.pool import (
-    PoolBackend,
+from pdserve.kvtransfer.connector import (
     PoolDone,
-    PoolError,
     PoolEvent,
     PoolFailed,
     PoolFound,
     PoolSettled,
     PoolStored,
     StillValid,
-    Writing,
+    Wake,
 )
+from pdserve.kvtransfer.metrics import PoolMetrics
+from pdserve.kvtransfer.pool.backend import PoolBackend, PoolError, Writing
+from pdserve.kvtransfer.pool.breaker import Breaker
+from pdserve.kvtransfer.pool.chunks import BlockCopier, Prefix, set_seal
 
 logger = logging.getLogger(__name__)
 

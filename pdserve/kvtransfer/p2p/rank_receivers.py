@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, ReceiverEvent
-from pdserve.kvtransfer.mailbox import Mailbox
-from pdserve.kvtransfer.notice import Done, Follow, Notice, Part, Party, Rejected, Renew
-from pdserve.kvtransfer.receiver import RankReceiver
+from pdserve.kvtransfer.p2p.letters import Done, Follow, Notice, Part, Party, Rejected, Renew
+from pdserve.kvtransfer.p2p.mailbox import Mailbox
+from pdserve.kvtransfer.p2p.receiver import RankReceiver
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import PoolMeta, Source, Ticket
 from pdserve.protocol.request_key import RequestKey
