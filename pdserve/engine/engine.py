@@ -26,7 +26,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request, Sequence, Status
 from pdserve.engine.scheduling.step_plan import Plan
 from pdserve.engine.warm_up import warm_up
-from pdserve.kernels.late_compiles import LateCompiles
+from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, Event, PromptScored

@@ -1,8 +1,8 @@
 """Ops: the functions a model computes with, and the choice of who implements them.
 
-reference.py (plain torch) and triton_ops.py (Triton) are the two modules that implement it; reference.py documents
-shapes and dtypes. Knows nothing of models. Called once a process by the model runner, which hands the result to its
-model.
+torch_ops.py (plain torch) and triton_ops.py (Triton) are the two modules that implement it; the `reference.py` of each
+room documents shapes and dtypes. Knows nothing of models. Called once a process by the model runner, which hands the
+result to its model.
 """
 
 from typing import Protocol
@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.kernels import reference
+from pdserve.kernels import torch_ops
 
 
 class Ops(Protocol):
@@ -136,7 +136,7 @@ class Ops(Protocol):
 def ops_for(device: torch.device) -> Ops:
     """The ops for tensors on `device`: plain torch on "cpu", Triton on "cuda"; ValueError for anything else."""
     if device.type == "cpu":
-        return reference
+        return torch_ops
     if device.type == "cuda":
         from pdserve.kernels import triton_ops
 

@@ -1,6 +1,7 @@
 """Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-linear/{elementwise,small_products}.py, attention/{decode,prefill,dense}.py, kv/{cache_rows,batch_state,repack}.py and
-sampling/{draw,cut,edits,penalties,logprobs}.py; reference.py documents each function.
+norm/elementwise.py, linear/small_products.py, attention/{decode,prefill,dense}.py, kv/{cache_rows,repack}.py,
+batch/state.py and sampling/{draw,cut,edits,penalties,logprobs}.py; the `reference.py` of each room documents its
+functions.
 
 No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
 Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
@@ -15,12 +16,12 @@ from torch.nn import functional
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
-from pdserve.kernels.kv.batch_state import launch_gather_inputs, launch_store_tokens, launch_update_tables
+from pdserve.kernels.batch.state import launch_gather_inputs, launch_store_tokens, launch_update_tables
 from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.kv.repack import launch_repack
-from pdserve.kernels.launch import is_hopper
-from pdserve.kernels.linear.elementwise import launch_rms_norm, launch_silu_mul
+from pdserve.kernels.launching.launch import is_hopper
 from pdserve.kernels.linear.small_products import MAX_ROWS, launch_row_product, launch_small_product
+from pdserve.kernels.norm.elementwise import launch_rms_norm, launch_silu_mul
 from pdserve.kernels.sampling.cut import launch_cut
 from pdserve.kernels.sampling.draw import launch_draw
 from pdserve.kernels.sampling.edits import launch_edits

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import eager_host
 from benchmarks.eager_host import CASES, LLAMA_8B, Stair, Step, measure_stairs, mixed_cases, parse, stair
-from pdserve.kernels import reference
+from pdserve.kernels import torch_ops
 
 TINY = LLAMA_8B.model_copy(
     update={
@@ -59,20 +59,20 @@ class Spy:
         self.prefills: list[tuple[int, list[int], list[int], int]] = []
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(reference, name)
+        return getattr(torch_ops, name)
 
     def fresh_prefill_pays(self, *_: Any) -> bool:
         return False
 
     def paged_decode(self, q: torch.Tensor, kv: Any, tables: Any, rows: Any, lens: torch.Tensor, *more: Any) -> Any:
         self.decodes.append((len(q), lens.tolist(), more[1]))
-        return reference.paged_decode(q, kv, tables, rows, lens, *more)
+        return torch_ops.paged_decode(q, kv, tables, rows, lens, *more)
 
     def paged_prefill(self, q: torch.Tensor, kv: Any, tables: torch.Tensor, *more: Any) -> Any:
         _, context_lens, starts, longest, *_ = more
         assert tables.shape[1] * kv.shape[3] >= longest, "a table too short for the chunk"
         self.prefills.append((len(q), context_lens.tolist(), starts.tolist(), longest))
-        return reference.paged_prefill(q, kv, tables, *more)
+        return torch_ops.paged_prefill(q, kv, tables, *more)
 
 
 @pytest.mark.parametrize("case", [*mixed_cases([20, 41], [0, 3]), *[CASES["201 decodes + 2 x 255"]], (1, (4200,))])

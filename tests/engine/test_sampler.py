@@ -16,11 +16,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from pdserve.engine.execution.device_copies import to_device_packed
+from pdserve.engine.sampling.device_copies import to_device_packed
 from pdserve.engine.sampling.sample_rows import RowArrays, RowStaging, SampleRow, max_edits
 from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.sampling.sampler import Sampler
-from pdserve.kernels import reference
+from pdserve.kernels import torch_ops
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
@@ -33,7 +33,7 @@ def logits_of(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Ten
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def sampler_of(vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = reference, device: str = "cpu") -> Sampler:
+def sampler_of(vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = torch_ops, device: str = "cpu") -> Sampler:
     return Sampler(ops, vocab, max_num_seqs, max_edits(2), torch.device(device))
 
 
@@ -70,7 +70,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     scaled = logits / params.temperature
     if "top_k" in staged:
         names = ("temperature", "top_k", "top_p", "min_p")
-        value, last = (x[:, None] for x in reference.cut_tokens(logits, *(staged[name] for name in names)))
+        value, last = (x[:, None] for x in torch_ops.cut_tokens(logits, *(staged[name] for name in names)))
         outside = (logits < value) | ((logits == value) & (torch.arange(logits.shape[-1]) > last))
         scaled = scaled.masked_fill(outside, -math.inf)
     return scaled.softmax(-1)
@@ -274,8 +274,8 @@ def test_alternatives_are_looked_up_in_bounded_parts(monkeypatch: pytest.MonkeyP
         seen.append(len(logits) * num_top)
         return token_logprobs(logits, tokens, num_top)
 
-    token_logprobs = reference.token_logprobs
-    monkeypatch.setattr(reference, "token_logprobs", spy)
+    token_logprobs = torch_ops.token_logprobs
+    monkeypatch.setattr(torch_ops, "token_logprobs", spy)
     assert sampler_of().score(logits_of(9), [3] * 9, 4).fetch() == whole
     assert len(seen) == 5 and max(seen) <= 10
 

@@ -21,7 +21,7 @@ from pdserve.engine.execution.step_inputs import (
 )
 from pdserve.engine.scheduling.sequence import Request, Sequence
 from pdserve.engine.scheduling.step_plan import Plan
-from pdserve.kernels import reference
+from pdserve.kernels import torch_ops
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
@@ -98,10 +98,10 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: Plan, mo
     tables, last_token = torch.zeros(NUM_SLOTS + 1, MAX_BLOCKS, dtype=torch.int32), torch.arange(NUM_SLOTS + 1).int()
     changes = table_changes(plan.num_tokens)
     assert changes is not None
-    reference.update_tables(tables, torch.from_numpy(changes))
+    torch_ops.update_tables(tables, torch.from_numpy(changes))
     arrays = padded(plan, more_rows).arrays
     given_ids, positions, slots = map(torch.from_numpy, (arrays.ids, arrays.positions, arrays.slots))
-    ids, kv_slots = reference.gather_inputs(given_ids, positions, slots, last_token, tables, BLOCK_SIZE)
+    ids, kv_slots = torch_ops.gather_inputs(given_ids, positions, slots, last_token, tables, BLOCK_SIZE)
     row = 0
     for seq, count in ordered(plan):
         for position in range(seq.num_computed - count, seq.num_computed):

@@ -7,7 +7,7 @@ import torch
 from attention_problem import PagedProblem, paged_problem
 from torch import Tensor
 
-from pdserve.kernels import reference, triton_ops
+from pdserve.kernels import torch_ops, triton_ops
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.join import launch_join_attention
 from pdserve.kernels.kv.cache_rows import launch_gather_kv
@@ -37,7 +37,7 @@ def test_fresh_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -
     for x in (q, k, v):
         x[sum(lens) - lens[-1] :] = float("nan")
     out = dense.fresh_prefill(q, k, v, lens, 0.125)
-    twin = reference.fresh_prefill(q, k, v, lens, 0.125)
+    twin = torch_ops.fresh_prefill(q, k, v, lens, 0.125)
     torch.testing.assert_close(out, twin, atol=2e-3 if ON_GPU else 1e-6, rtol=0, equal_nan=True)
     dense.deal.cache_clear()
 
@@ -49,7 +49,7 @@ def test_fresh_prompts_that_do_not_pay() -> None:
     assert [part[1:] for part in deal((2048,) * 7)] == [(4, 2048), (2, 2048), (1, 2048)]
     assert deal((2048, 8192)) == ((0, 1, 2048), (2048, 1, 8192))
     assert not triton_ops.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
-    assert not reference.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
+    assert not torch_ops.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
 
 
 @pytest.mark.gpu
@@ -59,7 +59,7 @@ def test_warmed_fresh_prompts() -> None:
     for lens in ((7168,), (1024, 1024, 1024, 2048), (2048, 2048)):
         q, k, v = fresh_problem(lens, (8, 2), torch.bfloat16)
         assert triton_ops.fresh_prefill_pays(q, k, v, lens)
-        out, twin = (ops.fresh_prefill(q, k, v, lens, 0.125) for ops in (triton_ops, reference))
+        out, twin = (ops.fresh_prefill(q, k, v, lens, 0.125) for ops in (triton_ops, torch_ops))
         torch.testing.assert_close(out, twin, atol=2e-2, rtol=0)
     assert not triton_ops.fresh_prefill_pays(*fresh_problem((8192,), (8, 2), torch.bfloat16), (8192,))
 
@@ -69,7 +69,7 @@ def test_gather_kv(block_size: int, head_dim: int) -> None:
     problem = paged_problem((4, 2), head_dim, block_size, DTYPE, [600, 512], device=DEVICE)
     args = problem.kv, problem.block_tables, problem.table_rows[1:], 128, 256
     gathered = launch_gather_kv(*args)
-    assert torch.equal(gathered, reference.gather_kv(*args))
+    assert torch.equal(gathered, torch_ops.gather_kv(*args))
     assert torch.equal(gathered[0], problem.keys[1][128:384]) and torch.equal(gathered[1], problem.values[1][128:384])
 
 
@@ -78,9 +78,9 @@ def test_join_attention(head_dim: int) -> None:
     """Of keys dealt to two; log-sum-exps far apart and equal."""
     q, k, v = torch.randn(3, 30, 6, head_dim, device=DEVICE).to(DTYPE).unbind()
     q[7] *= 50
-    want, want_lse = reference.dense_attention(1, q, k, v, False, 0.125)
-    parts = [reference.dense_attention(1, q, k[rows], v[rows], False, 0.125) for rows in (slice(11), slice(11, 30))]
-    twin, twin_lse = reference.join_attention(*parts[0], *parts[1])
+    want, want_lse = torch_ops.dense_attention(1, q, k, v, False, 0.125)
+    parts = [torch_ops.dense_attention(1, q, k[rows], v[rows], False, 0.125) for rows in (slice(11), slice(11, 30))]
+    twin, twin_lse = torch_ops.join_attention(*parts[0], *parts[1])
     joined = torch.empty_like(want)
     launch_join_attention(*parts[0], *parts[1], joined)
     tolerance = max(TOLERANCE, 1e-4)  # scores of hundreds keep four decimals
@@ -133,7 +133,7 @@ def test_chunks_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not pays(*rows, 0, 16) and not pays(*rows, 4097, 16) and not pays(*rows, 4096, 8192)
     q, k, v = rows
     assert not pays(q[:2000], k[:2000], v[:2000], 4096, 16)
-    assert not reference.chunk_prefill_pays(*rows, 4096, 16)
+    assert not torch_ops.chunk_prefill_pays(*rows, 4096, 16)
 
 
 @pytest.mark.gpu

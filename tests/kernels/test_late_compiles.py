@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.interpreter import InterpretedFunction
 
-from pdserve.kernels.late_compiles import LateCompiles
+from pdserve.kernels.launching.late_compiles import LateCompiles
 
 pytestmark = pytest.mark.processes  # Triton's assembler is one
 
@@ -44,7 +44,7 @@ def compile_for(kernel: "triton.JITFunction", block: int) -> None:
 def test_a_compile_is_counted_once_and_named(caplog: pytest.LogCaptureFixture) -> None:
     kernel = triton.JITFunction(copies_one)
     compile_for(kernel, 16)
-    with caplog.at_level(logging.WARNING, "pdserve.kernels.late_compiles"):
+    with caplog.at_level(logging.WARNING, "pdserve.kernels.launching.late_compiles"):
         late = LateCompiles()
         compile_for(kernel, 16)
         assert late.count == 0 and not caplog.messages, "what was compiled before it was ready is not late"

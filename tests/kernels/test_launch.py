@@ -13,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pdserve.kernels import launch as launch_module
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching import launch as launch_module
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STREAM = 77

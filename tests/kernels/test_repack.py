@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import reference, triton_ops
+from pdserve.kernels import torch_ops, triton_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, LAYERS, NUM_BLOCKS = 3, 2, 40
@@ -26,7 +26,7 @@ def test_repack(skip: int, num_rows: int, sizes: tuple[int, int], head_dim: int,
     source_ids, block_ids = (torch.randperm(NUM_BLOCKS, device=DEVICE).int() for _ in range(2))
     before, twin = pool.clone(), pool.clone()
     triton_ops.repack(source, source_ids, pool, block_ids, skip, num_rows)
-    reference.repack(source, source_ids, twin, block_ids, skip, num_rows)
+    torch_ops.repack(source, source_ids, twin, block_ids, skip, num_rows)
     assert torch.equal(pool, twin)
     for row in (0, num_rows // 2, num_rows - 1):
         assert torch.equal(row_of(pool, block_ids, row), row_of(source, source_ids, skip + row))

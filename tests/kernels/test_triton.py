@@ -13,7 +13,7 @@ import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
 from torch import Tensor
 
-from pdserve.kernels import reference, triton_ops
+from pdserve.kernels import torch_ops, triton_ops
 from pdserve.kernels.attention import decode
 from pdserve.kernels.ops import ops_for
 
@@ -57,7 +57,7 @@ def check_decode(
 ) -> None:
     problem = paged_problem(heads, head_dim, block_size, dtype, contexts, device=DEVICE)
     out = triton_ops.paged_decode(*problem.decode_args)
-    assert_as_good(out, reference.paged_decode(*problem.decode_args), problem.answer())
+    assert_as_good(out, torch_ops.paged_decode(*problem.decode_args), problem.answer())
 
 
 def check_prefill(
@@ -67,7 +67,7 @@ def check_prefill(
     contexts, query_lens = [list(x) for x in zip(*pairs, strict=True)]
     problem = paged_problem(heads, head_dim, block_size, dtype, contexts, query_lens, padding=7, device=DEVICE)
     out = triton_ops.paged_prefill(*problem.prefill_args)
-    assert_as_good(out, reference.paged_prefill(*problem.prefill_args), problem.answer())
+    assert_as_good(out, torch_ops.paged_prefill(*problem.prefill_args), problem.answer())
     assert not out[-7:].any()
 
 
@@ -90,11 +90,11 @@ def test_prefill_interpreted(heads: tuple[int, int], head_dim: int, block_size: 
 def test_masked_keys_lose_to_the_lowest_scores() -> None:
     prefill = paged_problem((4, 2), 64, 16, torch.float32, [70, 20], [70, 20], device=DEVICE)
     prefill.make_all_scores(-50000.0)
-    out, twin = (ops.paged_prefill(*prefill.prefill_args) for ops in (triton_ops, reference))
+    out, twin = (ops.paged_prefill(*prefill.prefill_args) for ops in (triton_ops, torch_ops))
     assert_as_good(out, twin, prefill.answer())
     decode = paged_problem((4, 2), 64, 16, torch.float32, [300, 20], device=DEVICE)
     decode.make_all_scores(-50000.0)
-    out, twin = (ops.paged_decode(*decode.decode_args) for ops in (triton_ops, reference))
+    out, twin = (ops.paged_decode(*decode.decode_args) for ops in (triton_ops, torch_ops))
     assert_as_good(out, twin, decode.answer())
 
 
@@ -121,15 +121,15 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     weight = torch.randn(width, device=DEVICE).to(dtype)
     wide = x.double()
     answer = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    assert_as_good(triton_ops.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5), answer)
+    assert_as_good(triton_ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5), answer)
 
 
 def test_norm_of_heads_inside_a_fused_projection() -> None:
     fused, weight = torch.randn(5, 12, 40, device=DEVICE), torch.randn(40, device=DEVICE)
     heads = fused[:, 3:10]
-    torch.testing.assert_close(triton_ops.rms_norm(heads, weight, 1e-6), reference.rms_norm(heads, weight, 1e-6))
+    torch.testing.assert_close(triton_ops.rms_norm(heads, weight, 1e-6), torch_ops.rms_norm(heads, weight, 1e-6))
     line = fused[0, 0]
-    torch.testing.assert_close(triton_ops.rms_norm(line, weight, 1e-6), reference.rms_norm(line, weight, 1e-6))
+    torch.testing.assert_close(triton_ops.rms_norm(line, weight, 1e-6), torch_ops.rms_norm(line, weight, 1e-6))
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_rope_write_kv(heads: tuple[int, int], head_dim: int, block_size: int, d
     pool = torch.randn(3, num_kv_heads, 3, 2, block_size, head_dim, device=DEVICE).to(dtype)
     want, twin_pool = pool.clone(), pool.clone()
     slots = torch.randperm(3 * block_size, device=DEVICE)[:4]
-    twin = reference.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
+    twin = torch_ops.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
 
     q, k = triton_ops.rope_write_kv(q, k, v, cos, sin, positions, pool[:, :, 1], slots)
     assert_as_good(torch.cat((q, k), 1), torch.cat(twin, 1), answer)
     assert torch.equal(v, v_before)
-    reference.write_kv(k, v, want[:, :, 1], slots)
+    torch_ops.write_kv(k, v, want[:, :, 1], slots)
     assert torch.equal(pool, want)
     assert torch.equal(pool[slots // block_size, :, 1, 0, slots % block_size], k)
     assert torch.equal(twin_pool[slots // block_size, :, 1, 1, slots % block_size], v)
@@ -166,7 +166,7 @@ def test_rope_write_kv(heads: tuple[int, int], head_dim: int, block_size: int, d
 def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     gate_up = (torch.randn(3, 2 * width, device=DEVICE) * 4).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
-    assert_as_good(triton_ops.silu_mul(gate_up), reference.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+    assert_as_good(triton_ops.silu_mul(gate_up), torch_ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
 
 
 def check_products(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool) -> None:
@@ -176,20 +176,20 @@ def check_products(num_rows: int, num_inputs: int, num_outputs: int, dtype: torc
     weight = (torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5).to(dtype)
     args = (weight, row if bias else None)
     answer = x.double() @ weight.double().T + (row.double() if bias else 0)
-    assert_as_good(triton_ops.linear(x, *args), reference.linear(x, *args), answer, terms=num_inputs)
+    assert_as_good(triton_ops.linear(x, *args), torch_ops.linear(x, *args), answer, terms=num_inputs)
     residual = torch.randn(num_rows, num_outputs, device=DEVICE).to(dtype)
     answer += residual.double()
-    twin = reference.linear_add(x, *args, residual.clone())
+    twin = torch_ops.linear_add(x, *args, residual.clone())
     assert_as_good(triton_ops.linear_add(x, *args, residual), twin, answer, 2, num_inputs)
 
     wide = x.double()
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     answer = normed @ weight.double().T + (row.double() if bias else 0)
     normed_args = (x, norm, 1e-5, *args)
-    y, twin = triton_ops.norm_linear(*normed_args), reference.norm_linear(*normed_args)
+    y, twin = triton_ops.norm_linear(*normed_args), torch_ops.norm_linear(*normed_args)
     assert_as_good(y, twin, answer, 4, num_inputs)
     gate, up = answer.chunk(2, -1)
-    y, twin = triton_ops.norm_linear_silu_mul(*normed_args), reference.norm_linear_silu_mul(*normed_args)
+    y, twin = triton_ops.norm_linear_silu_mul(*normed_args), torch_ops.norm_linear_silu_mul(*normed_args)
     assert_as_good(y, twin, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
 
 
@@ -228,7 +228,7 @@ def test_copy_blocks(dtype: torch.dtype) -> None:
     want = pool.clone()
     src, dst = torch.tensor([2, 7, 2], device=DEVICE), torch.tensor([0, 8, 5], device=DEVICE)
     triton_ops.copy_blocks(pool, src, dst)
-    reference.copy_blocks(want, src, dst)
+    torch_ops.copy_blocks(want, src, dst)
     assert torch.equal(pool, want)
     assert torch.equal(pool[5], pool[2])
 
@@ -247,16 +247,16 @@ def test_batch_state(num_rows: int, block_size: int) -> None:
     chosen = torch.randperm(9 * 50, generator=generator)[:200].to(DEVICE)
     changes = torch.stack([chosen // 50, chosen % 50, integers(10**6, 200)]).to(torch.int32)
     want = tables.clone()
-    reference.update_tables(want, changes)
+    torch_ops.update_tables(want, changes)
     triton_ops.update_tables(tables, changes)
     assert torch.equal(tables, want)
     got = triton_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size)
-    for a, b in zip(got, reference.gather_inputs(ids, positions, slots, last_token, tables, block_size), strict=True):
+    for a, b in zip(got, torch_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
     some = torch.randperm(9, generator=generator)[:5].to(DEVICE, torch.int32)
     sampled = integers(128_000, 5)
     want = last_token.clone()
-    reference.store_tokens(want, some, sampled)
+    torch_ops.store_tokens(want, some, sampled)
     triton_ops.store_tokens(last_token, some, sampled)
     assert torch.equal(last_token, want)
 
@@ -279,7 +279,7 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
     starts = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)
     problem = PagedProblem(q, kv, table, rows, lens, starts, 16, 0.125, [k], [v])
     out = triton_ops.paged_prefill(*problem.prefill_args)
-    assert_as_good(out, reference.paged_prefill(*problem.prefill_args), problem.answer())
+    assert_as_good(out, torch_ops.paged_prefill(*problem.prefill_args), problem.answer())
     last = triton_ops.paged_decode(q[-1:], kv, table, rows, lens, 0.125, 16)
     torch.testing.assert_close(last, out[-1:], atol=2e-3, rtol=0)
 
@@ -296,7 +296,7 @@ def test_empty_batches_launch_nothing() -> None:
     assert triton_ops.silu_mul(torch.empty(0, 8, device=DEVICE)).shape == (0, 4)
 
 
-@pytest.mark.parametrize("ops", [triton_ops, reference], ids=["triton", "reference"])
+@pytest.mark.parametrize("ops", [triton_ops, torch_ops], ids=["triton", "reference"])
 def test_attention_writes_where_it_is_told(ops: Any) -> None:
     """Into rows of a larger tensor, and into no others; padding rows too."""
     decode = paged_problem((6, 2), 40, 16, torch.float32, [1, 33, 70], device=DEVICE)
@@ -333,7 +333,7 @@ def test_decode_for_any_shares(contexts: list[int], max_context_len: int) -> Non
     problem = paged_problem((6, 3), 64, 16, torch.float32, contexts, device=DEVICE)
     q, kv, tables, rows, lens, scale, _ = problem.decode_args
     out = triton_ops.paged_decode(q, kv, tables, rows, lens, scale, max_context_len)
-    assert_as_good(out, reference.paged_decode(*problem.decode_args), problem.answer())
+    assert_as_good(out, torch_ops.paged_decode(*problem.decode_args), problem.answer())
 
 
 def test_number_of_decode_programs() -> None:
@@ -345,7 +345,7 @@ def test_number_of_decode_programs() -> None:
 
 
 def test_ops_for_chooses_by_device() -> None:
-    assert ops_for(torch.device("cpu")) is reference
+    assert ops_for(torch.device("cpu")) is torch_ops
     assert ops_for(torch.device("cuda")) is triton_ops
     with pytest.raises(ValueError, match="device must be"):
         ops_for(torch.device("meta"))
@@ -370,4 +370,4 @@ def test_attention_in_a_cuda_graph_follows_its_inputs() -> None:
         problem.keys = [k[:length] for k, length in zip(problem.keys, lens, strict=True)]
         problem.values = [v[:length] for v, length in zip(problem.values, lens, strict=True)]
         graph.replay()
-        assert_as_good(out, reference.paged_decode(*problem.decode_args), problem.answer())
+        assert_as_good(out, torch_ops.paged_decode(*problem.decode_args), problem.answer())

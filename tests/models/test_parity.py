@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_models import make_tiny
 
-from pdserve.kernels import reference as reference_ops
+from pdserve.kernels import torch_ops
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.llama import Attend, RopeTables
@@ -56,7 +56,7 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
     """Causal attention over one sequence given whole; `window` and `scale` mutate mask and softmax scale."""
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
-        q, k = reference_ops.apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
+        q, k = torch_ops.apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 * scale

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from pdserve.engine.execution.device_copies import HostCopy
+from pdserve.engine.sampling.device_copies import HostCopy
 from pdserve.protocol.events import TokenLogprob
 
 

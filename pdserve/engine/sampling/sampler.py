@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.device_copies import HostCopy, to_device_packed
+from pdserve.engine.sampling.device_copies import HostCopy, to_device_packed
 from pdserve.engine.sampling.sample_rows import RowStaging, SampleRow
 from pdserve.engine.sampling.sampled_tokens import SampledTokens, Scores
 from pdserve.kernels.ops import Ops

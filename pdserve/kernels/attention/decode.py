@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.attention.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
-from pdserve.kernels.dependent_launch import begin, launch_options, wait
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 PROGRAMS_PER_SM = 2  # as many as shared memory holds
 MIN_SHARE = tl.constexpr(2)  # chunks; a smaller share costs more in the merge than it wins

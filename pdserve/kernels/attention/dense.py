@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 
-from pdserve.kernels import reference
+from pdserve.kernels.attention import reference
 from pdserve.kernels.attention.join import launch_join_attention
 from pdserve.kernels.kv.cache_rows import launch_gather_kv
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 TILE = 2048  # elements of one program
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.attention.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
-from pdserve.kernels.launch import cdiv, is_hopper, launch, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, is_hopper, launch, next_power_of_2
 
 
 def prefill_tiles(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from pdserve.kernels.dot import dot
-from pdserve.kernels.launch import next_power_of_2
+from pdserve.kernels.launching.dot import dot
+from pdserve.kernels.launching.launch import next_power_of_2
 
 LOG2_E = 1.4426950408889634
 

@@ -1,4 +1,4 @@
-"""The KV cache's memory and the batch's state on the device: kernels that write, copy, gather and repack rows.
+"""Rows and blocks of the KV cache: kernels that write, copy, gather and repack them, and their twins in plain torch.
 
-Knows blocks, rows and slots; nothing of who owns a block (`engine.memory.block_manager`) or of attention.
+Knows blocks and slots; nothing of who owns a block (`engine.memory.block_manager`) or of attention.
 """

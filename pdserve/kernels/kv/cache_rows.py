@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.dependent_launch import begin, launch_options, wait
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 ROPE_TILE = 1024  # elements of half a head, over all heads of one program
 COPY_BLOCK = 4096

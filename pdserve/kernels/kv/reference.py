@@ -1,9 +1,20 @@
-"""The KV cache's rows and blocks, and the batch's state on the device, in plain torch."""
+"""Rows and blocks of the KV cache, and the rotary embedding of what is written there, in plain torch."""
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear.reference import apply_rope
+
+def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their positions [T].
+
+    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an implementation may work in
+    place.
+    """
+    cos_rows, sin_rows = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, D // 2]
+    first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos_rows - second * sin_rows, second * cos_rows + first * sin_rows), dim=-1)
+    q_rotated, k_rotated = rotated.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
+    return q_rotated, k_rotated
 
 
 def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
@@ -22,33 +33,6 @@ def rope_write_kv(
     q, k = apply_rope(q, k, cos, sin, positions)
     write_kv(k, v, kv, slots)
     return q, k
-
-
-def gather_inputs(
-    ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """`(token ids int32 [T], KV slots int64 [T])` of rows at `positions` [T] of the sequences in `slots` [T].
-
-    ids [T]: the token of each row, or -1: then the newest of its slot, last_token [num_slots]. tables [num_slots,
-    max_blocks]. All inputs int32. A KV slot is block * block_size + offset.
-    """
-    known_ids = torch.where(ids < 0, last_token[slots], ids)
-    blocks = tables[slots, positions // block_size].to(torch.int64)
-    return known_ids, blocks * block_size + positions % block_size
-
-
-def update_tables(tables: Tensor, changes: Tensor) -> None:
-    """`tables[slot, index] = block` for each column of `changes` int32 [3, N]; no (slot, index) may come twice.
-
-    tables [num_slots, max_blocks] int32.
-    """
-    slots, indices, blocks = changes
-    tables[slots, indices] = blocks
-
-
-def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """`last_token[slots] = token_ids`; last_token int32 [num_slots], slots int32 [N], all different."""
-    last_token[slots] = token_ids.to(torch.int32)
 
 
 def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:

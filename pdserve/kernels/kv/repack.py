@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launch import launch, next_power_of_2
+from pdserve.kernels.launching.launch import launch, next_power_of_2
 
 
 def launch_repack(

@@ -1,4 +1,4 @@
-"""Norms, rotary embedding, gates and products in plain torch.
+"""Products of activations with weight matrices in plain torch.
 
 On CPU a float32 product gives equal rows for every number of rows that is a multiple of ROW_MULTIPLE: the model runner
 pads its rows to one.
@@ -10,33 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.norm.reference import rms_norm, silu_mul
+
 ROW_MULTIPLE = 16
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dim of `x` [..., width], in float32, rounded to x's dtype before `weight`."""
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
-
-
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their positions [T].
-
-    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an implementation may work in
-    place.
-    """
-    cos_rows, sin_rows = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, D // 2]
-    first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos_rows - second * sin_rows, second * cos_rows + first * sin_rows), dim=-1)
-    q_rotated, k_rotated = rotated.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
-    return q_rotated, k_rotated
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of gate_up [T, 2 * I], gate first; returns [T, I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

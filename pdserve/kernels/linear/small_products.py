@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.dependent_launch import begin, launch_options, wait
-from pdserve.kernels.dot import dot
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launching.dot import dot
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 MAX_ROWS = 64
 ROW_TILE = 4096  # weights of a step of one program

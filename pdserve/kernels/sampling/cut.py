@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.sampling.rows import NEG_INF
 from pdserve.kernels.sampling.search import cut_of, index_of_tie, key_of, lowest_key, mass_of, stats_at
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launch import launch
+from pdserve.kernels.launching.launch import launch
 from pdserve.kernels.sampling.rows import NEG_INF, NO_ID, most_splits, splits_of
 
 DRAW_BLOCK = 1024  # small: a draw makes all the noise of its first block, and of few others

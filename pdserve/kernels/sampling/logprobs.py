@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launch import launch
+from pdserve.kernels.launching.launch import launch
 from pdserve.kernels.sampling.rows import NEG_INF, most_splits, splits_of
 
 SCORE_BLOCK = 2048

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.launch import cdiv, launch
+from pdserve.kernels.launching.launch import cdiv, launch
 from pdserve.kernels.sampling.reference import IN_PROMPT
 
 PENALTY_BLOCK = 2048

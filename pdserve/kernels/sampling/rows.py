@@ -5,7 +5,7 @@ Knows no kernel. Called by the other sampling_*.py.
 
 import triton.language as tl
 
-from pdserve.kernels.launch import cdiv, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, next_power_of_2
 
 NEG_INF = tl.constexpr(float("-inf"))
 NO_ID = tl.constexpr(2**31 - 1)

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.dependent_launch import begin, launch_options, wait
-from pdserve.kernels.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 SILU_BLOCK = 1024
 

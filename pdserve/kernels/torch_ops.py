@@ -1,6 +1,8 @@
 """Every op of ops.py in plain torch: the oracle of the Triton kernels and the production path on CPU.
 
-This module only gathers the ops; each stands in the `reference.py` of its room, beside the kernels whose twin it is.
+This module only gathers the ops, as `triton_ops.py` does; each stands in the `reference.py` of its room, beside the
+kernels whose twin it is. On CPU the results are batch-invariant bit for bit (linear/reference.py,
+attention/reference.py).
 Knows nothing of models, schedulers or block managers. Called by models through ops_for().
 """
 
@@ -15,25 +17,10 @@ from pdserve.kernels.attention.reference import (
     paged_prefill,
     warm_dense_prefill,
 )
-from pdserve.kernels.kv.reference import (
-    copy_blocks,
-    gather_inputs,
-    gather_kv,
-    repack,
-    rope_write_kv,
-    store_tokens,
-    update_tables,
-    write_kv,
-)
-from pdserve.kernels.linear.reference import (
-    apply_rope,
-    linear,
-    linear_add,
-    norm_linear,
-    norm_linear_silu_mul,
-    rms_norm,
-    silu_mul,
-)
+from pdserve.kernels.batch.reference import gather_inputs, store_tokens, update_tables
+from pdserve.kernels.kv.reference import apply_rope, copy_blocks, gather_kv, repack, rope_write_kv, write_kv
+from pdserve.kernels.linear.reference import linear, linear_add, norm_linear, norm_linear_silu_mul
+from pdserve.kernels.norm.reference import rms_norm, silu_mul
 from pdserve.kernels.sampling.reference import (
     apply_edits,
     apply_penalties,

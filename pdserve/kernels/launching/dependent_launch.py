@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from pdserve.kernels.launch import is_hopper
+from pdserve.kernels.launching.launch import is_hopper
 
 
 @lru_cache
