@@ -37,10 +37,10 @@ from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
 from pdserve.protocol.events import EventBatch
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.fleet import Fleet
-from pdserve.router.link import WorkerLost
-from pdserve.router.policies import POLICIES
-from pdserve.router.service import Service
+from pdserve.router.choosing.policies import POLICIES
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.link import WorkerLost
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics

@@ -23,8 +23,8 @@ from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
-from pdserve.router.fleet import Fleet
-from pdserve.router.service import Service
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 TTFT_MS = 500.0

@@ -32,8 +32,8 @@ from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, git_commit
 from pdserve.configs.schema import RouterConfig
 from pdserve.protocol.commands import Command
-from pdserve.router.app import build_app
-from pdserve.router.fleet import Fleet
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.http.app import build_app
 from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.engine_client import EngineClient
 
@@ -42,7 +42,7 @@ DEMO = Path(__file__).parent.parent / "demo" / MODEL
 
 
 class Link:
-    """`router.link.WorkerLink` over the worker's own wire."""
+    """`router.fleet.link.WorkerLink` over the worker's own wire."""
 
     worker_id = "paced"
 

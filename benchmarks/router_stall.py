@@ -61,8 +61,8 @@ from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
-from pdserve.router.app import build_app
-from pdserve.router.fleet import Fleet
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.http.app import build_app
 from pdserve.text.tokenizer import Tokenizer
 
 NUM_STREAMS = 8

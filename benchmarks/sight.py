@@ -19,12 +19,13 @@ from ray.util.metrics import Gauge
 from benchmarks.yardstick import bare_us_per_token
 from pdserve.configs.schema import LogConfig
 from pdserve.protocol.events import LegTimes
-from pdserve.router.dispatch import _Clock
-from pdserve.router.fleet import Fleet
-from pdserve.router.metrics import RouterMetrics, exposition
-from pdserve.router.record import RequestRecord
-from pdserve.router.request_log import RequestLog
-from pdserve.router.timeline import PromptTimeline, Timeline
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.metrics import RouterMetrics
+from pdserve.router.metrics_page import exposition
+from pdserve.router.request.record import RequestRecord
+from pdserve.router.request.request_log import RequestLog
+from pdserve.router.request.request_run import _Clock
+from pdserve.router.request.timeline import PromptTimeline, Timeline
 
 REPEATS = 7
 

@@ -12,8 +12,8 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
-from pdserve.router.split import HANDOFF_MS, STALL_WEIGHT
-from pdserve.router.stall_budget import StallBudget
+from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT
+from pdserve.router.fleet.stall_budget import StallBudget
 
 PREFILL_TOKENS_PER_MS = 39.5  # H200, Llama-3.1-8B in bf16
 STEP_MS = 4.1

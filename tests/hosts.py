@@ -19,7 +19,7 @@ from shell import run_shell
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig, WorkerConfig
 from pdserve.protocol.commands import Command
-from pdserve.router.link import WorkerLost
+from pdserve.router.fleet.link import WorkerLost
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
 # Importing torch is nearly all of a host's start: hosts are forked from a server that has done so once. (It holds no

@@ -18,9 +18,9 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from pdserve.configs.schema import RouterConfig
-from pdserve.router.app import build_app
-from pdserve.router.fleet import Fleet
-from pdserve.router.service import Service
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.http.app import build_app
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 _spawn = multiprocessing.get_context("spawn")

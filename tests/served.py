@@ -16,10 +16,10 @@ from waiting import until_async
 
 from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
-from pdserve.router.app import build_app
-from pdserve.router.fleet import Fleet
-from pdserve.router.service import Service
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.worker_state import WorkerState
+from pdserve.router.http.app import build_app
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parent.parent / "demo" / "pdserve-demo"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command
-from pdserve.router.fleet import Fleet
-from pdserve.router.link import WorkerLost
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.link import WorkerLost
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
 SEND_DEADLINE_S = 10.0

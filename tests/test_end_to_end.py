@@ -20,7 +20,7 @@ from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 from demo.recall import recall_prompts
 from pdserve.configs.schema import RouterConfig
 from pdserve.engine.llm import LLM, SamplingParams
-from pdserve.router.timeline import PromptTimeline
+from pdserve.router.request.timeline import PromptTimeline
 
 NUM_PROMPTS = 200
 

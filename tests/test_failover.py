@@ -22,7 +22,7 @@ from streams import Ask, check, drafted, mid_stream, prompts
 from waiting import Condition, until_async
 
 from pdserve.configs.schema import RouterConfig
-from pdserve.router.worker_state import Leg, WorkerState
+from pdserve.router.fleet.worker_state import Leg, WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
 ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts

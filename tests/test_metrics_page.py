@@ -12,8 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.kvtransfer.metrics import PoolMetrics, TransferMetrics
-from pdserve.router.fleet import Fleet
-from pdserve.router.service import Service
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.request.service import Service
 from pdserve.worker.metrics import WorkerMetrics
 
 # Names of the field (vLLM's, without its prefix) that its users look for; ours must end with them.

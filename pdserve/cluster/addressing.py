@@ -15,7 +15,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from pdserve.cluster.membership import publish
-from pdserve.router.link import WorkerLost
+from pdserve.router.fleet.link import WorkerLost
 
 PIN = "worker_id"  # the keyword argument that names the worker
 LEAVING_KEPT = 256  # of the latest that left; nobody says when one has ended

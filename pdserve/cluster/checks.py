@@ -15,7 +15,7 @@ from pdserve.cluster.placement import Node, described, resource_names, unplaceab
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig, WorkerKey
 from pdserve.models.checkpoint import resolve_folder, tensor_entries, weight_files
 from pdserve.models.config import read_spec
-from pdserve.router.auth import ApiKeys
+from pdserve.router.http.auth import ApiKeys
 from pdserve.text.tokenizer import Tokenizer
 
 Kind = Literal["ok", "hint", "error"]

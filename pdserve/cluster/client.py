@@ -41,8 +41,8 @@ from pdserve.cluster.handle_api import (
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
-from pdserve.router.dispatch import Chunk
-from pdserve.router.timeline import PromptTimeline
+from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.timeline import PromptTimeline
 
 APP_NAME = "pdserve"
 ROUTER = "Router"

@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from pdserve.background.tasks import keep
 from pdserve.protocol.commands import SetRole
-from pdserve.router.fleet import Fleet
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.worker_state import WorkerState
 
 logger = logging.getLogger("ray.serve")
 

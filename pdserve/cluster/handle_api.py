@@ -10,14 +10,14 @@ import msgspec
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
-from pdserve.router.dispatch import Chunk
-from pdserve.router.timeline import PromptTimeline
+from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.timeline import PromptTimeline
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for one Whole, True for
     Chunks as they come. timeline: the Whole is to say where time and bytes went. priority, cache_salt, session_id: as
-    of `router.service.Service.admit`."""
+    of `router.request.service.Service.admit`."""
 
     prompt: str | list[int]
     sampling: SamplingParams | None
@@ -33,7 +33,7 @@ class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole choice; the fields of `router.service.ChoiceResult`."""
+    """One whole choice; the fields of `router.request.service.ChoiceResult`."""
 
     index: int
     text: str

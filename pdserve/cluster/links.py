@@ -1,7 +1,7 @@
 """How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher that tells the fleet
 who is there.
 
-Knows no tokens. `ServeLink` is `router.link.WorkerLink` over a deployment handle whose calls `cluster.addressing`
+Knows no tokens. `ServeLink` is `router.fleet.link.WorkerLink` over a deployment handle whose calls `cluster.addressing`
 delivers to the named replica; whatever goes wrong with Ray comes out as WorkerLost. Used by `cluster.router_replica`.
 """
 
@@ -25,7 +25,7 @@ from pdserve.cluster.framing import Joiner
 from pdserve.cluster.membership import Listener, Members, listen
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command
-from pdserve.router.link import WorkerLink, WorkerLost
+from pdserve.router.fleet.link import WorkerLink, WorkerLost
 
 SEND_DEADLINE_S = 10.0
 HELLO_DEADLINE_S = 30.0  # for the first event of a stream; the engine may be within a long step. Later ones: Fleet
@@ -106,7 +106,7 @@ def _on_loop(loop: asyncio.AbstractEventLoop, listener: Listener, members: Membe
 
 
 class Membership(Protocol):
-    """The two calls of `router.fleet.Fleet` that the watcher makes."""
+    """The two calls of `router.fleet.fleet.Fleet` that the watcher makes."""
 
     @property
     def worker_ids(self) -> set[str]: ...

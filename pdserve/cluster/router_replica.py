@@ -48,12 +48,12 @@ from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
 from pdserve.protocol.events import TokenLogprob
 from pdserve.router.admin import Admin
-from pdserve.router.app import build_app
 from pdserve.router.errors import ApiError
-from pdserve.router.fleet import Fleet
-from pdserve.router.held import size_of
-from pdserve.router.openai_responses import PACED_POSITIONS
-from pdserve.router.service import Generation, Service
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.held_bytes import size_of
+from pdserve.router.http.app import build_app
+from pdserve.router.http.openai.responders import PACED_POSITIONS
+from pdserve.router.request.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 
 # So long a starting router waits for a worker. Behind it, it answers 503, which says more than a refused connection.

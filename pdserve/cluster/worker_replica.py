@@ -32,7 +32,7 @@ from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.codec import decode_batch
 from pdserve.protocol.events import Snapshot
-from pdserve.router.metrics import families_of
+from pdserve.protocol.metric_families import families_of
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
 logger = logging.getLogger("ray.serve")

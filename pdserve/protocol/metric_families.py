@@ -1,6 +1,11 @@
 """A worker's metrics on the wire, as prometheus families."""
 
+from collections.abc import Iterator
+
 import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
@@ -16,3 +21,17 @@ class MetricFamily(msgspec.Struct, frozen=True, array_like=True):
     kind: str
     help: str
     samples: tuple[Sample, ...]
+
+
+def families_of(source: CollectorRegistry | Collector) -> tuple[MetricFamily, ...]:
+    """All that it collects now, as messages carry it."""
+    return tuple(
+        MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric)))
+        for metric in source.collect()
+    )
+
+
+def _samples(metric: Metric) -> Iterator[Sample]:
+    for sample in metric.samples:
+        if not sample.name.endswith("_created"):
+            yield Sample(sample.name, dict(sample.labels), float(sample.value))

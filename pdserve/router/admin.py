@@ -1,8 +1,8 @@
 """What an operator does to a running cluster: look at its workers, change a worker's role, change how many there are.
 
 Refuses what would leave nobody who can decode. Roles go to workers by message, counts to whoever starts workers
-(`Counts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one object a router. Called by `router.app` (admin
-routes) and by the Python handle. docs/elasticity.md.
+(`Counts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one object a router. Called by `router.http.app`
+(admin routes) and by the Python handle. docs/elasticity.md.
 """
 
 import asyncio
@@ -14,8 +14,8 @@ import msgspec
 from pdserve.configs.schema import MAX_REPLICAS, Role
 from pdserve.protocol.commands import SetRole
 from pdserve.router.errors import ApiError
-from pdserve.router.fleet import Fleet
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.worker_state import WorkerState
 
 ANSWER_S = 10.0  # a worker hears of it behind its step, and tells at once
 

@@ -1,7 +1,7 @@
 """How much a router takes on: prompts at once, and prompt tokens that no worker has computed yet.
 
 Refuses with 429 and a Retry-After that follows from how fast places became free lately. Counts only; knows no workers,
-no HTTP and no text. `router.service` takes seats, a request's run gives them back.
+no HTTP and no text. `router.request.service` takes seats, a request's run gives them back.
 
     enter (before tokenising) --fill--> queued --computed--> running --leave--> free      (leave: from any of them)
                           queued --sent--> queued at a worker, which knows of it
@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from pdserve.configs.schema import SloConfig
+from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError
-from pdserve.router.predict import Forecast
-from pdserve.router.timeline import rounded
+from pdserve.router.times import rounded
 
 # Retry-After is kept within these seconds: less is a busy loop of the client, more is a guess about another hour
 SOONEST_S, LATEST_S = 1, 60

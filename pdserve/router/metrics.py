@@ -1,15 +1,14 @@
-"""The router's own counters, and the page that joins them with every worker's last snapshot.
+"""The router's own counters, prefixed `pdserve_router_`.
 
-Prometheus text format. The router's families are prefixed `pdserve_router_`; workers' keep their names and get the
-labels worker and role. Knows no HTTP. Counted by `router.dispatch` and `router.service`, shown by `router.app`.
+Knows no HTTP. Counted by `router.request`, shown by `router.metrics_page`.
 """
 
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
@@ -17,9 +16,9 @@ from prometheus_client.utils import floatToGoString
 import pdserve
 from pdserve.background.tasks import FAILURES
 from pdserve.protocol.events import LegTimes
-from pdserve.protocol.metric_families import MetricFamily, Sample
-from pdserve.router.fleet import Fleet
-from pdserve.router.timeline import parts_of_time
+from pdserve.protocol.metric_families import MetricFamily, families_of
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.times import parts_of_time
 
 _LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _PAUSE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
@@ -163,49 +162,3 @@ class RouterMetrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> QuickHistogram:
         return QuickHistogram(f"pdserve_router_{name}", text, buckets, self.registry)
-
-
-def families_of(source: CollectorRegistry | Collector) -> tuple[MetricFamily, ...]:
-    """All that it collects now, as messages carry it."""
-    return tuple(
-        MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric)))
-        for metric in source.collect()
-    )
-
-
-def _samples(metric: Metric) -> Iterator[Sample]:
-    for sample in metric.samples:
-        if not sample.name.endswith("_created"):
-            yield Sample(sample.name, dict(sample.labels), float(sample.value))
-
-
-def exposition(metrics: RouterMetrics, fleet: Fleet) -> str:
-    """The whole /metrics page."""
-    metrics.look_at(fleet)
-    families: dict[str, tuple[MetricFamily, list[str]]] = {}
-    for worker in fleet.workers:
-        labels = {"worker": worker.worker_id, "role": worker.role}
-        for family in worker.snapshot.metrics if worker.snapshot is not None else ():
-            _, lines = families.setdefault(family.name, (family, []))
-            lines.extend(_line(sample, labels) for sample in family.samples)
-    return generate_latest(metrics.registry).decode() + "".join(_families(families.values()))
-
-
-def _families(families: Iterable[tuple[MetricFamily, list[str]]]) -> Iterable[str]:
-    for family, lines in families:
-        name = f"{family.name}_total" if family.kind == "counter" else family.name
-        text = family.help.replace("\\", "\\\\").replace("\n", "\\n")
-        yield f"# HELP {name} {text}\n# TYPE {name} {family.kind}\n" + "".join(lines)
-
-
-def _line(sample: Sample, labels: dict[str, str]) -> str:
-    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in (sample.labels | labels).items())
-    return f"{sample.name}{{{pairs}}} {_number(sample.value)}\n"
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
-
-
-def _number(value: float) -> str:
-    return repr(float(value)).replace("inf", "Inf").replace("nan", "NaN")

@@ -16,7 +16,7 @@ from pdserve.background.threads import FAILURES
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import FreeSpace
 from pdserve.protocol.events import Arrived, LegTimes
-from pdserve.protocol.metric_families import MetricFamily, Sample
+from pdserve.protocol.metric_families import MetricFamily, families_of
 
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 LAG_BUCKETS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
@@ -138,14 +138,4 @@ class WorkerMetrics:
 
     def families(self) -> tuple[MetricFamily, ...]:
         """Everything in the registry, for a Snapshot."""
-        return tuple(_family(metric) for metric in self.registry.collect())
-
-
-def _family(metric: Metric) -> MetricFamily:
-    return MetricFamily(metric.name, metric.type, metric.documentation, tuple(_samples(metric.samples)))
-
-
-def _samples(samples: Iterable) -> Iterator[Sample]:
-    for sample in samples:
-        if not sample.name.endswith("_created"):
-            yield Sample(sample.name, dict(sample.labels), float(sample.value))
+        return families_of(self.registry)

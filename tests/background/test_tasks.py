@@ -18,8 +18,8 @@ AWAITED = {
     "cluster/client.py",
     "cluster/engine_start.py",
     "cluster/worker_replica.py",
-    "router/app.py",
-    "router/service.py",
+    "router/http/app.py",
+    "router/request/service.py",
 }
 
 

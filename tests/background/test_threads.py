@@ -19,7 +19,7 @@ OTHERS = {
     "cluster/client.py": "an event loop, which survives what its callbacks raise",
     "engine/build.py": "whoever submits waits for the result",
     "kvtransfer/pool/lmcache_server.py": "a thread of the server's process, which ends that process whatever happens",
-    "router/prompts.py": "whoever submits awaits the result",
+    "router/request/prompts.py": "whoever submits awaits the result",
 }
 
 

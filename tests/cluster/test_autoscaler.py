@@ -14,10 +14,10 @@ from waiting import until_async
 
 from pdserve.cluster import autoscaler
 from pdserve.cluster.autoscaler import Autoscaler
+from pdserve.cluster.scaling.demand import Scaler
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import CannotScale, Count
-from pdserve.router.scaling import Scaler
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.fleet.worker_state import WorkerState
 
 BOUNDS = {"autoscaling": {"min": 1, "max": 4, "up_delay_s": 3, "down_delay_s": 10}}
 

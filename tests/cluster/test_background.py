@@ -23,7 +23,7 @@ from pdserve.cluster.metrics_bridge import MetricsBridge
 from pdserve.cluster.worker_replica import WorkerReplica
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import Count
-from pdserve.router.link import WorkerLink
+from pdserve.router.fleet.link import WorkerLink
 
 
 @pytest.fixture(autouse=True)

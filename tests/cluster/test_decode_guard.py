@@ -8,7 +8,7 @@ from router.workers import made
 
 from pdserve.cluster.decode_guard import AGAIN_S, NONE_S, DecodeGuard
 from pdserve.protocol.commands import SetRole
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.fleet.worker_state import WorkerState
 
 
 class Stage:

@@ -28,7 +28,7 @@ from pdserve.protocol.commands import Cancel, Start, Submit
 from pdserve.protocol.events import Delta, Hello
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.link import WorkerLink, WorkerLost
+from pdserve.router.fleet.link import WorkerLink, WorkerLost
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "workers"

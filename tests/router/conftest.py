@@ -10,7 +10,10 @@ from router.harness import Harness
 from text.backends import TEMPLATE, byte_level_backend
 
 from pdserve.configs.schema import RouterConfig, SloConfig
-from pdserve.router import app, choose, dispatch, service
+from pdserve.router.choosing import choose
+from pdserve.router.http import app
+from pdserve.router.request import request_run as dispatch
+from pdserve.router.request import service
 from pdserve.text.tokenizer import Tokenizer
 
 

@@ -34,7 +34,7 @@ from pdserve.protocol.handoff import PoolMeta, Ticket
 from pdserve.protocol.metric_families import MetricFamily, Sample
 from pdserve.protocol.request_key import FinishReason, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.link import WorkerLost
+from pdserve.router.fleet.link import WorkerLost
 
 VOCAB = 403
 EOS = 2

@@ -15,9 +15,9 @@ from pdserve.configs.schema import RouterConfig, SloConfig
 from pdserve.protocol.codec import decode_routed, encode
 from pdserve.protocol.events import EventBatch, PackedScores, PromptScored
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.app import build_app
-from pdserve.router.fleet import TICK_S, Fleet
-from pdserve.router.service import ChoiceResult, Service
+from pdserve.router.fleet.fleet import TICK_S, Fleet
+from pdserve.router.http.app import build_app
+from pdserve.router.request.service import ChoiceResult, Service
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "demo"

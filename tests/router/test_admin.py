@@ -14,8 +14,8 @@ from pdserve.protocol.commands import ConnectPeer, DisconnectPeer, SetRole
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router import admin as router_admin
 from pdserve.router.admin import Admin, CannotScale, Count
-from pdserve.router.app import build_app
 from pdserve.router.errors import ApiError
+from pdserve.router.http.app import build_app
 
 Make = Callable[..., Harness]
 PROMPT = tuple(range(10, 30))

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from router.harness import MODEL, Harness
 
 from pdserve.configs.schema import ClusterConfig, RouterConfig
-from pdserve.router import auth
-from pdserve.router.auth import ApiKeys
 from pdserve.router.errors import ApiError
+from pdserve.router.http import auth
+from pdserve.router.http.auth import ApiKeys
 
 Make = Callable[..., Harness]
 GOOD = {"model": MODEL, "prompt": [5, 6], "max_tokens": 2}

@@ -16,12 +16,12 @@ from pdserve.configs.schema import RouterConfig
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.events import PoolChange
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choose import OVERLOADED_MS, Chooser, Demand, note_sent
-from pdserve.router.policies import POLICIES
-from pdserve.router.predict import ASSUMED_TOKENS_PER_S, DECODE_TOKENS, POOL_BYTES_PER_S, Predictor
-from pdserve.router.prefix_index import PooledChunks, PromptBlocks
-from pdserve.router.prompt_queue import UNSEEN_S, PromptQueue
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.choosing.choose import OVERLOADED_MS, Chooser, Demand, note_sent
+from pdserve.router.choosing.policies import POLICIES
+from pdserve.router.choosing.predict import ASSUMED_TOKENS_PER_S, DECODE_TOKENS, POOL_BYTES_PER_S, Predictor
+from pdserve.router.fleet.prefix_index import PooledChunks, PromptBlocks
+from pdserve.router.fleet.prompt_queue import UNSEEN_S, PromptQueue
+from pdserve.router.fleet.worker_state import WorkerState
 
 Make = Callable[..., Harness]
 NOW = Clock().seconds

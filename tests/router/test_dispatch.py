@@ -561,7 +561,7 @@ async def test_the_tables_of_stop_strings_are_built_once_a_call(make: Make, monk
             built.append(self)
             super().__init__(stops)
 
-    monkeypatch.setattr("pdserve.router.service.StopStrings", Counted)
+    monkeypatch.setattr("pdserve.router.request.service.StopStrings", Counted)
     harness = await make(1, 1).start()
     params = sampling(n=3, stop=["no such text", "nor this"])
     results = await harness.service.collect([PROMPT, PROMPT[1:]], params)

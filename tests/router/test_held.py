@@ -16,10 +16,10 @@ from pdserve.protocol.events import Delta, Handoff, LegTimes, PromptScored, Toke
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
-from pdserve.router.held import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
-from pdserve.router.openai_api import CompletionRequest, parse
-from pdserve.router.openai_responses import SCORE_BYTES, CompletionResponder
-from pdserve.router.worker_state import JOINED_BYTES, UNJOINED, Inbox, Leg
+from pdserve.router.fleet.worker_state import JOINED_BYTES, UNJOINED, Inbox, Leg
+from pdserve.router.held_bytes import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
+from pdserve.router.http.openai.requests import CompletionRequest, parse
+from pdserve.router.http.openai.responders import SCORE_BYTES, CompletionResponder
 from pdserve.text.choice import ChoiceText
 from pdserve.text.tokenizer import Tokenizer
 
@@ -141,7 +141,7 @@ def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPat
         passed += 1
         return size_of(*args)
 
-    monkeypatch.setattr("pdserve.router.worker_state.size_of", counting)
+    monkeypatch.setattr("pdserve.router.fleet.worker_state.size_of", counting)
     inbox, count = Inbox(), 30_000
     one = leg(0, inbox)
     for position in range(count):

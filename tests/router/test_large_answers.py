@@ -9,14 +9,14 @@ import pytest
 from router.harness import MODEL, Harness
 from router.turns import Turns
 
+from pdserve.background import pace
+from pdserve.background.pace import Pacer
 from pdserve.protocol.events import TokenLogprob
-from pdserve.router import pace
-from pdserve.router.app import SEND_BYTES
-from pdserve.router.held import Held
-from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
-from pdserve.router.openai_responses import SHARED_BYTES, ChatResponder, CompletionResponder, Pieces
-from pdserve.router.pace import Pacer
-from pdserve.router.service import ChoiceResult, Generation
+from pdserve.router.held_bytes import Held
+from pdserve.router.http.app import SEND_BYTES
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
+from pdserve.router.http.openai.responders import SHARED_BYTES, ChatResponder, CompletionResponder, Pieces
+from pdserve.router.request.service import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]

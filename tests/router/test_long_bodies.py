@@ -14,15 +14,16 @@ import pytest
 from router.harness import MODEL, Harness, settle, until
 from starlette.requests import Request
 
-from pdserve.router import app, json_outline, openai_api
-from pdserve.router.app import ALONE_BYTES, LONG_AT_ONCE
-from pdserve.router.bodies import Bodies
+from pdserve.background.pace import Pacer
 from pdserve.router.errors import ApiError
-from pdserve.router.json_outline import outline
-from pdserve.router.openai_api import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
-from pdserve.router.pace import Pacer
-from pdserve.router.prompts import Lengths, Limits, SharedIds
-from pdserve.router.service import Service
+from pdserve.router.http import app, json_outline
+from pdserve.router.http.app import ALONE_BYTES, LONG_AT_ONCE
+from pdserve.router.http.bodies import Bodies
+from pdserve.router.http.json_outline import outline
+from pdserve.router.http.openai import requests
+from pdserve.router.http.openai.requests import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
+from pdserve.router.request.prompts import Lengths, Limits, SharedIds
+from pdserve.router.request.service import Service
 
 Make = Callable[..., Harness]
 WIDE = Lengths(Limits(1 << 24, 1 << 20), None, 13)
@@ -69,7 +70,7 @@ def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(json_outline, "WINDOW", request.param)
         monkeypatch.setattr(json_outline, "PIECE_BYTES", request.param)
         monkeypatch.setattr(json_outline, "LEAVES_BYTES", 2 * request.param)
-        monkeypatch.setattr(openai_api, "LONG_ITEM", request.param)
+        monkeypatch.setattr(requests, "LONG_ITEM", request.param)
 
 
 @pytest.mark.usefixtures("window")
@@ -116,7 +117,7 @@ async def test_mutilated_bodies_give_no_other_answer(seed: int, monkeypatch: pyt
     monkeypatch.setattr(json_outline, "WINDOW", chance.randint(2, 40))
     monkeypatch.setattr(json_outline, "PIECE_BYTES", chance.randint(1, 40))
     monkeypatch.setattr(json_outline, "LEAVES_BYTES", chance.randint(1, 80))
-    monkeypatch.setattr(openai_api, "LONG_ITEM", chance.randint(1, 40))
+    monkeypatch.setattr(requests, "LONG_ITEM", chance.randint(1, 40))
     for _ in range(60):
         body = bytearray(completion(chance.choice(PROMPTS), ',"stop":["x","]"],"user":{"a":[1]}'))
         for _ in range(chance.choice([0, 1, 1, 2])):
@@ -322,7 +323,7 @@ async def test_errors_are_made_without_searching_what_was_sent(
     make: Make, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[int] = []
-    search, similar = openai_api.re.search, openai_api.difflib.get_close_matches
+    search, similar = requests.re.search, requests.difflib.get_close_matches
 
     def searching(pattern: Any, text: str) -> Any:
         searched.append(len(text))
@@ -332,8 +333,8 @@ async def test_errors_are_made_without_searching_what_was_sent(
         searched.append(len(word) if names else 0)
         return similar(word, names, **options)
 
-    monkeypatch.setattr(openai_api.re, "search", searching)
-    monkeypatch.setattr(openai_api.difflib, "get_close_matches", comparing)
+    monkeypatch.setattr(requests.re, "search", searching)
+    monkeypatch.setattr(requests.difflib, "get_close_matches", comparing)
     harness = await make(0, 1).start()
     body = {"model": MODEL, "prompt": [5]} | change
     answer = await harness.http().post("/v1/completions", json=body)
@@ -455,7 +456,7 @@ async def test_of_very_long_bodies_one_is_decoded_at_a_time_and_none_of_a_client
         finally:
             at_once -= 1
 
-    monkeypatch.setattr("pdserve.router.app.parse_long", watching)
+    monkeypatch.setattr("pdserve.router.http.app.parse_long", watching)
     body = json.dumps(
         {"model": MODEL, "prompt": [5], "max_tokens": 1, "user": "u" * 900_000, "metadata": "m" * 900_000}
     )

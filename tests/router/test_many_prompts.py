@@ -8,18 +8,18 @@ import pytest
 from router.harness import MODEL, Harness, until
 from router.turns import Turns
 
+from pdserve.background.pace import Pace
 from pdserve.protocol.codec import decode_routed
 from pdserve.protocol.commands import Cancel
 from pdserve.protocol.events import Delta, Event, PromptScored, RoutedBatch, TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router import fleet
-from pdserve.router.dispatch import RequestRun
 from pdserve.router.errors import RequestFailed
-from pdserve.router.fleet import EVENT_BYTES, EVENTS_AT_ONCE
-from pdserve.router.pace import Pace
-from pdserve.router.service import RUNS_AT_ONCE, Generation
-from pdserve.router.wakes import WAKES_AT_ONCE
-from pdserve.router.worker_state import Inbox, Lost
+from pdserve.router.fleet import fleet
+from pdserve.router.fleet.fleet import EVENT_BYTES, EVENTS_AT_ONCE
+from pdserve.router.fleet.wakes import WAKES_AT_ONCE
+from pdserve.router.fleet.worker_state import Inbox, Lost
+from pdserve.router.request.request_run import RequestRun
+from pdserve.router.request.service import RUNS_AT_ONCE, Generation
 
 Make = Callable[..., Harness]
 PROMPTS = [[5, 6 + number % 300] for number in range(600)]

@@ -8,13 +8,14 @@ import pytest
 from router.harness import MODEL, Harness, until
 from router.turns import Turns
 
+from pdserve.background import pace
+from pdserve.background.pace import Pacer
 from pdserve.protocol.events import Delta, Event
-from pdserve.router import app, pace
-from pdserve.router.app import CHUNKS_AT_ONCE
-from pdserve.router.dispatch import Chunk, RequestRun
-from pdserve.router.fleet import EVENTS_AT_ONCE
-from pdserve.router.openai_responses import CompletionResponder
-from pdserve.router.pace import Pacer
+from pdserve.router.fleet.fleet import EVENTS_AT_ONCE
+from pdserve.router.http import app
+from pdserve.router.http.app import CHUNKS_AT_ONCE
+from pdserve.router.http.openai.responders import CompletionResponder
+from pdserve.router.request.request_run import Chunk, RequestRun
 
 Make = Callable[..., Harness]
 COUNT = 60

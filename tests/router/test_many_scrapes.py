@@ -7,7 +7,7 @@ import pytest
 from router.harness import Harness
 from router.turns import Turns
 
-from pdserve.router import app
+from pdserve.router.http import app
 
 Make = Callable[..., Harness]
 

@@ -15,8 +15,8 @@ from router.harness import MODEL, Harness
 
 from pdserve.cluster.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
-from pdserve.router.openai_api import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
-from pdserve.router.openapi import openapi_document
+from pdserve.router.http.openai.openapi import openapi_document
+from pdserve.router.http.openai.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.lengthy

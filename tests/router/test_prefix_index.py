@@ -9,8 +9,8 @@ from router.harness import Harness, until
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Resync
 from pdserve.protocol.events import CacheChange, CacheState
-from pdserve.router import prefix_index
-from pdserve.router.prefix_index import ASK_AGAIN_S, EXPECTED_S, MAX_EXPECTED, CachedBlocks, PromptBlocks
+from pdserve.router.fleet import prefix_index
+from pdserve.router.fleet.prefix_index import ASK_AGAIN_S, EXPECTED_S, MAX_EXPECTED, CachedBlocks, PromptBlocks
 
 Make = Callable[..., Harness]
 TOKENS = tuple(range(100, 300))

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from router.harness import MODEL, Harness, until
 
-from pdserve.router import prompts
+from pdserve.background.pace import Pacer
 from pdserve.router.errors import ApiError
-from pdserve.router.openai_api import CompletionRequest, parse_long
-from pdserve.router.pace import Pacer
-from pdserve.router.prompts import FEW_IDS, Lengths, Limits, Prompts, SharedIds
+from pdserve.router.http.openai.requests import CompletionRequest, parse_long
+from pdserve.router.request import prompts
+from pdserve.router.request.prompts import FEW_IDS, Lengths, Limits, Prompts, SharedIds
 from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]

@@ -5,8 +5,8 @@ from router.harness import routed
 
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Delta, PackedScores, PromptScored, TokenLogprob
-from pdserve.router.held import size_of
-from pdserve.router.record import Accepted, LegError, RequestRecord
+from pdserve.router.held_bytes import size_of
+from pdserve.router.request.record import Accepted, LegError, RequestRecord
 
 
 def delta(attempt: int, position: int, tokens: tuple[int, ...], choice: int = 0, reason: str | None = None) -> Delta:

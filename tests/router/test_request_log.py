@@ -13,7 +13,7 @@ from router.harness import Harness
 
 from pdserve.cluster.logs import JsonFormatter
 from pdserve.configs.schema import LogConfig
-from pdserve.router.request_log import RequestLog
+from pdserve.router.request.request_log import RequestLog
 
 Make = Callable[..., Harness]
 

@@ -13,9 +13,9 @@ from router.harness import MODEL, Harness, until
 from pdserve.configs.schema import SloConfig
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import CAUTION, LEAST_WAIT, Admission
+from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError, RequestFailed
-from pdserve.router.predict import Forecast
-from pdserve.router.slo import Goodput
+from pdserve.router.request.slo import Goodput
 
 Make = Callable[..., Harness]
 PROMPT = list(range(10, 30))

@@ -10,12 +10,12 @@ from router.harness import Harness
 from router.workers import join, made
 
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choose import Chooser, Demand, Plan, note_sent
-from pdserve.router.predict import Predictor
-from pdserve.router.prefix_index import PromptBlocks
-from pdserve.router.split import HANDOFF_MS, STALL_WEIGHT, split_ms, whole_ms
-from pdserve.router.stall_budget import BURST_MS, SHARE, StallBudget
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.choosing.choose import Chooser, Demand, Plan, note_sent
+from pdserve.router.choosing.predict import Predictor
+from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, split_ms, whole_ms
+from pdserve.router.fleet.prefix_index import PromptBlocks
+from pdserve.router.fleet.stall_budget import BURST_MS, SHARE, StallBudget
+from pdserve.router.fleet.worker_state import WorkerState
 
 Make = Callable[..., Harness]
 NOW = Clock().seconds

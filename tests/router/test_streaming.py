@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
+from pdserve.background.pace import Pacer
 from pdserve.protocol.events import LegTimes
-from pdserve.router.dispatch import Chunk
-from pdserve.router.held import Held
+from pdserve.router.held_bytes import Held
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
+from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, event_bytes
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
-from pdserve.router.openai_api import ChatRequest, CompletionRequest, parse
-from pdserve.router.openai_responses import ChatResponder, CompletionResponder, event_bytes
-from pdserve.router.pace import Pacer
-from pdserve.router.service import Generation
+from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.service import Generation
 from pdserve.text.tokenizer import Tokenizer
 
 

@@ -7,7 +7,7 @@ from router.fake_worker import FakeWorker, World
 
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.events import CacheState, PeerStatus, Snapshot
-from pdserve.router.worker_state import WorkerState
+from pdserve.router.fleet.worker_state import WorkerState
 
 
 def made(worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **reported: Any) -> WorkerState:

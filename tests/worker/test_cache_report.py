@@ -13,7 +13,7 @@ from pdserve.protocol.commands import Resync, RouterLost, Subscribe
 from pdserve.protocol.events import CacheChange, CacheState, Hello, Snapshot
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.prefix_index import CachedBlocks, PromptBlocks
+from pdserve.router.fleet.prefix_index import CachedBlocks, PromptBlocks
 from pdserve.worker import cache_report
 from pdserve.worker.cache_report import PERIOD_S, CacheReport
 

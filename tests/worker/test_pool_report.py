@@ -9,7 +9,7 @@ from worker.test_pool_phase import CHUNK, POOL, whole
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import Subscribe
 from pdserve.protocol.events import Hello, PoolChange
-from pdserve.router.prefix_index import PooledChunks, PromptBlocks
+from pdserve.router.fleet.prefix_index import PooledChunks, PromptBlocks
 from pdserve.worker import pool_report
 from pdserve.worker.pool_report import PoolReport
 

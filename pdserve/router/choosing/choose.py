@@ -1,0 +1,186 @@
+"""Choosing the workers of a request: filter -> score (0..1, higher is better, `router.choosing.policies`) -> pick.
+
+The three are plain functions (llm-d's router has the same three steps), so a policy is added without touching the
+others. Sends nothing. Called by `router.request.request_run` for every attempt. docs/routing.md says why it is so.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import count
+
+from pdserve.protocol.request_key import Phase
+from pdserve.router.choosing.policies import POLICIES, Task
+from pdserve.router.choosing.predict import Predictor
+from pdserve.router.choosing.split_rule import Mode, Reason, compare
+from pdserve.router.fleet.peers import may_pair
+from pdserve.router.fleet.prefix_index import PromptBlocks
+from pdserve.router.fleet.worker_state import WorkerState
+
+EQUAL = 0.99  # of the best score: these take turns
+NEAR = 0.95  # of the best score: among these a session has its own
+OVERLOADED_MS = 250.0  # a queue that is so much longer than the shortest makes a session go elsewhere
+EXPECTED_BLOCKS = 256  # of a prompt, that count as held where it was sent
+
+
+class NoWorker(Exception):
+    """No worker can take the request now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What choosing needs to know of a request. num_tokens: a decode worker must have room for so many, the prompt
+    included: for all that max_tokens allows, or without it for one token more than there are. resumed: tokens
+    were accepted already. excluded: ids of workers that failed it. fingerprint: of the model that began it, None
+    before. prompt None: nothing is looked up in prefix caches. session: requests of one shall go to one worker; ""
+    for none."""
+
+    num_prompt_tokens: int
+    num_tokens: int
+    resumed: bool = False
+    excluded: frozenset[str] = frozenset()
+    fingerprint: str | None = None
+    prompt: PromptBlocks | None = None
+    session: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """prefill None: the decode worker does the whole request. reason: why it was split or not."""
+
+    prefill: WorkerState | None
+    decode: WorkerState
+    reason: Reason
+
+
+Filter = Callable[[WorkerState, Demand], bool]
+Picker = Callable[[Sequence[WorkerState], Sequence[float]], WorkerState]
+
+
+def usable(worker: WorkerState, demand: Demand) -> bool:
+    """Stays, did not fail this request, and has the model that began it."""
+    same_model = demand.fingerprint in (None, worker.hello.model_fingerprint)
+    return not worker.draining and worker.worker_id not in demand.excluded and same_model
+
+
+def decodes_it(worker: WorkerState, demand: Demand) -> bool:
+    return worker.can_decode and worker.token_limit >= demand.num_tokens
+
+
+def prefills_it(worker: WorkerState, demand: Demand) -> bool:
+    return worker.can_prefill and worker.token_limit > demand.num_prompt_tokens
+
+
+def continues_it(worker: WorkerState, demand: Demand) -> bool:
+    """Whether a token fits behind the one that P samples; without room for it a hand-over would be in vain."""
+    return worker.token_limit > demand.num_prompt_tokens + 1
+
+
+def in_turns() -> Picker:
+    """A picker of the best score; equals take turns."""
+    turns = count()
+
+    def pick(workers: Sequence[WorkerState], scores: Sequence[float]) -> WorkerState:
+        equals = _at_least(EQUAL * max(scores), workers, scores)
+        return equals[next(turns) % len(equals)]
+
+    return pick
+
+
+def of_session(
+    session: str, workers: Sequence[WorkerState], scores: Sequence[float], predictor: Predictor
+) -> WorkerState:
+    """Of the nearly best ones that are not overloaded, the one with the highest hash of session and worker: it stays
+    the same when others come and go. The best one when all of them are overloaded."""
+    shortest = min(predictor.queue_ms(worker) for worker in workers)
+    near = _at_least(NEAR * max(scores), workers, scores)
+    calm = [worker for worker in near if predictor.queue_ms(worker) <= shortest + OVERLOADED_MS]
+    if not calm:
+        return workers[scores.index(max(scores))]
+    return max(calm, key=lambda worker: blake2b(f"{session} {worker.worker_id}".encode(), digest_size=8).digest())
+
+
+def _at_least(limit: float, workers: Sequence[WorkerState], scores: Sequence[float]) -> list[WorkerState]:
+    return [worker for worker, score in zip(workers, scores, strict=True) if score >= limit]
+
+
+class Chooser:
+    def __init__(self, split_min_tokens: int, policy: str = "default", split: Mode = "auto") -> None:
+        """split_min_tokens: prompts shorter than this are not split. policy: a key of POLICIES, else ValueError."""
+        if policy not in POLICIES:
+            raise ValueError(f"router.policy must be one of {', '.join(POLICIES)}, not {policy!r}")
+        self._split_min_tokens = split_min_tokens
+        self._mode = split
+        self._score = POLICIES[policy]
+        self._pick_prefill = in_turns()
+        self._pick_decode = in_turns()
+        self._pick_whole = in_turns()  # its own turns: a D is picked for both ways of each request
+
+    def choose(self, workers: Iterable[WorkerState], demand: Demand) -> Plan:
+        """Raises NoWorker. A resumed request is not split: P samples first tokens only, so D recomputes prompt and
+        tokens."""
+        workers = list(workers)
+        candidates = [worker for worker in workers if usable(worker, demand)]
+        decodes = [worker for worker in candidates if decodes_it(worker, demand)]
+        if not decodes:
+            raise NoWorker("no decode worker is there that can take this request")
+        now = time.monotonic()
+        predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, now)
+        whole = self._pick(self._pick_whole, decodes, Task("whole", demand.num_prompt_tokens, predictor), demand)
+        refusal = self._refusal(demand)
+        if refusal is not None:
+            return Plan(None, whole, refusal)
+        able = [worker for worker in decodes if continues_it(worker, demand)]
+        prefills = [p for p in candidates if prefills_it(p, demand) and connected(p, able)]
+        if not prefills:
+            return Plan(None, whole, "no-prefill")
+        task = Task("prefill", demand.num_prompt_tokens, predictor)
+        prefill = self._pick(self._pick_prefill, prefills, task, demand)
+        task = Task("decode", demand.num_prompt_tokens, predictor, prefill)
+        decode = self._pick(self._pick_decode, connected(prefill, able), task, demand)
+        reason: Reason = "always" if self._mode == "always" else compare(prefill, decode, whole, predictor, now)
+        return Plan(None, whole, reason) if reason == "cheaper" else Plan(prefill, decode, reason)
+
+    def _refusal(self, demand: Demand) -> Reason | None:
+        """Why the request must not be split, whoever is there."""
+        if demand.resumed:
+            return "resumed"
+        if self._mode == "never":
+            return "never"
+        return "short" if demand.num_prompt_tokens < self._split_min_tokens else None
+
+    def choose_decode(self, workers: Iterable[WorkerState], demand: Demand, prefill: WorkerState) -> WorkerState:
+        """A decode worker for KV that `prefill` has published; raises NoWorker."""
+        workers = list(workers)
+        able = [worker for worker in workers if usable(worker, demand) and decodes_it(worker, demand)]
+        decodes = connected(prefill, able)
+        if not decodes:
+            raise NoWorker(f"no decode worker is connected to {prefill.worker_id}")
+        predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, time.monotonic())
+        task = Task("decode", demand.num_prompt_tokens, predictor, prefill)
+        return self._pick(self._pick_decode, decodes, task, demand)
+
+    def _pick(self, pick: Picker, workers: Sequence[WorkerState], task: Task, demand: Demand) -> WorkerState:
+        scores = self._score(workers, task)
+        if demand.session:
+            return of_session(demand.session, workers, scores, task.predictor)
+        return pick(workers, scores)
+
+
+def connected(prefill: WorkerState, decodes: Iterable[WorkerState]) -> list[WorkerState]:
+    """Those that can pull from `prefill`."""
+    return [decode for decode in decodes if may_pair(prefill, decode) and decode.is_connected_to(prefill)]
+
+
+def note_sent(workers: Iterable[WorkerState], worker: WorkerState, prompt: PromptBlocks, phase: Phase) -> None:
+    """A leg was opened there: until the worker reports it, its prompt counts as queued and soon as cached."""
+    now = time.monotonic()
+    if phase != "decode":
+        predictor = Predictor(workers, prompt, prompt.num_tokens, now)
+        worker.queue.sent(predictor.computed_tokens(worker), now, predictor.speed(worker))
+        if phase == "full" and worker.num_decodes:
+            worker.stalls.spend(predictor.compute_ms(worker), now)
+    if worker.hello.caches_prefixes:
+        keys = prompt.keys(worker.hello.model_fingerprint, worker.hello.block_size, EXPECTED_BLOCKS)
+        worker.cached.expect(keys, now)

@@ -1,0 +1,124 @@
+"""How many milliseconds a worker will need for a request: its queue, the prompt, the transfer, its decodes, its memory.
+
+Pure arithmetic over what workers report (docs/routing.md says where the constants come from). Decides nothing: that is
+`router.choosing.choose`.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+
+from pdserve.router.fleet.prefix_index import PromptBlocks
+from pdserve.router.fleet.worker_state import WorkerState
+
+ASSUMED_TOKENS_PER_S = 10_000.0  # of prefill, while nobody has measured: between a CPU's 2,000 and an H200's 45,000
+ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
+POOL_BYTES_PER_S = 5e9  # 7 to 8 through shared memory on a CPU, and the lookup
+ASSUMED_BYTES = 131_072  # of a token's rows, where nobody says: Llama-8B's
+ALIKE = 1.5  # speeds that differ by less are taken for one: else the one that happened to measure more gets it all
+DECODE_TOKENS = 256  # a sequence being decoded costs its neighbours as much time as so many prompt tokens
+NO_BLOCKS_MS = 1000.0  # until running sequences have freed the blocks of a whole request
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Of a prompt's first token. wait_ms: for what was there before; own_ms: to compute the prompt. worker: the id of
+    the one that would compute it."""
+
+    wait_ms: float
+    own_ms: float
+    worker: str
+
+
+class Predictor:
+    """One moment's view. prompt None: nothing is known of the prompt but its length, so nothing of it is cached."""
+
+    def __init__(
+        self, workers: Iterable[WorkerState], prompt: PromptBlocks | None, num_prompt_tokens: int, now: float
+    ) -> None:
+        measured = [speed for worker in workers if (speed := _measured_speed(worker))]
+        self.is_measured = bool(measured)
+        self._typical = median(measured) if measured else ASSUMED_TOKENS_PER_S
+        self._prompt = prompt
+        self._num_prompt_tokens = num_prompt_tokens
+        self._now = now
+        self._cached: dict[str, int] = {}
+        self._pooled: dict[tuple[str, str, int], int] = {}
+
+    def speed(self, worker: WorkerState) -> float:
+        """Prompt tokens a second: the worker's own where it differs from what others do by more than measuring."""
+        own = _measured_speed(worker)
+        return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
+
+    def cached_tokens(self, worker: WorkerState) -> int:
+        """Of the prompt, that need no computing there."""
+        if self._prompt is None:
+            return 0
+        known = self._cached.get(worker.worker_id)
+        if known is None:
+            hello = worker.hello
+            known = self._prompt.num_cached_tokens(worker.cached, hello.model_fingerprint, hello.block_size, self._now)
+            self._cached[worker.worker_id] = known
+        return known
+
+    def uncached_tokens(self, worker: WorkerState) -> int:
+        return self._num_prompt_tokens - self.cached_tokens(worker)
+
+    def fetched_tokens(self, worker: WorkerState) -> int:
+        """Of the prompt, that the worker will take from its KV pool: it asks for no less than a chunk."""
+        if self._prompt is None or worker.pooled is None:
+            return 0
+        hello, cached = worker.hello, self.cached_tokens(worker)
+        kind = hello.kv_pool, hello.model_fingerprint, hello.block_size
+        known = self._pooled.get(kind)
+        if known is None:
+            known = self._prompt.num_pooled_tokens(worker.pooled, *kind[1:], hello.pool_chunk)
+            self._pooled[kind] = known
+        return known - cached if known - cached >= hello.pool_chunk else 0
+
+    def computed_tokens(self, worker: WorkerState) -> int:
+        return self.uncached_tokens(worker) - self.fetched_tokens(worker)
+
+    def queue_ms(self, worker: WorkerState) -> float:
+        """Until the prompts that are there already are computed."""
+        speed = self.speed(worker)
+        return 1000 * worker.queue.left(self._now, speed) / speed
+
+    def compute_ms(self, worker: WorkerState) -> float:
+        """Until the whole prompt's rows are there: fetched from the KV pool and computed."""
+        pool = worker.pool
+        size = pool.block_bytes * max(1, len(pool.ranks)) / pool.block_size if pool is not None else ASSUMED_BYTES
+        fetch_ms = 1000 * self.fetched_tokens(worker) * size / POOL_BYTES_PER_S
+        return 1000 * self.computed_tokens(worker) / self.speed(worker) + fetch_ms
+
+    def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
+        """To move the rows that `decode` lacks."""
+        pool, link = prefill.pool, decode.link_to(prefill)
+        if pool is None:
+            return 0.0
+        rate = link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S
+        num_bytes = self.uncached_tokens(decode) * pool.block_bytes * max(1, len(pool.ranks)) / pool.block_size
+        return 1000 * num_bytes / rate
+
+    def decode_load_ms(self, worker: WorkerState) -> float:
+        """What the sequences beside it will cost this one."""
+        return 1000 * DECODE_TOKENS * worker.num_decodes / self.speed(worker)
+
+    def memory_ms(self, worker: WorkerState) -> float:
+        """What the wait for blocks may cost, when too few are free for the prompt."""
+        if worker.snapshot is None:
+            return 0.0
+        needed = -(-self.uncached_tokens(worker) // worker.hello.block_size)
+        missing = needed - worker.snapshot.free_blocks
+        return NO_BLOCKS_MS * missing / needed if missing > 0 else 0.0
+
+    def first_token(self, worker: WorkerState, share_ahead: float, unsent_tokens: float) -> Forecast:
+        """When that worker computes the prompt. share_ahead: of its queue, what the prompt does not overtake.
+        unsent_tokens: of prompts that will be sent there before this one."""
+        ahead_ms = self.queue_ms(worker) + 1000 * unsent_tokens / self.speed(worker)
+        wait_ms = share_ahead * ahead_ms + self.memory_ms(worker)
+        return Forecast(wait_ms, self.compute_ms(worker), worker.worker_id)
+
+
+def _measured_speed(worker: WorkerState) -> float:
+    return worker.snapshot.prefill_tokens_per_s if worker.snapshot is not None else 0.0

@@ -1,0 +1,107 @@
+"""Introduces workers to each other: every decode worker connects to every pool it may pull from, before requests need
+it.
+
+    unknown -> asked (ConnectPeer sent) -> connected
+                 ^  |                         |
+                 |  +--- not connected <------+       asked again after a growing delay
+
+A lost stream may be this router's trouble alone, while other routers use the pair: only a worker that has left the
+running set is disconnected. One that this router is done with may still hand over to others' requests, for as long as a
+drain takes: only then is it. Knows no requests. Called by `router.fleet.fleet` when workers come, go or report, and at
+its tick.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pdserve.protocol.commands import Command, ConnectPeer, DisconnectPeer
+from pdserve.protocol.events import PeerStatus
+from pdserve.protocol.handoff import PoolMeta
+from pdserve.router.fleet.worker_state import WorkerState
+
+FIRST_RETRY_S = 0.5
+LAST_RETRY_S = 30.0
+
+PairKey = tuple[str, str, int]
+
+
+@dataclass(slots=True)
+class _Pair:
+    ask_at: float
+    retry_s: float = FIRST_RETRY_S
+
+
+class Introducer:
+    def __init__(self, send: Callable[[WorkerState, Command], None], now: Callable[[], float]) -> None:
+        self._send = send
+        self._now = now
+        self._pairs: dict[PairKey, _Pair] = {}
+        self._lost: dict[str, PoolMeta] = {}
+        self._drained: dict[str, float] = {}  # when to disconnect it, by id
+
+    def introduce(self, workers: Iterable[WorkerState]) -> None:
+        """Ask every pair that is not connected and whose time has come."""
+        workers = list(workers)
+        pools = [(worker, worker.pool) for worker in workers if worker.can_prefill and not worker.draining]
+        for decode in workers:
+            if decode.can_decode and not decode.draining and decode.pool is not None:
+                for prefill, meta in pools:
+                    if meta is not None and may_pair(prefill, decode) and not decode.is_connected_to(prefill):
+                        self._ask(decode, meta)
+
+    def reported(self, decode: WorkerState, status: PeerStatus) -> None:
+        """An answer: a refusal is asked again later, each time after twice the delay."""
+        key = (decode.worker_id, status.engine_id, status.incarnation)
+        if status.connected:
+            self._pairs.pop(key, None)
+            return
+        pair = self._pairs.setdefault(key, _Pair(0.0))
+        pair.ask_at = self._now() + pair.retry_s
+        pair.retry_s = min(2 * pair.retry_s, LAST_RETRY_S)
+
+    def joined(self, worker: WorkerState, workers: Iterable[WorkerState]) -> None:
+        self._lost.pop(worker.worker_id, None)
+        self._drained.pop(worker.worker_id, None)
+        self.introduce(workers)
+
+    def lost(self, gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
+        """Its stream is gone; the worker may come back, or be said to have left."""
+        pool = gone.pool
+        if pool is not None:
+            self._lost[gone.worker_id] = pool
+            for decode in remaining:
+                decode.peers.pop((pool.engine_id, pool.incarnation), None)
+        engine = pool.engine_id if pool is not None else None
+        self._pairs = {k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine}
+
+    def left(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
+        """A lost worker has left for good: nobody shall keep a connection to it, whatever its role is now."""
+        if worker_id not in self._drained:
+            self._disconnect(worker_id, remaining)
+
+    def drained(self, worker_id: str, until: float) -> None:
+        """A worker that leaves has nothing more of this router; until then it may have something of others."""
+        self._drained[worker_id] = until
+
+    def disconnect_drained(self, remaining: Iterable[WorkerState]) -> None:
+        """Those whose time has come."""
+        for worker_id in [name for name, until in self._drained.items() if self._now() >= until]:
+            del self._drained[worker_id]
+            self._disconnect(worker_id, remaining)
+
+    def _disconnect(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
+        pool = self._lost.pop(worker_id, None)
+        for peer in remaining:
+            if pool is not None and peer.pool is not None:
+                self._send(peer, DisconnectPeer(engine_id=pool.engine_id, incarnation=pool.incarnation))
+
+    def _ask(self, decode: WorkerState, meta: PoolMeta) -> None:
+        pair = self._pairs.setdefault((decode.worker_id, meta.engine_id, meta.incarnation), _Pair(0.0))
+        if self._now() >= pair.ask_at:
+            pair.ask_at = self._now() + LAST_RETRY_S  # an unanswered question; an answer sets an earlier time
+            self._send(decode, ConnectPeer(meta=meta))
+
+
+def may_pair(prefill: WorkerState, decode: WorkerState) -> bool:
+    """Two different workers of one model."""
+    return prefill is not decode and prefill.hello.model_fingerprint == decode.hello.model_fingerprint

@@ -1,0 +1,198 @@
+"""Which prefix of a prompt which worker holds: `CachedBlocks`, what one worker's cache was told to hold,
+`PooledChunks`, what a KV pool was, and `PromptBlocks`, the keys to look a prompt up by.
+
+    UNKNOWN --CacheState part 0--> FILLING --final part--> KNOWN --CacheChange number + 1--> KNOWN
+       ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'   (asks for a Resync)
+
+Keys are the first bytes of the digests that engines find their blocks by (docs/routing.md). A wrong or missing key
+costs a guess, never an answer. Filled by `router.fleet.fleet`, read by `router.choosing.choose`.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.events import CACHE_KEY_BYTES, CacheChange, CacheState, PoolChange
+
+ASK_AGAIN_S = 5.0
+MAX_KEYS = 1 << 21  # of one worker: 145 MB
+EXPECTED_S = 10.0
+MAX_EXPECTED = 4096
+MAX_POOLED = 1 << 18  # chunks of one KV pool
+FIRST_RUN = 8  # blocks hashed at once; then twice as many, while a worker holds them
+
+_hasher = lru_cache(maxsize=64)(BlockHasher)
+
+
+class CachedBlocks:
+    """Keys of one worker's cached blocks, on one stream. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._keys: set[int] = set()
+        self._dropped: set[int] = set()  # while FILLING: later parts must not bring them back
+        self._expected: OrderedDict[int, float] = OrderedDict()
+        self._number: int | None = None
+        self._next_part: int | None = None
+        self._is_broken = False
+        self._is_too_large = False
+        self._asked_at = -ASK_AGAIN_S
+        self._filled_at = 0.0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def num_held(self, keys: Sequence[int], start: int, end: int, now: float) -> int:
+        """The index of the first of keys[start:end] that is not held, or end."""
+        held, expected = self._keys, self._expected
+        for index in range(start, end):
+            key = keys[index]
+            if key not in held and expected.get(key, 0.0) <= now:
+                return index
+        return end
+
+    def expect(self, keys: Iterable[int], now: float) -> None:
+        """A prompt was sent there whose blocks these are: they count as held until the worker must have said so."""
+        for key in keys:
+            self._expected[key] = now + EXPECTED_S
+            self._expected.move_to_end(key)
+        while len(self._expected) > MAX_EXPECTED:
+            self._expected.popitem(last=False)
+
+    def changed(self, change: CacheChange) -> None:
+        if self._number is None:
+            return  # a state is asked for, or on its way
+        if change.number != self._number + 1:
+            self._break()
+            return
+        self._number = change.number
+        stored, dropped = _keys(change.stored), _keys(change.dropped)
+        self._keys.update(stored)
+        self._keys.difference_update(dropped)
+        for key in dropped:
+            self._expected.pop(key, None)
+        if self._next_part is not None:
+            self._dropped.difference_update(stored)
+            self._dropped.update(dropped)
+        self._check_size()
+
+    def filled(self, state: CacheState, now: float) -> None:
+        """One part of the whole state; part 0 starts anew."""
+        if state.part == 0:
+            self._forget()
+            self._is_broken = False
+            self._number, self._next_part = state.number, 0
+        if state.part != self._next_part:
+            if self._number is not None:
+                self._break()
+            return
+        self._filled_at = now
+        self._keys.update(_keys(state.stored))
+        self._keys -= self._dropped
+        self._next_part = None if state.final else state.part + 1
+        if state.final:
+            self._dropped.clear()
+        self._check_size()
+
+    def wants_resync(self, told_number: int | None, now: float) -> bool:
+        """Whether to ask for a new state now; True is a promise to. told_number: what the worker says its last change
+        was; None: nothing said."""
+        if self._is_too_large:
+            return False
+        is_behind = told_number is not None and told_number != self._number
+        is_stuck = self._next_part is not None and now >= self._filled_at + ASK_AGAIN_S
+        if is_behind or is_stuck:
+            self._break()
+        if not self._is_broken or now < self._asked_at + ASK_AGAIN_S:
+            return False
+        self._asked_at = now
+        return True
+
+    def _break(self) -> None:
+        self._forget()
+        self._is_broken = True
+
+    def _forget(self) -> None:
+        self._keys.clear()
+        self._dropped.clear()
+        self._number = self._next_part = None
+
+    def _check_size(self) -> None:
+        if len(self._keys) > MAX_KEYS:
+            self._forget()
+            self._is_too_large = True
+
+
+class PooledChunks:
+    """Keys of the chunks that workers found in a KV pool they share. What the pool has dropped since is known once one
+    of them misses it."""
+
+    def __init__(self) -> None:
+        self._keys: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._keys
+
+    def changed(self, change: PoolChange) -> None:
+        for key in _keys(change.missed):
+            self._keys.pop(key, None)
+        for key in _keys(change.found):
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+        while len(self._keys) > MAX_POOLED:
+            self._keys.popitem(last=False)
+
+
+class PromptBlocks:
+    """The keys of a prompt's full blocks, for each kind of worker, made as far as somebody asks. The last token is
+    always computed, so a block that ends with it does not count."""
+
+    def __init__(self, token_ids: Sequence[int], salt: str) -> None:
+        self.num_tokens = len(token_ids)
+        self._token_ids = token_ids
+        self._salt = salt
+        self._chains: dict[tuple[str, int], tuple[list[bytes], list[int]]] = {}
+
+    def forget(self) -> None:
+        """Nobody will ask any more: let go of the ids, and of the keys, which take as much."""
+        self._token_ids = ()
+        self._chains = {}
+
+    def num_cached_tokens(self, cached: CachedBlocks, fingerprint: str, block_size: int, now: float) -> int:
+        """Of the longest prefix that is held there. fingerprint, block_size: of the worker (Hello)."""
+        last, found = (self.num_tokens - 1) // block_size, 0
+        while found < last:
+            keys = self._chain(fingerprint, block_size, found + 1)
+            end = min(last, len(keys))
+            found = cached.num_held(keys, found, end, now)
+            if found < end:
+                break
+        return found * block_size
+
+    def num_pooled_tokens(self, pooled: PooledChunks, fingerprint: str, block_size: int, chunk_tokens: int) -> int:
+        """Of the longest prefix of whole chunks that the pool holds."""
+        per_chunk, found = chunk_tokens // block_size, 0
+        last = (self.num_tokens - 1) // block_size // per_chunk
+        while found < last and self._chain(fingerprint, block_size, end := (found + 1) * per_chunk)[end - 1] in pooled:
+            found += 1
+        return found * chunk_tokens
+
+    def keys(self, fingerprint: str, block_size: int, limit: int) -> list[int]:
+        """Of the first blocks, at most so many."""
+        count = min(limit, (self.num_tokens - 1) // block_size)
+        return self._chain(fingerprint, block_size, count)[:count]
+
+    def _chain(self, fingerprint: str, block_size: int, count: int) -> list[int]:
+        """Keys of at least so many blocks."""
+        digests, keys = self._chains.setdefault((fingerprint, block_size), ([], []))
+        if count > len(keys):
+            upto = max(FIRST_RUN, 2 * len(keys), count) * block_size
+            _hasher(fingerprint, block_size).extend(digests, self._token_ids[:upto], self._salt)
+            keys += _keys(b"".join([digest[:CACHE_KEY_BYTES] for digest in digests[len(keys) :]]))
+        return keys
+
+
+def _keys(data: bytes) -> list[int]:
+    """Native byte order: keys never leave the process."""
+    whole = len(data) - len(data) % CACHE_KEY_BYTES
+    return memoryview(data)[:whole].cast("Q").tolist()

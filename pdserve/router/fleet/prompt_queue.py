@@ -1,0 +1,32 @@
+"""How many prompt tokens wait at a worker, between two of its reports. Owned by `router.fleet.worker_state`."""
+
+from collections import deque
+
+UNSEEN_S = 0.05  # a Snapshot may have been made before the worker read what was sent so short before it came
+
+
+class PromptQueue:
+    """Prompt tokens waiting at one worker: as it last reported, and since then a bucket that is filled by what this
+    router sends and drained at the worker's speed. Times are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._tokens = 0.0
+        self._at = 0.0
+        self._sent: deque[tuple[float, int]] = deque()
+
+    def reported(self, num_tokens: int, now: float) -> None:
+        self._forget_seen(now)
+        self._tokens, self._at = float(num_tokens + sum(tokens for _, tokens in self._sent)), now
+
+    def sent(self, num_tokens: int, now: float, tokens_per_s: float) -> None:
+        self._tokens, self._at = self.left(now, tokens_per_s) + num_tokens, now
+        self._sent.append((now, num_tokens))
+        self._forget_seen(now)
+
+    def left(self, now: float, tokens_per_s: float) -> float:
+        """Tokens that still wait."""
+        return max(0.0, self._tokens - (now - self._at) * tokens_per_s)
+
+    def _forget_seen(self, now: float) -> None:
+        while self._sent and self._sent[0][0] < now - UNSEEN_S:
+            self._sent.popleft()

@@ -1,0 +1,37 @@
+"""Wakes many requests that one cause concerns, a few in each turn of the event loop: all other work comes between.
+
+A worker that dies wakes every request that it computed; one that joins wakes every request that waits for a worker;
+each then chooses anew. Knows nobody who is woken: a wake is a function that wakes, and does nothing else. Used by
+`router.fleet.fleet`, one object per router.
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from pdserve.background.tasks import keep
+
+WAKES_AT_ONCE = 16  # in one turn of the event loop: each of them chooses workers and sends its prompt
+
+
+class Wakes:
+    def __init__(self) -> None:
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._task: asyncio.Task[None] | None = None
+
+    def later(self, wake: Callable[[], None]) -> None:
+        """Call it in one of the next turns, after all that were given before."""
+        self._waiting.append(wake)
+        if self._task is None or self._task.done():
+            self._task = keep("wakes", self._run)
+
+    async def until_done(self) -> None:
+        """Return once everybody was woken who is to be woken now."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    async def _run(self) -> None:
+        while self._waiting:
+            for _ in range(min(WAKES_AT_ONCE, len(self._waiting))):
+                self._waiting.popleft()()
+            await asyncio.sleep(0)

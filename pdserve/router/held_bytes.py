@@ -1,0 +1,90 @@
+"""Bytes that a router holds for clients: what waits for slow readers, answers in the making, scores of prompts.
+
+Each request has an account. When all accounts together hold too much, the one that holds most is cut off, as often as
+it takes. Sizes are estimates of Python's objects. Knows no requests. What is held counts from a worker's event
+(`router.fleet.worker_state`) until its bytes are sent (`router.http.app`), and so does what a request keeps beside it
+(`router.request.request_run`, `router.request.service`, `router.http.openai.responders`).
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.protocol.events import TokenLogprob
+
+PIECE_BYTES = 300  # of an event or a chunk, before its first token
+TOKEN_BYTES = 40
+LOGPROB_BYTES = 110  # of a token, and of each of its alternatives
+LET_GO_AT_ONCE = 64  # of those that nobody wants any more; freeing 100 MB takes 100 ms
+
+
+def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob | None] | None) -> int:
+    """Bytes of tokens that are held together."""
+    size = PIECE_BYTES + TOKEN_BYTES * num_tokens
+    return size + LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs if each is not None) if logprobs else size
+
+
+def let_go(items: deque[Any]) -> None:
+    """Free them, a few in each turn of the event loop."""
+    for _ in range(min(LET_GO_AT_ONCE, len(items))):
+        items.pop()
+    if items:
+        asyncio.get_running_loop().call_soon(let_go, items)
+
+
+class Held:
+    """All accounts of a router. count: called with 1 for each that is cut off. Use from one event loop."""
+
+    def __init__(self, max_bytes: int, count: Callable[[float], None]) -> None:
+        self.num_bytes = 0
+        self._max_bytes = max_bytes
+        self._count = count
+        self._holders: set[Account] = set()
+
+    def account(self) -> "Account":
+        return Account(self)
+
+    def changed(self, account: "Account", num_bytes: int) -> None:
+        """The account holds so many more; fewer, if it is negative."""
+        self.num_bytes += num_bytes
+        if account.num_bytes:
+            self._holders.add(account)
+        else:
+            self._holders.discard(account)
+        while self.num_bytes > self._max_bytes:
+            self._count(1)
+            max(self._holders, key=lambda each: each.num_bytes).cut()
+
+
+class Account:
+    """What is held for one request. on_cut: called once, when it is cut off."""
+
+    __slots__ = ("_held", "_is_closed", "num_bytes", "on_cut")
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+        self._is_closed = False
+        self.num_bytes = 0
+        self.on_cut: Callable[[], None] = _nothing
+
+    def add(self, num_bytes: int) -> None:
+        """Negative: so much is held no longer. Nothing counts once it is closed."""
+        if not self._is_closed and num_bytes:
+            self.num_bytes += num_bytes
+            self._held.changed(self, num_bytes)
+
+    def close(self) -> None:
+        """Nothing is held any more."""
+        self.add(-self.num_bytes)
+        self._is_closed = True
+        self.on_cut = _nothing  # whoever set it refers to this account
+
+    def cut(self) -> None:
+        on_cut = self.on_cut
+        self.close()
+        on_cut()
+
+
+def _nothing() -> None:
+    return None

@@ -1,0 +1,100 @@
+"""The operator's HTTP routes over `router.admin`: GET /admin/workers, POST /admin/workers/{worker}/role, /admin/scale.
+
+There when `router.admin_http` is set, and only for programs on the router's own machine, with an API key where keys are
+configured (docs/security.md): a client's key must not be enough to stop workers. Not for routers behind a proxy, to
+whom everybody seems to come from there. Used by `router.http.app`.
+"""
+
+import ipaddress
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from pdserve.router.admin import Admin
+from pdserve.router.errors import ApiError
+
+T = TypeVar("T", bound=msgspec.Struct)
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class RoleChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    role: str
+    force: bool = False
+
+
+class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """None: as it is."""
+
+    prefill: int | None = None
+    decode: int | None = None
+    force: bool = False
+
+    @property
+    def targets(self) -> dict[str, int]:
+        given = {"prefill": self.prefill, "decode": self.decode}
+        return {name: count for name, count in given.items() if count is not None}
+
+
+def admin_routes(
+    admin: Admin, endpoint: Callable[[Endpoint], Endpoint], read: Callable[[Request], Awaitable[bytearray]]
+) -> list[Route]:
+    """endpoint: checks the key, and puts errors into their form. read: the body, under limits."""
+
+    async def workers(request: Request) -> Response:
+        _check_local(request)
+        return _json(await admin.report())
+
+    async def role(request: Request) -> Response:
+        _check_local(request)
+        change = _parsed(request, await read(request), RoleChange)
+        return _json(await admin.set_role(request.path_params["worker"], change.role, change.force))
+
+    async def scale(request: Request) -> Response:
+        _check_local(request)
+        scaling = _parsed(request, await read(request), Scaling)
+        return _json(await admin.scale(scaling.targets, scaling.force))
+
+    return [
+        Route("/admin/workers", endpoint(workers), methods=["GET"]),
+        Route("/admin/workers/{worker}/role", endpoint(role), methods=["POST"]),
+        Route("/admin/scale", endpoint(scale), methods=["POST"]),
+    ]
+
+
+def _check_local(request: Request) -> None:
+    """The connection comes from here, and so does who made it: a page in a browser here that was given our address
+    under another name has that name in Host."""
+    client = request.client.host if request.client is not None else ""
+    if not _is_loopback(client) or not _is_loopback(request.url.hostname or ""):
+        message = (
+            "admin routes are for programs on the router's machine, by its loopback address; elsewhere use the pdserve "
+            "command or the Python handle on a node of the cluster"
+        )
+        raise ApiError(message, status=403, kind="permission_error", code="not_local")
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _parsed(request: Request, body: bytearray, kind: type[T]) -> T:
+    """The content type is one that a browser does not send elsewhere without asking there first."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ApiError("the body must be sent with content-type: application/json", status=415, code="not_json")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.MsgspecError as error:
+        raise ApiError(f"the body is not what is wanted: {error}") from error
+
+
+def _json(report: msgspec.Struct) -> Response:
+    return Response(msgspec.json.encode(report), media_type="application/json")

@@ -1,0 +1,222 @@
+"""The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers; GET /openapi.json.
+
+Fields come from the request types of `router.http.openai.requests`, ranges from where they are checked, so that neither
+can be forgotten here. What depends on two fields (min_tokens <= max_tokens) or on the workers (context length) is in
+words. Knows no workers. Called by `router.http.app`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+import pdserve
+from pdserve.configs.schema import RouterConfig
+from pdserve.protocol.sampling_params import (
+    INTEGERS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_CHARS,
+    MAX_STOP_TOKEN_IDS,
+    MAX_STOPS,
+    NUMBERS,
+)
+from pdserve.router.http.openai.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+from pdserve.router.request.prompts import MAX_MESSAGES
+from pdserve.router.request.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
+
+Json = dict[str, Any]
+
+REF = "#/components/schemas/{name}"
+NULL: Json = {"type": "null"}
+STRING: Json = {"type": "string"}
+INTEGER: Json = {"type": "integer"}
+TOKEN_IDS: Json = {"type": "array", "items": INTEGER}
+
+_ERRORS = {
+    "400": "A value is wrong: `param` names the field, `message` the cure.",
+    "401": "The API key is missing or wrong.",
+    "404": "There is no such model.",
+    "408": "The body did not come in time.",
+    "413": "The body is too large.",
+    "429": "There is too much to do: try again after Retry-After seconds.",
+    "500": "The server failed.",
+    "503": "No worker is there: try again after Retry-After seconds.",
+}
+_HEADERS = {"401": "WWW-Authenticate", "429": "Retry-After", "503": "Retry-After"}
+
+
+def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> Json:
+    """The whole document, JSON-ready."""
+    _, schemas = msgspec.json.schema_components([CompletionRequest, ChatRequest], ref_template=REF)
+    limits = _limits(config, model_name)
+    for kind, own in ((CompletionRequest, {"max_tokens": (0, 1 << 31)}), (ChatRequest, {})):
+        schema = schemas[kind.__name__]
+        schema["properties"] = _properties(schema["properties"], limits | {k: _range(*v) for k, v in own.items()})
+        schema["additionalProperties"] = False
+    schemas |= _answers()
+    security: Json = {"security": [{"key": []}]} if needs_key else {}
+    schemes: Json = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "pdserve", "version": pdserve.__version__},
+        "paths": _paths(security, security if config.metrics_need_key else {}),
+        "components": {"schemas": schemas} | schemes,
+    }
+
+
+def _paths(security: Json, metrics_security: Json) -> Json:
+    unauthorised = ("401",) if security else ()
+    posts = ("400", *unauthorised, "404", "408", "413", "429", "500", "503")
+    name: Json = {"name": "name", "in": "path", "required": True, "schema": STRING}
+    page: Json = {"description": "Prometheus text format.", "content": {"text/plain": {"schema": STRING}}}
+    document: Json = {"description": "This document.", "content": {"application/json": {"schema": {"type": "object"}}}}
+    return {
+        "/v1/completions": {"post": security | _post("CompletionRequest", "Completion", posts)},
+        "/v1/chat/completions": {"post": security | _post("ChatRequest", "ChatCompletion", posts)},
+        "/v1/models": {"get": security | _get(_body("ModelList", "What is served."), unauthorised)},
+        "/v1/models/{name}": {
+            "get": security | {"parameters": [name]} | _get(_body("Model", "The model."), (*unauthorised, "404", "405"))
+        },
+        "/health": {
+            "get": _get({"description": "Requests can be answered."}, ())
+            | {
+                "responses": {
+                    "200": {"description": "Requests can be answered."},
+                    "503": {"description": "No worker is there that could finish a request."},
+                }
+            }
+        },
+        "/metrics": {"get": metrics_security | _get(page, ("401",) if metrics_security else ())},
+        "/openapi.json": {"get": _get(document, ())},
+    }
+
+
+def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
+    success = _body(answer, "The answer; with stream: true, server-sent events, the last of which is [DONE].")
+    success["content"]["text/event-stream"] = {}
+    return {
+        "parameters": [
+            {"name": "x-request-id", "in": "header", "schema": STRING | {"pattern": "^[!-~]{1,256}$"}},
+            {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
+            {
+                "name": "x-session-id",
+                "in": "header",
+                "description": "Requests of one session go to one worker, where nothing speaks against it.",
+                "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
+            },
+        ],
+        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+        "responses": {"200": success} | {status: _error(status) for status in errors},
+    }
+
+
+def _get(success: Json, errors: tuple[str, ...]) -> Json:
+    return {"responses": {"200": success} | {status: _error(status) for status in errors}}
+
+
+def _error(status: str) -> Json:
+    error = _body("Error", _ERRORS.get(status, "Not so."))
+    name = _HEADERS.get(status)
+    return error | ({} if name is None else {"headers": {name: {"schema": STRING, "required": True}}})
+
+
+def _body(name: str, description: str) -> Json:
+    return {"description": description, "content": {"application/json": {"schema": _ref(name)}}}
+
+
+def _ref(name: str) -> Json:
+    return {"$ref": REF.format(name=name)}
+
+
+def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
+    """What a value must be, besides its type, as far as a schema can say it."""
+    limits = {name: _range(low, high) for name, (low, high, _) in INTEGERS.items()}
+    for name, (least, most, is_closed) in NUMBERS.items():
+        limits[name] = {"minimum" if is_closed else "exclusiveMinimum": least, "maximum": most}
+    for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+        limits[name] = _range(0, config.max_logprobs)
+    text = {"minLength": 1, "maxLength": MAX_STOP_CHARS}
+    return limits | {
+        "model": {"enum": [model_name]},
+        "n": _range(1, config.max_n),
+        "best_of": _range(1, config.max_n),
+        "max_completion_tokens": limits["max_tokens"],
+        "priority": _range(_lowest_priority(config), MAX_PRIORITY) | {"description": "The lowest runs first."},
+        "cache_salt": {
+            "maxLength": MAX_SALT_CHARS,
+            "description": "Cached prefixes are shared between equal salts only.",
+        },
+        "logit_bias": {
+            "maxProperties": MAX_LOGIT_BIAS,
+            "propertyNames": {"pattern": "^[0-9]+$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "stop": {"anyOf": [STRING | text, {"type": "array", "items": STRING | text, "maxItems": MAX_STOPS}]},
+        "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
+        "prompt": {"anyOf": _prompts()},
+        "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
+        "tool_choice": {"enum": ["none", None]},
+    }
+
+
+def _lowest_priority(config: RouterConfig) -> int:
+    return -MAX_PRIORITY if config.min_priority is None else config.min_priority
+
+
+def _prompts() -> list[Json]:
+    ids = TOKEN_IDS | {"items": INTEGER | {"minimum": 0}, "minItems": 1}
+    return [
+        STRING,
+        {"type": "array", "items": STRING, "minItems": 1},
+        ids,
+        {"type": "array", "items": ids, "minItems": 1},
+    ]
+
+
+def _range(low: int, high: int) -> Json:
+    return {"minimum": low, "maximum": high}
+
+
+def _properties(found: Mapping[str, Json], limits: Mapping[str, Json]) -> dict[str, Json]:
+    """msgspec's own, bounded, and what is taken for compatibility alone. Null is the same as not given."""
+    named = {name: _bounded(schema, limits.get(name, {})) for name, schema in found.items()}
+    neutral = {name: {"enum": [value, None]} for name, value in NEUTRAL.items() if name not in found}
+    ignored: dict[str, Json] = {name: {"description": "Taken and ignored."} for name in sorted(IGNORED)}
+    return ignored | neutral | named
+
+
+def _bounded(schema: Json, limit: Json) -> Json:
+    schema = {name: value for name, value in schema.items() if name != "default" or value is not None}
+    variants: list[Json] = schema.get("anyOf", [])
+    if "anyOf" in limit:
+        return {"anyOf": [*limit["anyOf"], *([NULL] if NULL in variants else [])]}
+    if NULL in variants:
+        return {"anyOf": [variant if variant == NULL else variant | limit for variant in variants]}
+    return schema | limit
+
+
+def _answers() -> dict[str, Json]:
+    """What comes back, in as much as clients rely on it."""
+    reason = {"enum": ["stop", "length", None]}
+    usage = _object(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
+    head = {"id": STRING, "created": INTEGER, "model": STRING, "usage": usage}
+    choice = _object(index=INTEGER, text=STRING, finish_reason=reason)
+    message = _object(role={"const": "assistant"}, content=STRING)
+    chat_choice = _object(index=INTEGER, message=message, finish_reason=reason)
+    text_or_null = {"type": ["string", "null"]}
+    error = _object(message=STRING, type=STRING, param=text_or_null, code=text_or_null)
+    return {
+        "Completion": _object(object={"const": "text_completion"}, choices=_list(choice), **head),
+        "ChatCompletion": _object(object={"const": "chat.completion"}, choices=_list(chat_choice), **head),
+        "Model": _object(id=STRING, object={"const": "model"}, max_model_len={"type": ["integer", "null"]}),
+        "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
+        "Error": _object(error=error),
+    }
+
+
+def _object(**properties: Json) -> Json:
+    return {"type": "object", "properties": properties, "required": list(properties)}
+
+
+def _list(items: Json) -> Json:
+    return {"type": "array", "items": items}

@@ -1,0 +1,301 @@
+"""Prompts made into token ids: conversations rendered, texts tokenised, and one check of length for all of them.
+
+What is cheap happens at once. The rest happens in threads, in order of arrival, and little at a
+time, because tokenising takes 200 to 400 bytes of memory per character. A text that cannot fit is
+refused before it is tokenised as a whole. Knows no workers and no HTTP. Called by `router.request.service`.
+"""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
+
+from pdserve.background.pace import Pacer
+from pdserve.router.errors import ApiError
+from pdserve.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+# Tokenising this many characters takes about 2 ms, which the event loop can spare.
+INLINE_CHARS = 4096
+TEXT_CHARS = 128  # the fixed cost of one text, in characters
+# Short texts are tokenised in batches of at most BATCH_CHARS characters, SHORT_THREADS batches at
+# once. A longer text is tokenised alone, and one at a time.
+BATCH_CHARS = 32_768
+SHORT_THREADS = 4
+
+# A prefix of a text that may be too long is tokenised first: PROBE_CHARS characters for each token
+# that a prompt may have, between LEAST_PROBE and LONGEST_PROBE.
+PROBE_CHARS = 4
+LEAST_PROBE, LONGEST_PROBE = 8192, 65_536
+# A whole text may have this many tokens fewer than its prefix, which may end within a word.
+CUT_TOKENS = 512
+
+# A call of so few token ids keeps the integers that came: 32 bytes more for each, but the first token comes sooner.
+FEW_IDS = 1024
+
+# A template takes 2 to 50 us per message.
+MAX_MESSAGES = 4096
+INLINE_MESSAGES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the workers that are here can take. max_tokens: prompt and answer together."""
+
+    max_tokens: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class SharedIds:
+    """A prompt whose ids are shared and checked already (`Lengths.shared_ids`), against this size of the vocabulary."""
+
+    ids: tuple[int, ...]
+    vocab_size: int
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+
+Prompt = str | Sequence[int] | SharedIds
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """What a prompt's length may be. max_prompt_tokens: as in RouterConfig. longest_token: characters
+    that one token may stand for."""
+
+    limits: Limits
+    max_prompt_tokens: int | None
+    longest_token: int
+
+    @property
+    def max_tokens(self) -> int:
+        own = self.max_prompt_tokens
+        return self.limits.max_tokens - 1 if own is None else min(own, self.limits.max_tokens - 1)
+
+    @property
+    def max_chars(self) -> int:
+        """A longer text has more tokens than a prompt may have."""
+        return self.max_tokens * self.longest_token
+
+    def check_chars(self, num_chars: int, named: str) -> None:
+        """ApiError (400) when no text of so many characters can be short enough. named: the
+        parameter that it comes from."""
+        self.check(math.ceil(num_chars / self.longest_token), named, "at least ")
+
+    def check(self, num_tokens: int, named: str, about: str = "") -> None:
+        """ApiError (400) when a prompt of so many tokens is too long. about: stands before the
+        number in the message."""
+        if num_tokens >= self.limits.max_tokens:
+            raise context_length_error(self.limits.max_tokens, num_tokens, 1, named, about)
+        most = self.max_prompt_tokens
+        if most is not None and num_tokens > most:
+            message = (
+                f"{named} has {about}{num_tokens} tokens, more than {most}: shorten it, or raise "
+                "router.max_prompt_tokens"
+            )
+            raise ApiError(message, param=named, code="context_length_exceeded")
+
+    def shared_ids(self, ids: Sequence[int] | SharedIds, named: str) -> tuple[int, ...]:
+        """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError (400) when one is
+        outside the vocabulary."""
+        vocab_size = self.limits.vocab_size
+        if isinstance(ids, SharedIds):
+            if ids.vocab_size <= vocab_size:
+                return ids.ids
+            ids = ids.ids
+        self._check_ids(ids, named)
+        return tuple(map(_integers(vocab_size).__getitem__, ids))
+
+    def own_ids(self, ids: Sequence[int], named: str) -> tuple[int, ...]:
+        """The ids by the integers that came. For few ids, since looking up a shared one takes 0.1 us. ApiError as in
+        `shared_ids`."""
+        self._check_ids(ids, named)
+        return tuple(ids)
+
+    def _check_ids(self, ids: Sequence[int], named: str) -> None:
+        end = self.limits.vocab_size
+        if ids and (min(ids) < 0 or max(ids) >= end):
+            raise ApiError(f"{named} holds token ids outside the vocabulary 0..{end - 1}", param=named)
+
+
+@lru_cache(maxsize=2)
+def _integers(end: int) -> tuple[int, ...]:
+    return tuple(range(end))
+
+
+class Prompts:
+    """Use from one event loop. max_prompt_tokens: as in RouterConfig."""
+
+    def __init__(self, tokenizer: Tokenizer, max_prompt_tokens: int | None, pacer: Pacer) -> None:
+        self._tokenizer = tokenizer
+        self._max_prompt_tokens = max_prompt_tokens
+        self._pacer = pacer
+        self._short = ThreadPoolExecutor(SHORT_THREADS, "short-prompts")
+        self._long = ThreadPoolExecutor(1, "long-prompts")
+
+    def lengths(self, limits: Limits) -> Lengths:
+        return Lengths(limits, self._max_prompt_tokens, self._tokenizer.longest_token)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+        limits: Limits,
+    ) -> str:
+        """The text of a conversation by the model's chat template. Raises ApiError (400) when the
+        messages are wrong, or too long to fit."""
+        if not messages:
+            raise ApiError("messages is empty: send at least one message", param="messages")
+        if len(messages) > MAX_MESSAGES:
+            message = f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out some"
+            raise ApiError(message, param="messages", code="too_many_messages")
+        num_chars = sum(map(_num_chars, messages))
+        self.lengths(limits).check_chars(num_chars, "messages")
+        render = self._tokenizer.render_chat
+        try:
+            is_short = len(messages) <= INLINE_MESSAGES and not tools and _is_short(messages)
+            if is_short and all(map(_is_small, variables.values())):
+                return render(messages, add_generation_prompt, tools, **variables)
+            return await _run(self._long, render, messages, add_generation_prompt, tools, **variables)
+        except ValueError as error:
+            raise ApiError(str(error), param="messages") from error
+
+    async def token_ids(
+        self, prompts: Sequence[Prompt], add_special_tokens: bool, limits: Limits, named: str
+    ) -> list[tuple[int, ...]]:
+        """Token ids of each prompt. named: the parameter that they come from. Raises ApiError (400)
+        when one is empty, too long, or outside the vocabulary."""
+        lengths = self.lengths(limits)
+        texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+        for prompt in prompts:
+            check = lengths.check_chars if isinstance(prompt, str) else lengths.check
+            check(len(prompt), named)
+        try:
+            encoded = iter(await self._encode_all(texts, add_special_tokens, lengths, named))
+        except ValueError as error:
+            raise ApiError(str(error), param=named) from error
+        is_few = sum(len(prompt) for prompt in prompts if not isinstance(prompt, str)) <= FEW_IDS
+        ids = []
+        with self._pacer.pace() as pace:
+            for prompt in prompts:
+                if pace.is_due:
+                    await pace.rest()
+                if isinstance(prompt, str):
+                    checked = next(encoded)
+                elif is_few and not isinstance(prompt, SharedIds):
+                    checked = lengths.own_ids(prompt, named)
+                else:
+                    checked = lengths.shared_ids(prompt, named)
+                if not checked:
+                    raise ApiError(f"{named} is empty: it needs at least one token", param=named)
+                lengths.check(len(checked), named)
+                ids.append(checked)
+        return ids
+
+    async def _encode_all(
+        self, texts: Sequence[str], add_special_tokens: bool, lengths: Lengths, named: str
+    ) -> list[tuple[int, ...]]:
+        if not texts:
+            return []
+        if sum(map(_cost, texts)) <= INLINE_CHARS:
+            return [lengths.own_ids(ids, named) for ids in self._tokenizer.encode_batch(texts, add_special_tokens)]
+        encoded: list[tuple[int, ...]] = []
+        for batch in _batches(texts):
+            if sum(map(_cost, batch)) <= BATCH_CHARS:
+                encoded += await _run(self._short, self._encode, batch, add_special_tokens, lengths, named)
+            else:
+                encoded += await _run(self._long, self._encode_long, batch[0], add_special_tokens, lengths, named)
+        return encoded
+
+    def _encode(
+        self, texts: Sequence[str], add_special_tokens: bool, lengths: Lengths, named: str
+    ) -> list[tuple[int, ...]]:
+        return [lengths.shared_ids(ids, named) for ids in self._tokenizer.encode_batch(texts, add_special_tokens)]
+
+    def _encode_long(self, text: str, add_special_tokens: bool, lengths: Lengths, named: str) -> list[tuple[int, ...]]:
+        ids = _encode_within(self._tokenizer, text, add_special_tokens, lengths.max_tokens)
+        if isinstance(ids, int):
+            lengths.check(ids, named, "at least ")
+            return []
+        return [lengths.shared_ids(ids, named)]
+
+
+def _encode_within(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int] | int:
+    """Token ids; for a text of more than `most` tokens a number above `most` instead, which it has
+    at least. The tokens of a prefix say how long the next prefix must be to know."""
+    end = min(max(LEAST_PROBE, PROBE_CHARS * most), LONGEST_PROBE)
+    while max(most, end) < len(text):
+        least = tokenizer.count(text[:end], add_special_tokens) - CUT_TOKENS
+        if least > most:
+            return least
+        end = max(2 * end, int(1.1 * end * (most + CUT_TOKENS) / (least + CUT_TOKENS + 1)))
+    return tokenizer.encode(text, add_special_tokens)
+
+
+def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """The texts in order; one that is too long for a batch is a batch of its own."""
+    batch: list[str] = []
+    room = BATCH_CHARS
+    for text in texts:
+        if batch and _cost(text) > room:
+            yield batch
+            batch, room = [], BATCH_CHARS
+        batch.append(text)
+        room -= _cost(text)
+    yield batch
+
+
+def _cost(text: str) -> int:
+    return len(text) + TEXT_CHARS
+
+
+def _num_chars(message: Any) -> int:
+    """Characters of a message's content; malformed content has none."""
+    content = message.get("content") if isinstance(message, Mapping) else None
+    parts = content if isinstance(content, list) else [content]
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return sum(len(text) for text in texts if isinstance(text, str))
+
+
+def _is_short(messages: Sequence[Any]) -> bool:
+    """Whether all texts and items in them, keys too, are few enough for a template to show them at once."""
+    left, values = INLINE_CHARS, list(messages)
+    while values and left >= 0:
+        value = values.pop()
+        if not isinstance(value, str | Mapping | Sequence):
+            continue
+        left -= len(value)
+        if left < 0 or isinstance(value, str):
+            continue
+        values += value
+        if isinstance(value, Mapping):
+            values += value.values()
+    return left >= 0
+
+
+def _is_small(value: Any) -> bool:
+    return isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= INLINE_CHARS)
+
+
+async def _run(threads: ThreadPoolExecutor, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Do it in one of the threads, which take work in order. A cancelled caller leaves the queue;
+    work that has begun keeps its thread until it is done."""
+    return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))
+
+
+def context_length_error(limit: int, num_prompt: int, num_generated: int, param: str, about: str = "") -> ApiError:
+    """ApiError (400). about: stands before the prompt's length in the message."""
+    message = (
+        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt and asks for "
+        f"{num_generated}: shorten the prompt or lower max_tokens"
+    )
+    return ApiError(message, param=param, code="context_length_exceeded")

@@ -1,0 +1,88 @@
+"""The log lines about requests: one for each prompt that ended and each call that was refused, and what else is said of
+a request, all with its id.
+
+The id is a field `request_id` of the record, so that structured logs have it apart from the message; the record's other
+fields are the line's figures. No prompt, no text of an answer, no key and no message that may repeat one is in them.
+Knows no handlers: `cluster.logs` says where lines go and in which form. Called by `router.request.request_run` and
+`router.http.app`.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from contextvars import Context
+from functools import partial
+from typing import Any
+
+from pdserve.configs.schema import LogConfig
+from pdserve.router.errors import ApiError
+from pdserve.router.request.timeline import LegReport, PromptTimeline
+from pdserve.router.times import rounded
+
+logger = logging.getLogger("pdserve.requests")
+
+
+def log_of(to: logging.Logger, level: int, request_id: str, message: str, *args: object, **options: Any) -> None:
+    """A line about a request; options: of `Logger.log`, where `extra` gives further fields. Written in a context of its
+    own: a server around this router (Serve) may put the id of its context over ours."""
+    if to.isEnabledFor(level):
+        options["extra"] = {"request_id": request_id} | (options.get("extra") or {})
+        Context().run(partial(to.log, level, message, *args, stacklevel=2, **options))
+
+
+class RequestLog:
+    """model: as clients name it."""
+
+    def __init__(self, model: str, config: LogConfig) -> None:
+        self._model = model
+        self._config = config
+
+    @property
+    def wanted(self) -> bool:
+        return self._config.requests and logger.isEnabledFor(logging.INFO)
+
+    def ended(self, report: PromptTimeline, finish_reasons: Sequence[str | None], tpot_s: float | None) -> None:
+        """A prompt came to its end, whatever that was. finish_reasons: of its choices; None: it has none. tpot_s: mean
+        over its choices."""
+        prefill = _last(report.legs, "prefill")
+        decode = _last(report.legs, "decode", "full")
+        first_s, arrivals = report.first_token_s, [kv for leg in report.legs for kv in leg.kv]
+        fields = {
+            "model": self._model,
+            "prompt": report.prompt,
+            "outcome": report.outcome,
+            "finish_reasons": list(finish_reasons),
+            "prompt_tokens": report.prompt_tokens,
+            "cached_tokens": report.cached_tokens,
+            "generated_tokens": report.generated_tokens,
+            "ttft_s": None if first_s is None else rounded(report.admission_s + first_s),
+            "tpot_s": None if tpot_s is None else rounded(tpot_s),
+            "total_s": rounded(report.admission_s + report.total_s),
+            "queue_s": rounded(sum(leg.queue_s or 0.0 for leg in report.legs)),
+            "prefill_worker": None if prefill is None else prefill.worker,
+            "decode_worker": None if decode is None else decode.worker,
+            "kv_source": arrivals[-1].source if arrivals else None,
+            "attempts": len(report.legs),
+            "failovers": report.failovers,
+        }
+        self._write(report.request_id, f"request {report.request_id} ended: {report.outcome}", fields)
+
+    def refused(self, request_id: str, error: ApiError) -> None:
+        """A call was answered with an error before it was a prompt that could end."""
+        if self.wanted:
+            fields = {"model": self._model, "outcome": "refused", "status": error.status, "reason": error.reason}
+            if error.retry_after is not None:
+                fields["retry_after_s"] = error.retry_after
+            self._write(request_id, f"request {request_id} refused", {**fields, **error.figures})
+
+    def _write(self, request_id: str, message: str, fields: Mapping[str, object]) -> None:
+        if self._config.format == "text":
+            message += " " + " ".join(f"{name}={_plain(value)}" for name, value in fields.items() if name != "outcome")
+        log_of(logger, logging.INFO, request_id, "%s", message, extra=fields)
+
+
+def _last(legs: Sequence[LegReport], *phases: str) -> LegReport | None:
+    return next((leg for leg in reversed(legs) if leg.phase in phases), None)
+
+
+def _plain(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
