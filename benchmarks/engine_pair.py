@@ -1,8 +1,8 @@
 """A prefill and a decode engine in processes of their own, a device each, and a router by hand: no Ray, no HTTP.
 
-Starts engine hosts as cluster.engine_actor does, introduces them, and sends what router.dispatch would send, when it
-would. Says when each event arrived, by this process's perf_counter; measures nothing. Torch-free, so that the engines'
-processes choose their device before torch loads. Used by benchmarks/hand_off.py.
+Starts engine hosts as cluster.deployments.engine_actor does, introduces them, and sends what router.request.request_run
+would send, when it would. Says when each event arrived, by this process's perf_counter; measures nothing. Torch-free,
+so that the engines' processes choose their device before torch loads. Used by benchmarks/hand_off.py.
 """
 
 import asyncio

@@ -56,7 +56,7 @@ class _Choice:
 
 class PacedEngine:
     """role: "prefill", "decode" or "both". step_s: of a decode step. max_model_len: what Hello says. The methods of
-    `cluster.engine_actor.Host`.
+    `cluster.deployments.engine_actor.Host`.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.background.garbage import GarbageCollector
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import append, check_writable, circumstances
-from pdserve.cluster.http_server import Address, HttpServer
+from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.http.app import build_app

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from pdserve.cluster.ray_settings import settings
+from pdserve.cluster.operate.ray_settings import settings
 
 REPOSITORY = Path(__file__).parent.parent
 CLI = [sys.executable, "-m", "pdserve.cluster.cli"]

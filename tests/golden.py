@@ -171,7 +171,7 @@ HELP = (["--help"], ["up", "--help"], ["doctor", "--help"], ["bench", "--help"],
 
 
 def surface_cases() -> Iterator[Case]:
-    from pdserve.cluster.cluster_file import load
+    from pdserve.cluster.operate.cluster_file import load
     from pdserve.configs.schema import ClusterConfig
 
     yield "surface configuration", ClusterConfig.model_json_schema()

@@ -19,8 +19,8 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from pdserve.cluster.app import build_at
-from pdserve.cluster.http_server import Address
-from pdserve.cluster.ray_settings import settings
+from pdserve.cluster.deployments.http_server import Address
+from pdserve.cluster.operate.ray_settings import settings
 from pdserve.configs.schema import ClusterConfig
 
 READY_S = 180.0

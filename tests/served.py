@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from shell import ShellLink
 from waiting import until_async
 
-from pdserve.cluster.http_server import Address, HttpServer
+from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState

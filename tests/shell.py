@@ -1,8 +1,9 @@
 """A worker's shell without Ray: several routers, in processes of their own, reach one engine host over a unix socket.
 
 `run_shell` runs in a thread of the host's process and passes bytes between routers and the engine, as
-cluster.worker_replica does. `ShellLink` is router.link.WorkerLink over it, `watch` keeps a fleet equal to the sockets
-of a folder. A connection opens with its purpose, `commands` or `events router_id session`; frames are length-prefixed.
+cluster.deployments.worker_replica does. `ShellLink` is router.fleet.link.WorkerLink over it, `watch` keeps a fleet
+equal to the sockets of a folder. A connection opens with its purpose, `commands` or `events router_id session`; frames
+are length-prefixed.
 """
 
 import asyncio

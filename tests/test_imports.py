@@ -85,6 +85,10 @@ def modules(*rooms: str) -> list[str]:
 def test_router_and_shell_need_no_torch() -> None:
     names = modules("router", "text", "configs", "protocol", "background")
     names += ["pdserve.worker.engine_client", "pdserve.bench.cli", "pdserve.bench.load"]
-    names += ["pdserve.cluster.worker_replica", "pdserve.cluster.router_replica", "pdserve.cluster.client"]
+    names += [
+        "pdserve.cluster.deployments.worker_replica",
+        "pdserve.cluster.deployments.router_replica",
+        "pdserve.cluster.client",
+    ]
     code = f"import sys\nfor n in {names}: __import__(n)\nassert 'torch' not in sys.modules, 'torch was imported'"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

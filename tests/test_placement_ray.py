@@ -23,11 +23,12 @@ from ray.cluster_utils import Cluster
 from ray.serve.schema import ServeDeploySchema
 from ray.util import placement_group, remove_placement_group
 
-from pdserve.cluster import checks, room
 from pdserve.cluster.app import assemble, build
-from pdserve.cluster.cluster_file import BUILDER
-from pdserve.cluster.ray_settings import settings
-from pdserve.cluster.room import NoRoom, await_room
+from pdserve.cluster.operate import checks
+from pdserve.cluster.operate.cluster_file import BUILDER
+from pdserve.cluster.operate.ray_settings import settings
+from pdserve.cluster.placement import capacity
+from pdserve.cluster.placement.capacity import NoRoom, await_room
 from pdserve.configs.schema import ClusterConfig
 
 pytestmark = pytest.mark.slow
@@ -90,7 +91,7 @@ def landed() -> Counter[tuple[str, str]]:
 
 
 def found_before_the_start(config: ClusterConfig) -> list[str]:
-    return [text for _, text in checks.room(config, checks.Place(room.nodes(), is_here=False))]
+    return [text for _, text in checks.room(config, checks.Place(capacity.nodes(), is_here=False))]
 
 
 def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
@@ -108,7 +109,9 @@ def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
         ("engine", "decode"): 2,
         ("engine", "decoders"): 1,
     }
-    until(lambda: not any(node.free.get("decoder") for node in room.nodes() if node.labels.get("role") != "prefill"))
+    until(
+        lambda: not any(node.free.get("decoder") for node in capacity.nodes() if node.labels.get("role") != "prefill")
+    )
     await_room(config)  # of an update: what runs makes way
     serve.delete("placed")
     until(lambda: "placed" not in serve.status().applications)
@@ -126,7 +129,7 @@ def test_room_that_others_hold_is_waited_for(cluster: Cluster, monkeypatch: pyte
     config = ClusterConfig.model_validate(PLACED)
     held = placement_group([{"decoder": 1}] * 3, bundle_label_selector=[{"role": "!prefill"}] * 3)
     assert held.wait(10)
-    until(lambda: sum(node.free.get("decoder", 0) for node in room.nodes()) == 4)
+    until(lambda: sum(node.free.get("decoder", 0) for node in capacity.nodes()) == 4)
     assert found_before_the_start(config) == []
     began = time.monotonic()
     with pytest.raises(NoRoom, match=r"within 2 s \(placement_deadline_s\)(.|\n)*decode: 3 replicas.*room for 0"):

@@ -14,16 +14,15 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.context import _get_global_client
 from ray.serve.exceptions import RayServeException
 
-from pdserve.cluster.checks import has_keys, is_open, open_door
-from pdserve.cluster.client import ROUTER
-from pdserve.cluster.counts import DEPLOYMENTS
-from pdserve.cluster.engine_actor import ENGINE_HOST
-from pdserve.cluster.http_server import Address
-from pdserve.cluster.logs import serve_logging
-from pdserve.cluster.placement import CRUMB, worker_bundles
-from pdserve.cluster.room import await_room
-from pdserve.cluster.router_replica import RouterReplica
-from pdserve.cluster.worker_replica import WorkerReplica
+from pdserve.cluster.access import has_keys, is_open, open_door
+from pdserve.cluster.deployments.engine_actor import ENGINE_HOST
+from pdserve.cluster.deployments.http_server import Address
+from pdserve.cluster.deployments.logs import serve_logging
+from pdserve.cluster.deployments.router_replica import RouterReplica
+from pdserve.cluster.deployments.worker_replica import WorkerReplica
+from pdserve.cluster.names import DEPLOYMENTS, ROUTER
+from pdserve.cluster.placement.capacity import await_room
+from pdserve.cluster.placement.placement import CRUMB, worker_bundles
 from pdserve.configs.schema import ClusterConfig, WorkerKey
 
 logger = logging.getLogger("ray.serve")
@@ -37,7 +36,7 @@ COMMON: dict[str, Any] = {
     "health_check_timeout_s": 15.0,
     "graceful_shutdown_wait_loop_s": 0.2,
 }
-PINNED: dict[str, Any] = {"request_router_class": "pdserve.cluster.addressing:PinRouter"}
+PINNED: dict[str, Any] = {"request_router_class": "pdserve.cluster.links.addressing:PinRouter"}
 ROUTER_SHUTDOWN_S = 60.0  # for answers that are being written
 # Behind router.drain_s: routers have moved by then what had not ended, and closed their streams.
 WORKER_SHUTDOWN_S = 30.0
@@ -76,7 +75,7 @@ def build_at(args: ClusterConfig, address: Address | None) -> Application:
 
 
 def assemble(config: ClusterConfig, engine_host: str, address: Address | None = None) -> Application:
-    """engine_host: import path of the class that an engine process runs (`cluster.engine_actor.Host`)."""
+    """engine_host: import path of the class that an engine process runs (`cluster.deployments.engine_actor.Host`)."""
     config = resolve_model(config)
     handles = [worker_deployment(config, key, engine_host) for key in config.worker_keys]
     return router_deployment(config).bind(config, address, *handles)

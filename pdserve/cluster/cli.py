@@ -1,9 +1,9 @@
 """The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing,
-`pdserve bench` measures, `pdserve workers | role | scale` look at a running one and change it (cluster.operate),
+`pdserve bench` measures, `pdserve workers | role | scale` look at a running one and change it (`operate.commands`),
 `pdserve dashboard` prints one for Grafana.
 
-Knows the options and which module does what. Imports Ray nowhere (for `cluster.ray_settings`' reason). Entry point
-`main`, see pyproject.toml.
+Knows the options and which module does what. Imports Ray nowhere (for `cluster.operate.ray_settings`' reason). Entry
+point `main`, see pyproject.toml.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from pathlib import Path
 
 from pdserve.bench.cli import add_bench_arguments, run_bench
 from pdserve.bench.option_values import POSITIVE, integer
-from pdserve.cluster.checks import MAX_PORT
-from pdserve.cluster.dashboard import dashboard
-from pdserve.cluster.doctor import doctor
-from pdserve.cluster.operate import COMMANDS, add_operator_arguments, run_operator
-from pdserve.cluster.ray_settings import SETTINGS
-from pdserve.cluster.up import up
+from pdserve.cluster.operate.checks import MAX_PORT
+from pdserve.cluster.operate.commands import COMMANDS, add_operator_arguments, run_operator
+from pdserve.cluster.operate.dashboard import dashboard
+from pdserve.cluster.operate.doctor import doctor
+from pdserve.cluster.operate.ray_settings import SETTINGS
+from pdserve.cluster.operate.up import up
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -20,8 +20,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from pdserve.cluster.framing import Joiner
-from pdserve.cluster.handle_api import (
+from pdserve.cluster.links.framing import Joiner
+from pdserve.cluster.links.handle_api import (
     Answer,
     Ask,
     ChangeRole,
@@ -38,6 +38,7 @@ from pdserve.cluster.handle_api import (
     decode_outcome,
     encode,
 )
+from pdserve.cluster.names import ROUTER
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
@@ -45,7 +46,6 @@ from pdserve.router.request.request_run import Chunk
 from pdserve.router.request.timeline import PromptTimeline
 
 APP_NAME = "pdserve"
-ROUTER = "Router"
 MAX_IN_FLIGHT = 256
 CLOSED = "this client is closed: make a new one with connect()"
 OPTIONS: dict[str, type] = {"cache_salt": str, "priority": int, "session_id": str}

@@ -6,7 +6,7 @@
 (In brackets: only where there is something to do. `process` and `connection` belong to the replica
 that owns the engine's process.) The thread that starts the engine reports here; another one may look
 at any time. Each stage is logged. Torch-free; knows no deadlines: `configs.schema.StartConfig` has
-them, and `cluster.engine_start` watches over them.
+them, and `cluster.deployments.engine_start` watches over them.
 """
 
 import logging

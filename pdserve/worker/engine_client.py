@@ -3,7 +3,7 @@
 A zmq PAIR over ipc. Down: `[encoded Command]`. Up: `[target, encoded EventBatch]`, where target is
 `router_id/session`, or `*` for every subscribed router. Batches pass through as bytes: nothing is decoded here. Knows
 no Ray and no torch; single-threaded: all methods belong to the event loop that made the client. Called by
-`cluster.worker_replica`, and by tests that need no Ray.
+`cluster.deployments.worker_replica`, and by tests that need no Ray.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """One rank's engine process: builds the engine, its connector, its KV pool and the worker loop, and carries their bytes
 over zmq.
 
-The plain class under the Ray actor of cluster.engine_actor; tests run it in a thread or a process without Ray. Knows no
-Ray. Wire: a zmq PAIR bound to `address`; frames `[command]` in, `[target, batch]` out, all msgspec.
+The plain class under the Ray actor of cluster.deployments.engine_actor; tests run it in a thread or a process without
+Ray. Knows no Ray. Wire: a zmq PAIR bound to `address`; frames `[command]` in, `[target, batch]` out, all msgspec.
 """
 
 import logging

@@ -16,8 +16,8 @@ AWAITED = {
     "background/tasks.py",
     "bench/load.py",
     "cluster/client.py",
-    "cluster/engine_start.py",
-    "cluster/worker_replica.py",
+    "cluster/deployments/engine_start.py",
+    "cluster/deployments/worker_replica.py",
     "router/http/app.py",
     "router/request/service.py",
 }

@@ -22,7 +22,7 @@ from waiting import until
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.client import Client, ClusterError, connect
-from pdserve.cluster.http_server import Address
+from pdserve.cluster.deployments.http_server import Address
 from pdserve.configs.schema import ClusterConfig
 from pdserve.protocol.sampling_params import SamplingParams
 

@@ -12,8 +12,8 @@ from router import workers
 from router.workers import made
 from waiting import until_async
 
-from pdserve.cluster import autoscaler
-from pdserve.cluster.autoscaler import Autoscaler
+from pdserve.cluster.scaling import autoscaler
+from pdserve.cluster.scaling.autoscaler import Autoscaler
 from pdserve.cluster.scaling.demand import Scaler
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import CannotScale, Count

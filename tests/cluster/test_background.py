@@ -12,15 +12,17 @@ from router.workers import made
 
 from pdserve.background import tasks
 from pdserve.background.tasks import FAILURES
-from pdserve.cluster import autoscaler, decode_guard, links, metrics_bridge, worker_replica
-from pdserve.cluster.autoscaler import Autoscaler
-from pdserve.cluster.batching import Batcher
-from pdserve.cluster.decode_guard import DecodeGuard
-from pdserve.cluster.http_server import Address, HttpServer
-from pdserve.cluster.links import MembershipWatcher
-from pdserve.cluster.membership import publish
-from pdserve.cluster.metrics_bridge import MetricsBridge
-from pdserve.cluster.worker_replica import WorkerReplica
+from pdserve.cluster.deployments import metrics_bridge, worker_replica
+from pdserve.cluster.deployments.http_server import Address, HttpServer
+from pdserve.cluster.deployments.metrics_bridge import MetricsBridge
+from pdserve.cluster.deployments.worker_replica import WorkerReplica
+from pdserve.cluster.links import serve_links
+from pdserve.cluster.links.batching import Batcher
+from pdserve.cluster.links.membership import publish
+from pdserve.cluster.links.serve_links import MembershipWatcher
+from pdserve.cluster.scaling import autoscaler, decode_guard
+from pdserve.cluster.scaling.autoscaler import Autoscaler
+from pdserve.cluster.scaling.decode_guard import DecodeGuard
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import Count
 from pdserve.router.fleet.link import WorkerLink
@@ -31,7 +33,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
     for module in (autoscaler, decode_guard, metrics_bridge):
         monkeypatch.setattr(module, "PERIOD_S", 0.001)
-    monkeypatch.setattr(links, "REJOIN_S", 0.001)
+    monkeypatch.setattr(serve_links, "REJOIN_S", 0.001)
 
 
 @pytest.fixture
@@ -78,7 +80,7 @@ async def test_joins_and_leaves_go_on(monkeypatch: pytest.MonkeyPatch, failures:
         stands_for: Any = SimpleNamespace(worker_id=worker_id)
         return stands_for
 
-    monkeypatch.setattr(links, "ServeLink", link)
+    monkeypatch.setattr(serve_links, "ServeLink", link)
     handle: Any = SimpleNamespace(
         deployment_id=SimpleNamespace(app_name="background", name="Decode"), options=lambda **_: None
     )

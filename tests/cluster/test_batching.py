@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pdserve.cluster.batching import MAX_CALLS, Batcher
+from pdserve.cluster.links.batching import MAX_CALLS, Batcher
 
 
 class Calls:

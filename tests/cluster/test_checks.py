@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import yaml
 
-from pdserve.cluster import checks, cli
-from pdserve.cluster.checks import Place
-from pdserve.cluster.cluster_file import BUILDER, ClusterFile
-from pdserve.cluster.placement import Node
-from pdserve.cluster.ray_settings import settings
+from pdserve.cluster import cli
+from pdserve.cluster.operate import checks
+from pdserve.cluster.operate.checks import Place
+from pdserve.cluster.operate.cluster_file import BUILDER, ClusterFile
+from pdserve.cluster.operate.ray_settings import settings
+from pdserve.cluster.placement.placement import Node
 from pdserve.configs.schema import ClusterConfig
 
 ROOT = Path(__file__).parents[2]

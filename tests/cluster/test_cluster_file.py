@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from pdserve.cluster import cli
-from pdserve.cluster.cluster_file import BUILDER, load
-from pdserve.cluster.ray_settings import settings
+from pdserve.cluster.operate.cluster_file import BUILDER, load
+from pdserve.cluster.operate.ray_settings import settings
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = [ROOT / "cluster.yaml", *sorted((ROOT / "pdserve/configs").glob("*.yaml"))]

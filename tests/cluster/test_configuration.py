@@ -8,14 +8,14 @@ import pytest
 from pydantic import ValidationError
 
 from pdserve.cluster import cli
-from pdserve.cluster.cluster_file import load
-from pdserve.cluster.framing import PIECE_BYTES, Joiner, cut
-from pdserve.cluster.http_server import Address
-from pdserve.cluster.membership import Members, listen, publish
-from pdserve.cluster.placement import Node, described, has_labels, unplaceable, worker_bundles
-from pdserve.cluster.ray_settings import settings
-from pdserve.cluster.readiness import last_error
-from pdserve.cluster.up import greeting, own_address, serve_options
+from pdserve.cluster.deployments.http_server import Address
+from pdserve.cluster.links.framing import PIECE_BYTES, Joiner, cut
+from pdserve.cluster.links.membership import Members, listen, publish
+from pdserve.cluster.operate.cluster_file import load
+from pdserve.cluster.operate.ray_settings import settings
+from pdserve.cluster.operate.readiness import last_error
+from pdserve.cluster.operate.up import greeting, own_address, serve_options
+from pdserve.cluster.placement.placement import Node, described, has_labels, unplaceable, worker_bundles
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 ROOT = Path(__file__).parents[2]
@@ -173,7 +173,7 @@ def test_listeners_hear_the_present_and_each_change_once() -> None:
 
 @pytest.mark.processes
 def test_processes_without_an_engine_import_no_torch() -> None:
-    modules = ["worker_replica", "router_replica", "client", "app", "cli", "addressing", "links"]
+    modules = ["client", "app", "cli", "deployments.worker_replica", "deployments.router_replica", "links.serve_links"]
     imports = ", ".join(f"pdserve.cluster.{name}" for name in modules)
     check = f"import {imports}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from router.workers import made
 
-from pdserve.cluster.decode_guard import AGAIN_S, NONE_S, DecodeGuard
+from pdserve.cluster.scaling.decode_guard import AGAIN_S, NONE_S, DecodeGuard
 from pdserve.protocol.commands import SetRole
 from pdserve.router.fleet.worker_state import WorkerState
 

@@ -11,10 +11,10 @@ from clock import Clock
 from ray.exceptions import ActorDiedError, RayTaskError
 from waiting import until_async
 
-from pdserve.cluster import engine_start
-from pdserve.cluster.engine_start import EngineStart, StartError
-from pdserve.cluster.readiness import News, last_error, told
-from pdserve.cluster.start_board import StartRecord
+from pdserve.cluster.deployments import engine_start
+from pdserve.cluster.deployments.engine_start import EngineStart, StartError
+from pdserve.cluster.deployments.start_board import StartRecord
+from pdserve.cluster.operate.readiness import News, last_error, told
 from pdserve.configs.schema import StartConfig, WorkerConfig
 from pdserve.protocol.start_progress import Progress, Stage
 
@@ -216,6 +216,7 @@ def test_serves_messages_are_said_once_with_the_reason() -> None:
     assert list(news.of_serve(deployments(Decode=failed, Router=""))) == []
     assert told("waits for 30 s.\nThis may be slow.") == "waits for 30 s.\nThis may be slow."
     chained = (
-        "RayTaskError: x\nValueError: first\n\nThe above\n\npdserve.cluster.engine_start.StartError: worker Decode#x"
+        "RayTaskError: x\nValueError: first\n\nThe above\n\n"
+        "pdserve.cluster.deployments.engine_start.StartError: worker Decode#x"
     )
-    assert last_error(chained) == "pdserve.cluster.engine_start.StartError: worker Decode#x"
+    assert last_error(chained) == "pdserve.cluster.deployments.engine_start.StartError: worker Decode#x"

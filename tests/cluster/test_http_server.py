@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from waiting import stays_async
 
-from pdserve.cluster import http_server
-from pdserve.cluster.http_server import Address, HttpServer
+from pdserve.cluster.deployments import http_server
+from pdserve.cluster.deployments.http_server import Address, HttpServer
 
 ANYWHERE = Address("127.0.0.1", 0)
 

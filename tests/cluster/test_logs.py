@@ -18,8 +18,8 @@ from ray import serve
 from waiting import until
 
 from pdserve.cluster import app as cluster_app
-from pdserve.cluster.http_server import Address
-from pdserve.cluster.logs import log_to_stderr, serve_logging
+from pdserve.cluster.deployments.http_server import Address
+from pdserve.cluster.deployments.logs import log_to_stderr, serve_logging
 from pdserve.configs.schema import ClusterConfig, LogConfig
 
 FAKE = "fake_engine_host:FakeEngineHost"

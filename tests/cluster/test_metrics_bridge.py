@@ -12,8 +12,8 @@ from ray import serve
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.client import Client, connect
-from pdserve.cluster.http_server import Address
-from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
+from pdserve.cluster.deployments.http_server import Address
+from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
 from pdserve.configs.schema import ClusterConfig
 from pdserve.protocol.metric_families import MetricFamily, Sample
 from pdserve.protocol.sampling_params import SamplingParams
@@ -115,7 +115,7 @@ async def test_counters_go_by_what_they_gained(monkeypatch: pytest.MonkeyPatch) 
         set = inc
 
     for kind in ("Counter", "Gauge"):
-        monkeypatch.setattr(f"pdserve.cluster.metrics_bridge.{kind}", Instrument)
+        monkeypatch.setattr(f"pdserve.cluster.deployments.metrics_bridge.{kind}", Instrument)
     totals, roles = {"a": 0.0, "b": 2.0}, ["prefill", "prefill", "decode", "decode"]
 
     def source() -> Exposed:

@@ -11,11 +11,11 @@ import httpx
 import pytest
 from router.fake_worker import FakeWorker, World
 
-from pdserve.cluster import router_replica
 from pdserve.cluster.client import _ask
-from pdserve.cluster.handle_api import Whole, decode_answer, encode
-from pdserve.cluster.http_server import Address
-from pdserve.cluster.router_replica import RouterReplica
+from pdserve.cluster.deployments import router_replica
+from pdserve.cluster.deployments.http_server import Address
+from pdserve.cluster.deployments.router_replica import RouterReplica
+from pdserve.cluster.links.handle_api import Whole, decode_answer, encode
 from pdserve.configs.schema import ClusterConfig
 from pdserve.protocol.sampling_params import SamplingParams
 

@@ -13,7 +13,7 @@ from cluster.test_http_server import named, opened
 from router.conftest import make, tokenizer
 from router.harness import MODEL, Harness, until
 
-from pdserve.cluster.http_server import Address, HttpServer
+from pdserve.cluster.deployments.http_server import Address, HttpServer
 
 Make = Callable[..., Harness]
 TIMEOUT_S = 1.0

@@ -7,8 +7,8 @@ import pytest
 from ray import serve
 
 from pdserve.cluster import app as cluster_app
-from pdserve.cluster import start_board
-from pdserve.cluster.readiness import until_ready
+from pdserve.cluster.deployments import start_board
+from pdserve.cluster.operate.readiness import until_ready
 from pdserve.configs.schema import ClusterConfig
 
 FAKE = "fake_engine_host:FakeEngineHost"

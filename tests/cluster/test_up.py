@@ -20,7 +20,7 @@ import psutil
 import pytest
 import yaml
 
-from pdserve.cluster.ray_settings import has_haproxy
+from pdserve.cluster.operate.ray_settings import has_haproxy
 
 ROOT = Path(__file__).parents[2]
 

@@ -20,8 +20,8 @@ from ray.serve.handle import DeploymentHandle
 from waiting import until_async
 
 from pdserve.cluster import app as cluster_app
-from pdserve.cluster import links
-from pdserve.cluster.links import MembershipWatcher, ServeLink
+from pdserve.cluster.links import serve_links
+from pdserve.cluster.links.serve_links import MembershipWatcher, ServeLink
 from pdserve.configs.schema import ClusterConfig
 from pdserve.protocol.codec import decode_batch
 from pdserve.protocol.commands import Cancel, Start, Submit
@@ -136,7 +136,7 @@ async def test_an_unknown_worker_is_not_waited_for(
     members: Members, decode: DeploymentHandle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for deadline in ("SEND_DEADLINE_S", "HELLO_DEADLINE_S"):
-        monkeypatch.setattr(links, deadline, 600.0)
+        monkeypatch.setattr(serve_links, deadline, 600.0)
     link = ServeLink(decode, "Decode#nobody")
     async with asyncio.timeout(60):
         with pytest.raises(WorkerLost, match="Decode#nobody is not among the running replicas"):
@@ -147,7 +147,7 @@ async def test_an_unknown_worker_is_not_waited_for(
 
 async def test_a_worker_that_stands_still_is_not_waited_for(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
     link = next(iter(members.links.values()))
-    monkeypatch.setattr(links, "HELLO_DEADLINE_S", 0.5)
+    monkeypatch.setattr(serve_links, "HELLO_DEADLINE_S", 0.5)
     pid = replica_pid(link)
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -192,7 +192,7 @@ async def test_a_killed_router_process_is_a_lost_router(members: Members, journa
     script = """
         import asyncio, sys, ray
         from ray import serve
-        from pdserve.cluster.links import ServeLink
+        from pdserve.cluster.links.serve_links import ServeLink
         from pdserve.protocol.events import decode_batch
         ray.init(address=sys.argv[1], log_to_driver=False, namespace="serve")
         async def main():

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from router.harness import MODEL, Harness
 
-from pdserve.cluster.http_server import Address, HttpServer
+from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.schema import RouterConfig
 from pdserve.router.http.openai.openapi import openapi_document
 from pdserve.router.http.openai.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest

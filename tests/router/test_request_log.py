@@ -11,7 +11,7 @@ from clock import Clock
 from router.fake_worker import FakeWorker
 from router.harness import Harness
 
-from pdserve.cluster.logs import JsonFormatter
+from pdserve.cluster.deployments.logs import JsonFormatter
 from pdserve.configs.schema import LogConfig
 from pdserve.router.request.request_log import RequestLog
 

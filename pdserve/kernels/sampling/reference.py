@@ -17,8 +17,9 @@ def draw_tokens(
     """One token id a row of logits [R, V] (float32, float16, bfloat16): int32 [R].
 
     temperature float32 [R]: 0 takes the best of the logits, the lowest id where several are; None: 0 for all. Above 0
-    the token is drawn from softmax(logits / temperature), with the row's `keys` (int32 [R], engine.randomness), by the
-    Gumbel-max trick: argmax(logits / temperature + gumbel). cut (`cut_tokens`) limits the tokens to draw from.
+    the token is drawn from softmax(logits / temperature), with the row's `keys` (int32 [R],
+    engine.sampling.randomness), by the Gumbel-max trick: argmax(logits / temperature + gumbel). cut (`cut_tokens`)
+    limits the tokens to draw from.
     """
     if temperature is None:
         return logits.argmax(dim=-1).int()

@@ -1,7 +1,7 @@
 """The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a Pool over it.
 
 For setups of one process and for tests, which can make the server slow, frozen, dead or wrong (`PoolFaults`) and so
-drive every branch of `pool.py`. Pools of one process share chunks when they share the server.
+drive every branch of `operations.py`. Pools of one process share chunks when they share the server.
 """
 
 import threading

@@ -1,8 +1,9 @@
 """How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher that tells the fleet
 who is there.
 
-Knows no tokens. `ServeLink` is `router.fleet.link.WorkerLink` over a deployment handle whose calls `cluster.addressing`
-delivers to the named replica; whatever goes wrong with Ray comes out as WorkerLost. Used by `cluster.router_replica`.
+Knows no tokens. `ServeLink` is `router.fleet.link.WorkerLink` over a deployment handle whose calls
+`cluster.links.addressing` delivers to the named replica; whatever goes wrong with Ray comes out as WorkerLost. Used by
+`cluster.deployments.router_replica`.
 """
 
 import asyncio
@@ -19,10 +20,10 @@ from ray.serve.handle import DeploymentHandle
 
 from pdserve.background.patience import patience
 from pdserve.background.tasks import keep
-from pdserve.cluster.addressing import board_key
-from pdserve.cluster.batching import Batcher
-from pdserve.cluster.framing import Joiner
-from pdserve.cluster.membership import Listener, Members, listen
+from pdserve.cluster.links.addressing import board_key
+from pdserve.cluster.links.batching import Batcher
+from pdserve.cluster.links.framing import Joiner
+from pdserve.cluster.links.membership import Listener, Members, listen
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command
 from pdserve.router.fleet.link import WorkerLink, WorkerLost

@@ -5,7 +5,7 @@ A counter goes as a Ray counter, by what it gained since the last time. A histog
 takes single observations and its agent replays each at its bucket's middle: a call and a loop turn a token, and sums
 that are not true. Gauges that are not set for two of Ray's report intervals vanish, so those of a dead process do.
 
-Knows no families by name. Used by `cluster.router_replica` and `cluster.worker_replica`.
+Knows no families by name. Used by `cluster.deployments.router_replica` and `cluster.deployments.worker_replica`.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """`pdserve doctor`: what this machine lacks, and what keeps a cluster.yaml from working.
 
 With RAY_ADDRESS in the environment the nodes of that cluster count, otherwise this machine. The checks
-of the file are those of `pdserve up` (`cluster.checks`). Imports Ray inside functions only (for
-`cluster.ray_settings`' reason).
+of the file are those of `pdserve up` (`cluster.operate.checks`). Imports Ray inside functions only (for
+`cluster.operate.ray_settings`' reason).
 """
 
 import importlib.metadata
@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdserve.cluster import checks
-from pdserve.cluster.checks import Finding, Place
-from pdserve.cluster.cluster_file import load
-from pdserve.cluster.ray_settings import SETTINGS, has_haproxy
+from pdserve.cluster.operate import checks
+from pdserve.cluster.operate.checks import Finding, Place
+from pdserve.cluster.operate.cluster_file import load
+from pdserve.cluster.operate.ray_settings import SETTINGS, has_haproxy
 
 
 def doctor(path: Path) -> int:
@@ -56,7 +56,7 @@ def _place() -> Place:
     os.environ.setdefault("RAY_AUTH_MODE", SETTINGS["RAY_AUTH_MODE"][0])  # as `up` does
     import ray
 
-    from pdserve.cluster.room import nodes
+    from pdserve.cluster.placement.capacity import nodes
 
     ray.init(namespace="serve", log_to_driver=False)
     try:

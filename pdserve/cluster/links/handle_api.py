@@ -2,7 +2,7 @@
 
 One call a prompt: an `Ask` goes in, a stream of answers comes out; one call an operator's `Order`, with one `Outcome`.
 Bytes on the wire, so that both ends need only agree on these types. Used by `cluster.client` and
-`cluster.router_replica`. Torch-free, knows no Ray.
+`cluster.deployments.router_replica`. Torch-free, knows no Ray.
 """
 
 import msgspec

@@ -2,7 +2,7 @@
 
 Serve ignores keys that it does not know. Here every key of every level must be one of the installed
 Serve's, so that a misspelt `args` is an error and not a cluster of defaults. Imports Ray inside
-functions only (for `cluster.ray_settings`' reason). Used by `pdserve up` and `pdserve doctor`.
+functions only (for `cluster.operate.ray_settings`' reason). Used by `pdserve up` and `pdserve doctor`.
 """
 
 import difflib

@@ -2,8 +2,8 @@
 routers.
 
 Knows no tokens, no torch and no GPU; messages stay encoded, but the Snapshots whose metrics it repeats to Ray. Used for
-both deployments, `Prefill` and `Decode`; made by `cluster.app`, called by `cluster.links`. The engine's end is the
-replica's end: Serve then starts a new one, which is a new incarnation.
+both deployments, `Prefill` and `Decode`; made by `cluster.app`, called by `cluster.links.serve_links`. The engine's end
+is the replica's end: Serve then starts a new one, which is a new incarnation.
 """
 
 import asyncio
@@ -22,13 +22,13 @@ from ray.exceptions import RayError
 from ray.util import get_current_placement_group, get_node_ip_address
 
 from pdserve.background.tasks import FAILURES, failed, once
-from pdserve.cluster import start_board
-from pdserve.cluster.addressing import worker_id_of
-from pdserve.cluster.engine_actor import ENGINE_HOST, create_engine_actor
-from pdserve.cluster.engine_start import EngineStart
-from pdserve.cluster.framing import cut
-from pdserve.cluster.logs import log_as_serve_does, own_file
-from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
+from pdserve.cluster.deployments import start_board
+from pdserve.cluster.deployments.engine_actor import ENGINE_HOST, create_engine_actor
+from pdserve.cluster.deployments.engine_start import EngineStart
+from pdserve.cluster.deployments.logs import log_as_serve_does, own_file
+from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
+from pdserve.cluster.links.addressing import worker_id_of
+from pdserve.cluster.links.framing import cut
 from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.codec import decode_batch
 from pdserve.protocol.events import Snapshot
@@ -89,7 +89,8 @@ class WorkerReplica:
             self._client.send_encoded(data)
 
     async def events(self, router_id: str, session: int, worker_id: str) -> AsyncGenerator[bytes, None]:
-        """The event stream of one router, in pieces (`cluster.framing`). Its end, however it comes, is a RouterLost."""
+        """The event stream of one router, in pieces (`cluster.links.framing`). Its end, however it comes, is a
+        RouterLost."""
         self._check_address(worker_id)
         batches = self._client.subscribe(router_id, session)
         try:

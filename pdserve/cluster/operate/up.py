@@ -3,7 +3,7 @@
 It differs from `serve run` in what it sets before Ray starts: Ray reads many of its settings once,
 when a process imports it. That is why this module imports Ray inside functions only.
 
-HTTP: on a Ray of its own, `up` lets the routers serve it themselves (cluster.http_server). With
+HTTP: on a Ray of its own, `up` lets the routers serve it themselves (cluster.deployments.http_server). With
 `--haproxy`, on a Ray that runs already (routers may be on other nodes), and for options that only
 Serve's server knows, Serve does.
 """
@@ -15,12 +15,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pdserve.cluster import checks
-from pdserve.cluster.checks import Place
-from pdserve.cluster.cluster_file import ClusterFile, load
-from pdserve.cluster.dashboard import place as place_dashboard
-from pdserve.cluster.http_server import KEEP_ALIVE_S, Address
-from pdserve.cluster.ray_settings import has_haproxy, settings
+from pdserve.cluster.deployments.http_server import KEEP_ALIVE_S, Address
+from pdserve.cluster.operate import checks
+from pdserve.cluster.operate.checks import Place
+from pdserve.cluster.operate.cluster_file import ClusterFile, load
+from pdserve.cluster.operate.dashboard import place as place_dashboard
+from pdserve.cluster.operate.ray_settings import has_haproxy, settings
 from pdserve.configs.schema import ClusterConfig
 
 
@@ -58,8 +58,8 @@ def _serve(file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float,
     from ray import serve
 
     from pdserve.cluster.app import build_at
-    from pdserve.cluster.readiness import until_ready
-    from pdserve.cluster.room import nodes
+    from pdserve.cluster.operate.readiness import until_ready
+    from pdserve.cluster.placement.capacity import nodes
 
     began = time.monotonic()
     http = file.http_options | ({} if port is None else {"port": port})

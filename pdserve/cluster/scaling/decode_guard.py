@@ -2,7 +2,7 @@
 
 Without, a cluster whose roles were changed answers 503 for ever when its only decoder dies: the successor has its
 deployment's role, which may be prefill. Works on the router of Serve's rank 0. Decides no counts and starts no worker.
-Made by `cluster.router_replica`.
+Made by `cluster.deployments.router_replica`.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """What each replica asks of Ray, and whether some node could give it.
 
-A worker is one placement group on one node: bundle 0 holds the replica, bundle 1 its engine rank with the GPU. Knows
-no Serve and asks no Ray. Used by `cluster.app` (to place) and `cluster.room` (to say what cannot be placed).
+A worker is one placement group on one node: bundle 0 holds the replica, bundle 1 its engine rank with the GPU. Knows no
+Serve and asks no Ray. Used by `cluster.app` (to place) and `cluster.placement.capacity` (to say what cannot be placed).
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,8 +1,8 @@
 """Where our log lines go and in which form: Serve's files for routers and worker shells, standard error for engines.
 
 Serve writes and formats the lines of its replicas; an engine's process is no replica, so its lines get a handler here,
-whose JSON has the same keys. Used by `cluster.app` (Serve's settings), `cluster.router_replica` and
-`cluster.engine_actor`.
+whose JSON has the same keys. Used by `cluster.app` (Serve's settings), `cluster.deployments.router_replica` and
+`cluster.deployments.engine_actor`.
 """
 
 import json

@@ -2,7 +2,7 @@
 
 It needs no process and no port, is reached from every node, and answers while the engine's process
 does not. A record goes when its worker serves, or fails in a way that its replica survives. Blocking
-calls. Written by `cluster.engine_start`, read by `cluster.readiness`.
+calls. Written by `cluster.deployments.engine_start`, read by `cluster.operate.readiness`.
 """
 
 import msgspec

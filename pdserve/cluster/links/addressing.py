@@ -1,8 +1,9 @@
 """Sends a Serve call to the one worker that it names, and posts on the process's board which workers there are.
 
 Serve makes a `PinRouter` in every process that holds a handle of a worker deployment. It pickles the class with this
-whole module by value, so state lives in `cluster.membership`, which is imported by name. Chooses nothing: which worker
-is named is the business of `router`. Used by `cluster.app` (configuration) and `cluster.links` (calls).
+whole module by value, so state lives in `cluster.links.membership`, which is imported by name. Chooses nothing: which
+worker is named is the business of `router`. Used by `cluster.app` (configuration) and `cluster.links.serve_links`
+(calls).
 
 Serve's own way (queue, probes, back-off) is stepped over on purpose: it matches pending calls by the id of the request
 that they serve, so two calls of one request to different replicas could be swapped, and a call to a replica that is
@@ -14,7 +15,7 @@ from typing import Any
 from ray.serve._private.common import DeploymentID, ReplicaID
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-from pdserve.cluster.membership import publish
+from pdserve.cluster.links.membership import publish
 from pdserve.router.fleet.link import WorkerLost
 
 PIN = "worker_id"  # the keyword argument that names the worker

@@ -3,7 +3,7 @@
 The proxy costs 6 to 8 ms of the time to the first token and more CPU a streamed token than the router itself: it hands
 each request over by gRPC, is called back for the body, and gets each piece of the answer by gRPC again. All routers of
 a node listen on one port, and the kernel spreads connections among them. Knows no routes. Used by
-`cluster.router_replica`.
+`cluster.deployments.router_replica`.
 
 Clients may be slow on purpose, or send what takes long to read. uvicorn limits neither the size of
 headers, nor their number, nor the time they take, so `_Guarded` does; it drops trailers, which uvicorn

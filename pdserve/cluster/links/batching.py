@@ -1,7 +1,7 @@
 """Joins messages to one receiver into fewer calls: what is sent while calls are under way goes with the next one.
 
 A Serve call costs its caller about 0.7 ms of CPU, whatever it carries; a lone message leaves at once. Knows no Ray.
-Used by `cluster.links`.
+Used by `cluster.links.serve_links`.
 """
 
 import asyncio

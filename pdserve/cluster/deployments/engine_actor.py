@@ -1,8 +1,8 @@
 """The Ray actor around one rank's engine: its process, its GPU, nothing else.
 
 Thin on purpose: the engine is `worker.host.EngineHost`, which knows no Ray. This module imports no torch; the actor's
-process does, when the host is loaded. Created by `cluster.worker_replica`, which owns it: the replica's death is the
-actor's end.
+process does, when the host is loaded. Created by `cluster.deployments.worker_replica`, which owns it: the replica's
+death is the actor's end.
 """
 
 import gc
@@ -14,7 +14,7 @@ import ray
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pdserve.cluster.logs import log_to_stderr
+from pdserve.cluster.deployments.logs import log_to_stderr
 from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import Progress, StartProgress
 

@@ -2,7 +2,7 @@
 
 `pdserve doctor` prints all findings; `pdserve up` prints the hints and stops at errors. A check asks
 this machine and the nodes that it is given; it starts nothing. Imports Ray inside functions only
-(for `cluster.ray_settings`' reason).
+(for `cluster.operate.ray_settings`' reason).
 """
 
 import socket
@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pdserve.cluster.cluster_file import ClusterFile
-from pdserve.cluster.placement import Node, described, resource_names, unplaceable
+from pdserve.cluster.access import has_keys, is_open, open_door
+from pdserve.cluster.operate.cluster_file import ClusterFile
+from pdserve.cluster.placement.placement import Node, described, resource_names, unplaceable
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig, WorkerKey
 from pdserve.models.checkpoint import resolve_folder, tensor_entries, weight_files
 from pdserve.models.config import read_spec
@@ -86,22 +87,6 @@ def listener(file: ClusterFile) -> Iterator[Finding]:
         )
     if is_open(host) and not has_keys(config):
         yield "hint", open_door(host)
-
-
-def is_open(host: str) -> bool:
-    """Whether other machines can reach it."""
-    return host not in ("localhost", "::1") and not host.startswith("127.")
-
-
-def has_keys(config: ClusterConfig) -> bool:
-    return bool(config.router.api_key_env or config.router.api_keys_file)
-
-
-def open_door(host: str) -> str:
-    return (
-        f"http_options.host {host} can be reached from elsewhere, and everybody may ask: set "
-        "router.api_keys_file or router.api_key_env (docs/security.md)"
-    )
 
 
 def port_is_free(host: str, port: object) -> Iterator[Finding]:

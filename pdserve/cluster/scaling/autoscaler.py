@@ -1,7 +1,7 @@
 """Lets counts follow load: once a second, on the router of Serve's rank 0, from what all workers pushed to it.
 
 What is decided is `cluster.scaling.demand`'s. Two routers that think they are first for a moment set the same targets.
-Knows Serve through `Counts` and `is_first` only. Made by `cluster.router_replica`.
+Knows Serve through `Counts` and `is_first` only. Made by `cluster.deployments.router_replica`.
 """
 
 import asyncio

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pdserve.cluster import counts as cluster_counts
-from pdserve.cluster.counts import ServeCounts
-from pdserve.cluster.placement import Node
+from pdserve.cluster.placement.placement import Node
+from pdserve.cluster.scaling import replica_counts as cluster_counts
+from pdserve.cluster.scaling.replica_counts import ServeCounts
 from pdserve.configs.schema import ClusterConfig
 
 

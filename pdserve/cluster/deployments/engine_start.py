@@ -3,7 +3,7 @@
 The engine's process is asked for its stage by a thread of its own; one that does not even answer
 (a library may hold Python's lock) stays in its last stage until that stage's deadline. A start that
 fails names the worker, the stage, the cure and the logs, and its process ends. Knows no Serve. Used by
-`cluster.worker_replica`.
+`cluster.deployments.worker_replica`.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError, RayTaskError
 
-from pdserve.cluster.start_board import StartRecord
+from pdserve.cluster.deployments.start_board import StartRecord
 from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import WORK, Progress, Stage
 

@@ -2,7 +2,7 @@
 
 Lines come from three places: the status of Serve's deployments, Serve's messages about them (why a
 replica failed, once for each reason), and how far the engines of workers that start are, with their
-logs (`cluster.start_board`). Used by `pdserve up`.
+logs (`cluster.deployments.start_board`). Used by `pdserve up`.
 """
 
 import re
@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from ray import serve
 from ray.serve.schema import ApplicationStatusOverview
 
-from pdserve.cluster import start_board
-from pdserve.cluster.start_board import StartRecord
+from pdserve.cluster.deployments import start_board
+from pdserve.cluster.deployments.start_board import StartRecord
 from pdserve.protocol.start_progress import Stage
 
 POLL_S = 0.25

@@ -1,7 +1,7 @@
 """Which workers of a deployment this process may call right now, and who wants to know when that changes.
 
 One board for the whole process, since Serve builds its request routers by itself, on its own threads, and gives nobody
-a reference to them. Written by `cluster.addressing`, read by `cluster.links`. Knows no Ray.
+a reference to them. Written by `cluster.links.addressing`, read by `cluster.links.serve_links`. Knows no Ray.
 """
 
 import threading

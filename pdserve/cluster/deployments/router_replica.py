@@ -19,11 +19,11 @@ from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 
 from pdserve.background.garbage import GarbageCollector
-from pdserve.cluster.autoscaler import Autoscaler
-from pdserve.cluster.counts import ServeCounts
-from pdserve.cluster.decode_guard import DecodeGuard
-from pdserve.cluster.framing import cut
-from pdserve.cluster.handle_api import (
+from pdserve.cluster.deployments.http_server import Address, HttpServer
+from pdserve.cluster.deployments.logs import log_as_serve_does
+from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
+from pdserve.cluster.links.framing import cut
+from pdserve.cluster.links.handle_api import (
     Answer,
     Ask,
     ChangeRole,
@@ -39,10 +39,10 @@ from pdserve.cluster.handle_api import (
     decode_order,
     encode,
 )
-from pdserve.cluster.http_server import Address, HttpServer
-from pdserve.cluster.links import MembershipWatcher
-from pdserve.cluster.logs import log_as_serve_does
-from pdserve.cluster.metrics_bridge import Exposed, MetricsBridge
+from pdserve.cluster.links.serve_links import MembershipWatcher
+from pdserve.cluster.scaling.autoscaler import Autoscaler
+from pdserve.cluster.scaling.decode_guard import DecodeGuard
+from pdserve.cluster.scaling.replica_counts import ServeCounts
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
@@ -120,7 +120,8 @@ class RouterReplica:
             raise RuntimeError("the HTTP server has ended")
 
     async def ask(self, data: bytes) -> AsyncGenerator[bytes, None]:
-        """An encoded Ask in, encoded Answers out in pieces (`cluster.framing`). Closing it cancels the request."""
+        """An encoded Ask in, encoded Answers out in pieces (`cluster.links.framing`). Closing it cancels the
+        request."""
         async with aclosing(self._answers(decode_ask(data))) as answers:
             async for answer in answers:
                 for piece in cut(encode(answer)):

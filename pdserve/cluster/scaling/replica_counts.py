@@ -2,7 +2,7 @@
 scalers.
 
 Only the target changes: no other replica restarts, as each one would by a redeploy (docs/elasticity.md). It is
-`router.admin.Counts`; made by `cluster.router_replica`. Which replica stops is Serve's choice.
+`router.admin.Counts`; made by `cluster.deployments.router_replica`. Which replica stops is Serve's choice.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from ray.serve._private.common import DeploymentID
 from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE
 from ray.serve._private.exceptions import ExternalScalerDisabledError
 
-from pdserve.cluster.placement import unplaceable
-from pdserve.cluster.room import nodes
+from pdserve.cluster.names import DEPLOYMENTS
+from pdserve.cluster.placement.capacity import nodes
+from pdserve.cluster.placement.placement import unplaceable
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import CannotScale, Count
 
-DEPLOYMENTS: dict[str, str] = {"prefill": "Prefill", "decode": "Decode"}  # key in the configuration -> deployment
 ANSWER_S = 10.0
 
 

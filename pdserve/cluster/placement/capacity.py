@@ -1,7 +1,7 @@
 """Whether the connected Ray cluster has room for an application, asked before Serve is: Serve waits for ever.
 
 Knows no requests. `cluster.app` waits here while it builds the application; whether the nodes would do if they were
-empty, `cluster.checks` says before that.
+empty, `cluster.operate.checks` says before that.
 """
 
 import logging
@@ -12,8 +12,8 @@ from ray import serve
 from ray._private.state import available_resources_per_node
 from ray.serve.exceptions import RayServeException
 
-from pdserve.cluster.client import ROUTER
-from pdserve.cluster.placement import Node, described, resource_names, unplaceable
+from pdserve.cluster.names import ROUTER
+from pdserve.cluster.placement.placement import Node, described, resource_names, unplaceable
 from pdserve.configs.schema import ClusterConfig
 
 logger = logging.getLogger("ray.serve")

@@ -1,0 +1,19 @@
+"""Who can reach the HTTP port, and whether that is meant."""
+
+from pdserve.configs.schema import ClusterConfig
+
+
+def is_open(host: str) -> bool:
+    """Whether other machines can reach it."""
+    return host not in ("localhost", "::1") and not host.startswith("127.")
+
+
+def has_keys(config: ClusterConfig) -> bool:
+    return bool(config.router.api_key_env or config.router.api_keys_file)
+
+
+def open_door(host: str) -> str:
+    return (
+        f"http_options.host {host} can be reached from elsewhere, and everybody may ask: set "
+        "router.api_keys_file or router.api_key_env (docs/security.md)"
+    )

@@ -1,0 +1,4 @@
+"""What runs in a cluster: router replicas, worker replicas and the actors of their engines.
+
+Each is a thin shell around a room that knows no Ray (`router`, `worker`). Knows no command line.
+"""
