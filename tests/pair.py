@@ -15,14 +15,14 @@ from typing import Any
 from waiting import until
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
-from pdserve.decode.phase import DecodePhase
+from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import PoolMemory
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer, local_pool
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
-from pdserve.prefill.phase import PrefillPhase
+from pdserve.prefill.prefill_phase import PrefillPhase
 from pdserve.protocol.codec import decode_batch, decode_command, encode
 from pdserve.protocol.commands import Cancel, Command, ConnectPeer, RouterLost, Start, Submit, Subscribe
 from pdserve.protocol.events import Delta, Event, EventBatch, Handoff, PeerStatus

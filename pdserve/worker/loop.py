@@ -17,10 +17,10 @@ from collections.abc import Callable
 import msgspec
 
 from pdserve.configs.schema import TransferConfig
-from pdserve.decode.phase import DecodePhase
+from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.engine import Engine, StepResult
 from pdserve.kvtransfer.connector import KVPool, KVReceiver, KVSender
-from pdserve.prefill.phase import PrefillPhase
+from pdserve.prefill.prefill_phase import PrefillPhase
 from pdserve.protocol.codec import PROTOCOL_VERSION
 from pdserve.protocol.commands import (
     Cancel,
