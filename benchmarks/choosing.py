@@ -74,7 +74,7 @@ class PacedRunner:
     """Stands for model_runner.ModelRunner: takes time, computes nothing."""
 
     def __init__(self, engine: Engine) -> None:
-        self.ops, self.pool = engine.runner.ops, engine.pool
+        self.ops, self.pool = engine.runner.ops, engine.kv_cache
         self._vocab_size = engine.spec.vocab_size
         self._seconds = 0.0
 
@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=160, help="of 16 tokens, KV pool of each worker")
+    parser.add_argument("--blocks", type=int, default=160, help="of 16 tokens, KV cache of each worker")
     parser.add_argument("--requests", type=int, default=240)
     parser.add_argument("--repeats", type=int, default=5, help="each another draw, of all policies in turn")
     parser.add_argument("--out", type=Path, help="append JSON lines here")

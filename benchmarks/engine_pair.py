@@ -182,8 +182,8 @@ class Worker:
 
     async def connect(self, peer: "Worker") -> PeerStatus:
         """ValueError when it cannot pull from the peer."""
-        assert peer.hello.pool is not None
-        self.send(ConnectPeer(meta=peer.hello.pool))
+        assert peer.hello.kv_cache is not None
+        self.send(ConnectPeer(meta=peer.hello.kv_cache))
         _, status = await self._own.until(PeerStatus)
         if not status.connected:
             raise ValueError(f"engine {self.name} cannot pull from engine {peer.name}: {status.detail}")
@@ -292,8 +292,8 @@ class Pair:
         sent = time.perf_counter()
         self.p.send(_submit(p_leg, "prefill", prompt, sampling, overlap=overlap))
         if announce:
-            assert self.p.hello.pool is not None
-            source = Source(self.p.hello.pool.engine_id, self.p.hello.pool.incarnation, p_leg.key)
+            assert self.p.hello.kv_cache is not None
+            source = Source(self.p.hello.kv_cache.engine_id, self.p.hello.kv_cache.incarnation, p_leg.key)
             self.d.send(Prepare(submit=_submit(d_leg, "decode", prompt, sampling), source=source))
         handed, handoff = await p_leg.until(Handoff)
         first_times, first = _tokens(p_leg)

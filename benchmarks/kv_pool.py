@@ -26,7 +26,7 @@ from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.build import build_pool
-from pdserve.kvtransfer.connector import PoolDone, PoolFound, PoolMemory, PoolStored, unchanged
+from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolFound, PoolStored, unchanged
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 DEADLINE_S = 30.0
@@ -39,7 +39,7 @@ class Side:
         self.blocks = torch.zeros(num_blocks, *layout.block_shape, dtype=torch.bfloat16, device=device)
         self.generations = np.zeros(num_blocks, np.int64)
         self._event = threading.Event()
-        memory = PoolMemory(self.blocks, self.generations, layout, "benchmark")
+        memory = KVCacheMemory(self.blocks, self.generations, layout, "benchmark")
         self.pool = build_pool(address, config, memory, self._event.set)
         while not self.pool.available:
             time.sleep(0.01)

@@ -37,7 +37,7 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.kvtransfer.build import build_connector
-from pdserve.kvtransfer.connector import PoolMemory, PullDone, PullFailed
+from pdserve.kvtransfer.connector import KVCacheMemory, PullDone, PullFailed
 from pdserve.models.config import read_spec
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.request_key import RequestKey
@@ -101,7 +101,7 @@ class Side:
             self.layout.group.dtype
         ]
         pool = self.words.view(dtype).view(self.num_blocks, *self.layout.block_shape)
-        memory = PoolMemory(pool, self.blocks.generations, self.layout, "benchmark")
+        memory = KVCacheMemory(pool, self.blocks.generations, self.layout, "benchmark")
         config = TransferConfig(
             ucx_tls=case.tls, progress_delay_us=case.progress_delay_us, lease_s=DEADLINE_S, pull_deadline_s=DEADLINE_S
         )

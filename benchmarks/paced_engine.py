@@ -30,7 +30,7 @@ from pdserve.protocol.events import (
     Snapshot,
     TokenLogprob,
 )
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.request_key import FinishReason, RequestKey
 from pdserve.protocol.start_progress import StartProgress
 
@@ -209,11 +209,11 @@ class PacedEngine:
             max_model_len=self._max_model_len,
             max_request_tokens=self._max_model_len,
             block_size=16,
-            pool=None if self._role == "both" else self._pool(),
+            kv_cache=None if self._role == "both" else self._meta(),
         )
 
-    def _pool(self) -> PoolMeta:
-        return PoolMeta(
+    def _meta(self) -> KVCacheMeta:
+        return KVCacheMeta(
             engine_id=f"engine-{self._worker_id}",
             incarnation=self._incarnation,
             connector="local",
@@ -241,13 +241,13 @@ class PacedEngine:
         )
 
     def _ticket(self, submit: Submit) -> Ticket:
-        pool = self._pool()
+        meta = self._meta()
         return Ticket(
-            engine_id=pool.engine_id,
-            incarnation=pool.incarnation,
+            engine_id=meta.engine_id,
+            incarnation=meta.incarnation,
             key=submit.key,
             content=b"",
-            block_size=pool.block_size,
+            block_size=meta.block_size,
             block_ids=(0,),
             generations=(0,),
             num_tokens=len(submit.prompt_token_ids),

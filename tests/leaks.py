@@ -33,7 +33,7 @@ def holdings(pid: int, tasks: int | None = None) -> Holdings:
 
 
 def private_mib(pid: int) -> float:
-    """Memory that is its own: what several processes map (the KV pool) is left out."""
+    """Memory that is its own: what several processes map (the KV cache) is left out."""
     memory = psutil.Process(pid).memory_info()
     return (memory.rss - memory.shared) / (1 << 20)
 

@@ -19,7 +19,7 @@ from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.build import build_connector
-from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer, local_pool
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.prefill.prefill_phase import PrefillPhase
@@ -67,9 +67,9 @@ class Worker:
     def make_engine(self, model: Path, **engine: object) -> Engine:
         return Engine(ModelConfig(path=str(model)), EngineConfig(**engine))
 
-    def memory(self) -> PoolMemory:
+    def memory(self) -> KVCacheMemory:
         engine = self.engine
-        return PoolMemory(engine.pool, engine.blocks.generations, engine.layout, engine.model_fingerprint)
+        return KVCacheMemory(engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint)
 
     def _sent(self, target: str, batch: EventBatch) -> None:
         events = decode_batch(encode(batch)).events

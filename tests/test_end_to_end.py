@@ -101,10 +101,10 @@ async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> No
         assert ((p.role, p.phase, p.end), (d.role, d.phase, d.end)) == ends
         [moved] = d.kv
         hello = next(state.hello for state in running.fleet.workers if state.worker_id == p.worker)
-        assert hello.pool is not None and line.prompt_tokens > 256 and d.prepared_s is not None
+        assert hello.kv_cache is not None and line.prompt_tokens > 256 and d.prepared_s is not None
         num_blocks = -(-line.prompt_tokens // hello.block_size)
         cached = moved.cached_tokens // hello.block_size
-        assert (moved.source, moved.bytes) == ("p2p", (num_blocks - cached) * hello.pool.block_bytes)
+        assert (moved.source, moved.bytes) == ("p2p", (num_blocks - cached) * hello.kv_cache.block_bytes)
         assert 0 <= moved.early_bytes <= moved.bytes and moved.descriptors > 0 and moved.transport
         assert moved.lag_s is not None and 0 < moved.lag_s < line.total_s
         assert moved.gb_per_s is not None and moved.gb_per_s > 0

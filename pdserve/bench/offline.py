@@ -95,7 +95,7 @@ class Bench:
             if shape.max_tokens > limit:
                 raise ValueError(
                     f"shape {shape} has requests of {shape.max_tokens} tokens, but the engine takes {limit} "
-                    "(max_model_len, or what the KV pool holds)"
+                    "(max_model_len, or what the KV cache holds)"
                 )
 
     def _repeats(self, shapes: list[Shape], run: Any, progress: bool) -> Iterator[tuple[Shape, list[Any]]]:

@@ -1,4 +1,4 @@
-"""KVLayout: the shape of one rank's KV pool, and every number derived from it.
+"""KVLayout: the shape of one rank's KV cache, and every number derived from it.
 
 A block is one contiguous piece for all layers, `[kv_heads, layers, planes, block_size, row_width]`, so that a whole
 block, or a range of its KV heads, moves with one transfer descriptor (a descriptor costs about 5 us on NVLink whatever
@@ -41,7 +41,7 @@ class LayerGroup(BaseModel):
 
 
 class KVLayout(BaseModel):
-    """One rank's pool: `num_blocks` blocks of `block_size` tokens; the first version builds exactly one group."""
+    """One rank's KV cache: `num_blocks` blocks of `block_size` tokens; the first version builds exactly one group."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

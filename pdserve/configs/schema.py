@@ -97,15 +97,15 @@ class ModelConfig(Config):
 
 
 class EngineConfig(Config):
-    """One engine: batch limits, KV pool, device. What is None is chosen by device: `for_device`.
+    """One engine: batch limits, KV cache, device. What is None is chosen by device: `for_device`.
 
     block_size: tokens in a KV block (16 on CPU, 64 on CUDA, where larger blocks are read faster; prefixes are shared by
-    whole blocks). max_num_batched_tokens: token budget of one step (2,048; CUDA 8,192); prompts of
-    2,048 tokens or more do not share a step. max_num_seqs: sequences in one
-    step (256; CUDA 512). num_kv_blocks: size of the pool in blocks; None sizes it from kv_memory_bytes (CPU) or from a
-    profiling step and kv_memory_fraction (CUDA). deterministic: batch-invariant arithmetic (always so on CPU; refused
-    on CUDA for now). async_scheduling: plan and queue a step while the device computes the one before (on CUDA).
-    cuda_graphs: replay captured decode steps (CUDA only).
+    whole blocks). max_num_batched_tokens: token budget of one step (2,048; CUDA 8,192); prompts of 2,048 tokens or more
+    do not share a step. max_num_seqs: sequences in one step (256; CUDA 512). num_kv_blocks: size of the KV cache in
+    blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
+    deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan and
+    queue a step while the device computes the one before (on CUDA). cuda_graphs: replay captured decode steps (CUDA
+    only).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -209,8 +209,8 @@ class TransferConfig(Config):
     only where the link is so slow that it pays (P's prefill takes 3 % longer). lease_s: how long P keeps published
     blocks without a sign from D. pull_deadline_s: how long D waits for one pull before it recomputes.
     progress_delay_us: sleep of NIXL's progress thread; 0 spins a core, and is slower: it keeps those who wait for a
-    read from the agent's lock. ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share of P's pool
-    that published blocks may pin; max_reserved_fraction: share of D's pool that pulls may hold;
+    read from the agent's lock. ucx_tls: UCX transports, None lets UCX choose. max_pinned_fraction: share of P's KV
+    cache that published blocks may pin; max_reserved_fraction: share of D's KV cache that pulls may hold;
     max_quarantined_fraction: share that reads which do not end may hold before their peers are left alone.
     staging_bytes: memory of each rank that rows from peers of another block size pass through; taken when the first
     such peer connects. pool: a pool of KV shared through LMCache's server.
@@ -440,7 +440,7 @@ class StartConfig(Config):
 
     process_s: Ray starts the process, which imports torch. download_s: the model comes from the Hub. config_s: its
     configuration and samples of its weights are read. device_s: the device wakes. weights_s: until the next tensor is
-    loaded. compile_s: the first full step. kv_memory_s: the KV pool is allocated. graphs_s: until the next CUDA graph
+    loaded. compile_s: the first full step. kv_memory_s: the KV cache is allocated. graphs_s: until the next CUDA graph
     is captured. warm_up_s: until the next warm-up request is done. registration_s: the transport registers the KV
     pool. pool_s: beyond transfer.pool.start_deadline_s. connection_s: the replica reaches the engine.
     """

@@ -1,6 +1,8 @@
-"""What an engine is made of: device, model, pool, runner and sampler, put together in the order their memory asks for.
+"""What an engine is made of: device, model, KV cache, runner and sampler, put together in the order their memory asks
+for.
 
-Weights first, then a profiling step, then the pool from what is left. Knows no requests. Called once by each engine.
+Weights first, then a profiling step, then the KV cache from what is left. Knows no requests. Called once by each
+engine.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +16,7 @@ from pdserve.configs.schema import EngineConfig, ModelConfig, ResolvedEngineConf
 from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
-from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_pool, num_blocks_for
+from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_blocks_for
 from pdserve.engine.sampling.sample_rows import max_edits
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.scheduler import num_slots_for
@@ -43,7 +45,7 @@ class EngineParts:
 
 
 def make_parts(model: ModelConfig, config: EngineConfig, progress: StartProgress) -> EngineParts:
-    """Load the model and allocate the pool; ValueError names the parameter that is wrong."""
+    """Load the model and allocate the KV cache; ValueError names the parameter that is wrong."""
     progress.enter("config")
     device = _device(config.device)
     resolved = config.for_device("cuda" if device.type == "cuda" else "cpu")
@@ -90,7 +92,7 @@ def make_parts(model: ModelConfig, config: EngineConfig, progress: StartProgress
     reserved = _reserved_bytes(resolved, runner, sampler)
     progress.enter("kv_memory")
     num_blocks = num_blocks_for(resolved, layout, device, reserved)
-    runner.use_pool(allocate_pool(layout, num_blocks, device))
+    runner.use_kv_cache(allocate_kv_cache(layout, num_blocks, device))
     if device.type == "cuda":
         progress.enter("graphs")
         _compile(resolved, runner, sampler, TORCH_DTYPES[dtype], progress)
@@ -118,7 +120,7 @@ def _is_profiled(config: ResolvedEngineConfig, device: torch.device) -> bool:
 
 
 def _reserved_bytes(config: ResolvedEngineConfig, runner: ModelRunner, sampler: Sampler) -> int:
-    """Device memory that the largest step, and the graphs, need beside weights and pool."""
+    """Device memory that the largest step, and the graphs, need beside weights and KV cache."""
     if not _is_profiled(config, runner.device):
         return 0
     rows = config.max_num_batched_tokens

@@ -1,10 +1,9 @@
 """The engine: requests in, protocol events out, one `step()` at a time.
 
-Owns scheduler, block manager, pool, model runner and sampler, and turns sampled tokens into events. The host plans and
-queues a step while the device computes the one before it (docs/engine-step.md). Serves both phases: a
-prefill-only request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that
-somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with
-hand-off).
+Owns scheduler, block manager, KV cache, model runner and sampler, and turns sampled tokens into events. The host plans
+and queues a step while the device computes the one before it (docs/engine-step.md). Serves both phases: a prefill-only
+request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that somebody else
+filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
 """
 
 import itertools
@@ -173,8 +172,8 @@ class Engine:
         return self._late_compiles.count if self._late_compiles else 0
 
     @property
-    def pool(self) -> Tensor:
-        return self.runner.pool
+    def kv_cache(self) -> Tensor:
+        return self.runner.kv_cache
 
     @property
     def has_work(self) -> bool:
@@ -321,7 +320,7 @@ class Engine:
         self._is_torn = False
 
     def close(self) -> None:
-        """Wait for the device: the pool may be unregistered and freed then. Nothing is served any
+        """Wait for the device: the KV cache may be unregistered and freed then. Nothing is served any
         more.
         """
         self._is_torn = True

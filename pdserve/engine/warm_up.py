@@ -33,7 +33,7 @@ def warm_up(engine: "Engine", report: Report) -> None:
         if length > 0:
             _run(engine, length, sampling)
     engine.blocks.enable_caching = caching
-    engine.scheduler.num_preemptions = 0  # a fork may have found a tiny pool full
+    engine.scheduler.num_preemptions = 0  # a fork may have found a tiny KV cache full
     engine.scheduler.admitted.clear()
 
 

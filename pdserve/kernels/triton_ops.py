@@ -176,22 +176,22 @@ def chunk_prefill(
     return out
 
 
-def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
+def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """reference.copy_blocks."""
-    if not pool.is_contiguous():
-        raise ValueError("pool must be contiguous: pass the whole pool, not a layer of it")
+    if not kv_cache.is_contiguous():
+        raise ValueError("kv_cache must be contiguous: pass the whole KV cache, not a layer of it")
     _check_ids(src=src, dst=dst)
     if len(src):
-        launch_copy_blocks(pool, src, dst)
+        launch_copy_blocks(kv_cache, src, dst)
 
 
-def repack(source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
+def repack(source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
     """reference.repack."""
-    if not (source.is_contiguous() and pool.is_contiguous()):
-        raise ValueError("source and pool must be contiguous: pass the whole ring and the whole pool")
+    if not (source.is_contiguous() and kv_cache.is_contiguous()):
+        raise ValueError("source and kv_cache must be contiguous: pass the whole ring and the whole KV cache")
     _check_ids(source_ids=source_ids, block_ids=block_ids)
     if num_rows:
-        launch_repack(source, source_ids, pool, block_ids, skip, num_rows)
+        launch_repack(source, source_ids, kv_cache, block_ids, skip, num_rows)
 
 
 def paged_decode(
@@ -347,6 +347,6 @@ def _check_kv(kv: Tensor) -> None:
     block_size, head_dim = kv.shape[3:]
     if kv.stride()[2:] != (block_size * head_dim, head_dim, 1) or block_size & (block_size - 1):
         raise ValueError(
-            "kv must be pool[:, :, layer] of a contiguous pool whose block_size is a power of two, "
+            "kv must be kv_cache[:, :, layer] of a contiguous KV cache whose block_size is a power of two, "
             f"not {tuple(kv.shape)} with strides {kv.stride()}"
         )

@@ -1,7 +1,7 @@
 """Makes the (sender, receiver) pair of an engine over one shared agent: `build_connector`; and its pool: `build_pool`.
 
 A registry names the transports; nixl is imported only when it is chosen. Called once by the engine process, after the
-pool and the generation table are allocated for good (and after CUDA graph capture): they are registered here, once.
+KV cache and the generation table are allocated for good (and after CUDA graph capture): they are registered here, once.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import PoolConfig, TransferConfig
-from pdserve.kvtransfer.connector import KVPool, PoolMemory, Wake
+from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.p2p.connection import OwnPool
+from pdserve.kvtransfer.p2p.connection import OwnKVCache
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.p2p.rank_receivers import GroupReceiver
 from pdserve.kvtransfer.p2p.receiver import RankReceiver
@@ -22,7 +22,7 @@ from pdserve.kvtransfer.p2p.staging import StagingRing
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.transport.agent import TransferAgent, flat_bytes, memory_of
 from pdserve.kvtransfer.transport.local_agent import LocalAgent
-from pdserve.protocol.handoff import PoolMeta, RankPool
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory
 
 
 def _nixl(name: str, config: TransferConfig) -> TransferAgent:
@@ -40,7 +40,7 @@ AGENTS: dict[str, Callable[[str, TransferConfig], TransferAgent]] = {"nixl": _ni
 
 def build_connector(
     config: TransferConfig,
-    memory: PoolMemory,
+    memory: KVCacheMemory,
     engine_id: str,
     incarnation: int,
     wake: Wake,
@@ -48,9 +48,9 @@ def build_connector(
     host: str = "127.0.0.1",
     registry: CollectorRegistry | None = None,
 ) -> tuple[Sender, GroupReceiver]:
-    """config.connector chooses the transport. incarnation: see PoolMeta. wake: called from any thread when a `poll` has
-    something. host: this machine's address, which peers' letters go to. registry: where the counters go. ValueError
-    when the memory is not what PoolMemory says."""
+    """config.connector chooses the transport. incarnation: see KVCacheMeta. wake: called from any thread when a `poll`
+    has something. host: this machine's address, which peers' letters go to. registry: where the counters go. ValueError
+    when the memory is not what KVCacheMemory says."""
     agent, meta, own = _registered(config, memory, engine_id, incarnation, 0)
     mailbox = Mailbox(engine_id, incarnation, None if config.connector == "local" else host)
     meta = msgspec.structs.replace(meta, mailbox=mailbox.party.mailbox)
@@ -61,16 +61,16 @@ def build_connector(
 
 def build_rank(
     config: TransferConfig,
-    memory: PoolMemory,
+    memory: KVCacheMemory,
     engine_id: str,
     incarnation: int,
     rank: int,
     wake: Wake,
     *,
     registry: CollectorRegistry | None = None,
-) -> tuple[RankPool, RankReceiver]:
-    """What a tensor parallel engine's other ranks have: a pool that peers may read, which rank 0 adds to its sender's
-    description (`Sender.add_ranks`), and a receiver, which it adds to its own (`GroupReceiver.add_ranks`).
+) -> tuple[RankMemory, RankReceiver]:
+    """What a tensor parallel engine's other ranks have: a KV cache that peers may read, which rank 0 adds to its
+    sender's description (`Sender.add_ranks`), and a receiver, which it adds to its own (`GroupReceiver.add_ranks`).
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
@@ -78,24 +78,24 @@ def build_rank(
 
 
 def _registered(
-    config: TransferConfig, memory: PoolMemory, engine_id: str, incarnation: int, rank: int
-) -> tuple[TransferAgent, PoolMeta, OwnPool]:
+    config: TransferConfig, memory: KVCacheMemory, engine_id: str, incarnation: int, rank: int
+) -> tuple[TransferAgent, KVCacheMeta, OwnKVCache]:
     """An agent that knows the memory, how peers are told of it, and what receivers make of it."""
     _check_memory(memory)
     agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config)
-    agent.register(memory.pool)
+    agent.register(memory.kv_cache)
     agent.register(torch.from_numpy(memory.generations))
     compat = memory.layout.compat_digest(memory.model_fingerprint)
-    ring = StagingRing(agent, memory.pool, memory.layout, config.staging_bytes)
-    own = OwnPool(memory.pool, memory.layout, compat, ring)
+    ring = StagingRing(agent, memory.kv_cache, memory.layout, config.staging_bytes)
+    own = OwnKVCache(memory.kv_cache, memory.layout, compat, ring)
     return agent, _describe(agent, memory, own.compat, engine_id, incarnation), own
 
 
-def _check_memory(memory: PoolMemory) -> None:
-    flat_bytes(memory.pool)
-    expected = (memory.pool.shape[0], *memory.layout.block_shape)
-    if tuple(memory.pool.shape) != expected:
-        raise ValueError(f"pool must have the shape {expected} of its layout, not {tuple(memory.pool.shape)}")
+def _check_memory(memory: KVCacheMemory) -> None:
+    flat_bytes(memory.kv_cache)
+    expected = (memory.kv_cache.shape[0], *memory.layout.block_shape)
+    if tuple(memory.kv_cache.shape) != expected:
+        raise ValueError(f"kv_cache must have the shape {expected} of its layout, not {tuple(memory.kv_cache.shape)}")
     generations = memory.generations
     if generations.dtype != "int64" or generations.shape != (expected[0],) or not generations.flags.c_contiguous:
         raise ValueError(
@@ -103,35 +103,37 @@ def _check_memory(memory: PoolMemory) -> None:
         )
 
 
-def _describe(agent: TransferAgent, memory: PoolMemory, compat: str, engine_id: str, incarnation: int) -> PoolMeta:
-    kind, device_id = memory_of(memory.pool)
-    rank_pool = RankPool(
+def _describe(
+    agent: TransferAgent, memory: KVCacheMemory, compat: str, engine_id: str, incarnation: int
+) -> KVCacheMeta:
+    kind, device_id = memory_of(memory.kv_cache)
+    rank_memory = RankMemory(
         agent_name=agent.name,
         agent_metadata=agent.metadata,
-        pool_address=memory.pool.data_ptr(),
+        address=memory.kv_cache.data_ptr(),
         memory=kind,
         device_id=device_id,
         heads=memory.layout.group.heads,
     )
-    return PoolMeta(
+    return KVCacheMeta(
         engine_id=engine_id,
         incarnation=incarnation,
         connector=agent.kind,
         compat=compat,
         block_size=memory.layout.block_size,
-        num_blocks=memory.pool.shape[0],
+        num_blocks=memory.kv_cache.shape[0],
         block_bytes=memory.layout.block_bytes,
         head_bytes=memory.layout.head_bytes,
         generation_address=memory.generations.ctypes.data,
         mailbox="",
-        ranks=(rank_pool,),
+        ranks=(rank_memory,),
     )
 
 
 def build_pool(
     address: str,
     config: PoolConfig,
-    memory: PoolMemory,
+    memory: KVCacheMemory,
     wake: Wake,
     *,
     shard: Shard | None = None,

@@ -30,7 +30,7 @@ import torch
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta, Source, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Source, Ticket
 from pdserve.protocol.request_key import RequestKey
 
 Wake = Callable[[], None]
@@ -38,11 +38,12 @@ Outcome = Literal["done", "rejected", "expired"]
 
 
 @dataclass(frozen=True)
-class PoolMemory:
-    """The memory a connector registers. pool: contiguous `[num_blocks, *layout.block_shape]`, allocated once and never
-    moved. generations: int64 `[num_blocks]` in host memory, bumped by the block manager before a block is reused."""
+class KVCacheMemory:
+    """The memory a connector registers. kv_cache: contiguous `[num_blocks, *layout.block_shape]`, allocated once and
+    never moved. generations: int64 `[num_blocks]` in host memory, bumped by the block manager before a block is
+    reused."""
 
-    pool: torch.Tensor
+    kv_cache: torch.Tensor
     generations: np.ndarray
     layout: KVLayout
     model_fingerprint: str
@@ -102,7 +103,7 @@ ReceiverEvent = PullDone | PullFailed | PullSettled | PeerStatus
 class KVSender(Protocol):
     """Publishes blocks that peers may read."""
 
-    def meta(self) -> PoolMeta:
+    def meta(self) -> KVCacheMeta:
         """What a receiver needs to connect."""
         ...
 
@@ -141,7 +142,7 @@ class KVSender(Protocol):
 class KVReceiver(Protocol):
     """Pulls published blocks into local ones."""
 
-    def connect(self, meta: PoolMeta) -> None:
+    def connect(self, meta: KVCacheMeta) -> None:
         """Connect (again) and run the timed self-test in the background; `poll` returns a PeerStatus. Idempotent. An
         older incarnation of the same engine_id is dropped; an older one than the connected is ignored."""
         ...

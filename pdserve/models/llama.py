@@ -4,7 +4,7 @@
         -> layers x [ norm, qkv (-> qk norm) -> attend -> o, add -> norm, gate_up, silu_mul -> down, add ]
         -> norm -> hidden -> lm_head -> logits
 
-Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences, positions nor the KV pool:
+Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences, positions nor the KV cache:
 `attend`, given by the engine's model runner, rotates q and k, writes K and V and reads the past. Arithmetic goes
 through Ops, so CPU and GPU differ only there; what stands between two products is one op, for kernels to fuse. Shapes:
 T tokens, Hq query heads, Hk KV heads, D head_dim.

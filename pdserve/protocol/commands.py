@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from pdserve.protocol.handoff import PoolMeta, Source, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Source, Ticket
 from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
@@ -59,9 +59,9 @@ class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
 
 
 class ConnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="connect"):
-    """Prepare to pull from this pool; answered by a PeerStatus. Idempotent."""
+    """Prepare to pull from this KV cache; answered by a PeerStatus. Idempotent."""
 
-    meta: PoolMeta
+    meta: KVCacheMeta
 
 
 class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"):

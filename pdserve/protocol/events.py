@@ -4,7 +4,7 @@ from typing import Literal
 
 import msgspec
 
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.metric_families import MetricFamily
 from pdserve.protocol.request_key import FinishReason
 
@@ -22,7 +22,7 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
-    PROTOCOL_VERSION; another one's events are not understood. pool is None when it cannot hand KV over (aggregated
+    PROTOCOL_VERSION; another one's events are not understood. kv_cache is None when it cannot hand KV over (aggregated
     mode). parts_from: D may be prepared for prompts of so many tokens (0: none); long ones are published in parts.
     caches_prefixes: its computed blocks can be found again.
     cut_below: where D's link moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
@@ -36,7 +36,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
     max_model_len: int
     max_request_tokens: int
     block_size: int
-    pool: PoolMeta | None
+    kv_cache: KVCacheMeta | None
     peers: tuple["PeerStatus", ...] = ()
     parts_from: int = 0
     cut_below: float = 0.0

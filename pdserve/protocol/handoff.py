@@ -8,19 +8,19 @@ import msgspec
 from pdserve.protocol.request_key import RequestKey
 
 
-class RankPool(msgspec.Struct, frozen=True, array_like=True):
+class RankMemory(msgspec.Struct, frozen=True, array_like=True):
     """One rank's registered memory. heads: global KV head ids there, in order. memory: NIXL's "DRAM" or "VRAM"."""
 
     agent_name: str
     agent_metadata: bytes
-    pool_address: int
+    address: int
     memory: str
     device_id: int
     heads: tuple[int, ...]
 
 
-class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer needs once to read from an engine's pool. incarnation: the engine process's start, in ns of its
+class KVCacheMeta(msgspec.Struct, frozen=True, kw_only=True):
+    """What a peer needs once to read from an engine's KV cache. incarnation: the engine process's start, in ns of its
     host's clock; between two of one engine_id the higher is the living one. mailbox: the address of its letters.
     block_size: tokens of a block, which need not be the reader's."""
 
@@ -34,7 +34,7 @@ class PoolMeta(msgspec.Struct, frozen=True, kw_only=True):
     head_bytes: int
     generation_address: int
     mailbox: str
-    ranks: tuple[RankPool, ...]
+    ranks: tuple[RankMemory, ...]
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ DEPLOYMENTS = ("prefill", "decode")  # keys of the configuration that have count
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
     """One worker as this router knows it. deployment: the key in the configuration it was started for. queue_tokens:
-    of prompts that wait there. num_legs: Submits of this router there. num_peers: pools that it can pull from."""
+    of prompts that wait there. num_legs: Submits of this router there. num_peers: KV caches that it can pull from."""
 
     worker: str
     deployment: str
@@ -178,7 +178,7 @@ class Admin:
 
 def check_possible(worker: WorkerState, role: str) -> None:
     """Raises ApiError (400, 409)."""
-    if role != "both" and worker.pool is None:
+    if role != "both" and worker.kv_cache is None:
         message = f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: its role is both"
         raise ApiError(message, param="role", code="no_connector")
     if worker.draining:

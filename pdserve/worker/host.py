@@ -18,7 +18,7 @@ import zmq
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.engine import Engine
 from pdserve.kvtransfer.build import build_connector, build_pool
-from pdserve.kvtransfer.connector import KVPool, KVReceiver, KVSender, PoolMemory
+from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, KVReceiver, KVSender
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
 from pdserve.protocol.codec import decode_command, encode
 from pdserve.protocol.events import EventBatch
@@ -56,7 +56,7 @@ class EngineHost:
         self._socket: zmq.Socket[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
-        """Load the model, allocate and register the pool, bind the address; what there is now, for the log."""
+        """Load the model, allocate and register the KV cache, bind the address; what there is now, for the log."""
         began = time.monotonic()
         pool_config = self._config.transfer.pool
         if pool_config.mode == "start":
@@ -65,7 +65,7 @@ class EngineHost:
         if engine.device.type == "cpu":
             torch.set_num_threads(1)
         metrics = WorkerMetrics(engine)
-        memory = PoolMemory(engine.pool, engine.blocks.generations, engine.layout, engine.model_fingerprint)
+        memory = KVCacheMemory(engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint)
         if self._config.connects:
             self.progress.enter("registration")
             self._sender, self._receiver = build_connector(
@@ -158,7 +158,7 @@ class EngineHost:
 
     def _close(self) -> None:
         if self._loop is not None:
-            self._loop.engine.close()  # before its pool is unregistered
+            self._loop.engine.close()  # before its KV cache is unregistered
         for part in (self._pool, self._receiver, self._sender, self._pool_server):
             if part is not None:
                 part.close()

@@ -272,7 +272,7 @@ class WorkerLoop:
                 max_model_len=engine.max_model_len,
                 max_request_tokens=engine.max_request_tokens,
                 block_size=engine.config.block_size,
-                pool=self._sender.meta() if self._sender else None,
+                kv_cache=self._sender.meta() if self._sender else None,
                 peers=tuple(self._peers.values()),
                 parts_from=min(ANNOUNCE_FROM, engine.scheduler.parts_from) if self._sender and self._overlap else 0,
                 cut_below=FAST_LINK if self._overlap == "auto" else float("inf"),

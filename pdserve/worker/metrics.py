@@ -63,7 +63,7 @@ class EngineCollector(Collector):
         states.add_metric(["retiring"], blocks.num_retiring)
         yield states
         yield from _free_space(blocks.free_space())
-        yield _memory(engine.pool)
+        yield _memory(engine.kv_cache)
 
 
 def _free_space(free: FreeSpace) -> Iterator[Metric]:
@@ -77,15 +77,17 @@ def _free_space(free: FreeSpace) -> Iterator[Metric]:
         yield GaugeMetricFamily(name, text, value)
 
 
-def _memory(pool: Tensor) -> Metric:
-    """Bytes on the pool's device; what torch holds and what anybody uses are known on CUDA alone."""
-    text = "Memory of the engine's device by use: the KV pool, torch's allocator, all of it in use, all of it"
+def _memory(kv_cache: Tensor) -> Metric:
+    """Bytes on the KV cache's device; what torch holds and what anybody uses are known on CUDA alone."""
+    text = (
+        "Memory of the engine's device by use: the KV cache (kv_pool), torch's allocator, all of it in use, all of it"
+    )
     family = GaugeMetricFamily("pdserve_device_memory_bytes", text, labels=["use"])
-    family.add_metric(["kv_pool"], pool.numel() * pool.element_size())
-    if pool.device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(pool.device)
-        family.add_metric(["torch_allocated"], torch.cuda.memory_allocated(pool.device))
-        family.add_metric(["torch_reserved"], torch.cuda.memory_reserved(pool.device))
+    family.add_metric(["kv_pool"], kv_cache.numel() * kv_cache.element_size())
+    if kv_cache.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(kv_cache.device)
+        family.add_metric(["torch_allocated"], torch.cuda.memory_allocated(kv_cache.device))
+        family.add_metric(["torch_reserved"], torch.cuda.memory_reserved(kv_cache.device))
         family.add_metric(["used"], total - free)
         family.add_metric(["total"], total)
     return family

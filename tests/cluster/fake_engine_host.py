@@ -129,7 +129,7 @@ class FakeEngineHost:
             max_model_len=MAX_MODEL_LEN,
             max_request_tokens=MAX_MODEL_LEN,
             block_size=16,
-            pool=None,
+            kv_cache=None,
         )
 
     def load(self) -> dict[str, Any]:

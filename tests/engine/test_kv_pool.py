@@ -11,7 +11,7 @@ import torch
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import EngineConfig
 from pdserve.engine.memory import device_memory
-from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_pool, num_blocks_for
+from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_blocks_for
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 GIB = 1 << 30
@@ -32,7 +32,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_pool_has_the_layouts_shape_and_zeros(dtype: str) -> None:
-    pool = allocate_pool(layout(dtype, 3, 80), 5, CPU)
+    pool = allocate_kv_cache(layout(dtype, 3, 80), 5, CPU)
     assert pool.shape == (5, 8, 3, 2, 16, 80) and pool.dtype == TORCH_DTYPES[dtype] and pool.is_contiguous()
     assert pool.numel() * pool.element_size() == 5 * layout(dtype, 3, 80).block_bytes and not pool.any()
 
@@ -61,7 +61,7 @@ def test_the_machines_memory_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ValueError, match=rf"kv_memory_bytes .* 1.00 GiB available .* \({GIB} bytes would"):
         num_blocks_for(EngineConfig(kv_memory_bytes=2 * GIB), layout(), CPU, 0)
     with pytest.raises(ValueError, match="lower num_kv_blocks"):
-        allocate_pool(layout(), 1000, CPU)
+        allocate_kv_cache(layout(), 1000, CPU)
     with pytest.raises(ValueError, match=r"at least 2 blocks .* raise kv_memory_bytes"):
         num_blocks_for(EngineConfig(kv_memory_bytes=3 << 20), layout(), CPU, 0)
 
@@ -116,7 +116,7 @@ def test_on_the_device_the_pool_is_outside_torchs_cache_and_returns(dtype: str) 
     torch.zeros(1, device=CUDA)  # the context's own memory
     gc.collect()  # the pools of other tests
     free, reserved = device_memory.available_bytes(CUDA), torch.cuda.memory_reserved()
-    pool = allocate_pool(shape, num_blocks, CUDA)
+    pool = allocate_kv_cache(shape, num_blocks, CUDA)
     assert torch.cuda.memory_reserved() == reserved
     assert free - torch.cuda.mem_get_info()[0] >= pool.numel() * pool.element_size()
     handle = (ctypes.c_byte * 64)()
@@ -137,7 +137,7 @@ def test_on_the_device_a_pool_that_is_too_large_is_an_error_with_a_cure() -> Non
     shape = layout()
     room = device_memory.available_bytes(CUDA)
     with pytest.raises(ValueError, match="lower num_kv_blocks"):
-        allocate_pool(shape, room // shape.block_bytes + 64, CUDA)
+        allocate_kv_cache(shape, room // shape.block_bytes + 64, CUDA)
     assert torch.ones(8, device=CUDA).sum().item() == 8, "the failed allocation is nobody else's error"
 
 
@@ -145,7 +145,7 @@ def test_on_the_device_a_pool_that_is_too_large_is_an_error_with_a_cure() -> Non
 def test_on_the_device_torch_runs_out_behind_the_pool_and_recovers() -> None:
     free = device_memory.available_bytes(CUDA)
     config = EngineConfig(kv_memory_fraction=0.9)
-    pool = allocate_pool(layout(), num_blocks_for(config, layout(), CUDA, 4 * GIB), CUDA)
+    pool = allocate_kv_cache(layout(), num_blocks_for(config, layout(), CUDA, 4 * GIB), CUDA)
     assert math.isclose(torch.cuda.mem_get_info()[0], free - pool.numel() * pool.element_size(), abs_tol=64 << 20)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(free // 2, dtype=torch.uint8, device=CUDA)

@@ -285,7 +285,7 @@ def test_params_are_one_for_all_or_one_each(llm: LLM) -> None:
         ({"load_format": "gguf"}, "load_format"),
         ({"device": "tpu"}, "device"),
         ({"tokenizer": "nowhere"}, "tokenizer path 'nowhere'"),
-        ({"num_kv_blocks": None, "kv_memory_bytes": 100}, "KV pool.*raise kv_memory_bytes"),
+        ({"num_kv_blocks": None, "kv_memory_bytes": 100}, "KV cache.*raise kv_memory_bytes"),
         ({"device": "cuda", "deterministic": True}, "engine.device is 'cuda'|engine.deterministic"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Engines for the kvtransfer tests: a small pool with a connector, in this process or in a child driven over a pipe."""
+"""Engines for the kvtransfer tests: a small KV cache with a connector, in this process or in a child driven over a
+pipe."""
 
 import multiprocessing
 import os
@@ -17,10 +18,10 @@ from waiting import until
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
-from pdserve.kvtransfer.connector import PoolMemory, ReceiverEvent, Unpinned
+from pdserve.kvtransfer.connector import KVCacheMemory, ReceiverEvent, Unpinned
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.request_key import RequestKey
 
 NUM_BLOCKS = 64
@@ -41,7 +42,7 @@ def empty_pool(block_size: int) -> torch.Tensor:
 
 
 def pattern(seed: int, block_size: int = LAYOUT.block_size) -> torch.Tensor:
-    """The content of a source pool: every block differs."""
+    """The content of a source KV cache: every block differs."""
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(empty_pool(block_size).shape, generator=generator)
 
@@ -60,15 +61,15 @@ class Engine:
         config: TransferConfig,
         *,
         incarnation: int = 1,
-        pool: torch.Tensor | None = None,
+        kv_cache: torch.Tensor | None = None,
         fingerprint: str = "model",
         registry: Any = None,
         block_size: int = LAYOUT.block_size,
     ) -> None:
-        self.pool = pool if pool is not None else empty_pool(block_size)
-        self.generations = np.arange(100, 100 + self.pool.shape[0], dtype=np.int64)
+        self.kv_cache = kv_cache if kv_cache is not None else empty_pool(block_size)
+        self.generations = np.arange(100, 100 + self.kv_cache.shape[0], dtype=np.int64)
         self.wakes = 0
-        memory = PoolMemory(self.pool, self.generations, layout_of(block_size), fingerprint)
+        memory = KVCacheMemory(self.kv_cache, self.generations, layout_of(block_size), fingerprint)
         self.sender, self.receiver = build_connector(
             config, memory, engine_id, incarnation, self._wake, registry=registry
         )
@@ -92,7 +93,7 @@ class Engine:
     def wait_for(self, *kinds: type, pull_id: int | None = None) -> Any:
         return self.wait(lambda e: isinstance(e, kinds) and (pull_id is None or getattr(e, "pull_id", None) == pull_id))
 
-    def connect(self, meta: PoolMeta) -> PeerStatus:
+    def connect(self, meta: KVCacheMeta) -> PeerStatus:
         self.receiver.connect(meta)
         return self.wait_for(PeerStatus)
 
@@ -140,8 +141,8 @@ class LocalSource:
         seed: int = 0,
         block_size: int = LAYOUT.block_size,
     ) -> None:
-        pool = pattern(seed, block_size)
-        self.engine = Engine(engine_id, config, incarnation=incarnation, pool=pool, block_size=block_size)
+        kv_cache = pattern(seed, block_size)
+        self.engine = Engine(engine_id, config, incarnation=incarnation, kv_cache=kv_cache, block_size=block_size)
         self.meta = self.engine.sender.meta()
         self.block_size = block_size
 
@@ -229,7 +230,7 @@ class ProcessSource:
         self.process = context.Process(target=_child, args=(theirs, os.getpid(), arguments), daemon=True)
         self.process.start()
         theirs.close()
-        self.meta: PoolMeta = self._receive()
+        self.meta: KVCacheMeta = self._receive()
 
     def _receive(self) -> Any:
         assert self._pipe.poll(120.0), "the source process does not answer"

@@ -1,4 +1,5 @@
-"""Tensor parallel engines for the kvtransfer tests: a small pool and a connector a rank, here or in a child process."""
+"""Tensor parallel engines for the kvtransfer tests: a small KV cache and a connector a rank, here or in a child
+process."""
 
 import ctypes
 import multiprocessing
@@ -15,16 +16,16 @@ from kvtransfer.kv_peers import key
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector, build_rank
-from pdserve.kvtransfer.connector import PoolMemory, Unpinned
+from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 
 HEADS, BLOCK_SIZE, NUM_TOKENS = 4, 16, 24 * 16
 CONFIG = {name: TransferConfig(connector=name, lease_s=600.0) for name in ("local", "nixl")}
 
 
 def content(block_size: int = BLOCK_SIZE) -> torch.Tensor:
-    """All heads of P's pool: [blocks, heads, layers, 2, block size, head dim]."""
+    """All heads of P's KV cache: [blocks, heads, layers, 2, block size, head dim]."""
     generator = torch.Generator().manual_seed(3)
     return torch.rand(NUM_TOKENS // block_size, HEADS, 2, 2, block_size, 8, generator=generator)
 
@@ -40,21 +41,21 @@ class Ranks:
     def __init__(
         self, engine_id: str, config: TransferConfig, degree: int, filled: bool, block_size: int = BLOCK_SIZE
     ) -> None:
-        self.pools: list[torch.Tensor] = []
+        self.kv_caches: list[torch.Tensor] = []
         self.block_size, num_blocks = block_size, NUM_TOKENS // block_size
         self.generations = np.arange(100, 100 + num_blocks, dtype=np.int64)
         for rank in range(degree):
             heads = heads_of(rank, degree)
             layout = KVLayout.uniform(num_layers=2, heads=heads, head_dim=8, block_size=block_size, dtype="float32")
             whole = content(block_size) if filled else torch.zeros_like(content(block_size))
-            pool = whole[:, list(heads)].contiguous()
-            self.pools.append(pool)
+            kv_cache = whole[:, list(heads)].contiguous()
+            self.kv_caches.append(kv_cache)
             if rank == 0:
-                memory = PoolMemory(pool, self.generations, layout, "model")
+                memory = KVCacheMemory(kv_cache, self.generations, layout, "model")
                 self.sender, self.receiver = build_connector(config, memory, engine_id, 1, lambda: None)
                 others, receivers = [], []
             else:
-                memory = PoolMemory(pool, np.zeros(num_blocks, np.int64), layout, "model")
+                memory = KVCacheMemory(kv_cache, np.zeros(num_blocks, np.int64), layout, "model")
                 rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)
                 others.append(rank_pool)
                 receivers.append(receiver)
@@ -62,7 +63,7 @@ class Ranks:
         self.receiver.add_ranks(receivers)
         self._events: list[Any] = []
 
-    def meta(self) -> PoolMeta:
+    def meta(self) -> KVCacheMeta:
         return self.sender.meta()
 
     def publish(self, name: str, block_ids: list[int]) -> Ticket:

@@ -29,9 +29,9 @@ from processes import freeze
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
-from pdserve.kvtransfer.connector import PoolMemory, Unpinned
+from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 
 NUM_BLOCKS = 128
 LAYOUT = KVLayout.uniform(num_layers=8, heads=tuple(range(8)), head_dim=64, block_size=16, dtype="float32")
@@ -139,12 +139,12 @@ class NetEngine:
         self._pool = torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape) if seed is None else contents(seed)
         self._events: list[Any] = []
         generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
-        memory = PoolMemory(self._pool, generations, LAYOUT, "model")
+        memory = KVCacheMemory(self._pool, generations, LAYOUT, "model")
         self._sender, self._receiver = build_connector(
             config, memory, engine_id, incarnation, lambda: None, host=own_address()
         )
 
-    def meta(self) -> PoolMeta:
+    def meta(self) -> KVCacheMeta:
         return self._sender.meta()
 
     def publish(self, name: str, block_ids: list[int]) -> Ticket:
@@ -153,7 +153,7 @@ class NetEngine:
     def unpinned(self) -> list[Unpinned]:
         return self._sender.poll()
 
-    def connect(self, meta: PoolMeta) -> PeerStatus | None:
+    def connect(self, meta: KVCacheMeta) -> PeerStatus | None:
         self._receiver.connect(meta)
         return self.event(PeerStatus, 60.0)
 

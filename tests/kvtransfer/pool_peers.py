@@ -18,7 +18,7 @@ from waiting import until
 
 from pdserve.configs.schema import PoolConfig
 from pdserve.kvtransfer.build import build_pool
-from pdserve.kvtransfer.connector import PoolEvent, PoolMemory, unchanged
+from pdserve.kvtransfer.connector import KVCacheMemory, PoolEvent, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
@@ -66,7 +66,7 @@ class Engine:
     ) -> None:
         self.blocks = torch.full((NUM_BLOCKS, *LAYOUT.block_shape), EMPTY, device=device)
         self.generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
-        self.memory = PoolMemory(self.blocks, self.generations, LAYOUT, fingerprint)
+        self.memory = KVCacheMemory(self.blocks, self.generations, LAYOUT, fingerprint)
         self.woken = threading.Event()
         self.registry = CollectorRegistry()
         self.pool: Any

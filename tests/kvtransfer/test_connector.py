@@ -49,7 +49,7 @@ def connected(config: TransferConfig, source: Source, registry: CollectorRegistr
 
 @pytest.fixture
 def sink(connected: Engine) -> Engine:
-    connected.pool.zero_()
+    connected.kv_cache.zero_()
     connected.events.clear()
     return connected
 
@@ -92,9 +92,9 @@ def test_pull_is_bit_equal(sink: Engine, source: Source, remote: list[int], loca
     assert isinstance(done, PullDone), done
     assert done.num_bytes == len(remote) * LAYOUT.block_bytes
     assert done.num_descriptors == descriptors
-    expected = torch.zeros_like(sink.pool)
+    expected = torch.zeros_like(sink.kv_cache)
     expected[local] = pattern(7)[remote]
-    assert torch.equal(sink.pool, expected)
+    assert torch.equal(sink.kv_cache, expected)
     events = source.unpinned()
     assert [(e.key, e.outcome) for e in events] == [(request, "done")]
 
@@ -102,15 +102,15 @@ def test_pull_is_bit_equal(sink: Engine, source: Source, remote: list[int], loca
 def test_skip_moves_only_the_rest(sink: Engine, source: Source) -> None:
     done = pull(sink, source.publish(request_key(), [1, 2, 3, 4]), [50, 51], skip=2)
     assert isinstance(done, PullDone) and done.num_bytes == 2 * LAYOUT.block_bytes
-    assert torch.equal(sink.pool[[50, 51]], pattern(7)[[3, 4]])
-    assert not sink.pool[:50].any()
+    assert torch.equal(sink.kv_cache[[50, 51]], pattern(7)[[3, 4]])
+    assert not sink.kv_cache[:50].any()
     assert source.unpinned()[0].outcome == "done"
 
 
 def test_pull_of_nothing_only_tells_the_sender(sink: Engine, source: Source) -> None:
     done = pull(sink, source.publish(request_key(), [1, 2]), [], skip=2)
     assert isinstance(done, PullDone) and done.num_bytes == done.num_descriptors == 0
-    assert not sink.pool.any()
+    assert not sink.kv_cache.any()
     assert source.unpinned()[0].outcome == "done"
 
 
@@ -207,7 +207,7 @@ def test_concurrent_pulls_all_arrive(sink: Engine, source: Source) -> None:
     ends = [sink.wait_for(PullDone, PullFailed) for _ in ids]  # in any order
     assert sorted(end.pull_id for end in ends) == ids and all(isinstance(end, PullDone) for end in ends), ends
     expected = torch.stack([pattern(7)[b + 20 * j] for b in range(20) for j in range(3)])
-    assert torch.equal(sink.pool[:60], expected)
+    assert torch.equal(sink.kv_cache[:60], expected)
     seen = 0
     while seen < 20:
         events = source.unpinned()

@@ -53,7 +53,7 @@ def test_transport_is_the_one_asked_for(sink: Engine, source: Source, config: Tr
 
 def test_deadline_of_a_frozen_peer_settles_after_the_thaw(sink: Engine, source: Source) -> None:
     ticket = source.publish(key("frozen"), [3, 4])
-    sink.pool.zero_()
+    sink.kv_cache.zero_()
     source.freeze()
     try:
         sink.receiver.pull(100, ticket, [7, 8], 0, 300.0)
@@ -64,8 +64,8 @@ def test_deadline_of_a_frozen_peer_settles_after_the_thaw(sink: Engine, source: 
     finally:
         source.thaw()
     assert sink.wait_for(PullSettled).pull_id == 100
-    landed = sink.pool.clone()
-    stays(lambda: torch.equal(sink.pool, landed), 0.2)
+    landed = sink.kv_cache.clone()
+    stays(lambda: torch.equal(sink.kv_cache, landed), 0.2)
     assert source.unpinned()[0].outcome == "rejected"
 
 
@@ -85,7 +85,7 @@ def test_cancel_of_a_read_in_flight_settles_later(sink: Engine, source: Source) 
     assert source.unpinned()[0].outcome == "rejected"
     sink.receiver.pull(201, source.publish(key("after"), [6]), [9], 0, 300.0)
     assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=201), PullDone)
-    assert torch.equal(sink.pool[9], pattern(1)[6])
+    assert torch.equal(sink.kv_cache[9], pattern(1)[6])
     assert source.unpinned()[0].outcome == "done"
     assert sink.receiver.poll() == []  # one failure and one settling, no more
 
@@ -114,7 +114,7 @@ def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: S
         assert sink.wait_for(PullFailed, pull_id=302).reason == "stale-incarnation"
         sink.receiver.pull(303, successor.publish(key("new"), [11, 12]), [4, 5], 0, 300.0)
         assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=303), PullDone)
-        assert torch.equal(sink.pool[[4, 5]], pattern(2)[[11, 12]])
+        assert torch.equal(sink.kv_cache[[4, 5]], pattern(2)[[11, 12]])
         assert successor.unpinned()[0].outcome == "done"
     finally:
         successor.close()
@@ -164,7 +164,7 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config:
         sink.receiver.connect(source.meta)
         sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 6 and e.connected)
         ticket = source.publish(key("severed"), [1, 2])
-        sink.pool.zero_()
+        sink.kv_cache.zero_()
         source.freeze()
         sink.receiver.pull(600, ticket, [1, 2], 0, 300.0)
         until_posted(sink, 600, 1)
@@ -173,7 +173,7 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config:
         assert (failed.pull_id, failed.reason, failed.settled) == (600, "peer-lost", False)
         assert sink.wait_for(PullSettled).pull_id == 600
         source.thaw()
-        stays(lambda: not sink.pool.any(), 0.3)
+        stays(lambda: not sink.kv_cache.any(), 0.3)
     finally:
         source.thaw()
         source.close()

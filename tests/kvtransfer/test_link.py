@@ -63,7 +63,7 @@ def test_reuse_while_generations_are_on_their_way_is_caught_or_too_late_to_matte
     assert sink.connect(source.meta).connected
     frozen_generations()
     sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 300.0)
-    until(lambda: sink.pool[3].any() and source.faults.frozen)
+    until(lambda: sink.kv_cache[3].any() and source.faults.frozen)
     source.bump(3)
     source.thaw()
     assert sink.wait_for(PullFailed, PullDone).reason == "stale-generation"
@@ -75,7 +75,7 @@ def test_deadline_while_verifying_is_settled(
     assert sink.connect(source.meta).connected
     frozen_generations()
     sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 300.0)
-    until(lambda: sink.pool[3].any() and source.faults.frozen)
+    until(lambda: sink.kv_cache[3].any() and source.faults.frozen)
     expire(sink.receiver, 1)
     failed = sink.wait_for(PullFailed, PullDone)
     assert failed.reason == "deadline" and failed.settled
@@ -183,7 +183,7 @@ def test_a_peer_that_stays_frozen_is_cut_off(
     assert (failed.reason, failed.settled) == ("deadline", False)
     sink.wait_for(PullSettled, pull_id=901)
     source.thaw()
-    stays(lambda: not sink.pool[[5, 6]].any(), 0.1)
+    stays(lambda: not sink.kv_cache[[5, 6]].any(), 0.1)
     assert sink.connect(source.meta).connected
     sink.receiver.pull(902, source.publish(key("again"), [1, 2]), [5, 6], 0, 300.0)
     assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=902), PullDone)

@@ -10,7 +10,7 @@ from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.kvtransfer.build import build_connector
-from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.letters import Done, Letter, Party, decode_letter, encode_letter
 from pdserve.kvtransfer.transport.nixl_agent import SEGMENTS, ucx_settings
 from pdserve.kvtransfer.transport.ucx_log import ReadTable, allows_cma, parse_tables, why_no_cma
@@ -116,6 +116,6 @@ def test_letter_survives_the_wire_and_nonsense_does_not() -> None:
     ],
 )
 def test_wrong_memory_is_refused(pool: torch.Tensor, generations: np.ndarray, message: str) -> None:
-    memory = PoolMemory(pool, generations, LAYOUT, "model")
+    memory = KVCacheMemory(pool, generations, LAYOUT, "model")
     with pytest.raises(ValueError, match=message):
         build_connector(TransferConfig(connector="local"), memory, "e", len(message), lambda: None)

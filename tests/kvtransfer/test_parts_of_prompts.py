@@ -44,7 +44,7 @@ def connected(config: TransferConfig, source: LocalSource | ProcessSource) -> It
 
 @pytest.fixture
 def sink(connected: Engine) -> Engine:
-    connected.pool.zero_()
+    connected.kv_cache.zero_()
     connected.events.clear()
     return connected
 
@@ -80,7 +80,7 @@ def follow(
 
 def arrived(sink: Engine, local: list[int], remote: list[int]) -> None:
     """Those rows are there, soon."""
-    until(lambda: torch.equal(sink.pool[local], pattern(5)[remote]))
+    until(lambda: torch.equal(sink.kv_cache[local], pattern(5)[remote]))
 
 
 def complete(sink: Engine, pull_id: int, ticket: Ticket, deadline_s: float = 300.0) -> PullDone | PullFailed:
@@ -94,7 +94,7 @@ def test_parts_arrive_while_the_prompt_is_computed(sink: Engine, source: LocalSo
     for count in (1, 3):
         source.publish_part(request, [8, 9, 5, 6][:count])
         arrived(sink, [20, 21, 22][:count], [8, 9, 5][:count])
-    assert not sink.pool[23].any(), "not published yet"
+    assert not sink.kv_cache[23].any(), "not published yet"
     ticket = source.publish(request, [8, 9, 5, 6])
     arrived(sink, [23], [6])  # the last part comes by itself too
     done = complete(sink, pull_id, ticket)
@@ -102,9 +102,9 @@ def test_parts_arrive_while_the_prompt_is_computed(sink: Engine, source: LocalSo
     assert done.num_bytes == 4 * LAYOUT.block_bytes
     assert done.num_early_bytes >= 3 * LAYOUT.block_bytes
     assert [(e.key, e.outcome) for e in source.unpinned()] == [(request, "done")]
-    expected = torch.zeros_like(sink.pool)
+    expected = torch.zeros_like(sink.kv_cache)
     expected[20:24] = pattern(5)[[8, 9, 5, 6]]
-    assert torch.equal(sink.pool, expected)
+    assert torch.equal(sink.kv_cache, expected)
 
 
 def test_the_same_part_is_told_once(local: LocalSource, local_sink: Engine) -> None:
@@ -128,7 +128,7 @@ def test_cached_blocks_are_skipped(sink: Engine, source: LocalSource | ProcessSo
     arrived(sink, [40], [3])
     done = complete(sink, pull_id, source.publish(request, [1, 2, 3, 4]))
     assert isinstance(done, PullDone) and done.num_bytes == 2 * LAYOUT.block_bytes
-    assert torch.equal(sink.pool[[40, 41]], pattern(5)[[3, 4]]) and not sink.pool[:40].any()
+    assert torch.equal(sink.kv_cache[[40, 41]], pattern(5)[[3, 4]]) and not sink.kv_cache[:40].any()
     source.unpinned()
 
 
@@ -156,7 +156,7 @@ def test_without_any_part_the_ticket_says_all(sink: Engine, source: LocalSource 
     request, other = request_key(), request_key()
     pull_id = follow(sink, source, other, [10, 11])
     assert isinstance(complete(sink, pull_id, source.publish(request, [1, 2])), PullDone)
-    assert torch.equal(sink.pool[[10, 11]], pattern(5)[[1, 2]])
+    assert torch.equal(sink.kv_cache[[10, 11]], pattern(5)[[1, 2]])
     source.unpinned()
 
 
@@ -165,7 +165,7 @@ def test_parts_of_other_content_are_not_read(sink: Engine, source: LocalSource |
     pull_id = next(_pull_ids)
     sink.receiver.follow(pull_id, Source("p", 3, request), b"another prompt", [10, 11], 0, 300.0)
     source.publish_part(request, [1, 2])
-    stays(lambda: not sink.pool.any(), 0.1)
+    stays(lambda: not sink.kv_cache.any(), 0.1)
     sink.receiver.cancel(pull_id)
     assert sink.wait_for(PullFailed, pull_id=pull_id).settled
 
@@ -181,7 +181,7 @@ def test_a_cancelled_follower_reads_no_more_and_unpins_nothing(
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
     assert failed.settled and failed.num_verified == 1
     ticket = source.publish(request, [1, 2])
-    stays(lambda: not sink.pool[11].any(), 0.1)
+    stays(lambda: not sink.kv_cache[11].any(), 0.1)
     assert source.unpinned(0.2) == [], "whoever gets the ticket may be another engine"
     source.revoke(ticket.key)
 
@@ -215,7 +215,7 @@ def test_a_part_reused_before_it_was_read_is_read_again_from_a_newer_one(
     local.publish_part(request, [30, 31])
     until_posted(local_sink, pull_id, 2)
     local.bump(31)
-    local.engine.pool[31] = 7.0
+    local.engine.kv_cache[31] = 7.0
     local.publish_part(request, [40, 41])
     local.thaw()
     arrived(local_sink, [0, 1], [40, 41])
@@ -267,7 +267,7 @@ def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sin
     until_posted(local_sink, pull_id, 3)
     local.bump(30)
     local.bump(32)
-    local.engine.pool[30:33] = 9.0
+    local.engine.kv_cache[30:33] = 9.0
     local.publish_part(request, [40, 41, 42])
     agent = local_sink.receiver._ranks[0]._agent
     assert isinstance(agent, LocalAgent)
@@ -275,7 +275,7 @@ def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sin
     local.thaw()
     arrived(local_sink, [0, 1, 2], [40, 41, 42])
     wanted = pattern(5)[[40, 41, 42]]
-    stays(lambda: torch.equal(local_sink.pool[[0, 1, 2]], wanted), 0.5)
+    stays(lambda: torch.equal(local_sink.kv_cache[[0, 1, 2]], wanted), 0.5)
 
 
 def test_a_frozen_peers_part_keeps_its_blocks_and_leaves_the_verified(local: LocalSource, local_sink: Engine) -> None:

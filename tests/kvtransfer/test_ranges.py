@@ -13,15 +13,15 @@ from pdserve.kvtransfer.p2p.ranges import (
     plan_heads,
     remote_pieces,
 )
-from pdserve.protocol.handoff import RankPool
+from pdserve.protocol.handoff import RankMemory
 
 
 def layout(heads: tuple[int, ...]) -> KVLayout:
     return KVLayout.uniform(num_layers=2, heads=heads, head_dim=4, block_size=16, dtype="float32")
 
 
-def rank_pool(heads: tuple[int, ...], address: int = 0) -> RankPool:
-    return RankPool(agent_name="p", agent_metadata=b"", pool_address=address, memory="DRAM", device_id=0, heads=heads)
+def rank_pool(heads: tuple[int, ...], address: int = 0) -> RankMemory:
+    return RankMemory(agent_name="p", agent_metadata=b"", address=address, memory="DRAM", device_id=0, heads=heads)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from waiting import stays, until
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta
+from pdserve.protocol.handoff import KVCacheMeta
 
 DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
 _names = itertools.count()
@@ -53,11 +53,11 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     assert isinstance(done, PullDone), done
     whole = content()
     assert done.num_bytes == whole[0].nbytes * 4
-    degree = len(sink.pools)
-    for rank, pool in enumerate(sink.pools):
-        want = torch.zeros_like(pool)
+    degree = len(sink.kv_caches)
+    for rank, kv_cache in enumerate(sink.kv_caches):
+        want = torch.zeros_like(kv_cache)
         want[ours[1:]] = whole[theirs[1:]][:, list(heads_of(rank, degree))]
-        assert torch.equal(pool, want)
+        assert torch.equal(kv_cache, want)
     unpinned: list[Unpinned] = []
     until(lambda: unpinned, doing=lambda: unpinned.extend(source.unpinned()))
     assert unpinned == [Unpinned(ticket.key, "done")], "once, by all ranks together"
@@ -81,11 +81,11 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
     done = sink.wait(PullDone, PullFailed)
     assert isinstance(done, PullDone), done
     whole, first = rows(content(192 // len(theirs))[theirs]), skip * sink.block_size
-    for rank, pool in enumerate(sink.pools):
-        heads = list(heads_of(rank, len(sink.pools)))
-        assert torch.equal(rows(pool[ours[skip:]]), whole[first:, heads])
-        others = [block for block in range(len(pool)) if block not in ours[skip:]]
-        assert not pool[others].any()
+    for rank, kv_cache in enumerate(sink.kv_caches):
+        heads = list(heads_of(rank, len(sink.kv_caches)))
+        assert torch.equal(rows(kv_cache[ours[skip:]]), whole[first:, heads])
+        others = [block for block in range(len(kv_cache)) if block not in ours[skip:]]
+        assert not kv_cache[others].any()
 
     reused = source.publish("b", theirs)
     source.bump(theirs[-1])
@@ -135,7 +135,9 @@ def test_heads_that_nobody_stores_are_refused() -> None:
     sink = Ranks("d", CONFIG["local"], 1, filled=False)
     try:
         half = source.meta()
-        alone = PoolMeta(**{name: getattr(half, name) for name in half.__struct_fields__} | {"ranks": half.ranks[:1]})
+        alone = KVCacheMeta(
+            **{name: getattr(half, name) for name in half.__struct_fields__} | {"ranks": half.ranks[:1]}
+        )
         sink.receiver.connect(alone)
         status = sink.wait(PeerStatus)
         assert not status.connected and "KV head 2 is stored on no rank" in status.detail

@@ -1,5 +1,5 @@
 """Pulls between pools of different block sizes, through the staging ring: over both transports what arrives, in process
-what goes wrong. A ring here has eight runs of 64 tokens, a pool has 1,024.
+what goes wrong. A ring here has eight runs of 64 tokens, a KV cache has 1,024.
 """
 
 import itertools
@@ -65,14 +65,14 @@ def num_free(sink: Engine) -> int:
 
 
 def blocks_for(num_tokens: int, block_size: int, step: int = 1, first: int = 0) -> list[int]:
-    """Blocks of a pool of 1,024 tokens, scattered by a step that is odd."""
+    """Blocks of a KV cache of 1,024 tokens, scattered by a step that is odd."""
     count = 1024 // block_size
     return [(first + step * index) % count for index in range(-(-num_tokens // block_size))]
 
 
 def has_rows(sink: Engine, local: Sequence[int], wanted: torch.Tensor) -> bool:
     """Whether the rows in these blocks begin with the wanted ones."""
-    return torch.equal(rows(sink.pool[list(local)])[: len(wanted)], wanted)
+    return torch.equal(rows(sink.kv_cache[list(local)])[: len(wanted)], wanted)
 
 
 # --- over both transports ---
@@ -97,17 +97,17 @@ def joined(request: pytest.FixtureRequest) -> Iterator[tuple[LocalSource | Proce
 )
 def test_rows_arrive(joined: tuple[Any, Engine], num_tokens: int, skipped: int, step: int) -> None:
     source, sink = joined
-    sink.pool.zero_()
+    sink.kv_cache.zero_()
     theirs = blocks_for(num_tokens, source.block_size, step, 3)
-    size = sink.pool.shape[4]
+    size = sink.kv_cache.shape[4]
     local = blocks_for(num_tokens, size, step + 2, 1)
     skip = skipped // size
     request = name()
     done = pull(sink, source.publish(request, theirs, num_tokens), local[skip:], skip)
     assert isinstance(done, PullDone), done
     assert has_rows(sink, local[skip:], rows(pattern(5, source.block_size)[theirs])[skip * size : num_tokens])
-    others = [block for block in range(len(sink.pool)) if block not in local[skip:]]
-    assert not sink.pool[others].any()
+    others = [block for block in range(len(sink.kv_cache)) if block not in local[skip:]]
+    assert not sink.kv_cache[others].any()
     assert done.num_bytes == (len(theirs) - skipped // source.block_size) * source.block_size * LAYOUT.token_bytes
     assert [(e.key, e.outcome) for e in source.unpinned()] == [(request, "done")]
     until(lambda: num_free(sink) == NUM_RUNS)
@@ -116,8 +116,8 @@ def test_rows_arrive(joined: tuple[Any, Engine], num_tokens: int, skipped: int, 
 def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -> None:
     """Parts end inside the sink's blocks when these are larger, and so does the prompt."""
     source, sink = joined
-    sink.pool.zero_()
-    size, request = sink.pool.shape[4], name()
+    sink.kv_cache.zero_()
+    size, request = sink.kv_cache.shape[4], name()
     theirs, local = blocks_for(300, source.block_size, 3), blocks_for(300, size, 5)
     wanted = rows(pattern(5, source.block_size)[theirs])
     peer = Source(source.meta.engine_id, source.meta.incarnation, request)
@@ -126,7 +126,7 @@ def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -
         source.publish_part(request, theirs[: num_tokens // source.block_size])
         whole = num_tokens // max(size, source.block_size) * max(size, source.block_size)
         until(partial(has_rows, sink, local, wanted[:whole]))
-    assert not rows(sink.pool[local])[272:].any(), "not published yet"
+    assert not rows(sink.kv_cache[local])[272:].any(), "not published yet"
     ticket = source.publish(request, theirs, 300)
     until(lambda: has_rows(sink, local, wanted[:300]))  # the last part comes by itself too
     sink.receiver.complete(pull_id, ticket, 300.0)
@@ -139,18 +139,18 @@ def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -
 
 def test_a_prompt_that_is_cached_moves_nothing(joined: tuple[Any, Engine]) -> None:
     source, sink = joined
-    sink.pool.zero_()
-    theirs, size = blocks_for(100, source.block_size), sink.pool.shape[4]
+    sink.kv_cache.zero_()
+    theirs, size = blocks_for(100, source.block_size), sink.kv_cache.shape[4]
     done = pull(sink, source.publish(name(), theirs, 100), [], -(-100 // size))
     assert isinstance(done, PullDone) and done.num_bytes == done.num_descriptors == 0
-    assert not sink.pool.any()
+    assert not sink.kv_cache.any()
     source.unpinned()
 
 
 def test_reused_blocks_are_stale(joined: tuple[Any, Engine]) -> None:
     """In the last of several pieces; what was verified before is told."""
     source, sink = joined
-    theirs, size = blocks_for(640, source.block_size), sink.pool.shape[4]
+    theirs, size = blocks_for(640, source.block_size), sink.kv_cache.shape[4]
     ticket = source.publish(name(), theirs)
     source.bump(theirs[-1])
     failed = pull(sink, ticket, blocks_for(640, size))
@@ -265,7 +265,7 @@ def test_a_pull_is_settled_while_it_is_read_but_its_slots_stay_taken(
     assert num_free(sink) == NUM_RUNS // 2
     source.thaw()
     until(lambda: num_free(sink) == NUM_RUNS)
-    assert not sink.pool.any()
+    assert not sink.kv_cache.any()
     assert isinstance(pull(sink, source.publish(name(), [0]), blocks_for(sizes[0], sizes[1])), PullDone)
 
 
@@ -283,7 +283,7 @@ def test_frozen_peers_starve_nobody(sink: Engine, source: LocalSource, sizes: tu
         for living in others[1:]:
             theirs, local = blocks_for(960, living.block_size, 3), blocks_for(960, sizes[1])
             assert isinstance(pull(sink, living.publish(name(), theirs), local), PullDone)
-            assert has_rows(sink, local, rows(living.engine.pool[theirs]))
+            assert has_rows(sink, local, rows(living.engine.kv_cache[theirs]))
     finally:
         for each in (source, *others):
             each.thaw()
@@ -303,7 +303,7 @@ def test_many_pulls_from_two_peers_at_once(
         each = (source, other)[index % 2]
         theirs = blocks_for(64, each.block_size, 1, index)
         local = blocks_for(64, sizes[1], 1, index * 64 // sizes[1])
-        pulls[next(_pull_ids)] = local, rows(each.engine.pool[theirs])
+        pulls[next(_pull_ids)] = local, rows(each.engine.kv_cache[theirs])
         sink.receiver.pull(max(pulls), each.publish(name(), theirs), local, 0, 300.0)
     for _ in pulls:
         done = sink.wait_for(PullDone, PullFailed)
@@ -329,7 +329,7 @@ def test_a_dead_peer_gives_its_slots_back(sink: Engine, source: LocalSource, siz
         local = blocks_for(960, sizes[1])
         theirs = blocks_for(960, sizes[0], 3)
         assert isinstance(pull(sink, successor.publish(name(), theirs), local), PullDone)
-        assert has_rows(sink, local, rows(successor.engine.pool[theirs]))
+        assert has_rows(sink, local, rows(successor.engine.kv_cache[theirs]))
     finally:
         successor.close()
 
@@ -366,7 +366,7 @@ def test_a_peer_that_stays_frozen_is_cut_off(
     monkeypatch.setattr(peer_link, "SEVER_AFTER_S", 0.2)
     until(lambda: num_free(sink) == NUM_RUNS)
     source.thaw()
-    stays(lambda: not sink.pool.any(), 0.05)
+    stays(lambda: not sink.kv_cache.any(), 0.05)
 
 
 def test_a_stale_piece_is_read_again_behind_a_newer_part(
@@ -385,7 +385,7 @@ def test_a_stale_piece_is_read_again_behind_a_newer_part(
     until(lambda: len(slow.running) == 2)
     for block in old:
         source.bump(block)
-    source.engine.pool[old] = 9.0
+    source.engine.kv_cache[old] = 9.0
     source.publish_part(request, new)
     stays(lambda: len(slow.running) == 2, 0.05)
     slow.is_held = False
@@ -405,7 +405,7 @@ def test_verified_blocks_are_counted_as_ours(sink: Engine, source: LocalSource) 
     source.publish_part(request, list(range(7)))
     wanted = rows(pattern(5, 16)[:7])
     until(lambda: has_rows(sink, [3], wanted[:64]))
-    stays(lambda: not sink.pool[4].any(), 0.05)
+    stays(lambda: not sink.kv_cache[4].any(), 0.05)
     sink.receiver.cancel(pull_id)
     failed = sink.wait_for(PullFailed, pull_id=pull_id)
     assert (failed.settled, failed.num_verified) == (True, 1)
@@ -419,7 +419,7 @@ def test_verified_blocks_behind_a_prefix_that_ends_in_a_block(sink: Engine, sour
     source.publish_part(request, [7])
     wanted = rows(pattern(5, 64)[[7, 8]])[48:]
     until(lambda: has_rows(sink, [20], wanted[:16]))
-    stays(lambda: not sink.pool[21].any(), 0.05)
+    stays(lambda: not sink.kv_cache[21].any(), 0.05)
     source.publish_part(request, [7, 8])
     until(lambda: has_rows(sink, [20, 21, 22, 23, 24], wanted))
     until(lambda: pull_of(sink, pull_id).num_verified == 5)
@@ -454,15 +454,17 @@ def test_a_ticket_in_blocks_of_another_size_than_the_pools_is_an_error(sink: Eng
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_rows_arrive_on_a_device(sizes: tuple[int, int]) -> None:
     """Both pools on one; repacks on streams of their own."""
-    source = Engine(f"p{next(_names)}", LOCAL, pool=pattern(5, sizes[0]).cuda(), block_size=sizes[0])
-    sink = Engine(f"d{next(_names)}", LOCAL, pool=torch.zeros_like(pattern(5, sizes[1])).cuda(), block_size=sizes[1])
+    source = Engine(f"p{next(_names)}", LOCAL, kv_cache=pattern(5, sizes[0]).cuda(), block_size=sizes[0])
+    sink = Engine(
+        f"d{next(_names)}", LOCAL, kv_cache=torch.zeros_like(pattern(5, sizes[1])).cuda(), block_size=sizes[1]
+    )
     try:
         assert sink.connect(source.sender.meta()).connected
         for num_tokens in (1, 100, 960):
             theirs, local = blocks_for(num_tokens, sizes[0], 3, 5), blocks_for(num_tokens, sizes[1], 5, 2)
             ticket = source.sender.publish(name(), theirs, num_tokens, b"content")
             assert isinstance(pull(sink, ticket, local), PullDone)
-            assert has_rows(sink, local, rows(source.pool[theirs])[:num_tokens])
+            assert has_rows(sink, local, rows(source.kv_cache[theirs])[:num_tokens])
         assert num_free(sink) == NUM_RUNS
     finally:
         sink.close()

@@ -60,7 +60,7 @@ def source(net: Net, sink: Remote) -> Iterator[Remote]:
 
 @contextlib.contextmanager
 def begun(net: Net, source: Remote, sink: Remote, pull_id: int, deadline_s: float) -> Iterator[None]:
-    """Within it a pull of the whole pool is in its middle, and the link is so slow that it stays there."""
+    """Within it a pull of the whole KV cache is in its middle, and the link is so slow that it stays there."""
     with net.slow():
         sink.clear()
         ticket = source.publish(f"pull {pull_id}", ALL)

@@ -34,7 +34,7 @@ from pdserve.protocol.events import (
     Snapshot,
     TokenLogprob,
 )
-from pdserve.protocol.handoff import PoolMeta, RankPool, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 from pdserve.protocol.metric_families import MetricFamily, Sample
 from pdserve.protocol.request_key import RequestKey, check_request_id
 from pdserve.protocol.sampling_params import (
@@ -198,7 +198,7 @@ TICKET = Ticket(
     lease_s=30.0,
     written_at=1.75e9,
 )
-META = PoolMeta(
+META = KVCacheMeta(
     engine_id="p",
     incarnation=7,
     connector="nixl",
@@ -209,7 +209,7 @@ META = PoolMeta(
     head_bytes=1 << 18,
     generation_address=1 << 47,
     mailbox="tcp://10.0.0.1:5",
-    ranks=(RankPool("p-0", b"\xff\0", 1 << 47, "VRAM", 3, (0, 1)),),
+    ranks=(RankMemory("p-0", b"\xff\0", 1 << 47, "VRAM", 3, (0, 1)),),
 )
 COMMANDS: list[Command] = [
     Submit(
@@ -243,7 +243,7 @@ EVENTS = (
         max_model_len=8,
         max_request_tokens=7,
         block_size=16,
-        pool=META,
+        kv_cache=META,
         peers=(PEER,),
     ),
     Delta("request-1", 3, 1, 0, (5,)),

@@ -30,7 +30,7 @@ from pdserve.protocol.events import (
     Snapshot,
     TokenLogprob,
 )
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.metric_families import MetricFamily, Sample
 from pdserve.protocol.request_key import FinishReason, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -145,8 +145,8 @@ class FakeWorker:
         self.meta = self._meta() if pool else None
         world.workers[worker_id] = self
 
-    def _meta(self) -> PoolMeta:
-        return PoolMeta(
+    def _meta(self) -> KVCacheMeta:
+        return KVCacheMeta(
             engine_id=f"engine-{self.worker_id}",
             incarnation=self.incarnation,
             connector="local",
@@ -179,7 +179,7 @@ class FakeWorker:
             max_model_len=self.max_tokens,
             max_request_tokens=self.max_tokens,
             block_size=16,
-            pool=self.meta,
+            kv_cache=self.meta,
             parts_from=self.parts_from,
             cut_below=self.cut_below,
             kv_pool=self.kv_pool,

@@ -36,10 +36,10 @@ def made(worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **repo
 
 def join(prefill: WorkerState, *decodes: WorkerState, bytes_per_s: float = 1e9) -> None:
     """Connect them."""
-    pool = prefill.pool
-    assert pool is not None
+    meta = prefill.kv_cache
+    assert meta is not None
     for decode in decodes:
         status = PeerStatus(
-            engine_id=pool.engine_id, incarnation=pool.incarnation, connected=True, bytes_per_s=bytes_per_s
+            engine_id=meta.engine_id, incarnation=meta.incarnation, connected=True, bytes_per_s=bytes_per_s
         )
-        decode.peers[pool.engine_id, pool.incarnation] = status
+        decode.peers[meta.engine_id, meta.incarnation] = status

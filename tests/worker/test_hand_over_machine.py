@@ -39,7 +39,7 @@ from pdserve.configs.schema import PoolConfig, TransferConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.scheduling.step_plan import Plan
-from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import Cancel, ConnectPeer, DisconnectPeer, Prepare, RouterLost, Start, Subscribe
@@ -67,8 +67,8 @@ _names = itertools.count()
 
 
 class SlowStaging:
-    """Repacks take delay_s, and move their rows at the end of it. running: (address of the pool, blocks) of those under
-    way.
+    """Repacks take delay_s, and move their rows at the end of it. running: (address of the KV cache, blocks) of those
+    under way.
     """
 
     delay_s = 0.0
@@ -78,7 +78,7 @@ class SlowStaging:
     @classmethod
     def start(cls, staging: Staging, slots: Any, skip: int, num_rows: int, blocks: Any) -> Callable[[], bool]:
         ends, number = time.monotonic() + cls.delay_s, next(_names)
-        cls.running[number] = staging._pool.data_ptr(), tuple(blocks)
+        cls.running[number] = staging._kv_cache.data_ptr(), tuple(blocks)
 
         def has_ended() -> bool:
             if number in cls.running and time.monotonic() >= ends:
@@ -95,13 +95,13 @@ class PaperWorker(Worker):
         self.content = KnownContent(made)
         return made
 
-    def memory(self) -> PoolMemory:
-        """The paper's rows, 8 bytes each, as a pool."""
+    def memory(self) -> KVCacheMemory:
+        """The paper's rows, 8 bytes each, as a KV cache."""
         rows = paper_of(self.engine).rows
         row = LayerGroup(layers=(0,), heads=(0,), planes=1, row_width=ROW_BYTES // 4, dtype="float32")
         layout = KVLayout(groups=(row,), block_size=rows.shape[1])
-        pool = torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
-        return PoolMemory(pool, self.engine.blocks.generations, layout, "paper")
+        kv_cache = torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
+        return KVCacheMemory(kv_cache, self.engine.blocks.generations, layout, "paper")
 
 
 @dataclass(eq=False)
@@ -419,7 +419,7 @@ class HandOver(RuleBasedStateMachine):
                         written = piece.local_blocks
                         bad = [b for b in written if b not in reserved and b not in blocks._quarantined]
                         assert not (bad and piece.is_written), f"blocks {bad} are not kept for what fills them"
-        own = self.d.memory().pool.data_ptr()
+        own = self.d.memory().kv_cache.data_ptr()
         for number, (pool, written) in list(SlowStaging.running.items()):
             bad = [b for b in written if pool == own and b not in reserved and b not in blocks._quarantined]
             assert not (bad and number in SlowStaging.running), f"rows are being moved to blocks {bad}"

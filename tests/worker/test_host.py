@@ -101,7 +101,7 @@ def pair(tiny_llama: Path, request: pytest.FixtureRequest) -> Iterator[list[Host
 
 
 async def connect(p: Wire, d: Wire) -> PeerStatus:
-    meta = p.of(Hello)[0].pool
+    meta = p.of(Hello)[0].kv_cache
     assert meta is not None
     await d.link.send(ConnectPeer(meta=meta))
     return await d.until(PeerStatus)

@@ -1,8 +1,8 @@
 """Paged attention of one step: the `attend` callable that a model's layers call.
 
-Rotates the step's q and k, writes its K and V rows into the pool, then attends: single-query sequences (decodes) by the
-decode kernel, the others (prefill chunks) by the varlen prefill kernel or, where it pays, by cuDNN. Knows the pool's
-layout through tensors only; built anew each step by the model runner.
+Rotates the step's q and k, writes its K and V rows into the KV cache, then attends: single-query sequences (decodes) by
+the decode kernel, the others (prefill chunks) by the varlen prefill kernel or, where it pays, by cuDNN. Knows the KV
+cache's layout through tensors only; built anew each step by the model runner.
 """
 
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class AttentionBatch:
 
 class PagedAttention:
     """`attend(layer, q, k, v, rope) -> out`. layers: each layer `[blocks, kv_heads, 2, block_size, head_dim]` of the
-    pool.
+    KV cache.
     """
 
     def __init__(self, layers: Sequence[Tensor], ops: Ops, scale: float, batch: AttentionBatch) -> None:

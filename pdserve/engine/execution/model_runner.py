@@ -72,8 +72,8 @@ class StepOutput:
 
 
 class ModelRunner:
-    """One rank's model and pool, which `use_pool` gives it. num_slots: rows of the tables beside row 0, the null one.
-    max_blocks: of one sequence.
+    """One rank's model and KV cache, which `use_kv_cache` gives it. num_slots: rows of the tables beside row 0, the
+    null one. max_blocks: of one sequence.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class ModelRunner:
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._graphs: DecodeGraphs | None = None
 
-    def use_pool(self, pool: Tensor) -> None:
+    def use_kv_cache(self, kv_cache: Tensor) -> None:
         """`[blocks, kv_heads, layers, 2, block_size, head_dim]`; after peak_activation_bytes, which tells its size."""
-        self.pool = pool
-        self._pool_layers = pool.unbind(2)
+        self.kv_cache = kv_cache
+        self._layers = kv_cache.unbind(2)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: SequenceOf[int], report: Report) -> None:
@@ -196,7 +196,7 @@ class ModelRunner:
             context_lens=arrays.context_lens,
             query_starts=arrays.query_starts,
         )
-        return self.model.forward(ids, PagedAttention(self._pool_layers, self.ops, self.scale, batch))
+        return self.model.forward(ids, PagedAttention(self._layers, self.ops, self.scale, batch))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
         """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied from as well."""
@@ -206,7 +206,7 @@ class ModelRunner:
         batches = [copies] if not set(sources) & set(targets) else [[pair] for pair in copies]
         for batch in batches:
             src, dst = (to_device(np.array(ids, dtype=np.int64), self.device) for ids in zip(*batch, strict=True))
-            self.ops.copy_blocks(self.pool, src, dst)
+            self.ops.copy_blocks(self.kv_cache, src, dst)
 
     @torch.inference_mode()
     def warm_dense_prefill(self, num_rows: int) -> None:
@@ -215,7 +215,7 @@ class ModelRunner:
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
             if layer == 0:
-                q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self._pool_layers[0], zeros.long())
+                q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self._layers[0], zeros.long())
                 self.ops.warm_dense_prefill(q, k, v, self.scale)
                 self._chunk_behind_a_piece(q, k, v)
             return torch.zeros_like(q)
@@ -230,13 +230,13 @@ class ModelRunner:
             rows, lens, starts = (
                 torch.tensor(ids, dtype=torch.int32, device=self.device) for ids in ([0], [2 * num_rows], [0, num_rows])
             )
-            paged = self._pool_layers[0], self.tables, rows, lens, starts
+            paged = self._layers[0], self.tables, rows, lens, starts
             self.ops.chunk_prefill(q, k, v, *paged, num_rows, self.scale)
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
-        """Device memory (CUDA) the largest step needs beyond weights and pool, measured by running one over the null
-        block.
+        """Device memory (CUDA) the largest step needs beyond weights and KV cache, measured by running one over the
+        null block.
         """
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)

@@ -1,4 +1,4 @@
-"""Bookkeeping of the KV pool's blocks: who owns which, what each holds, which may be reused. Pure CPU, no tensors, no
+"""Bookkeeping of the KV cache's blocks: who owns which, what each holds, which may be reused. Pure CPU, no tensors, no
 device.
 
 Every block but the null block 0 is in exactly one state, and the sums are checked:

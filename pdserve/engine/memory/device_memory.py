@@ -1,4 +1,4 @@
-"""Memory for what other devices and processes read (the KV pool): outside PyTorch's caching allocator, never moved.
+"""Memory for what other devices and processes read (the KV cache): outside PyTorch's caching allocator, never moved.
 
 On CUDA a plain `cudaMalloc` of its own, seen by torch as a tensor. The caching allocator may serve from expandable
 segments (virtual memory mapped piece by piece), which a transfer library registers without an error and then reads

@@ -1,4 +1,4 @@
-"""The KV pool's memory: sized, allocated once, and never moved (a connector registers it).
+"""The KV cache's memory: sized, allocated once, and never moved (a connector registers it).
 
 Knows the layout and the device; not who owns which block (block_manager) nor what is in them. Called by the engine.
 """
@@ -13,7 +13,7 @@ from pdserve.engine.memory import device_memory
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
+def allocate_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
     """Zeroed `[num_blocks, kv_heads, layers, planes, block_size, row_width]`, contiguous, outside torch's allocator;
     freed with its last view. ValueError when the device does not have that much.
     """
@@ -25,11 +25,11 @@ def allocate_pool(layout: KVLayout, num_blocks: int, device: torch.device) -> Te
 
 
 def num_blocks_for(config: EngineConfig, layout: KVLayout, device: torch.device, reserved_bytes: int) -> int:
-    """How many blocks the pool gets: as configured, else what `kv_memory_bytes` (CPU) or the device's memory holds.
+    """How many blocks the KV cache gets: as configured, else what `kv_memory_bytes` (CPU) or the device's memory holds.
 
     On CUDA: total * kv_memory_fraction, less what is in use now (by anybody), less reserved_bytes: what steps will need
-    beyond it (activations, sampling, graphs). ValueError naming the parameter when the pool does not fit, or when fewer
-    than 2 blocks do.
+    beyond it (activations, sampling, graphs). ValueError naming the parameter when the KV cache does not fit, or when
+    fewer than 2 blocks do.
     """
     if config.num_kv_blocks is not None:
         return _checked("num_kv_blocks", config.num_kv_blocks, layout, device, reserved_bytes)
@@ -51,8 +51,8 @@ def _at_least_two(budget: int, layout: KVLayout, cure: str) -> int:
     count = budget // layout.block_bytes
     if count < 2:
         raise ValueError(
-            f"the KV pool needs at least 2 blocks of {layout.block_bytes} bytes ({layout.block_size} tokens each), but "
-            f"gets {max(budget, 0)} bytes: {cure}"
+            f"the KV cache needs at least 2 blocks of {layout.block_bytes} bytes ({layout.block_size} tokens each), "
+            f"but gets {max(budget, 0)} bytes: {cure}"
         )
     return count
 
@@ -70,7 +70,7 @@ def _does_not_fit(
     fitting = room // layout.block_bytes
     cure = f"{fitting} blocks would fit" if name == "num_kv_blocks" else f"{fitting * layout.block_bytes} bytes would"
     return ValueError(
-        f"{name} asks for a KV pool of {num_blocks} blocks of {layout.block_bytes} bytes, "
+        f"{name} asks for a KV cache of {num_blocks} blocks of {layout.block_bytes} bytes, "
         f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available beside what steps "
         f"need: lower {name} ({cure})"
     )

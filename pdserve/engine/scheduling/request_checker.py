@@ -12,7 +12,7 @@ from pdserve.protocol.commands import Submit
 
 @dataclass(frozen=True)
 class Admission:
-    """max_request_tokens: prompt and output that a request may have, by the model's length and the pool's size."""
+    """max_request_tokens: prompt and output that a request may have, by the model's length and the KV cache's size."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -68,7 +68,7 @@ class Admission:
         if len(prompt) >= self.max_request_tokens:
             raise ValueError(
                 f"prompt has {len(prompt)} tokens, but a request may have {self.max_request_tokens} in all "
-                "(max_model_len, or what the KV pool holds): shorten it"
+                "(max_model_len, or what the KV cache holds): shorten it"
             )
 
     def _check_starts(self, submit: Submit) -> None:

@@ -79,8 +79,8 @@ class Sequence:
     """The tokens of one choice and where their KV lies.
 
     token_ids: prompt, forced and sampled tokens whose values are known. num_pending: tokens behind them that a step in
-    flight samples (0 or 1 when a step is planned). num_computed: leading tokens whose rows are in the pool, or will be
-    when the steps in flight are done. block_table: blocks in order of position. num_committed: of them, known to the
+    flight samples (0 or 1 when a step is planned). num_computed: leading tokens whose rows are in the KV cache, or will
+    be when the steps in flight are done. block_table: blocks in order of position. num_committed: of them, known to the
     prefix cache; num_synced: of them, known to the device. slot: row of the device's tables while it runs, else 0.
     pending_forks: choices that fork off when the prompt is computed.
     """

@@ -34,8 +34,9 @@ def prefill_tiles(
 
 
 def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
-    """One layer `[num_blocks, Hk, 2, block_size, D]` of a pool as the matrix [rows, D] from its first row on, in tiles
-    that TMA loads; None if it cannot: no tile may span two blocks, rows must be 16-byte aligned, their numbers int32.
+    """One layer `[num_blocks, Hk, 2, block_size, D]` of a KV cache as the matrix [rows, D] from its first row on, in
+    tiles that TMA loads; None if it cannot: no tile may span two blocks, rows must be 16-byte aligned, their numbers
+    int32.
     """
     num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
     num_rows = ((num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)) // head_dim + 2 * block_size

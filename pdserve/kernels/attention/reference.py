@@ -329,7 +329,7 @@ def _rows_agree(rows: int, head_dim: int, num_keys: int, generator: torch.Genera
 
 
 def _rows_of(kv: Tensor) -> Tensor:
-    """The memory of `kv`, a layer of a pool, as a matrix with one row a (block, head, layer, plane).
+    """The memory of `kv`, a layer of a KV cache, as a matrix with one row a (block, head, layer, plane).
 
     index_select of such rows is three times faster than indexing `kv` by (block, head).
     """
@@ -345,7 +345,7 @@ def _kv_rows(blocks: np.ndarray, kv_shape: torch.Size, kv_strides: tuple[int, ..
     width = block_size * head_dim
     if kv_strides[2:] != (width, head_dim, 1) or kv_strides[0] % width or kv_strides[1] % width:
         raise ValueError(
-            f"kv must be a layer of a contiguous pool, not a view with strides {kv_strides}: pass pool[:, :, i]"
+            f"kv must be a layer of a contiguous KV cache, not a view with strides {kv_strides}: pass kv_cache[:, :, i]"
         )
     if KV_CHUNK % block_size and block_size % KV_CHUNK:
         raise ValueError(f"block_size must be 16, 32, 64 or 128 for the CPU attention, not {block_size}")

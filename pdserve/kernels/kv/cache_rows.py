@@ -1,8 +1,9 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that write rows of the KV pool, rotated on the way, copy its blocks and gather a sequence's rows from
+"""Triton kernels that write rows of the KV cache, rotated on the way, copy its blocks and gather a sequence's rows from
 them: rope_write_kv, copy_blocks, gather_kv.
 
-All offsets are int64: pools exceed 2 ** 31 elements. Knows nothing of who owns a block. Called through triton_ops.py.
+All offsets are int64: KV caches exceed 2 ** 31 elements. Knows nothing of who owns a block. Called through
+triton_ops.py.
 """
 
 import torch
@@ -54,11 +55,11 @@ def launch_rope_write_kv(
     )
 
 
-def launch_copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    """reference.copy_blocks on a contiguous pool."""
-    block_elements = pool.stride(0)
+def launch_copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """reference.copy_blocks on a contiguous KV cache."""
+    block_elements = kv_cache.stride(0)
     grid = (len(src), cdiv(block_elements, COPY_BLOCK))
-    launch(copy_blocks_kernel, grid, (pool, src, dst), (block_elements,), BLOCK=COPY_BLOCK, num_warps=8)
+    launch(copy_blocks_kernel, grid, (kv_cache, src, dst), (block_elements,), BLOCK=COPY_BLOCK, num_warps=8)
 
 
 def launch_gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:
@@ -155,7 +156,7 @@ def rope_write_kv_kernel(
 
 @triton.jit
 def copy_blocks_kernel(
-    pool_ptr,  # [num_blocks, block_elements], contiguous
+    kv_cache_ptr,  # [num_blocks, block_elements], contiguous
     src_ptr,  # int64 [N]
     dst_ptr,  # int64 [N]
     block_elements,
@@ -166,7 +167,7 @@ def copy_blocks_kernel(
     dst = tl.load(dst_ptr + tl.program_id(0)).to(tl.int64) * block_elements
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < block_elements
-    tl.store(pool_ptr + dst + elements, tl.load(pool_ptr + src + elements, mask=mask), mask=mask)
+    tl.store(kv_cache_ptr + dst + elements, tl.load(kv_cache_ptr + src + elements, mask=mask), mask=mask)
 
 
 @triton.jit(

@@ -35,21 +35,21 @@ def rope_write_kv(
     return q, k
 
 
-def copy_blocks(pool: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Copies whole blocks of `pool` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block may be in both."""
-    pool[dst] = pool[src]
+def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """Copies whole blocks of `kv_cache` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block may be in both."""
+    kv_cache[dst] = kv_cache[src]
 
 
-def repack(source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
+def repack(source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
     """Copies KV rows of one sequence from blocks of one size to blocks of another.
 
     source [num_slots, Hk, L, 2, source_size, D], in whose slots source_ids (int32) the rows stand one after another;
-    they are written from row `skip` on to `pool` [num_blocks, Hk, L, 2, block_size, D], from the beginning of its
+    they are written from row `skip` on to `kv_cache` [num_blocks, Hk, L, 2, block_size, D], from the beginning of its
     blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts as
     rounded up to one: rows behind the last are copied with it.
     """
-    rows = min(source.shape[4], pool.shape[4])
-    there, here = source.unflatten(4, (-1, rows)), pool.unflatten(4, (-1, rows))
+    rows = min(source.shape[4], kv_cache.shape[4])
+    there, here = source.unflatten(4, (-1, rows)), kv_cache.unflatten(4, (-1, rows))
     slots, blocks = source_ids.tolist(), block_ids.tolist()
     for run in range(-(-num_rows // rows)):  # ten times as fast as one copy by indices of rows
         slot, first = divmod(skip // rows + run, there.shape[4])

@@ -11,17 +11,17 @@ from pdserve.kernels.launching.launch import launch, next_power_of_2
 
 
 def launch_repack(
-    source: Tensor, source_ids: Tensor, pool: Tensor, block_ids: Tensor, skip: int, num_rows: int
+    source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tensor, skip: int, num_rows: int
 ) -> None:
     """reference.repack on contiguous tensors."""
     _, num_heads, num_layers, planes, source_size, head_dim = source.shape
-    block_size = pool.shape[4]
+    block_size = kv_cache.shape[4]
     rows = min(source_size, block_size)
     launch(
         repack_kernel,
         (-(-num_rows // rows), num_heads * num_layers * planes),
-        (source, source_ids, pool, block_ids),
-        (skip // rows, source_size // rows, block_size // rows, source.stride(0), pool.stride(0)),
+        (source, source_ids, kv_cache, block_ids),
+        (skip // rows, source_size // rows, block_size // rows, source.stride(0), kv_cache.stride(0)),
         RUN=rows * head_dim,
         BLOCK=next_power_of_2(rows * head_dim),
         num_warps=4 if rows * head_dim <= 4096 else 8,
@@ -32,7 +32,7 @@ def launch_repack(
 def repack_kernel(
     source_ptr,  # [num_slots, planes, source_runs * RUN]
     source_ids_ptr,  # int32
-    pool_ptr,  # [num_blocks, planes, block_runs * RUN]
+    kv_cache_ptr,  # [num_blocks, planes, block_runs * RUN]
     block_ids_ptr,  # int32
     skip,
     source_runs,
@@ -50,7 +50,7 @@ def repack_kernel(
     slot = tl.load(source_ids_ptr + there // source_runs).to(tl.int64)
     block = tl.load(block_ids_ptr + run // block_runs).to(tl.int64)
     source = source_ptr + slot * stride_slot + (plane * source_runs + there % source_runs) * RUN
-    target = pool_ptr + block * stride_block + (plane * block_runs + run % block_runs) * RUN
+    target = kv_cache_ptr + block * stride_block + (plane * block_runs + run % block_runs) * RUN
     elements = tl.arange(0, BLOCK)
     mask = elements < RUN
     tl.store(target + elements, tl.load(source + elements, mask=mask), mask=mask)

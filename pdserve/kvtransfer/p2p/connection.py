@@ -1,5 +1,5 @@
 """What is prepared for one connected peer: descriptors, scratch memory, its use of the staging ring when its blocks
-have another size than ours; and whether its pool can be pulled at all.
+have another size than ours; and whether its KV cache can be pulled at all.
 
 Made and closed by the thread of a `peer_link.PeerLink`, which posts the reads; nothing here reads or waits.
 """
@@ -16,7 +16,7 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.kvtransfer.p2p.ranges import HeadRange, local_pieces, plan_for, remote_pieces
 from pdserve.kvtransfer.p2p.staging import Staging, StagingRing
 from pdserve.kvtransfer.transport.agent import Pieces, TransferAgent, TransferError, memory_of
-from pdserve.protocol.handoff import PoolMeta
+from pdserve.protocol.handoff import KVCacheMeta
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +35,10 @@ class Source:
 
 
 @dataclass
-class OwnPool:
-    """Our side of every link: the registered pool, and the ring before it."""
+class OwnKVCache:
+    """Our side of every link: the registered KV cache, and the ring before it."""
 
-    pool: torch.Tensor
+    kv_cache: torch.Tensor
     layout: KVLayout
     compat: str
     ring: StagingRing
@@ -50,10 +50,10 @@ class Connection:
     The scratch memory belongs to this connection alone: a late read of an older one cannot overwrite what is compared.
     """
 
-    def __init__(self, agent: TransferAgent, own: OwnPool, meta: PoolMeta, wake: Callable[[], None]) -> None:
+    def __init__(self, agent: TransferAgent, own: OwnKVCache, meta: KVCacheMeta, wake: Callable[[], None]) -> None:
         """wake: see `StagingRing.open`."""
         self.meta, self._agent = meta, agent
-        self.memory, device_id = memory_of(own.pool)
+        self.memory, device_id = memory_of(own.kv_cache)
         layout = layout_of(meta, own.layout)
         self.block_bytes = layout.block_bytes
         self.staging: Staging | None = None
@@ -63,7 +63,7 @@ class Connection:
         try:
             if layout != own.layout:
                 self.staging = own.ring.open(meta.block_size, wake)
-            into = own.pool if self.staging is None else self.staging.slots
+            into = own.kv_cache if self.staging is None else self.staging.slots
             address, num_blocks = into.data_ptr(), into.shape[0]
             self.peer = self._add_rank(0)  # holds the generations
             self.sources = []
@@ -75,7 +75,7 @@ class Connection:
             self.generations = torch.full((meta.num_blocks,), -1, dtype=torch.int64)
             self._register(self.generations)
             self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * meta.block_bytes)
-            probe = torch.empty(self.probe_bytes, dtype=torch.uint8, device=own.pool.device)
+            probe = torch.empty(self.probe_bytes, dtype=torch.uint8, device=own.kv_cache.device)
             self._register(probe)
             self._probe = probe  # keeps the memory
             whole = Pieces(probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id)
@@ -96,8 +96,8 @@ class Connection:
         return self._peers[rank]
 
     def _probe_pieces(self, rank: int) -> Pieces:
-        pool = self.meta.ranks[rank]
-        return Pieces(pool.pool_address, self.probe_bytes, self.probe_bytes, 1, pool.memory, pool.device_id)
+        there = self.meta.ranks[rank]
+        return Pieces(there.address, self.probe_bytes, self.probe_bytes, 1, there.memory, there.device_id)
 
     def _prepare(self, peer: str | None, pieces: Pieces) -> Any:
         prepared = self._agent.prepare(peer, pieces)
@@ -141,13 +141,13 @@ def release_all(steps: list[Callable[[], None]]) -> None:
             logger.warning("KV transfer clean-up: %s", error)
 
 
-def check_compatible(own: OwnPool, kind: str, meta: PoolMeta) -> str:
-    """Empty, or why no pull from this pool can ever work, naming both sides."""
+def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
+    """Empty, or why no pull from this KV cache can ever work, naming both sides."""
     if meta.connector != kind:
         return f"connector mismatch: ours is {kind!r}, the peer's {meta.connector!r}"
     if meta.compat != own.compat:
         digests = f"ours has digest {own.compat}, the peer's {meta.compat}"
-        return f"KV pools are not compatible (model or dtype): {digests}"
+        return f"KV caches are not compatible (model or dtype): {digests}"
     try:
         layout = layout_of(meta, own.layout)
         if meta.head_bytes != layout.head_bytes:
@@ -160,6 +160,6 @@ def check_compatible(own: OwnPool, kind: str, meta: PoolMeta) -> str:
     return ""
 
 
-def layout_of(meta: PoolMeta, own: KVLayout) -> KVLayout:
+def layout_of(meta: KVCacheMeta, own: KVLayout) -> KVLayout:
     """Our heads in blocks of the peer's size: what is read. ValueError when that is no power of two."""
     return KVLayout(groups=own.groups, block_size=meta.block_size)

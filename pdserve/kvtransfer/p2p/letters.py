@@ -11,7 +11,7 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class Party(msgspec.Struct, frozen=True, array_like=True):
-    """An engine process: see PoolMeta. mailbox: where it reads its letters."""
+    """An engine process: see KVCacheMeta. mailbox: where it reads its letters."""
 
     engine_id: str
     incarnation: int

@@ -45,11 +45,11 @@ import torch
 
 from pdserve.background.threads import KeptThread
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.p2p.connection import Connection, OwnPool, release_all
+from pdserve.kvtransfer.p2p.connection import Connection, OwnKVCache, release_all
 from pdserve.kvtransfer.p2p.ranges import BlockSizes, count_descriptors, order_pairs
 from pdserve.kvtransfer.transport.agent import Handle, TransferAgent, TransferError
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class PeerLink:
     `cancel`, `fail` only enqueue.
     """
 
-    def __init__(self, agent: TransferAgent, own: OwnPool, owner: Owner, meta: PoolMeta) -> None:
+    def __init__(self, agent: TransferAgent, own: OwnKVCache, owner: Owner, meta: KVCacheMeta) -> None:
         self.meta = meta
         self._agent, self._own, self._owner = agent, own, owner
         self._state = LinkState.IDLE
@@ -278,8 +278,10 @@ class PeerLink:
 
     def _run(self) -> None:
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread: its sleeps end 50 us late without
-        if self._own.pool.is_cuda:
-            torch.cuda.set_device(self._own.pool.device)  # UCX needs the pool's context current where it is called
+        if self._own.kv_cache.is_cuda:
+            torch.cuda.set_device(
+                self._own.kv_cache.device
+            )  # UCX needs the KV cache's context current where it is called
         try:
             self._turn()
             while not self._may_end():

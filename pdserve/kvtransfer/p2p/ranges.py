@@ -13,7 +13,7 @@ import numpy as np
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.kvtransfer.transport.agent import Pieces
-from pdserve.protocol.handoff import RankPool
+from pdserve.protocol.handoff import RankMemory
 
 
 @dataclass(frozen=True)
@@ -79,16 +79,16 @@ def _longest_run(heads: Sequence[int], remote_heads: Sequence[Sequence[int]]) ->
     return best
 
 
-def plan_for(layout: KVLayout, ranks: Sequence[RankPool]) -> list[HeadRange]:
+def plan_for(layout: KVLayout, ranks: Sequence[RankMemory]) -> list[HeadRange]:
     """`plan_heads` for one of our ranks; scale bytes sit behind all heads and are not split, so they need equal
     heads."""
     heads = layout.group.heads
     if layout.group.scale_bytes:
-        for rank, pool in enumerate(ranks):
-            if pool.heads == heads:
+        for rank, there in enumerate(ranks):
+            if there.heads == heads:
                 return [HeadRange(rank, 0, 0, layout.block_bytes)]
         raise ValueError("KV scales in blocks can only be pulled from a rank that stores the same heads")
-    return plan_heads(heads, [pool.heads for pool in ranks], layout.head_bytes)
+    return plan_heads(heads, [there.heads for there in ranks], layout.head_bytes)
 
 
 def local_pieces(
@@ -98,10 +98,10 @@ def local_pieces(
     return Pieces(address + span.local_offset, span.num_bytes, block_bytes, num_blocks, memory, device_id)
 
 
-def remote_pieces(pool: RankPool, block_bytes: int, num_blocks: int, span: HeadRange) -> Pieces:
+def remote_pieces(there: RankMemory, block_bytes: int, num_blocks: int, span: HeadRange) -> Pieces:
     """The part of each of the peer's blocks that `span` reads. block_bytes: of the *peer's* block."""
     return Pieces(
-        pool.pool_address + span.remote_offset, span.num_bytes, block_bytes, num_blocks, pool.memory, pool.device_id
+        there.address + span.remote_offset, span.num_bytes, block_bytes, num_blocks, there.memory, there.device_id
     )
 
 

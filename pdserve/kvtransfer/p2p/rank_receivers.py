@@ -16,7 +16,7 @@ from pdserve.kvtransfer.p2p.letters import Done, Follow, Notice, Part, Party, Re
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.p2p.receiver import RankReceiver
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta, Source, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Source, Ticket
 from pdserve.protocol.request_key import RequestKey
 
 Peer = tuple[str, int]
@@ -65,7 +65,7 @@ class GroupReceiver:
         """The receivers of the engine's other ranks, before anybody connects."""
         self._ranks += ranks
 
-    def connect(self, meta: PoolMeta) -> None:
+    def connect(self, meta: KVCacheMeta) -> None:
         party = Party(meta.engine_id, meta.incarnation, meta.mailbox)
         self._parties[meta.engine_id, meta.incarnation] = party
         for rank in self._ranks:

@@ -11,25 +11,25 @@ import time
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
-from pdserve.kvtransfer.p2p.connection import OwnPool, check_compatible
+from pdserve.kvtransfer.p2p.connection import OwnKVCache, check_compatible
 from pdserve.kvtransfer.p2p.peer_link import LinkEvent, PeerLink, Pull
 from pdserve.kvtransfer.p2p.ranges import BlockSizes
 from pdserve.kvtransfer.transport.agent import TransferAgent
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, Ticket
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 2.0
 
 _abandoned: list["RankReceiver"] = []
-"""Closed with reads that never ended: freeing agent or pool would free memory that may still be written."""
+"""Closed with reads that never ended: freeing agent or KV cache would free memory that may still be written."""
 
 
 class RankReceiver:
     """The methods are those of `connector.KVReceiver`, as far as they concern one rank's memory."""
 
-    def __init__(self, agent: TransferAgent, own: OwnPool, wake: Wake, metrics: TransferMetrics) -> None:
+    def __init__(self, agent: TransferAgent, own: OwnKVCache, wake: Wake, metrics: TransferMetrics) -> None:
         self._agent, self._own, self._wake, self._metrics = agent, own, wake, metrics
         self._lock = threading.RLock()
         self._links: dict[tuple[str, int], PeerLink] = {}
@@ -43,7 +43,7 @@ class RankReceiver:
     def block_size(self) -> int:
         return self._own.layout.block_size
 
-    def connect(self, meta: PoolMeta) -> None:
+    def connect(self, meta: KVCacheMeta) -> None:
         detail = check_compatible(self._own, self._agent.kind, meta)
         if detail:
             status = PeerStatus(engine_id=meta.engine_id, incarnation=meta.incarnation, connected=False, detail=detail)
@@ -79,8 +79,8 @@ class RankReceiver:
         """Begin a pull into `local_blocks`, for a prompt's blocks from `skip` on; `extend` and `complete` say where
         from. deadline_s: see `KVReceiver.follow`. ValueError when a block does not exist.
         """
-        if any(not 0 <= block < self._own.pool.shape[0] for block in local_blocks):
-            raise ValueError(f"local_blocks must lie in [0, {self._own.pool.shape[0]}), not {local_blocks}")
+        if any(not 0 <= block < self._own.kv_cache.shape[0] for block in local_blocks):
+            raise ValueError(f"local_blocks must lie in [0, {self._own.kv_cache.shape[0]}), not {local_blocks}")
         with self._lock:
             refusal = self._refusal(engine_id, incarnation)
             if refusal is None:
@@ -182,12 +182,12 @@ class RankReceiver:
                 self._metrics.unsettled.inc()
 
 
-def _malformed(ticket: Ticket, meta: PoolMeta) -> str:
-    """Empty, or why the ticket cannot be one of this pool."""
+def _malformed(ticket: Ticket, meta: KVCacheMeta) -> str:
+    """Empty, or why the ticket cannot be one of this KV cache."""
     if len(ticket.generations) != len(ticket.block_ids):
         return f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} generations"
     if ticket.block_size != meta.block_size:
-        return f"the ticket's blocks have {ticket.block_size} tokens, the peer's pool {meta.block_size}"
+        return f"the ticket's blocks have {ticket.block_size} tokens, the peer's KV cache {meta.block_size}"
     if any(not 0 <= block < meta.num_blocks for block in ticket.block_ids):
-        return f"the ticket names blocks outside the peer's pool of {meta.num_blocks}"
+        return f"the ticket names blocks outside the peer's KV cache of {meta.num_blocks}"
     return ""

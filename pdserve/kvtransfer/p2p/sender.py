@@ -25,7 +25,7 @@ from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.letters import Done, Follow, Part, Party, Rejected, Renew
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.transport.agent import TransferAgent
-from pdserve.protocol.handoff import PoolMeta, RankPool, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 from pdserve.protocol.request_key import RequestKey
 
 EARLY_S = 60.0  # a follower may ask while P is in a long step and has not read the Submit yet
@@ -48,7 +48,7 @@ class Sender:
         self,
         agent: TransferAgent,
         mailbox: Mailbox,
-        meta: PoolMeta,
+        meta: KVCacheMeta,
         generations: np.ndarray,
         lease_s: float,
         wake: Wake,
@@ -71,11 +71,11 @@ class Sender:
         mailbox.on(Renew, lambda _, notice: self._renew(notice.keys))
         self._thread = KeptThread("kv leases", self._watch_leases)
 
-    def meta(self) -> PoolMeta:
+    def meta(self) -> KVCacheMeta:
         return self._meta
 
-    def add_ranks(self, ranks: Sequence[RankPool]) -> None:
-        """The pools of an engine's other ranks, in order, whose blocks are published with ours; before anybody
+    def add_ranks(self, ranks: Sequence[RankMemory]) -> None:
+        """The KV caches of an engine's other ranks, in order, whose blocks are published with ours; before anybody
         connects."""
         self._meta = msgspec.structs.replace(self._meta, ranks=(*self._meta.ranks, *ranks))
 

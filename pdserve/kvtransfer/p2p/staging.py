@@ -31,10 +31,10 @@ LARGEST_BLOCK = 128
 
 
 class StagingRing:
-    """pool, layout: ours, which rows are moved to. num_bytes: at most; taken and registered by the first `open`."""
+    """kv_cache, layout: ours, which rows are moved to. num_bytes: at most; taken and registered by the first `open`."""
 
-    def __init__(self, agent: TransferAgent, pool: Tensor, layout: KVLayout, num_bytes: int) -> None:
-        self.layout, self.pool = layout, pool
+    def __init__(self, agent: TransferAgent, kv_cache: Tensor, layout: KVLayout, num_bytes: int) -> None:
+        self.layout, self.kv_cache = layout, kv_cache
         self.run_tokens = _run_tokens(num_bytes // NUM_RUNS // layout.token_bytes)
         self._agent, self._num_bytes = agent, num_bytes
         self._memory: Tensor | None = None
@@ -61,9 +61,9 @@ class StagingRing:
         return Staging(self, self._memory, block_size, wake)
 
     def _allocate(self) -> Tensor:
-        num_elements = NUM_RUNS * self.run_tokens * self.layout.token_bytes // self.pool.element_size()
+        num_elements = NUM_RUNS * self.run_tokens * self.layout.token_bytes // self.kv_cache.element_size()
         try:
-            memory = zeros((num_elements,), self.pool.dtype, self.pool.device)
+            memory = zeros((num_elements,), self.kv_cache.dtype, self.kv_cache.device)
             self._agent.register(memory)
         except (TransferError, OutOfMemory) as error:
             reason = str(error) or "the memory lacks; lower transfer.staging_bytes"
@@ -98,7 +98,7 @@ class Staging:
     def __init__(self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]) -> None:
         self.wake = wake
         self.slots = memory.view(-1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape)
-        self._ring, self._pool = ring, ring.pool
+        self._ring, self._kv_cache = ring, ring.kv_cache
         self._per_run = ring.run_tokens // block_size
         self._ops: Ops = ops_for(memory.device)
         self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
@@ -129,7 +129,7 @@ class Staging:
             padding = -len(slots) % 4  # Triton compiles once more for ids that are not 16-byte aligned
             ids = self._ids([*slots.tolist(), *[0] * padding, *blocks])
             source_ids, block_ids = ids[: len(slots)], ids[len(slots) + padding :]
-            self._ops.repack(self.slots, source_ids, self._pool, block_ids, skip, num_rows)
+            self._ops.repack(self.slots, source_ids, self._kv_cache, block_ids, skip, num_rows)
             if self._stream is None:
                 return lambda: True
             return self._stream.record_event().query
@@ -143,12 +143,12 @@ class Staging:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
 
     def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.as_tensor(ids, dtype=torch.int32).to(self._pool.device, non_blocking=True)
+        return torch.as_tensor(ids, dtype=torch.int32).to(self._kv_cache.device, non_blocking=True)
 
     def _compile(self) -> None:
         """Now, not in the first pull: the kernel is compiled for each pair of sizes."""
         with self._on_stream():
-            source, target = torch.zeros_like(self.slots[:1]), torch.zeros_like(self._pool[:1])
+            source, target = torch.zeros_like(self.slots[:1]), torch.zeros_like(self._kv_cache[:1])
             first = self._ids([0])
             self._ops.repack(source, first, target, first, 0, 1)
         self.close()

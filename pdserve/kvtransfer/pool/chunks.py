@@ -14,7 +14,7 @@ from hashlib import blake2b
 import numpy as np
 import torch
 
-from pdserve.kvtransfer.connector import PoolMemory
+from pdserve.kvtransfer.connector import KVCacheMemory
 
 SEAL_BYTES = 32
 FORMAT = b"pdserve-1"
@@ -48,7 +48,7 @@ class Chunks:
     """Names and seals for one pool of blocks. chunk_tokens: tokens of a chunk; num_bytes: of its memory, seal
     included; model_name: equal for two ranks exactly when they may share chunks."""
 
-    def __init__(self, memory: PoolMemory, blocks_per_chunk: int, shard: Shard) -> None:
+    def __init__(self, memory: KVCacheMemory, blocks_per_chunk: int, shard: Shard) -> None:
         layout = memory.layout
         self.blocks_per_chunk, self.shard = blocks_per_chunk, shard
         self.block_size = layout.block_size
@@ -79,8 +79,8 @@ class BlockCopier:
     run at the same time, each from one thread.
     """
 
-    def __init__(self, memory: PoolMemory) -> None:
-        pool = memory.pool
+    def __init__(self, memory: KVCacheMemory) -> None:
+        pool = memory.kv_cache
         self._blocks = pool.view(-1).view(torch.uint8).view(pool.shape[0], -1)
         on_cuda = pool.is_cuda
         self._in = torch.cuda.Stream(pool.device) if on_cuda else None

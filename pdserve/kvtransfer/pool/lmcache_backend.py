@@ -40,7 +40,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.background.threads import KeptThread
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer.connector import PoolMemory, Wake
+from pdserve.kvtransfer.connector import KVCacheMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool.backend import PoolError
 from pdserve.kvtransfer.pool.chunks import BlockCopier, Chunks, Prefix, Shard
@@ -447,7 +447,7 @@ class LMCacheBackend:
 def lmcache_pool(
     address: str,
     config: PoolConfig,
-    memory: PoolMemory,
+    memory: KVCacheMemory,
     wake: Wake,
     *,
     shard: Shard | None = None,
@@ -456,6 +456,6 @@ def lmcache_pool(
     """A KVPool over the server at `address` (host:port, this host). shard: which part of the rows this rank stores.
     ValueError when config does not fit the memory."""
     chunks = Chunks(memory, config.blocks_per_chunk(memory.layout.block_size), shard or Shard())
-    backend = LMCacheBackend(address, chunks, config.request_deadline_s, memory.pool.device)
+    backend = LMCacheBackend(address, chunks, config.request_deadline_s, memory.kv_cache.device)
     metrics = PoolMetrics(registry or CollectorRegistry())
     return Pool(backend, BlockCopier(memory), config, wake, metrics)

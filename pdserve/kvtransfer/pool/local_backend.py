@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.schema import PoolConfig
-from pdserve.kvtransfer.connector import PoolMemory, Wake
+from pdserve.kvtransfer.connector import KVCacheMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool.backend import PoolError
 from pdserve.kvtransfer.pool.chunks import BlockCopier, BlockIds, Chunks, Prefix, Shard
@@ -139,7 +139,7 @@ class LocalPoolBackend:
 class LocalBlockCopier(BlockCopier):
     """Copies that end only while `faults.copies_frozen` is off."""
 
-    def __init__(self, memory: PoolMemory, faults: PoolFaults) -> None:
+    def __init__(self, memory: KVCacheMemory, faults: PoolFaults) -> None:
         super().__init__(memory)
         self._faults = faults
 
@@ -160,7 +160,7 @@ class LocalBlockCopier(BlockCopier):
 def local_pool(
     server: LocalPoolServer,
     config: PoolConfig,
-    memory: PoolMemory,
+    memory: KVCacheMemory,
     wake: Wake,
     *,
     shard: Shard | None = None,

@@ -116,7 +116,7 @@ class TransferAgent(Protocol):
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as uint8 `[num_bytes]`; ValueError unless it is contiguous."""
     if not tensor.is_contiguous():
-        raise ValueError("pool must be one contiguous tensor: allocate it whole and pass it unsliced")
+        raise ValueError("kv_cache must be one contiguous tensor: allocate it whole and pass it unsliced")
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -86,18 +86,18 @@ class Predictor:
 
     def compute_ms(self, worker: WorkerState) -> float:
         """Until the whole prompt's rows are there: fetched from the KV pool and computed."""
-        pool = worker.pool
-        size = pool.block_bytes * max(1, len(pool.ranks)) / pool.block_size if pool is not None else ASSUMED_BYTES
+        meta = worker.kv_cache
+        size = meta.block_bytes * max(1, len(meta.ranks)) / meta.block_size if meta is not None else ASSUMED_BYTES
         fetch_ms = 1000 * self.fetched_tokens(worker) * size / POOL_BYTES_PER_S
         return 1000 * self.computed_tokens(worker) / self.speed(worker) + fetch_ms
 
     def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
         """To move the rows that `decode` lacks."""
-        pool, link = prefill.pool, decode.link_to(prefill)
-        if pool is None:
+        meta, link = prefill.kv_cache, decode.link_to(prefill)
+        if meta is None:
             return 0.0
         rate = link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S
-        num_bytes = self.uncached_tokens(decode) * pool.block_bytes * max(1, len(pool.ranks)) / pool.block_size
+        num_bytes = self.uncached_tokens(decode) * meta.block_bytes * max(1, len(meta.ranks)) / meta.block_size
         return 1000 * num_bytes / rate
 
     def decode_load_ms(self, worker: WorkerState) -> float:

@@ -1,5 +1,5 @@
-"""Introduces workers to each other: every decode worker connects to every pool it may pull from, before requests need
-it.
+"""Introduces workers to each other: every decode worker connects to every KV cache it may pull from, before requests
+need it.
 
     unknown -> asked (ConnectPeer sent) -> connected
                  ^  |                         |
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from pdserve.protocol.commands import Command, ConnectPeer, DisconnectPeer
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import PoolMeta
+from pdserve.protocol.handoff import KVCacheMeta
 from pdserve.router.fleet.worker_state import WorkerState
 
 FIRST_RETRY_S = 0.5
@@ -36,16 +36,16 @@ class Introducer:
         self._send = send
         self._now = now
         self._pairs: dict[PairKey, _Pair] = {}
-        self._lost: dict[str, PoolMeta] = {}
+        self._lost: dict[str, KVCacheMeta] = {}
         self._drained: dict[str, float] = {}  # when to disconnect it, by id
 
     def introduce(self, workers: Iterable[WorkerState]) -> None:
         """Ask every pair that is not connected and whose time has come."""
         workers = list(workers)
-        pools = [(worker, worker.pool) for worker in workers if worker.can_prefill and not worker.draining]
+        metas = [(worker, worker.kv_cache) for worker in workers if worker.can_prefill and not worker.draining]
         for decode in workers:
-            if decode.can_decode and not decode.draining and decode.pool is not None:
-                for prefill, meta in pools:
+            if decode.can_decode and not decode.draining and decode.kv_cache is not None:
+                for prefill, meta in metas:
                     if meta is not None and may_pair(prefill, decode) and not decode.is_connected_to(prefill):
                         self._ask(decode, meta)
 
@@ -66,12 +66,12 @@ class Introducer:
 
     def lost(self, gone: WorkerState, remaining: Iterable[WorkerState]) -> None:
         """Its stream is gone; the worker may come back, or be said to have left."""
-        pool = gone.pool
-        if pool is not None:
-            self._lost[gone.worker_id] = pool
+        meta = gone.kv_cache
+        if meta is not None:
+            self._lost[gone.worker_id] = meta
             for decode in remaining:
-                decode.peers.pop((pool.engine_id, pool.incarnation), None)
-        engine = pool.engine_id if pool is not None else None
+                decode.peers.pop((meta.engine_id, meta.incarnation), None)
+        engine = meta.engine_id if meta is not None else None
         self._pairs = {k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine}
 
     def left(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
@@ -90,12 +90,12 @@ class Introducer:
             self._disconnect(worker_id, remaining)
 
     def _disconnect(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
-        pool = self._lost.pop(worker_id, None)
+        meta = self._lost.pop(worker_id, None)
         for peer in remaining:
-            if pool is not None and peer.pool is not None:
-                self._send(peer, DisconnectPeer(engine_id=pool.engine_id, incarnation=pool.incarnation))
+            if meta is not None and peer.kv_cache is not None:
+                self._send(peer, DisconnectPeer(engine_id=meta.engine_id, incarnation=meta.incarnation))
 
-    def _ask(self, decode: WorkerState, meta: PoolMeta) -> None:
+    def _ask(self, decode: WorkerState, meta: KVCacheMeta) -> None:
         pair = self._pairs.setdefault((decode.worker_id, meta.engine_id, meta.incarnation), _Pair(0.0))
         if self._now() >= pair.ask_at:
             pair.ask_at = self._now() + LAST_RETRY_S  # an unanswered question; an answer sets an earlier time

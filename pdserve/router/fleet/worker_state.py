@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Literal
 
 from pdserve.protocol.events import Arrived, Delta, Failed, Handoff, Hello, PackedScores, PeerStatus, Snapshot
-from pdserve.protocol.handoff import PoolMeta
+from pdserve.protocol.handoff import KVCacheMeta
 from pdserve.protocol.request_key import RequestKey
 from pdserve.router.fleet.link import WorkerLink
 from pdserve.router.fleet.prefix_index import CachedBlocks, PooledChunks
@@ -257,12 +257,12 @@ class WorkerState:
         return self.snapshot.role if self.snapshot is not None else self.hello.role
 
     @property
-    def pool(self) -> PoolMeta | None:
-        return self.hello.pool
+    def kv_cache(self) -> KVCacheMeta | None:
+        return self.hello.kv_cache
 
     @property
     def can_prefill(self) -> bool:
-        return self.role in ("prefill", "both") and self.pool is not None
+        return self.role in ("prefill", "both") and self.kv_cache is not None
 
     @property
     def can_decode(self) -> bool:
@@ -280,9 +280,9 @@ class WorkerState:
 
     def link_to(self, prefill: "WorkerState") -> PeerStatus | None:
         """What it last said of its connection, if there is one."""
-        if prefill.pool is None:
+        if prefill.kv_cache is None:
             return None
-        status = self.peers.get((prefill.pool.engine_id, prefill.pool.incarnation))
+        status = self.peers.get((prefill.kv_cache.engine_id, prefill.kv_cache.incarnation))
         return status if status is not None and status.connected else None
 
     def is_connected_to(self, prefill: "WorkerState") -> bool:

@@ -313,8 +313,8 @@ class RequestRun:
 
     def _prepare(self, worker: WorkerState, prefill: WorkerState, leg: Leg) -> None:
         """Let D pull what P has computed of a long prompt while it computes the rest."""
-        assert prefill.pool is not None
-        source = Source(prefill.pool.engine_id, prefill.pool.incarnation, leg.key)
+        assert prefill.kv_cache is not None
+        source = Source(prefill.kv_cache.engine_id, prefill.kv_cache.incarnation, leg.key)
         starts = self.record.starts()
 
         def make(key: RequestKey) -> Prepare:
