@@ -78,11 +78,11 @@ class PacedRunner:
         self._vocab_size = engine.spec.vocab_size
         self._seconds = 0.0
 
-    def execute(self, plan: Plan, families: Sequence[Sequence[EngineSequence]]) -> StepOutput:
+    def execute(self, plan: Plan, siblings: Sequence[Sequence[EngineSequence]]) -> StepOutput:
         counts = list(plan.num_tokens.values())
         self._seconds = STEP_S + sum(counts) / TOKENS_PER_S
         first_row = dict(zip(plan.num_tokens, itertools.accumulate([0, *counts]), strict=False))
-        slots = [member.slot for family in families for member in family]
+        slots = [member.slot for members in siblings for member in members]
         hidden = torch.empty(sum(counts), 0)
         return StepOutput(hidden, first_row, self.logits(hidden, slots), torch.tensor(slots, dtype=torch.int32))
 

@@ -94,7 +94,7 @@ class Step:
         batch = AttentionBatch(
             StepShape(num_decodes, CONTEXT if num_decodes else 0, max(prompts), prompts),
             positions=zeros,
-            slots=torch.arange(num_rows, device=self._device) % BLOCK_SIZE,
+            slot_mapping=torch.arange(num_rows, device=self._device) % BLOCK_SIZE,
             block_tables=torch.zeros((num_seqs, num_blocks), dtype=torch.int32, device=self._device),
             table_rows=torch.arange(num_seqs, dtype=torch.int32, device=self._device),
             context_lens=ints(*[CONTEXT] * num_decodes, *prompts),

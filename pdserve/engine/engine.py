@@ -106,7 +106,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """A step that is queued on the device. families: the sequences of each sampled row, in the order of `sampled`.
+    """A step that is queued on the device. siblings: the sequences of each sampled row, in the order of `sampled`.
     parts: prompts to be handed over, and how many of their rows are written behind it.
     """
 
@@ -114,7 +114,7 @@ class _StepInFlight:
     ended: Fence
     num_rows: int
     num_sequences: int
-    families: list[list[Sequence]]
+    siblings: list[list[Sequence]]
     sampled: SampledTokens | None
     scored: list[tuple[Request, Scores]]
     parts: list[tuple[Sequence, int]]
@@ -347,21 +347,21 @@ class Engine:
         for slot in self.scheduler.freed_slots:
             self.sampler.release(slot)
         self.scheduler.freed_slots.clear()
-        families = [[seq, *self._fork(seq)] for seq in self._advance(plan)]
+        siblings = [[seq, *self._fork(seq)] for seq in self._advance(plan)]
         began = self.runner.fence()
-        output = self.runner.execute(plan, families)
+        output = self.runner.execute(plan, siblings)
         for seq in plan.num_tokens:
             if seq.request.prefill_only:
                 self.content(seq.request)  # now, beside the device's work: its tickets shall not wait for it
         scored = self._score_prompts(plan, output)
-        sampled = self._sample(output, [member for family in families for member in family])
+        sampled = self._sample(output, [member for members in siblings for member in members])
         self.stats.num_steps += 1
         return _StepInFlight(
             began=began,
             ended=self.runner.fence(),
             num_rows=sum(plan.num_tokens.values()),
             num_sequences=len(plan.num_tokens),
-            families=families,
+            siblings=siblings,
             sampled=sampled,
             scored=scored,
             parts=[(seq, seq.num_computed) for seq in plan.num_tokens if seq.request.prefill_only],
@@ -432,8 +432,8 @@ class Engine:
         for request, scored in step.scored:
             request.prompt_logprobs += scored.fetch()
         tokens = iter(step.sampled.fetch() if step.sampled is not None else ())
-        for family in step.families:
-            self._accept(family, [next(tokens) for _ in family], result)
+        for members in step.siblings:
+            self._accept(members, [next(tokens) for _ in members], result)
         result.host_seconds = step.host_seconds + time.perf_counter() - began
         return result
 
@@ -448,11 +448,11 @@ class Engine:
             request.content = self.hasher.content(request.prompt_token_ids, request.cache_salt)
         return request.content
 
-    def _accept(self, family: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
+    def _accept(self, members: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
         """Append the tokens of a sequence and of the choices that forked off it in this step; emit their events. What
         was sampled for one that has ended meanwhile is dropped.
         """
-        live = [(seq, token) for seq, token in zip(family, sampled, strict=True) if seq.status is not Status.FINISHED]
+        live = [(seq, token) for seq, token in zip(members, sampled, strict=True) if seq.status is not Status.FINISHED]
         if not live:
             return
         request = live[0][0].request

@@ -27,7 +27,7 @@ class Ops(Protocol):
         sin: Tensor,
         positions: Tensor,
         kv: Tensor,
-        slots: Tensor,
+        slot_mapping: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Writes into kv, and may rotate in place: use the returned q and k, and the given ones no more."""
 

@@ -41,14 +41,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
     """reference.rope_write_kv, rotating in place: the returned tensors are q and k."""
     _check_rows(q=q, k=k, v=v)
     _check_kv(kv)
-    _check_ids(positions=positions, slots=slots)
+    _check_ids(positions=positions, slot_mapping=slot_mapping)
     if q.numel():
-        launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slots)
+        launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slot_mapping)
     return q, k
 
 

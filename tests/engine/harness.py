@@ -154,11 +154,11 @@ class PaperRunner:
         self._queue: list[Work] = []
         self._fences: list[PaperFence] = []
 
-    def execute(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+    def execute(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         self.plans.append(dict(plan.num_tokens))
         self.num_copies += len(plan.copies)
         self._queue.append(functools.partial(self._copy, list(plan.copies)))
-        self._sync(plan, families)
+        self._sync(plan, siblings)
         hidden: list[int] = []
         first_row = {}
         for seq, count in plan.num_tokens.items():
@@ -169,8 +169,8 @@ class PaperRunner:
             first_row[seq] = len(hidden)
             hidden += digests[-count:]
             self._queue.append(functools.partial(self._compute, list(self.tables[seq.slot]), digests, count))
-        last = [first_row[family[0]] + plan.num_tokens[family[0]] - 1 for family in families for _ in family]
-        slots = [member.slot for family in families for member in family]
+        last = [first_row[members[0]] + plan.num_tokens[members[0]] - 1 for members in siblings for _ in members]
+        slots = [member.slot for members in siblings for member in members]
         states = torch.tensor(hidden, dtype=torch.int64)
         return StepOutput(states, first_row, self.logits(states, last), torch.tensor(slots, dtype=torch.int32))
 
@@ -208,15 +208,15 @@ class PaperRunner:
             return torch.empty(0, self.vocab_size)
         return torch.stack([prefix_logits(digest, self.vocab_size) for digest in hidden[rows].tolist()])
 
-    def _sync(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> None:
-        changes = table_changes([*plan.num_tokens, *(seq for family in families for seq in family)])
+    def _sync(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> None:
+        changes = table_changes([*plan.num_tokens, *(seq for members in siblings for seq in members)])
         for slot, index, block in changes.T.tolist() if changes is not None else ():
             table = self.tables[slot]
             table[index : index + 1] = [block]
             assert table[index] == block, "a table has a hole"
             if index == 0:
                 del table[1:]
-        widths = {family[0]: len(family) for family in families}  # choices that fork off here share the blocks
+        widths = {members[0]: len(members) for members in siblings}  # choices that fork off here share the blocks
         for seq, count in plan.num_tokens.items():
             for position in range(seq.num_computed - count, seq.num_computed):
                 block = seq.block_table[position // self.block_size]

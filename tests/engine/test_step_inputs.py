@@ -101,15 +101,15 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: Plan, mo
     torch_ops.update_tables(tables, torch.from_numpy(changes))
     arrays = padded(plan, more_rows).arrays
     given_ids, positions, slots = map(torch.from_numpy, (arrays.ids, arrays.positions, arrays.slots))
-    ids, kv_slots = torch_ops.gather_inputs(given_ids, positions, slots, last_token, tables, BLOCK_SIZE)
+    ids, slot_mapping = torch_ops.gather_inputs(given_ids, positions, slots, last_token, tables, BLOCK_SIZE)
     row = 0
     for seq, count in ordered(plan):
         for position in range(seq.num_computed - count, seq.num_computed):
             block = seq.block_table[position // BLOCK_SIZE]
-            assert kv_slots[row] == block * BLOCK_SIZE + position % BLOCK_SIZE
+            assert slot_mapping[row] == block * BLOCK_SIZE + position % BLOCK_SIZE
             assert ids[row] == (seq.token_ids[position] if position < len(seq.token_ids) else seq.slot)
             row += 1
-    assert kv_slots[row:].tolist() == [i % BLOCK_SIZE for i in range(more_rows)]
+    assert slot_mapping[row:].tolist() == [i % BLOCK_SIZE for i in range(more_rows)]
     assert (arrays.positions[row:] < BLOCK_SIZE).all(), "read behind the table when there are many"
 
 

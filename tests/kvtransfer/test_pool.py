@@ -591,7 +591,7 @@ def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
     real.keep(tokens[:CHUNK], range(4))
     prefix = real.pool._chunks.prefix(tokens, "")
     with real.pool._backend.writing(prefix, 0, 2, time.monotonic() + 60.0) as writing:
-        assert list(writing.slots) == [1]
+        assert list(writing.buffers) == [1]
         writing.commit()
     assert real.lookup(tokens) == 2 * CHUNK, "the server believes it"
     event = real.retrieve(tokens, range(20, 28))

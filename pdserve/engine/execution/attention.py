@@ -35,15 +35,15 @@ class AttentionBatch:
     """Where a step's rows lie. Rows are ordered: decodes (one query each), prefill chunks, then padding to the null
     block.
 
-    positions: int32 `[rows]`, each row's position in its own sequence. slots: int64 `[rows]`, block * block_size +
-    offset of each row. block_tables: int32 `[num_slots, max_blocks]`, of all slots; table_rows, context_lens: int32
+    positions: int32 `[rows]`, each row's position in its own sequence. slot_mapping: int64 `[rows]`, block * block_size
+    + offset of each row. block_tables: int32 `[num_slots, max_blocks]`, of all slots; table_rows, context_lens: int32
     `[sequences]`, the row of block_tables, and KV length including this step's rows; query_starts: int32 `[prefills +
     1]`, offsets into the prefill rows.
     """
 
     shape: StepShape
     positions: Tensor
-    slots: Tensor
+    slot_mapping: Tensor
     block_tables: Tensor
     table_rows: Tensor
     context_lens: Tensor
@@ -70,7 +70,7 @@ class PagedAttention:
         rope: the model's cos and sin tables, float32 `[max_position, head_dim // 2]`.
         """
         kv = self._layers[layer]
-        q, k = self._ops.rope_write_kv(q, k, v, *rope, self._batch.positions, kv, self._batch.slots)
+        q, k = self._ops.rope_write_kv(q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping)
         num_decodes = self._batch.shape.num_decodes
         if num_decodes == len(q):
             return self._decode(q, kv)

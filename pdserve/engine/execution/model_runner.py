@@ -108,13 +108,13 @@ class ModelRunner:
         self._graphs.capture(sizes, report)
 
     @torch.inference_mode()
-    def execute(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+    def execute(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         """Queue the plan's rows, whose sequences have advanced by it already.
 
-        families: for each planned sequence that samples, itself and the choices that fork off it; each gets logits.
+        siblings: for each planned sequence that samples, itself and the choices that fork off it; each gets logits.
         """
         self._copy_blocks(plan.copies)
-        changes = table_changes([*plan.num_tokens, *(member for family in families for member in family[1:])])
+        changes = table_changes([*plan.num_tokens, *(member for members in siblings for member in members[1:])])
         if changes is not None:
             self.ops.update_tables(self.tables, to_device(changes, self.device))
         size = self._graphs.size_for(len(plan.num_tokens)) if self._graphs and plan.is_decode else None
@@ -122,8 +122,8 @@ class ModelRunner:
             assert self._graphs is not None
             inputs = step_inputs(plan, size, size, self.block_size)
             hidden, logits, slots = self._graphs.replay(size, pack(inputs.arrays))
-            return self._pick(inputs, _sample_rows(plan, inputs, families), families, hidden, logits, slots)
-        return self._eager(plan, families)
+            return self._pick(inputs, _sample_rows(plan, inputs, siblings), siblings, hidden, logits, slots)
+        return self._eager(plan, siblings)
 
     def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
         """What was sampled is the newest token of its slots."""
@@ -148,21 +148,21 @@ class ModelRunner:
             with contextlib.suppress(RuntimeError):  # a device error that was raised already
                 torch.cuda.synchronize(self.device)
 
-    def _eager(self, plan: Plan, families: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+    def _eager(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         total = sum(plan.num_tokens.values())
         padded = total + -total % ROW_MULTIPLE if self.device.type == "cpu" else total
         inputs = step_inputs(plan, padded, len(plan.num_tokens), self.block_size)
         arrays = unpack(to_device(pack(inputs.arrays), self.device), lengths_of(inputs.arrays))
         hidden = self._forward(arrays, inputs.shape)
-        rows = _sample_rows(plan, inputs, families)
+        rows = _sample_rows(plan, inputs, siblings)
         logits = self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
-        return StepOutput(hidden, inputs.first_row, logits, self._sample_slots(families))
+        return StepOutput(hidden, inputs.first_row, logits, self._sample_slots(siblings))
 
     def _pick(
         self,
         inputs: StepInputs,
         rows: list[int],
-        families: SequenceOf[SequenceOf[Sequence]],
+        siblings: SequenceOf[SequenceOf[Sequence]],
         hidden: Tensor,
         logits: Tensor,
         slots: Tensor,
@@ -171,10 +171,10 @@ class ModelRunner:
         if rows == list(range(len(inputs.first_row))):
             return StepOutput(hidden, inputs.first_row, logits[: len(rows)], slots[: len(rows)])
         picked = logits.index_select(0, to_device(np.array(rows, dtype=np.int32), self.device))
-        return StepOutput(hidden, inputs.first_row, picked, self._sample_slots(families))
+        return StepOutput(hidden, inputs.first_row, picked, self._sample_slots(siblings))
 
-    def _sample_slots(self, families: SequenceOf[SequenceOf[Sequence]]) -> Tensor:
-        slots = np.array([member.slot for family in families for member in family], dtype=np.int32)
+    def _sample_slots(self, siblings: SequenceOf[SequenceOf[Sequence]]) -> Tensor:
+        slots = np.array([member.slot for members in siblings for member in members], dtype=np.int32)
         return to_device(slots, self.device)
 
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
@@ -184,13 +184,13 @@ class ModelRunner:
         return hidden, self.model.logits(hidden)
 
     def _forward(self, arrays: Arrays[Tensor], shape: StepShape) -> Tensor:
-        ids, kv_slots = self.ops.gather_inputs(
+        ids, slot_mapping = self.ops.gather_inputs(
             arrays.ids, arrays.positions, arrays.slots, self.last_token, self.tables, self.block_size
         )
         batch = AttentionBatch(
             shape=shape,
             positions=arrays.positions,
-            slots=kv_slots,
+            slot_mapping=slot_mapping,
             block_tables=self.tables,
             table_rows=arrays.table_rows,
             context_lens=arrays.context_lens,
@@ -253,7 +253,7 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def _sample_rows(plan: Plan, inputs: StepInputs, families: SequenceOf[SequenceOf[Sequence]]) -> list[int]:
-    """The last row of each family's planned sequence, once for each member."""
-    last = {family[0]: inputs.first_row[family[0]] + plan.num_tokens[family[0]] - 1 for family in families}
-    return [last[family[0]] for family in families for _ in family]
+def _sample_rows(plan: Plan, inputs: StepInputs, siblings: SequenceOf[SequenceOf[Sequence]]) -> list[int]:
+    """The last row of each sampling sequence, once for each of its siblings."""
+    last = {members[0]: inputs.first_row[members[0]] + plan.num_tokens[members[0]] - 1 for members in siblings}
+    return [last[members[0]] for members in siblings for _ in members]

@@ -7,10 +7,10 @@ from torch import Tensor
 def gather_inputs(
     ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """`(token ids int32 [T], KV slots int64 [T])` of rows at `positions` [T] of the sequences in `slots` [T].
+    """`(token ids int32 [T], slot_mapping int64 [T])` of rows at `positions` [T] of the sequences in `slots` [T].
 
     ids [T]: the token of each row, or -1: then the newest of its slot, last_token [num_slots]. tables [num_slots,
-    max_blocks]. All inputs int32. A KV slot is block * block_size + offset.
+    max_blocks]. All inputs int32. An entry of slot_mapping is block * block_size + offset.
     """
     known_ids = torch.where(ids < 0, last_token[slots], ids)
     blocks = tables[slots, positions // block_size].to(torch.int64)

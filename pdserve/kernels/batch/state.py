@@ -20,15 +20,15 @@ def launch_gather_inputs(
 ) -> tuple[Tensor, Tensor]:
     """reference.gather_inputs."""
     known_ids = torch.empty_like(ids)
-    kv_slots = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
+    slot_mapping = torch.empty(ids.shape, dtype=torch.int64, device=ids.device)
     launch(
         gather_inputs_kernel,
         (cdiv(len(ids), BLOCK),),
-        (ids, positions, slots, last_token, tables, known_ids, kv_slots),
+        (ids, positions, slots, last_token, tables, known_ids, slot_mapping),
         (len(ids), tables.stride(0), block_size.bit_length() - 1),
         BLOCK=BLOCK,
     )
-    return known_ids, kv_slots
+    return known_ids, slot_mapping
 
 
 def launch_update_tables(tables: Tensor, changes: Tensor) -> None:
@@ -52,7 +52,7 @@ def gather_inputs_kernel(
     last_token_ptr,  # int32 [num_slots]
     tables_ptr,  # int32 [num_slots, max_blocks]
     known_ids_ptr,  # int32 [T]
-    kv_slots_ptr,  # int64 [T]
+    slot_mapping_ptr,  # int64 [T]
     num_rows,
     stride_table,
     block_shift,
@@ -66,8 +66,8 @@ def gather_inputs_kernel(
     tl.store(known_ids_ptr + rows, tl.where(ids < 0, newest, ids), mask=valid)
     positions = tl.load(positions_ptr + rows, mask=valid, other=0)
     blocks = tl.load(tables_ptr + slots * stride_table + (positions >> block_shift), mask=valid, other=0)
-    kv_slots = (blocks.to(tl.int64) << block_shift) + (positions & ((1 << block_shift) - 1))
-    tl.store(kv_slots_ptr + rows, kv_slots, mask=valid)
+    slot_mapping = (blocks.to(tl.int64) << block_shift) + (positions & ((1 << block_shift) - 1))
+    tl.store(slot_mapping_ptr + rows, slot_mapping, mask=valid)
 
 
 @triton.jit(do_not_specialize=["num_changes", "stride_table"])

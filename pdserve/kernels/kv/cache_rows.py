@@ -20,7 +20,7 @@ GATHER_ROWS = 32
 
 
 def launch_rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slot_mapping: Tensor
 ) -> None:
     """reference.rope_write_kv, q and k rotated in place.
 
@@ -35,7 +35,7 @@ def launch_rope_write_kv(
     launch(
         rope_write_kv_kernel,
         (num_tokens, q_tiles + cdiv(num_kv_heads, kv_heads)),
-        (q, k, v, cos, sin, positions, kv, slots),
+        (q, k, v, cos, sin, positions, kv, slot_mapping),
         (
             num_heads,
             num_kv_heads,
@@ -102,7 +102,7 @@ def rope_write_kv_kernel(
     sin_ptr,
     positions_ptr,  # [T]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
-    slots_ptr,  # [T]
+    slot_mapping_ptr,  # [T]
     num_q_heads,
     num_kv_heads,
     q_tiles,
@@ -145,7 +145,7 @@ def rope_write_kv_kernel(
         k_rows = k_ptr + token * stride_k_token + (heads * stride_k_head)[:, None] + dims[None, :]
         k_first, k_second = rotate(k_rows, mask, cos, sin, HALF)
 
-        slot = tl.load(slots_ptr + token).to(tl.int64)
+        slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         row = kv_ptr + (slot >> block_shift) * stride_block + (slot & ((1 << block_shift) - 1)) * (2 * HALF)
         kv_rows = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
         tl.store(kv_rows, k_first, mask=mask)

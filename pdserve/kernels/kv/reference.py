@@ -17,21 +17,21 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
     return q_rotated, k_rotated
 
 
-def write_kv(k: Tensor, v: Tensor, kv: Tensor, slots: Tensor) -> None:
-    """Writes rows k, v [T, Hk, D] into one layer's `kv` [num_blocks, Hk, 2, block_size, D] at `slots` [T] int64.
+def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
+    """Writes rows k, v [T, Hk, D] into one layer's `kv` [num_blocks, Hk, 2, block_size, D] at `slot_mapping` [T] int64.
 
-    A slot is block * block_size + offset. Several padding rows may share a slot of the null block.
+    An entry is block * block_size + offset. Several padding rows may share one of the null block.
     """
     block_size = kv.shape[3]
-    kv[slots // block_size, :, :, slots % block_size] = torch.stack((k, v), dim=2)
+    kv[slot_mapping // block_size, :, :, slot_mapping % block_size] = torch.stack((k, v), dim=2)
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slots: Tensor
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slot_mapping: Tensor
 ) -> tuple[Tensor, Tensor]:
     """apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k."""
     q, k = apply_rope(q, k, cos, sin, positions)
-    write_kv(k, v, kv, slots)
+    write_kv(k, v, kv, slot_mapping)
     return q, k
 
 
@@ -43,18 +43,18 @@ def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
 def repack(source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
     """Copies KV rows of one sequence from blocks of one size to blocks of another.
 
-    source [num_slots, Hk, L, 2, source_size, D], in whose slots source_ids (int32) the rows stand one after another;
-    they are written from row `skip` on to `kv_cache` [num_blocks, Hk, L, 2, block_size, D], from the beginning of its
-    blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts as
-    rounded up to one: rows behind the last are copied with it.
+    source [num_source_blocks, Hk, L, 2, source_size, D], in whose blocks source_ids (int32) the rows stand one after
+    another; they are written from row `skip` on to `kv_cache` [num_blocks, Hk, L, 2, block_size, D], from the beginning
+    of its blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts
+    as rounded up to one: rows behind the last are copied with it.
     """
     rows = min(source.shape[4], kv_cache.shape[4])
     there, here = source.unflatten(4, (-1, rows)), kv_cache.unflatten(4, (-1, rows))
-    slots, blocks = source_ids.tolist(), block_ids.tolist()
+    sources, blocks = source_ids.tolist(), block_ids.tolist()
     for run in range(-(-num_rows // rows)):  # ten times as fast as one copy by indices of rows
-        slot, first = divmod(skip // rows + run, there.shape[4])
+        source_block, first = divmod(skip // rows + run, there.shape[4])
         block, target = divmod(run, here.shape[4])
-        here[blocks[block], :, :, :, target] = there[slots[slot], :, :, :, first]
+        here[blocks[block], :, :, :, target] = there[sources[source_block], :, :, :, first]
 
 
 def gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:

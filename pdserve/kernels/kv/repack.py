@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that moves KV rows between blocks of different sizes: from the staging ring, whose slots are a peer's
+"""Triton kernel that moves KV rows between blocks of different sizes: from the staging ring, whose blocks are a peer's
 blocks, into our own. Knows layouts, and nothing of transfers. Called through triton_ops.py.
 """
 
@@ -37,7 +37,7 @@ def repack_kernel(
     skip,
     source_runs,
     block_runs,
-    stride_slot,
+    stride_source,
     stride_block,
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -47,9 +47,9 @@ def repack_kernel(
     """
     run, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
     there = skip + run
-    slot = tl.load(source_ids_ptr + there // source_runs).to(tl.int64)
+    source_block = tl.load(source_ids_ptr + there // source_runs).to(tl.int64)
     block = tl.load(block_ids_ptr + run // block_runs).to(tl.int64)
-    source = source_ptr + slot * stride_slot + (plane * source_runs + there % source_runs) * RUN
+    source = source_ptr + source_block * stride_source + (plane * source_runs + there % source_runs) * RUN
     target = kv_cache_ptr + block * stride_block + (plane * block_runs + run % block_runs) * RUN
     elements = tl.arange(0, BLOCK)
     mask = elements < RUN

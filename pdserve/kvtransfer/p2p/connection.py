@@ -26,8 +26,8 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class Source:
-    """Where a part of each block comes from: the descriptors of that part of all our blocks (or slots of the staging
-    ring), and of all blocks of one peer rank."""
+    """Where a part of each block comes from: the descriptors of that part of all our blocks (or ring blocks of the
+    staging ring), and of all blocks of one peer rank."""
 
     span: HeadRange
     local: Any
@@ -63,7 +63,7 @@ class Connection:
         try:
             if layout != own.layout:
                 self.staging = own.ring.open(meta.block_size, wake)
-            into = own.kv_cache if self.staging is None else self.staging.slots
+            into = own.kv_cache if self.staging is None else self.staging.ring_blocks
             address, num_blocks = into.data_ptr(), into.shape[0]
             self.peer = self._add_rank(0)  # holds the generations
             self.sources = []

@@ -13,8 +13,8 @@ can be done only behind the complete one. A piece that was reused meanwhile is r
 only when no read of its pull is in flight: two reads into the same memory could end in the wrong order.
 
 Rows from blocks of another size are read into the staging ring, a piece a run of it, and moved to ours by a repack
-behind each read. Then bytes in flight land in slots, and only a repack keeps our blocks from being quiet. Slots are
-held until nothing can land in them, also when their pull was given up.
+behind each read. Then bytes in flight land in ring blocks, and only a repack keeps our blocks from being quiet. Ring blocks
+are held until nothing can land in them, also when their pull was given up.
 
 When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up is kept and
 checked until it ends: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP: 419 of 512 MiB at
@@ -142,15 +142,15 @@ class Pull:
 
 @dataclass(eq=False)
 class Piece:
-    """The positions first..last of a pull, read by one ticket. reads: that have not ended. slots: of the staging ring,
-    one a position, while they are taken.
+    """The positions first..last of a pull, read by one ticket. reads: that have not ended. ring_blocks: of the staging
+    ring, one a position, while they are taken.
     """
 
     pull: Pull
     ticket: Ticket
     first: int
     last: int
-    slots: np.ndarray | None = None
+    ring_blocks: np.ndarray | None = None
     reads: int = 0
     is_repacking: bool = False
     state: Literal["reading", "verified", "stale"] = "reading"
@@ -182,7 +182,7 @@ class Piece:
     @property
     def is_written(self) -> bool:
         """Whether bytes may land in these."""
-        return self.is_repacking if self.slots is not None else self.reads > 0
+        return self.is_repacking if self.ring_blocks is not None else self.reads > 0
 
     @property
     def generations(self) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ class PeerLink:
         self._pulls: dict[int, Pull] = {}
         self._verifying = False
         self._to_verify: list[Piece] = []
-        self._staged: set[Piece] = set()  # that hold slots
+        self._staged: set[Piece] = set()  # that hold ring blocks
         self._probe_deadline = 0.0
         self._status: PeerStatus | None = None
         self._unquiet_since: float | None = None  # reads that nobody waits for are under way
@@ -499,7 +499,7 @@ class PeerLink:
             self._advance(pull)
 
     def _advance(self, pull: Pull) -> None:
-        """Read what the newest ticket names and nobody has read, as far as there are slots for it; or finish."""
+        """Read what the newest ticket names and nobody has read, as far as there are ring blocks for it; or finish."""
         if pull.is_advancing:  # a read that ends within its post comes back here
             return
         pull.is_advancing = True
@@ -515,17 +515,17 @@ class PeerLink:
         if self._state is not LinkState.CONNECTED or pull.reported or ticket is None or not self._reread(pull, ticket):
             return None
         assert connection is not None
-        first, last, slots = pull.posted, pull.readable, None
+        first, last, ring_blocks = pull.posted, pull.readable, None
         if first >= last:
             return None
         if connection.staging is not None:
-            slots = connection.staging.take(ticket.block_ids[first:last])
-            if slots is None:
+            ring_blocks = connection.staging.take(ticket.block_ids[first:last])
+            if ring_blocks is None:
                 return None  # others hold them: `_go_on` is called
-            last = first + len(slots)
+            last = first + len(ring_blocks)
         pull.posted = last
-        piece = Piece(pull, ticket, first, last, slots)
-        if slots is not None:
+        piece = Piece(pull, ticket, first, last, ring_blocks)
+        if ring_blocks is not None:
             self._staged.add(piece)
         return piece
 
@@ -549,7 +549,7 @@ class PeerLink:
         pull, connection = piece.pull, self._connection
         assert connection is not None
         pull.pieces.append(piece)
-        into = piece.local_blocks if piece.slots is None else piece.slots
+        into = piece.local_blocks if piece.ring_blocks is None else piece.ring_blocks
         local_ids, remote_ids = order_pairs(into, piece.remote_blocks)
         descriptors = count_descriptors(local_ids, remote_ids, connection.reads_whole_blocks)
         pull.num_descriptors += len(connection.sources) * descriptors
@@ -559,7 +559,7 @@ class PeerLink:
                 handles.append(self._agent.make_read(source.local, local_ids, source.remote, remote_ids))
         except TransferError as error:
             release_all([partial(self._agent.release, handle) for handle in handles])
-            if piece.slots is not None:
+            if piece.ring_blocks is not None:
                 self._give_back(piece, connection)
             self._fail(pull, "error", str(error))
             return
@@ -574,21 +574,21 @@ class PeerLink:
         piece.reads -= 1
         if piece.reads:
             return
-        if piece.slots is None:
+        if piece.ring_blocks is None:
             self._filled(piece)
             return
         assert self._connection is not None
         if piece.pull.reported:  # its blocks may be others' by now
             self._give_back(piece, self._connection)
             return
-        self._repack(piece, piece.slots, self._connection)
+        self._repack(piece, piece.ring_blocks, self._connection)
 
-    def _repack(self, piece: Piece, slots: np.ndarray, connection: Connection) -> None:
+    def _repack(self, piece: Piece, ring_blocks: np.ndarray, connection: Connection) -> None:
         assert connection.staging is not None
         piece.is_repacking = True
         first, end = piece.rows
         skip = first - piece.first * piece.pull.sizes.theirs
-        has_ended = connection.staging.repack(slots, skip, end - first, piece.local_blocks)
+        has_ended = connection.staging.repack(ring_blocks, skip, end - first, piece.local_blocks)
         flight = Flight(has_ended, partial(self._repacked, piece, connection))
         self._flights.append(flight)
         if has_ended():
@@ -600,11 +600,11 @@ class PeerLink:
         self._filled(piece)
 
     def _give_back(self, piece: Piece, connection: Connection) -> None:
-        """Nothing lands in its slots any more, and nobody needs what is in them."""
-        assert piece.slots is not None and connection.staging is not None
-        slots, piece.slots, piece.is_repacking = piece.slots, None, False
+        """Nothing lands in its ring blocks any more, and nobody needs what is in them."""
+        assert piece.ring_blocks is not None and connection.staging is not None
+        ring_blocks, piece.ring_blocks, piece.is_repacking = piece.ring_blocks, None, False
         self._staged.remove(piece)
-        connection.staging.give_back(slots)
+        connection.staging.give_back(ring_blocks)
 
     def _filled(self, piece: Piece) -> None:
         """Its rows are in our blocks."""

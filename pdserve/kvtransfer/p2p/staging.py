@@ -1,7 +1,7 @@
 """The staging ring: registered memory that rows from peers of another block size pass through, on their way into ours.
 
-A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in slots of that peer's block size, from
-before its read until its rows were moved on by `ops.repack`. Knows no pulls, tickets or generations. Made by
+A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in ring blocks of that peer's block size,
+from before its read until its rows were moved on by `ops.repack`. Knows no pulls, tickets or generations. Made by
 `build.py`; used by the threads of `peer_link.PeerLink`, each through a `Staging` of its own.
 
     run:  free -take-> taken: read into -> repacked from -give_back-> free
@@ -93,11 +93,12 @@ class StagingRing:
 
 
 class Staging:
-    """The ring as one link uses it. slots: `[num_slots, heads, layers, planes, the peer's block size, row width]`."""
+    """The ring as one link uses it. ring_blocks: `[num_ring_blocks, heads, layers, planes, the peer's block size, row
+    width]`."""
 
     def __init__(self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]) -> None:
         self.wake = wake
-        self.slots = memory.view(-1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape)
+        self.ring_blocks = memory.view(-1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape)
         self._ring, self._kv_cache = ring, ring.kv_cache
         self._per_run = ring.run_tokens // block_size
         self._ops: Ops = ops_for(memory.device)
@@ -106,30 +107,30 @@ class Staging:
             self._compile()
 
     def take(self, remote_blocks: Sequence[int]) -> np.ndarray | None:
-        """Slots for the first of these blocks, as many as a run has, in their order; None: see `StagingRing.take`.
+        """Ring blocks for the first of these blocks, as many as a run has, in their order; None: see `StagingRing.take`.
         Neighbours at the peer get neighbours.
         """
         run = self._ring.take(self)
         if run is None:
             return None
         order = np.argsort(np.asarray(remote_blocks[: self._per_run]), kind="stable")
-        slots = np.empty(len(order), np.int32)
-        slots[order] = run * self._per_run + np.arange(len(order))
-        return slots
+        ring_blocks = np.empty(len(order), np.int32)
+        ring_blocks[order] = run * self._per_run + np.arange(len(order))
+        return ring_blocks
 
-    def give_back(self, slots: np.ndarray) -> None:
+    def give_back(self, ring_blocks: np.ndarray) -> None:
         """What `take` returned, quiet now."""
-        self._ring.give_back(self, int(slots[0]) // self._per_run)
+        self._ring.give_back(self, int(ring_blocks[0]) // self._per_run)
 
-    def repack(self, slots: np.ndarray, skip: int, num_rows: int, blocks: Sequence[int]) -> Callable[[], bool]:
-        """Move num_rows rows, from row `skip` of these slots on, to our blocks, from the beginning of the first on.
-        Returns what tells whether it is done; our blocks may be written until then.
+    def repack(self, ring_blocks: np.ndarray, skip: int, num_rows: int, blocks: Sequence[int]) -> Callable[[], bool]:
+        """Move num_rows rows, from row `skip` of these ring blocks on, to our blocks, from the beginning of the first
+        on. Returns what tells whether it is done; our blocks may be written until then.
         """
         with self._on_stream():
-            padding = -len(slots) % 4  # Triton compiles once more for ids that are not 16-byte aligned
-            ids = self._ids([*slots.tolist(), *[0] * padding, *blocks])
-            source_ids, block_ids = ids[: len(slots)], ids[len(slots) + padding :]
-            self._ops.repack(self.slots, source_ids, self._kv_cache, block_ids, skip, num_rows)
+            padding = -len(ring_blocks) % 4  # Triton compiles once more for ids that are not 16-byte aligned
+            ids = self._ids([*ring_blocks.tolist(), *[0] * padding, *blocks])
+            source_ids, block_ids = ids[: len(ring_blocks)], ids[len(ring_blocks) + padding :]
+            self._ops.repack(self.ring_blocks, source_ids, self._kv_cache, block_ids, skip, num_rows)
             if self._stream is None:
                 return lambda: True
             return self._stream.record_event().query
@@ -148,7 +149,7 @@ class Staging:
     def _compile(self) -> None:
         """Now, not in the first pull: the kernel is compiled for each pair of sizes."""
         with self._on_stream():
-            source, target = torch.zeros_like(self.slots[:1]), torch.zeros_like(self._kv_cache[:1])
+            source, target = torch.zeros_like(self.ring_blocks[:1]), torch.zeros_like(self._kv_cache[:1])
             first = self._ids([0])
             self._ops.repack(source, first, target, first, 0, 1)
         self.close()

@@ -21,9 +21,10 @@ class PoolError(Exception):
 
 
 class Writing(Protocol):
-    """Reserved memory for chunks that the pool lacks. slots: chunk index -> uint8 `[chunks.num_bytes]` on the host."""
+    """Reserved memory for chunks that the pool lacks. buffers: chunk index -> uint8 `[chunks.num_bytes]` on the
+    host."""
 
-    slots: dict[int, torch.Tensor]
+    buffers: dict[int, torch.Tensor]
 
     def commit(self) -> None:
         """From now on the chunks can be found. Without it they never are."""
@@ -44,11 +45,12 @@ class PoolBackend(Protocol):
         ...
 
     def reading(self, prefix: Prefix, first: int, until: float) -> AbstractContextManager[list[torch.Tensor]]:
-        """Slots of the chunks from `first` on that the pool has in a row; they stay as they are inside the context."""
+        """Buffers of the chunks from `first` on that the pool has in a row; they stay as they are inside the
+        context."""
         ...
 
     def writing(self, prefix: Prefix, first: int, last: int, until: float) -> AbstractContextManager[Writing]:
-        """Slots for those of the chunks [first, last) that the pool lacks."""
+        """Buffers for those of the chunks [first, last) that the pool lacks."""
         ...
 
     def probe(self, until: float) -> None:

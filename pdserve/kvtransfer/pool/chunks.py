@@ -73,7 +73,7 @@ class Chunks:
 
 
 class BlockCopier:
-    """Copies between KV blocks and chunk memory (`slot`: uint8 `[num_bytes]` on the host).
+    """Copies between KV blocks and chunk memory (`buffer`: uint8 `[num_bytes]` on the host).
 
     On CUDA each direction has a stream of its own, and a call returns when the device is done. `load` and `save` may
     run at the same time, each from one thread.
@@ -94,18 +94,18 @@ class BlockCopier:
     def block_bytes(self) -> int:
         return int(self._blocks.shape[1])
 
-    def save(self, slot: torch.Tensor, block_ids: BlockIds) -> None:
-        """Fill the slot from whole blocks (their rows are completely written). Leaves it unsealed: see `set_seal`."""
-        set_seal(slot, bytes(SEAL_BYTES))
-        self._copy(slot, block_ids, self._out, inward=False)
+    def save(self, buffer: torch.Tensor, block_ids: BlockIds) -> None:
+        """Fill the buffer from whole blocks (their rows are completely written). Leaves it unsealed: see `set_seal`."""
+        set_seal(buffer, bytes(SEAL_BYTES))
+        self._copy(buffer, block_ids, self._out, inward=False)
 
-    def load(self, slot: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
-        """Copy the slot's blocks `first`.. into `block_ids`. False: the slot is not the chunk that `seal` names, or
+    def load(self, buffer: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
+        """Copy the buffer's blocks `first`.. into `block_ids`. False: the buffer is not the chunk that `seal` names, or
         ceased to be while it was copied; the blocks then hold nothing of use."""
-        if seal_of(slot) != seal:
+        if seal_of(buffer) != seal:
             return False
-        self._copy(slot[first * self.block_bytes :], block_ids, self._in, inward=True)
-        return seal_of(slot) == seal
+        self._copy(buffer[first * self.block_bytes :], block_ids, self._in, inward=True)
+        return seal_of(buffer) == seal
 
     def _copy(self, host: torch.Tensor, block_ids: BlockIds, stream: torch.cuda.Stream | None, inward: bool) -> None:
         with torch.cuda.stream(stream):  # no effect with None
@@ -130,9 +130,9 @@ def runs(block_ids: BlockIds) -> Iterator[tuple[int, int]]:
             yield int(part[0]), len(part)
 
 
-def seal_of(slot: torch.Tensor) -> bytes:
-    return slot[-SEAL_BYTES:].numpy().tobytes()
+def seal_of(buffer: torch.Tensor) -> bytes:
+    return buffer[-SEAL_BYTES:].numpy().tobytes()
 
 
-def set_seal(slot: torch.Tensor, seal: bytes) -> None:
-    slot[-SEAL_BYTES:].numpy()[:] = np.frombuffer(seal, np.uint8)
+def set_seal(buffer: torch.Tensor, seal: bytes) -> None:
+    buffer[-SEAL_BYTES:].numpy()[:] = np.frombuffer(seal, np.uint8)

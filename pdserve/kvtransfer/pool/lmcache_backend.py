@@ -1,8 +1,8 @@
 """PoolBackend over LMCache's multi-process server, on the same host. The only importer of lmcache.
 
-Speaks the "engine-driven" protocol itself (tried with 0.5.6): the server reserves or locks slots of a shared memory and
-names them, we copy, we commit. So the server never touches our memory, and LMCache's own gather and scatter, which want
-to know the layout of a pool, are not needed: a chunk is registered as one opaque row of bytes.
+Speaks the "engine-driven" protocol itself (tried with 0.5.6): the server reserves or locks buffers of a shared memory
+and names them, we copy, we commit. So the server never touches our memory, and LMCache's own gather and scatter, which
+want to know the layout of a pool, are not needed: a chunk is registered as one opaque row of bytes.
 
 What was found about that server, and what is done about it:
 
@@ -86,14 +86,14 @@ class _SharedMemory:
             logger.warning("KV pool: cudaHostRegister failed (%s): copies will be slow", error)
         return int(error) == 0
 
-    def slot(self, descriptor: dict[str, Any], num_bytes: int) -> torch.Tensor:
+    def buffer(self, descriptor: dict[str, Any], num_bytes: int) -> torch.Tensor:
         offset, length = int(descriptor["offset"]), int(descriptor["length"])
         if offset < 0 or length < num_bytes or offset + length > self.bytes.numel():
-            raise PoolError("error", f"the server names a slot outside its memory: {descriptor}")
+            raise PoolError("error", f"the server names a buffer outside its memory: {descriptor}")
         return self.bytes[offset : offset + num_bytes]
 
     def __del__(self) -> None:
-        """Unmapped with the last slot that is in use; page-locks must go before."""
+        """Unmapped with the last buffer that is in use; page-locks must go before."""
         if getattr(self, "_pinned", False):
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
@@ -266,28 +266,28 @@ class _Talk:
         return int(found)
 
     def read(self, first: int, last: int) -> list[torch.Tensor]:
-        """Slots of the chunks [first, last), which `find` has found."""
+        """Buffers of the chunks [first, last), which `find` has found."""
         commit: list[Step] = [lambda: self._call("commit_retrieve", self.key(first, last), self._session.instance_id)]
         self._owed = [*commit, *self._free(0, first), self._end]  # commit first: the next read may be of the same key
         answer = self._ask(self._call("prepare_retrieve", self.key(first, last), self._session.instance_id))
         if not answer.success:
             self._owed = [*self._free(0, first), self._end]
             return []
-        return [self._slot(descriptor) for descriptor in answer.context["slots"]]
+        return [self._buffer(descriptor) for descriptor in answer.context["slots"]]
 
     def reserve(self, first: int, last: int) -> dict[int, torch.Tensor]:
         self._owed = [self._end]
         answer = self._ask(self._call("prepare_store", self.key(first, last), self._session.instance_id))
-        slots, indices = answer.context["slots"], answer.context["chunk_indices"]
-        return {first + index: self._slot(slot) for index, slot in zip(indices, slots, strict=True)}
+        buffers, indices = answer.context["slots"], answer.context["chunk_indices"]
+        return {first + index: self._buffer(buffer) for index, buffer in zip(indices, buffers, strict=True)}
 
     def commit(self, first: int, last: int, until: float) -> None:
         self._until = until
         if not self._ask(self._call("commit_store", self.key(first, last), self._session.instance_id, b"")):
             raise PoolError("error", "the pool server did not take the chunks")
 
-    def _slot(self, descriptor: dict[str, Any]) -> torch.Tensor:
-        return self._session.memory.slot(descriptor, self._chunks.num_bytes)
+    def _buffer(self, descriptor: dict[str, Any]) -> torch.Tensor:
+        return self._session.memory.buffer(descriptor, self._chunks.num_bytes)
 
     def debt(self) -> _Debt:
         return _Debt(self._session, self._unanswered, self._owed)
@@ -377,8 +377,8 @@ class _LMCacheWriting:
 
     def __init__(self, talk: _Talk, first: int, last: int, patience_s: float) -> None:
         self._talk, self._first, self._last, self._patience_s = talk, first, last, patience_s
-        self.slots = talk.reserve(first, last)
-        self.committed = not self.slots
+        self.buffers = talk.reserve(first, last)
+        self.committed = not self.buffers
 
     def commit(self) -> None:
         self._talk.commit(self._first, self._last, time.monotonic() + self._patience_s)

@@ -54,7 +54,7 @@ class LocalPoolServer:
 
 @dataclass(eq=False)
 class _LocalWriting:
-    slots: dict[int, torch.Tensor]
+    buffers: dict[int, torch.Tensor]
     store: Callable[[], None]
 
     def commit(self) -> None:
@@ -81,7 +81,7 @@ class LocalPoolBackend:
         with self._answering(until):
             found = self._found(prefix, first)
             if self._server.faults.wrong:
-                found = [torch.flip(slot, (0,)) for slot in found]
+                found = [torch.flip(buffer, (0,)) for buffer in found]
             yield found
 
     @contextmanager
@@ -89,14 +89,14 @@ class LocalPoolBackend:
         with self._answering(until):
             size = self.chunks.num_bytes
             lacking = [i for i in range(first, last) if prefix.seals[i] not in self._server.chunks]
-            slots = {i: torch.zeros(size, dtype=torch.uint8) for i in lacking}
+            buffers = {i: torch.zeros(size, dtype=torch.uint8) for i in lacking}
 
             def store() -> None:
                 self._wait(until)
                 with self._server.lock:
-                    self._server.chunks.update({prefix.seals[i]: slot for i, slot in slots.items()})
+                    self._server.chunks.update({prefix.seals[i]: buffer for i, buffer in buffers.items()})
 
-            yield _LocalWriting(slots, store)
+            yield _LocalWriting(buffers, store)
 
     def probe(self, until: float) -> None:
         self._wait(until)
@@ -143,14 +143,14 @@ class LocalBlockCopier(BlockCopier):
         super().__init__(memory)
         self._faults = faults
 
-    def save(self, slot: torch.Tensor, block_ids: BlockIds) -> None:
-        super().save(slot, block_ids[: len(block_ids) // 2])
+    def save(self, buffer: torch.Tensor, block_ids: BlockIds) -> None:
+        super().save(buffer, block_ids[: len(block_ids) // 2])
         self._thaw()
-        super().save(slot, block_ids)
+        super().save(buffer, block_ids)
 
-    def load(self, slot: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
+    def load(self, buffer: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
         self._thaw()
-        return super().load(slot, block_ids, first, seal)
+        return super().load(buffer, block_ids, first, seal)
 
     def _thaw(self) -> None:
         while self._faults.copies_frozen:

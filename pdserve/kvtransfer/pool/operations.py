@@ -335,13 +335,13 @@ class Pool:
         per_chunk = self._chunks.blocks_per_chunk
         first = operation.skip_blocks // per_chunk
         done = 0  # blocks
-        with self._backend.reading(prefix, first, self._until(operation)) as slots:
-            for index, slot in enumerate(slots, first):
+        with self._backend.reading(prefix, first, self._until(operation)) as buffers:
+            for index, buffer in enumerate(buffers, first):
                 begin = max(index * per_chunk - operation.skip_blocks, 0)
                 end = min((index + 1) * per_chunk - operation.skip_blocks, len(operation.blocks))
                 row = max(operation.skip_blocks - index * per_chunk, 0)
                 with self._touching(operation):
-                    good = self._copier.load(slot, operation.blocks[begin:end], row, prefix.seals[index])
+                    good = self._copier.load(buffer, operation.blocks[begin:end], row, prefix.seals[index])
                 if not good:
                     self._metrics.requests.labels("retrieve", "wrong-content").inc()
                     logger.warning("KV pool: a chunk is not what its key says; taken for missing")
@@ -369,18 +369,18 @@ class Pool:
     def _fill(self, operation: _Operation, prefix: Prefix, writing: Writing) -> int:
         """Copy, then ask whether the sources were still the same, then seal and commit. Returns the bytes."""
         per_chunk = self._chunks.blocks_per_chunk
-        for index, slot in writing.slots.items():
+        for index, buffer in writing.buffers.items():
             with self._touching(operation):
-                self._copier.save(slot, operation.blocks[index * per_chunk : (index + 1) * per_chunk])
-        if not writing.slots:
+                self._copier.save(buffer, operation.blocks[index * per_chunk : (index + 1) * per_chunk])
+        if not writing.buffers:
             return 0
         assert operation.still_valid is not None
         if not operation.still_valid():
             self._end(operation, PoolFailed(operation.op_id, "reused", "a source block was reused", settled=True))
             raise _GivenUp
-        for index, slot in writing.slots.items():
-            set_seal(slot, prefix.seals[index])
+        for index, buffer in writing.buffers.items():
+            set_seal(buffer, prefix.seals[index])
         writing.commit()
-        num_bytes = len(writing.slots) * per_chunk * self._copier.block_bytes
+        num_bytes = len(writing.buffers) * per_chunk * self._copier.block_bytes
         self._metrics.bytes.labels("store").inc(num_bytes)
         return num_bytes
