@@ -32,7 +32,7 @@ from pdserve.configs.schema import EngineConfig, ModelConfig, RouterConfig, Tran
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.model_runner import StepOutput
 from pdserve.engine.scheduling.sequence import Sequence as EngineSequence
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
 from pdserve.protocol.events import EventBatch
@@ -78,7 +78,7 @@ class PacedRunner:
         self._vocab_size = engine.spec.vocab_size
         self._seconds = 0.0
 
-    def execute(self, plan: Plan, siblings: Sequence[Sequence[EngineSequence]]) -> StepOutput:
+    def execute(self, plan: StepPlan, siblings: Sequence[Sequence[EngineSequence]]) -> StepOutput:
         counts = list(plan.num_tokens.values())
         self._seconds = STEP_S + sum(counts) / TOKENS_PER_S
         first_row = dict(zip(plan.num_tokens, itertools.accumulate([0, *counts]), strict=False))

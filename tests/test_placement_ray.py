@@ -28,7 +28,7 @@ from pdserve.cluster.operate import checks
 from pdserve.cluster.operate.cluster_file import BUILDER
 from pdserve.cluster.operate.ray_settings import settings
 from pdserve.cluster.placement import capacity
-from pdserve.cluster.placement.capacity import NoRoom, await_room
+from pdserve.cluster.placement.capacity import NoCapacity, await_capacity
 from pdserve.configs.schema import ClusterConfig
 
 pytestmark = pytest.mark.slow
@@ -91,13 +91,13 @@ def landed() -> Counter[tuple[str, str]]:
 
 
 def found_before_the_start(config: ClusterConfig) -> list[str]:
-    return [text for _, text in checks.room(config, checks.Place(capacity.nodes(), is_here=False))]
+    return [text for _, text in checks.capacity(config, checks.Place(capacity.nodes(), is_here=False))]
 
 
 def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
     config = ClusterConfig.model_validate(PLACED)
     assert found_before_the_start(config) == []
-    await_room(config)
+    await_capacity(config)
     serve._run(assemble(config, FAKE), name="placed", route_prefix="/", _blocking=False)
     until(lambda: serve.status().applications["placed"].status == "RUNNING")
     assert landed() == {
@@ -112,7 +112,7 @@ def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
     until(
         lambda: not any(node.free.get("decoder") for node in capacity.nodes() if node.labels.get("role") != "prefill")
     )
-    await_room(config)  # of an update: what runs makes way
+    await_capacity(config)  # of an update: what runs makes way
     serve.delete("placed")
     until(lambda: "placed" not in serve.status().applications)
 
@@ -132,8 +132,8 @@ def test_room_that_others_hold_is_waited_for(cluster: Cluster, monkeypatch: pyte
     until(lambda: sum(node.free.get("decoder", 0) for node in capacity.nodes()) == 4)
     assert found_before_the_start(config) == []
     began = time.monotonic()
-    with pytest.raises(NoRoom, match=r"within 2 s \(placement_deadline_s\)(.|\n)*decode: 3 replicas.*room for 0"):
-        await_room(config)
+    with pytest.raises(NoCapacity, match=r"within 2 s \(placement_deadline_s\)(.|\n)*decode: 3 replicas.*room for 0"):
+        await_capacity(config)
     assert 2 <= time.monotonic() - began < 6
 
     def free_it(seconds: float) -> None:
@@ -141,8 +141,8 @@ def test_room_that_others_hold_is_waited_for(cluster: Cluster, monkeypatch: pyte
         monkeypatch.undo()
 
     monkeypatch.setattr(time, "sleep", free_it)
-    await_room(config)
-    await_room(ClusterConfig.model_validate({"decode": {"num_gpus": 9}, "placement_deadline_s": None}))
+    await_capacity(config)
+    await_capacity(ClusterConfig.model_validate({"decode": {"num_gpus": 9}, "placement_deadline_s": None}))
 
 
 def test_serve_run_ends_with_what_is_missing(cluster: Cluster) -> None:
@@ -163,7 +163,7 @@ def test_serve_run_ends_with_what_is_missing(cluster: Cluster) -> None:
 
 
 def test_the_builder_itself_refuses(cluster: Cluster) -> None:
-    with pytest.raises(NoRoom):
+    with pytest.raises(NoCapacity):
         build(ClusterConfig.model_validate(SMALL | {"decode": {"num_gpus": 1}}))
 
 

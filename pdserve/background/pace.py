@@ -1,6 +1,6 @@
 """Long work on an event loop, cut into slices, and short work of which much may come at once.
 
-    with pacer.pace() as pace:          await pacer.room()
+    with pacer.pace() as pace:          await pacer.turn()
         for item in many:               work_on(this)
             if pace.is_due:
                 await pace.rest()
@@ -36,7 +36,7 @@ class Pacer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def room(self) -> None:
+    async def turn(self) -> None:
         """Returns when there is time for something short: at once, unless this turn's slice is used up."""
         pace = self.pace()
         if pace.is_due:

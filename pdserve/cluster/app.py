@@ -21,7 +21,7 @@ from pdserve.cluster.deployments.logs import serve_logging
 from pdserve.cluster.deployments.router_replica import RouterReplica
 from pdserve.cluster.deployments.worker_replica import WorkerReplica
 from pdserve.cluster.names import DEPLOYMENTS, ROUTER
-from pdserve.cluster.placement.capacity import await_room
+from pdserve.cluster.placement.capacity import await_capacity
 from pdserve.cluster.placement.placement import CRUMB, worker_bundles
 from pdserve.configs.schema import ClusterConfig, WorkerKey
 
@@ -43,13 +43,13 @@ WORKER_SHUTDOWN_S = 30.0
 
 
 class Refused(RayServeException, ValueError):
-    """What `args:` asks for is not served. Of Serve's family for NoRoom's reason."""
+    """What `args:` asks for is not served. Of Serve's family for NoCapacity's reason."""
 
 
 def build(args: ClusterConfig) -> Application:
     """The application of one cluster, for `serve run`, which asks for exactly one parameter; Serve carries HTTP.
 
-    Raises Refused when no model is named: Serve gives a file without `args:` an empty one. Raises NoRoom.
+    Raises Refused when no model is named: Serve gives a file without `args:` an empty one. Raises NoCapacity.
     """
     try:
         args.check_model_is_named()
@@ -69,8 +69,8 @@ def serve_host() -> str | None:
 
 
 def build_at(args: ClusterConfig, address: Address | None) -> Application:
-    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises NoRoom."""
-    await_room(args)
+    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises NoCapacity."""
+    await_capacity(args)
     return assemble(args, ENGINE_HOST, address)
 
 

@@ -23,14 +23,14 @@ from ray.serve.handle import DeploymentHandle
 from pdserve.cluster.links.framing import Joiner
 from pdserve.cluster.links.handle_api import (
     Answer,
-    Ask,
     ChangeRole,
     Choice,
-    Chunks,
     Done,
+    GenerateCall,
     Look,
     Order,
     Outcome,
+    OutputChunks,
     Refused,
     Scale,
     Whole,
@@ -42,7 +42,7 @@ from pdserve.cluster.names import ROUTER
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
-from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.request_run import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
 
 APP_NAME = "pdserve"
@@ -111,7 +111,7 @@ class Client:
         self._thread = threading.Thread(target=self._run, name="pdserve-client", daemon=True)
         self._thread.start()
         try:
-            self._handle: DeploymentHandle = self._do(_router_handle(app_name, method_name="ask", stream=True))
+            self._handle: DeploymentHandle = self._do(_router_handle(app_name, method_name="generate", stream=True))
             self._orders: Any = self._do(_router_handle(app_name, method_name="admin"))
         except BaseException:
             self.close()
@@ -148,9 +148,11 @@ class Client:
         """`generate`; cancelling it cancels the requests."""
         return await self._await(self._generate(prompts, sampling_params, options))
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any) -> Iterator[Chunk]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
+    ) -> Iterator[OutputChunk]:
         """New text and tokens of each choice as they come. Closing the iterator cancels the request."""
-        items: queue.SimpleQueue[Chunk | BaseException | None] = queue.SimpleQueue()
+        items: queue.SimpleQueue[OutputChunk | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
             try:
@@ -176,7 +178,7 @@ class Client:
 
     async def astream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[OutputChunk, None]:
         """`stream` for asyncio."""
         chunks = self._stream(prompt, sampling_params, options)
         try:
@@ -243,7 +245,7 @@ class Client:
         return [task.result() for task in tasks]
 
     async def _whole(self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]) -> RequestOutput:
-        async with self._slots, aclosing(self._answers(_ask(prompt, sampling, False, options))) as answers:
+        async with self._slots, aclosing(self._answers(_call(prompt, sampling, False, options))) as answers:
             async for answer in answers:
                 assert isinstance(answer, Whole)
                 return RequestOutput(
@@ -259,16 +261,16 @@ class Client:
 
     async def _stream(
         self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]
-    ) -> AsyncGenerator[Chunk, None]:
-        async with aclosing(self._answers(_ask(prompt, sampling, True, options))) as answers:
+    ) -> AsyncGenerator[OutputChunk, None]:
+        async with aclosing(self._answers(_call(prompt, sampling, True, options))) as answers:
             async for answer in answers:
-                assert isinstance(answer, Chunks)
+                assert isinstance(answer, OutputChunks)
                 for chunk in answer.chunks:
                     yield chunk
 
-    async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
-        """Chunks or a Whole; what is Refused is raised."""
-        response: Any = self._handle.remote(encode(ask))
+    async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
+        """OutputChunks or a Whole; what is Refused is raised."""
+        response: Any = self._handle.remote(encode(call))
         joiner = Joiner()
         try:
             async for piece in response:
@@ -325,14 +327,14 @@ async def _router_handle(app_name: str, **options: Any) -> DeploymentHandle:
     return handle.options(_by_reference=False, **options)
 
 
-def _ask(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]) -> Ask:
+def _call(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]) -> GenerateCall:
     known = OPTIONS if stream else OPTIONS | {"timeline": bool}
     for name, value in options.items():
         if name not in known:
             raise ValueError(f"unknown keyword {name!r}: known are {', '.join(known)}")
         if type(value) is not known[name]:  # True is no priority
             raise ValueError(f"{name} must be of type {known[name].__name__}, not {value!r}")
-    return Ask(
+    return GenerateCall(
         prompt=prompt if isinstance(prompt, str) else list(prompt),
         sampling=sampling,
         stream=stream,

@@ -23,7 +23,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 
 from pdserve.engine.engine import Engine, Reservation
-from pdserve.engine.scheduling.sequence import Compute, Request
+from pdserve.engine.scheduling.sequence import ComputeHere, Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
 from pdserve.protocol.commands import Prepare, Start, Submit
 from pdserve.protocol.events import Arrived, Event, PeerStatus
@@ -36,7 +36,7 @@ Events = list[tuple[RequestKey, Event]]
 
 
 @dataclass(eq=False)
-class _Import:
+class KVImport:
     """A request whose rows are to be pulled. ticket: None until its Submit. started: when that came, or the Prepare
     (monotonic seconds). began: the newest pull (None: none yet). pull_id: while a pull is under way; is_hint: begun
     before the Submit; is_revoked: ended for its blocks.
@@ -67,7 +67,7 @@ class _Pull:
     """What a pull fills, and for whom; None: nobody waits for it any more."""
 
     reservation: Reservation
-    item: _Import | None
+    item: KVImport | None
     engine_id: str
 
 
@@ -84,16 +84,16 @@ class DecodePhase:
         max_reserved_blocks: int,
         max_quarantined_blocks: int,
         deadline_s: float,
-        compute: Compute,
+        compute_here: ComputeHere,
     ) -> None:
         self._engine = engine
-        self._compute = compute
+        self._compute_here = compute_here
         self._receiver = receiver
         self._max_reserved = max_reserved_blocks
         self._max_quarantined = max_quarantined_blocks
         self._deadline_s = deadline_s
-        self._imports: OrderedDict[RequestKey, _Import] = OrderedDict()
-        self._waiting: OrderedDict[RequestKey, _Import] = OrderedDict()
+        self._imports: OrderedDict[RequestKey, KVImport] = OrderedDict()
+        self._waiting: OrderedDict[RequestKey, KVImport] = OrderedDict()
         self._pulls: dict[int, _Pull] = {}
         self._quarantined: dict[int, tuple[str, list[int]]] = {}
         self._pull_ids = itertools.count()
@@ -119,7 +119,7 @@ class DecodePhase:
         except ValueError:
             return
         if request.key not in self._imports:
-            item = _Import(request, prepare.submit.starts, prepare.source, time.monotonic())
+            item = KVImport(request, prepare.submit.starts, prepare.source, time.monotonic())
             self._imports[item.key] = self._waiting[item.key] = item
 
     def submit(self, submit: Submit) -> Events:
@@ -144,7 +144,7 @@ class DecodePhase:
                 return self._recompute(request, submit.starts, "no-ticket")
             self._receiver.reject(ticket)
             return self._recompute(request, submit.starts, "ticket-for-other-content")
-        item = prepared or _Import(request, submit.starts, _source_of(ticket), 0.0)
+        item = prepared or KVImport(request, submit.starts, _source_of(ticket), 0.0)
         item.request, item.starts, item.ticket, item.started = request, submit.starts, ticket, time.monotonic()
         self._imports[item.key] = item
         if item.pull_id is not None and item.source == _source_of(ticket):
@@ -245,7 +245,7 @@ class DecodePhase:
             blocks, skip = reservation.destination, reservation.num_cached
             self._receiver.follow(pull_id, item.source, content, blocks, skip, self._deadline_s)
 
-    def _num_blocks(self, item: _Import) -> int:
+    def _num_blocks(self, item: KVImport) -> int:
         return self._engine.layout.num_blocks_for(item.request.num_prompt_tokens)
 
     def _end_forgotten(self) -> None:
@@ -254,7 +254,7 @@ class DecodePhase:
             if item.ticket is None and item.started < limit:
                 self.cancel(key, None)
 
-    def _reserve(self, item: _Import) -> Reservation | None:
+    def _reserve(self, item: KVImport) -> Reservation | None:
         """None while the budget or the blocks do not allow it; running sequences keep a block each to grow into."""
         wanted = self._num_blocks(item)
         growth = len(self._engine.scheduler.running)
@@ -287,7 +287,7 @@ class DecodePhase:
 
     # --- pulls ---
 
-    def _begin(self, item: _Import, reservation: Reservation) -> int:
+    def _begin(self, item: KVImport, reservation: Reservation) -> int:
         del self._waiting[item.key]
         pull_id = item.pull_id = next(self._pull_ids)
         item.is_hint = item.is_revoked = False
@@ -295,7 +295,7 @@ class DecodePhase:
         self._pulls[pull_id] = _Pull(reservation, item, item.source.engine_id)
         return pull_id
 
-    def _start(self, item: _Import, reservation: Reservation) -> Events:
+    def _start(self, item: KVImport, reservation: Reservation) -> Events:
         assert item.ticket is not None
         pull_id, blocks = self._begin(item, reservation), reservation.destination
         self._receiver.pull(pull_id, item.ticket, blocks, reservation.num_cached, self._deadline_s)
@@ -333,7 +333,7 @@ class DecodePhase:
             self._waiting[item.key] = item
         return []
 
-    def _join(self, item: _Import, reservation: Reservation, source: str, done: PullDone | None = None) -> Events:
+    def _join(self, item: KVImport, reservation: Reservation, source: str, done: PullDone | None = None) -> Events:
         del self._imports[item.key]
         reservation.request, reservation.starts = item.request, item.starts
         self._engine.join(reservation)
@@ -355,7 +355,7 @@ class DecodePhase:
         )
         return [(item.key, arrived)]
 
-    def _let_go(self, item: _Import) -> None:
+    def _let_go(self, item: KVImport) -> None:
         """Nobody waits for the item any more, which is in `_imports` no longer."""
         self._waiting.pop(item.key, None)
         if item.pull_id is not None:
@@ -363,15 +363,15 @@ class DecodePhase:
         if item.ticket is not None:
             self._receiver.reject(item.ticket)
 
-    def _detach(self, item: _Import) -> None:
+    def _detach(self, item: KVImport) -> None:
         """End the item's pull; what it holds is given back when the link has answered."""
         assert item.pull_id is not None
         self._pulls[item.pull_id] = replace(self._pulls[item.pull_id], item=None)
         self._receiver.cancel(item.pull_id)
         item.pull_id, item.began, item.is_hint = None, None, False
 
-    def _give_up(self, item: _Import, reason: str, detail: str) -> Events:
-        """Compute a waiting import's prompt here."""
+    def _give_up(self, item: KVImport, reason: str, detail: str) -> Events:
+        """ComputeHere a waiting import's prompt here."""
         del self._waiting[item.key], self._imports[item.key]
         assert item.ticket is not None
         self._receiver.reject(item.ticket)
@@ -385,8 +385,8 @@ class DecodePhase:
         detail: str = "",
         spent: tuple[float, float] = (0.0, 0.0),
     ) -> Events:
-        """spent: as `_Import.spent`."""
-        self._compute(request, starts)
+        """spent: as `KVImport.spent`."""
+        self._compute_here(request, starts)
         arrived = Arrived(
             request_id=request.key.request_id,
             attempt=request.key.attempt,

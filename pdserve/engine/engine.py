@@ -20,10 +20,10 @@ from pdserve.engine.execution.model_runner import Fence, StepOutput
 from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
 from pdserve.engine.sampling.sample_rows import SampleRow
 from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
-from pdserve.engine.scheduling.request_checker import Admission
+from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request, Sequence, Status
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.engine.warm_up import warm_up
 from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher
@@ -107,7 +107,7 @@ class StepResult:
 @dataclass(frozen=True)
 class _StepInFlight:
     """A step that is queued on the device. siblings: the sequences of each sampled row, in the order of `sampled`.
-    parts: prompts to be handed over, and how many of their rows are written behind it.
+    written_rows: prompts to be handed over, and how many of their rows are written behind it.
     """
 
     began: Fence
@@ -117,7 +117,7 @@ class _StepInFlight:
     siblings: list[list[Sequence]]
     sampled: SampledTokens | None
     scored: list[tuple[Request, Scores]]
-    parts: list[tuple[Sequence, int]]
+    written_rows: list[tuple[Sequence, int]]
     host_seconds: float
 
 
@@ -146,7 +146,7 @@ class Engine:
             self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )
         self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * self.config.block_size)
-        self.admission = Admission(
+        self.admission = RequestChecker(
             self.spec.vocab_size, self.spec.eos_token_ids, self.max_request_tokens, self.config.max_num_seqs
         )
         self.stats = EngineStats()
@@ -341,7 +341,7 @@ class Engine:
             in_flight.append(self._dispatch(plan, began))
         return self._collect(in_flight.popleft()) if in_flight else StepResult()
 
-    def _dispatch(self, plan: Plan, started: float) -> _StepInFlight:
+    def _dispatch(self, plan: StepPlan, started: float) -> _StepInFlight:
         """Do all that needs counts alone, and queue the step on the device."""
         self.blocks.begin_step()
         for slot in self.scheduler.freed_slots:
@@ -364,11 +364,11 @@ class Engine:
             siblings=siblings,
             sampled=sampled,
             scored=scored,
-            parts=[(seq, seq.num_computed) for seq in plan.num_tokens if seq.request.prefill_only],
+            written_rows=[(seq, seq.num_computed) for seq in plan.num_tokens if seq.request.prefill_only],
             host_seconds=time.perf_counter() - started,
         )
 
-    def _advance(self, plan: Plan) -> list[Sequence]:
+    def _advance(self, plan: StepPlan) -> list[Sequence]:
         """Count the planned rows as computed, remember full blocks, and return the sequences that sample."""
         for seq, count in plan.num_tokens.items():
             seq.num_computed += count
@@ -390,7 +390,7 @@ class Engine:
         seq.pending_forks = ()
         return forks
 
-    def _score_prompts(self, plan: Plan, output: StepOutput) -> list[tuple[Request, Scores]]:
+    def _score_prompts(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, Scores]]:
         """Log-probabilities of prompt tokens, each from the row before it; those that are scored already are left out
         (after a preemption, or when another choice computed them).
         """
@@ -428,7 +428,7 @@ class Engine:
         result = StepResult(
             num_rows=step.num_rows, num_sequences=step.num_sequences, device_seconds=seconds, ended_at=ended_at
         )
-        result.written = [self._written(seq, rows) for seq, rows in step.parts if seq.status is Status.RUNNING]
+        result.written = [self._written(seq, rows) for seq, rows in step.written_rows if seq.status is Status.RUNNING]
         for request, scored in step.scored:
             request.prompt_logprobs += scored.fetch()
         tokens = iter(step.sampled.fetch() if step.sampled is not None else ())

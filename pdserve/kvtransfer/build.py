@@ -14,9 +14,9 @@ from pdserve.configs.schema import PoolConfig, TransferConfig
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.connection import OwnKVCache
+from pdserve.kvtransfer.p2p.engine_receiver import EngineReceiver
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
-from pdserve.kvtransfer.p2p.rank_receivers import GroupReceiver
-from pdserve.kvtransfer.p2p.receiver import RankReceiver
+from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
 from pdserve.kvtransfer.p2p.sender import Sender
 from pdserve.kvtransfer.p2p.staging import StagingRing
 from pdserve.kvtransfer.pool.chunks import Shard
@@ -47,7 +47,7 @@ def build_connector(
     *,
     host: str = "127.0.0.1",
     registry: CollectorRegistry | None = None,
-) -> tuple[Sender, GroupReceiver]:
+) -> tuple[Sender, EngineReceiver]:
     """config.connector chooses the transport. incarnation: see KVCacheMeta. wake: called from any thread when a `poll`
     has something. host: this machine's address, which peers' letters go to. registry: where the counters go. ValueError
     when the memory is not what KVCacheMemory says."""
@@ -56,7 +56,7 @@ def build_connector(
     meta = msgspec.structs.replace(meta, mailbox=mailbox.party.mailbox)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
     sender = Sender(agent, mailbox, meta, memory.generations, config.lease_s, wake, metrics)
-    return sender, GroupReceiver(RankReceiver(agent, own, wake, metrics), mailbox)
+    return sender, EngineReceiver(RankReceiver(agent, own, wake, metrics), mailbox)
 
 
 def build_rank(
@@ -70,7 +70,7 @@ def build_rank(
     registry: CollectorRegistry | None = None,
 ) -> tuple[RankMemory, RankReceiver]:
     """What a tensor parallel engine's other ranks have: a KV cache that peers may read, which rank 0 adds to its
-    sender's description (`Sender.add_ranks`), and a receiver, which it adds to its own (`GroupReceiver.add_ranks`).
+    sender's description (`Sender.add_ranks`), and a receiver, which it adds to its own (`EngineReceiver.add_ranks`).
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())

@@ -12,7 +12,7 @@ thread.
 from collections import OrderedDict
 
 from pdserve.engine.engine import Engine, HeldPrompt, StepResult
-from pdserve.engine.scheduling.sequence import Compute
+from pdserve.engine.scheduling.sequence import ComputeHere
 from pdserve.kvtransfer.connector import KVSender
 from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Event, Handoff
@@ -24,9 +24,9 @@ class PrefillPhase:
     engine.
     """
 
-    def __init__(self, engine: Engine, sender: KVSender, max_pinned_blocks: int, compute: Compute) -> None:
+    def __init__(self, engine: Engine, sender: KVSender, max_pinned_blocks: int, compute_here: ComputeHere) -> None:
         self._engine = engine
-        self._compute = compute
+        self._compute_here = compute_here
         self._sender = sender
         self._max_pinned = max_pinned_blocks
         self._published: OrderedDict[RequestKey, HeldPrompt] = OrderedDict()
@@ -39,7 +39,7 @@ class PrefillPhase:
 
     def submit(self, submit: Submit) -> None:
         """Queue the prompt; ValueError when it can never run here."""
-        self._compute(self._engine.make_request(submit), submit.starts)
+        self._compute_here(self._engine.make_request(submit), submit.starts)
 
     def on_step(self, result: StepResult) -> list[tuple[RequestKey, Event]]:
         """Publish what this step wrote: it is complete on the device. Returns the hand-offs."""

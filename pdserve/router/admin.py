@@ -1,8 +1,8 @@
 """What an operator does to a running cluster: look at its workers, change a worker's role, change how many there are.
 
 Refuses what would leave nobody who can decode. Roles go to workers by message, counts to whoever starts workers
-(`Counts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one object a router. Called by `router.http.app`
-(admin routes) and by the Python handle. docs/elasticity.md.
+(`ReplicaCounts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one object a router. Called by
+`router.http.app` (admin routes) and by the Python handle. docs/elasticity.md.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class CannotScale(ValueError):
     """This cluster can never do it, as it was deployed."""
 
 
-class Counts(Protocol):
+class ReplicaCounts(Protocol):
     """Who starts and stops workers."""
 
     async def get(self) -> dict[str, Count]:
@@ -75,7 +75,7 @@ class Counts(Protocol):
 class Admin:
     """counts None: nobody can change how many workers there are."""
 
-    def __init__(self, fleet: Fleet, counts: Counts | None = None) -> None:
+    def __init__(self, fleet: Fleet, counts: ReplicaCounts | None = None) -> None:
         self._fleet = fleet
         self._counts = counts
         self._changing = asyncio.Lock()

@@ -13,7 +13,7 @@ from typing import Any
 
 from pdserve.protocol.events import TokenLogprob
 
-PIECE_BYTES = 300  # of an event or a chunk, before its first token
+EVENT_BYTES = 300  # of an event or a chunk, before its first token
 TOKEN_BYTES = 40
 LOGPROB_BYTES = 110  # of a token, and of each of its alternatives
 LET_GO_AT_ONCE = 64  # of those that nobody wants any more; freeing 100 MB takes 100 ms
@@ -21,7 +21,7 @@ LET_GO_AT_ONCE = 64  # of those that nobody wants any more; freeing 100 MB takes
 
 def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob | None] | None) -> int:
     """Bytes of tokens that are held together."""
-    size = PIECE_BYTES + TOKEN_BYTES * num_tokens
+    size = EVENT_BYTES + TOKEN_BYTES * num_tokens
     return size + LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs if each is not None) if logprobs else size
 
 

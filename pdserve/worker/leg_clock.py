@@ -33,8 +33,8 @@ class LegClock:
         return not self._open
 
     @property
-    def parts(self) -> tuple[str, ...]:
-        """Which of LegTimes' parts the leg has come to."""
+    def stages(self) -> tuple[str, ...]:
+        """Which of LegTimes' stages the leg has come to."""
         if self._planned is None:
             return ("queue",)
         begun = ("queue", "prefill", "device")

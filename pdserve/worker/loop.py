@@ -105,9 +105,9 @@ class WorkerLoop:
         self._send = send
         usable = engine.blocks.num_usable
         self.pool = PoolPhase(engine, pool, config.pull_deadline_s) if pool else None
-        self._compute = self.pool.compute if self.pool else engine.add
+        self._compute_here = self.pool.compute if self.pool else engine.add
         max_pinned = int(usable * config.max_pinned_fraction)
-        self.prefill = PrefillPhase(engine, sender, max_pinned, self._compute) if sender else None
+        self.prefill = PrefillPhase(engine, sender, max_pinned, self._compute_here) if sender else None
         self.decode = (
             DecodePhase(
                 engine,
@@ -115,7 +115,7 @@ class WorkerLoop:
                 int(usable * config.max_reserved_fraction),
                 int(usable * config.max_quarantined_fraction),
                 config.pull_deadline_s,
-                self._compute,
+                self._compute_here,
             )
             if receiver
             else None
@@ -200,7 +200,7 @@ class WorkerLoop:
         elif submit.phase == "decode" and self.decode is not None:
             self._emit_all(self.decode.submit(submit))
         elif submit.phase == "full":
-            self._compute(self.engine.make_request(submit), submit.starts)
+            self._compute_here(self.engine.make_request(submit), submit.starts)
         else:
             raise ValueError(f'this worker has no connector: phase must be "full", not {submit.phase!r}')
 
@@ -221,7 +221,7 @@ class WorkerLoop:
     def _count_cancelled(self, clock: LegClock, choices: tuple[int, ...] | None) -> None:
         times = clock.cancel(choices, time.monotonic(), self._device_seconds)
         if times is not None:
-            self._metrics.leg_done(times, clock.parts)
+            self._metrics.leg_done(times, clock.stages)
 
     def _bury(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
         now = time.monotonic()
@@ -441,7 +441,7 @@ class WorkerLoop:
         if clock is None or times is None:
             return event
         if clock.done:
-            self._metrics.leg_done(times, clock.parts)
+            self._metrics.leg_done(times, clock.stages)
         return msgspec.structs.replace(event, times=times)
 
     def _flush(self) -> None:

@@ -132,10 +132,10 @@ class WorkerMetrics:
         if event.source == "p2p":
             self._lag.observe(max(0.0, event.lag_s))  # clocks differ, and a sum must not sink
 
-    def leg_done(self, times: LegTimes, parts: Iterable[str]) -> None:
-        """A Submit ran to its end here, or was cancelled (its client left, or the router found a stop string). parts:
+    def leg_done(self, times: LegTimes, stages: Iterable[str]) -> None:
+        """A Submit ran to its end here, or was cancelled (its client left, or the router found a stop string). stages:
         those it came to; the others are not counted."""
-        for name in parts:
+        for name in stages:
             self._leg_times[name].observe(getattr(times, f"{name}_s"))
 
     def families(self) -> tuple[MetricFamily, ...]:

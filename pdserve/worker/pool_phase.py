@@ -30,7 +30,7 @@ Events = list[tuple[RequestKey, Event]]
 
 
 @dataclass(eq=False)
-class _Ask:
+class _Retrieval:
     """A request whose prompt is looked for. started: monotonic seconds. dropped: nobody waits for it any more."""
 
     request: Request
@@ -53,7 +53,7 @@ class PoolPhase:
 
     def __init__(self, engine: Engine, pool: KVPool, deadline_s: float) -> None:
         self._engine, self._pool, self._deadline_s = engine, pool, deadline_s
-        self._asks: dict[int, _Ask] = {}
+        self._retrievals: dict[int, _Retrieval] = {}
         self.report = PoolReport()
         self._stores: dict[int, _Store] = {}
         self._quarantined: dict[int, list[int]] = {}
@@ -68,7 +68,7 @@ class PoolPhase:
             self._engine.add(request, starts)
             return
         op_id = next(self._op_ids)
-        self._asks[op_id] = _Ask(request, starts, reservation, time.monotonic())
+        self._retrievals[op_id] = _Retrieval(request, starts, reservation, time.monotonic())
         size = self._engine.config.block_size
         tokens = request.prompt_token_ids[: len(reservation.block_table) * size]
         skip = reservation.num_cached * size
@@ -83,8 +83,8 @@ class PoolPhase:
     def poll(self) -> Events:
         events: Events = []
         for event in self._pool.poll():
-            if event.op_id in self._asks and isinstance(event, PoolDone | PoolFailed):
-                events += self._answered(self._asks.pop(event.op_id), event)
+            if event.op_id in self._retrievals and isinstance(event, PoolDone | PoolFailed):
+                events += self._answered(self._retrievals.pop(event.op_id), event)
             elif isinstance(event, PoolSettled) and event.op_id in self._quarantined:
                 self._engine.blocks.settle(self._quarantined.pop(event.op_id))
             elif isinstance(event, PoolStored | PoolFailed | PoolSettled) and event.op_id in self._stores:
@@ -93,23 +93,25 @@ class PoolPhase:
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> bool:
         """Stop a request that waits for the pool, or leave out some of its choices; True when nothing is left to do."""
-        for op_id, ask in self._asks.items():
-            if ask.request.key == key and not ask.dropped:
-                ask.starts = () if choices is None else tuple(s for s in ask.starts if s.choice not in choices)
-                if not ask.starts:
-                    ask.dropped = True
+        for op_id, retrieval in self._retrievals.items():
+            if retrieval.request.key == key and not retrieval.dropped:
+                retrieval.starts = (
+                    () if choices is None else tuple(s for s in retrieval.starts if s.choice not in choices)
+                )
+                if not retrieval.starts:
+                    retrieval.dropped = True
                     self._pool.cancel(op_id)
                 return True
         return False
 
     def keys(self) -> set[RequestKey]:
         """Requests that wait for the pool."""
-        return {ask.request.key for ask in self._asks.values() if not ask.dropped}
+        return {retrieval.request.key for retrieval in self._retrievals.values() if not retrieval.dropped}
 
     @property
     def owned(self) -> list[list[int]]:
         """The blocks of everything that is under way."""
-        asked = [ask.reservation.block_table for ask in self._asks.values()]
+        asked = [retrieval.reservation.block_table for retrieval in self._retrievals.values()]
         return asked + [list(store.block_ids) for store in self._stores.values()]
 
     @property
@@ -138,40 +140,40 @@ class PoolPhase:
             return None
         return reservation
 
-    def _answered(self, ask: _Ask, event: PoolDone | PoolFailed) -> Events:
+    def _answered(self, retrieval: _Retrieval, event: PoolDone | PoolFailed) -> Events:
         num_filled, settled = 0, True
         if isinstance(event, PoolDone):
-            num_filled = event.num_tokens // self._engine.config.block_size - ask.reservation.num_cached
+            num_filled = event.num_tokens // self._engine.config.block_size - retrieval.reservation.num_cached
         else:
             settled = event.settled
-        blocks = self._engine.cancel_reservation(ask.reservation, settled, num_filled)
+        blocks = self._engine.cancel_reservation(retrieval.reservation, settled, num_filled)
         if not settled:
             self._quarantined[event.op_id] = blocks
-        self._note_answer(ask, event)
-        if ask.dropped:
+        self._note_answer(retrieval, event)
+        if retrieval.dropped:
             return []
-        self._engine.add(ask.request, ask.starts)
+        self._engine.add(retrieval.request, retrieval.starts)
         if not isinstance(event, PoolDone):
             return []
-        key = ask.request.key
+        key = retrieval.request.key
         arrived = Arrived(
             request_id=key.request_id,
             attempt=key.attempt,
             source="pool",
             num_bytes=event.num_bytes,
-            seconds=time.monotonic() - ask.started,
+            seconds=time.monotonic() - retrieval.started,
             cached_tokens=event.num_tokens,
         )
         return [(key, arrived)]
 
-    def _note_answer(self, ask: _Ask, event: PoolDone | PoolFailed) -> None:
+    def _note_answer(self, retrieval: _Retrieval, event: PoolDone | PoolFailed) -> None:
         """What it says of the pool: chunks up to some token are there, the next one is not."""
         if isinstance(event, PoolFailed) and event.reason != "miss":
             return
         size = self._engine.config.block_size
-        digests = ask.request.prompt_hashes(self._engine.hasher)
-        ends = self._chunk_ends(digests, len(ask.reservation.block_table) * size)
-        first = ask.reservation.num_cached * size // self.chunk_tokens  # earlier ones were not looked for
+        digests = retrieval.request.prompt_hashes(self._engine.hasher)
+        ends = self._chunk_ends(digests, len(retrieval.reservation.block_table) * size)
+        first = retrieval.reservation.num_cached * size // self.chunk_tokens  # earlier ones were not looked for
         num_found = event.num_tokens // self.chunk_tokens if isinstance(event, PoolDone) else first
         self.report.found(ends[first:num_found])
         self.report.missed(ends[num_found : num_found + 1])

@@ -19,7 +19,7 @@ MODEL = {"path": "demo/pdserve-demo"}
 def host(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
     """Where Serve listens: its last entry. Ray is not started."""
     hosts: list[str | None] = ["127.0.0.1"]
-    monkeypatch.setattr(app, "await_room", lambda config: None)
+    monkeypatch.setattr(app, "await_capacity", lambda config: None)
     monkeypatch.setattr(app, "serve_host", lambda: hosts[-1])
     return hosts
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.cluster.links.handle_api import decode_answer, decode_ask, decode_order, decode_outcome
+from pdserve.cluster.links.handle_api import decode_answer, decode_call, decode_order, decode_outcome
 from pdserve.kvtransfer.p2p.letters import decode_letter
 from pdserve.protocol.codec import decode_batch, decode_command, decode_routed
 
@@ -39,7 +39,7 @@ DECODERS = [
     decode_batch,
     decode_routed,
     decode_letter,
-    decode_ask,
+    decode_call,
     decode_answer,
     decode_order,
     decode_outcome,

@@ -1,4 +1,5 @@
-"""Counts over a local Ray with fake engines: nobody else restarts, and streams that outlast a drain go on elsewhere."""
+"""ReplicaCounts over a local Ray with fake engines: nobody else restarts, and streams that outlast a drain go on
+elsewhere."""
 
 import os
 import time

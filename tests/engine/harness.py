@@ -25,7 +25,7 @@ from pdserve.engine.execution.step_inputs import table_changes
 from pdserve.engine.sampling.sample_rows import SampleRow
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, PromptScored, TokenLogprob
 from pdserve.protocol.request_key import RequestKey
@@ -154,7 +154,7 @@ class PaperRunner:
         self._queue: list[Work] = []
         self._fences: list[PaperFence] = []
 
-    def execute(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+    def execute(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         self.plans.append(dict(plan.num_tokens))
         self.num_copies += len(plan.copies)
         self._queue.append(functools.partial(self._copy, list(plan.copies)))
@@ -208,7 +208,7 @@ class PaperRunner:
             return torch.empty(0, self.vocab_size)
         return torch.stack([prefix_logits(digest, self.vocab_size) for digest in hidden[rows].tolist()])
 
-    def _sync(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> None:
+    def _sync(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> None:
         changes = table_changes([*plan.num_tokens, *(seq for members in siblings for seq in members)])
         for slot, index, block in changes.T.tolist() if changes is not None else ():
             table = self.tables[slot]

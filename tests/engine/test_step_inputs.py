@@ -20,7 +20,7 @@ from pdserve.engine.execution.step_inputs import (
     unpack,
 )
 from pdserve.engine.scheduling.sequence import Request, Sequence
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kernels import torch_ops
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -42,10 +42,10 @@ def advanced(slot: int, before: int, count: int, num_left: int = 0, num_pending:
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> Plan:
+def plans(draw: st.DrawFn) -> StepPlan:
     """Decodes and chunks in any order, fresh and continued, with and without a token in flight."""
     slots = draw(st.lists(st.integers(1, NUM_SLOTS), min_size=1, max_size=6, unique=True))
-    plan = Plan()
+    plan = StepPlan()
     for slot in slots:
         before, count = draw(st.integers(0, 30)), draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
         num_left = draw(st.sampled_from([0, 0, 5]))
@@ -54,12 +54,12 @@ def plans(draw: st.DrawFn) -> Plan:
     return plan
 
 
-def ordered(plan: Plan) -> list[tuple[Sequence, int]]:
+def ordered(plan: StepPlan) -> list[tuple[Sequence, int]]:
     """Decodes before chunks, each in the plan's order."""
     return sorted(plan.num_tokens.items(), key=lambda item: item[1] > 1)
 
 
-def padded(plan: Plan, more_rows: int) -> StepInputs:
+def padded(plan: StepPlan, more_rows: int) -> StepInputs:
     """Steps with chunks have no padding sequences."""
     more_seqs = more_rows if plan.is_decode else 0
     num_rows, num_seqs = sum(plan.num_tokens.values()), len(plan.num_tokens)
@@ -67,7 +67,7 @@ def padded(plan: Plan, more_rows: int) -> StepInputs:
 
 
 @given(plans(), st.integers(0, 9))
-def test_arrays_are_the_rows_one_by_one(plan: Plan, more_rows: int) -> None:
+def test_arrays_are_the_rows_one_by_one(plan: StepPlan, more_rows: int) -> None:
     inputs = padded(plan, more_rows)
     ids: list[int] = []
     positions: list[int] = []
@@ -93,7 +93,7 @@ def test_arrays_are_the_rows_one_by_one(plan: Plan, more_rows: int) -> None:
 
 
 @given(plans(), st.integers(0, 2 * BLOCK_SIZE))
-def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: Plan, more_rows: int) -> None:
+def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: StepPlan, more_rows: int) -> None:
     """Through the device's tables, as the model runner keeps them."""
     tables, last_token = torch.zeros(NUM_SLOTS + 1, MAX_BLOCKS, dtype=torch.int32), torch.arange(NUM_SLOTS + 1).int()
     changes = table_changes(plan.num_tokens)
@@ -130,13 +130,13 @@ SHAPES: dict[str, tuple[list[Chunk], StepShape]] = {
 @pytest.mark.parametrize("case", SHAPES)
 def test_shapes(case: str) -> None:
     chunks, shape = SHAPES[case]
-    plan = Plan({advanced(slot, *chunk): chunk[1] for slot, chunk in enumerate(chunks, 1)})
+    plan = StepPlan({advanced(slot, *chunk): chunk[1] for slot, chunk in enumerate(chunks, 1)})
     assert padded(plan, 0).shape == shape
     assert padded(plan, 3).shape == shape, "padding is nobody's prefill or decode"
 
 
 @given(plans())
-def test_shapes_follow_from_the_plan(plan: Plan) -> None:
+def test_shapes_follow_from_the_plan(plan: StepPlan) -> None:
     shape = padded(plan, 0).shape
     decodes = [seq for seq, count in plan.num_tokens.items() if count == 1]
     chunks = [(seq.num_computed - count, count) for seq, count in plan.num_tokens.items() if count > 1]
@@ -162,7 +162,7 @@ def test_what_is_packed_comes_out(columns: list[list[int]]) -> None:
 
 
 @given(plans())
-def test_inputs_of_a_plan_survive_packing(plan: Plan) -> None:
+def test_inputs_of_a_plan_survive_packing(plan: StepPlan) -> None:
     arrays = padded(plan, 2).arrays
     unpacked = unpack(torch.from_numpy(pack(arrays)), lengths_of(arrays))
     for f in fields(Arrays):

@@ -108,7 +108,7 @@ def run_chunk(problem: PagedProblem, rows: tuple[Tensor, Tensor, Tensor], prefix
 
 def prepare(monkeypatch: pytest.MonkeyPatch, rows: tuple[Tensor, Tensor, Tensor], piece: int) -> None:
     """As if plans for chunks like these rows had been made."""
-    part = dense.Part(0, 1, dense.chunk_rows(len(rows[0])))
+    part = dense.PromptBatch(0, 1, dense.chunk_rows(len(rows[0])))
     monkeypatch.setattr(dense._warm, "pieces", {dense._shape(part, *rows): piece})
 
 

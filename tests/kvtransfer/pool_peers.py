@@ -22,7 +22,7 @@ from pdserve.kvtransfer.connector import KVCacheMemory, PoolEvent, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
-from pdserve.kvtransfer.pool.operations import Pool
+from pdserve.kvtransfer.pool.operations import ThreadedKVPool
 
 SIZE = LAYOUT.block_size
 CHUNK = 4 * SIZE
@@ -75,7 +75,7 @@ class Engine:
         else:
             address = server if isinstance(server, str) else server.address
             self.pool = build_pool(address, config, self.memory, self.woken.set, shard=shard, registry=self.registry)
-        assert isinstance(self.pool, Pool)
+        assert isinstance(self.pool, ThreadedKVPool)
         self.op_ids = itertools.count(1)
         self.events: list[PoolEvent] = []
         if connect:

@@ -688,7 +688,7 @@ def test_late_answers_go_on_being_paid_after_one_that_cannot_be(monkeypatch: pyt
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
     engine = Engine(LocalPoolServer())
     chunks = Chunks(engine.memory, 4, Shard())
-    link = lmcache_backend._Link("127.0.0.1:1", chunks, torch.device("cpu"))
+    link = lmcache_backend._ServerConnection("127.0.0.1:1", chunks, torch.device("cpu"))
     paid = threading.Event()
     asked: list[str] = []
 

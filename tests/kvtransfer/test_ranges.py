@@ -8,10 +8,10 @@ from pdserve.kvtransfer.p2p.ranges import (
     BlockSizes,
     HeadRange,
     count_descriptors,
-    local_pieces,
+    local_descriptors,
     order_pairs,
     plan_heads,
-    remote_pieces,
+    remote_descriptors,
 )
 from pdserve.protocol.handoff import RankMemory
 
@@ -72,8 +72,8 @@ def test_plan_moves_every_head_of_every_block(heads: tuple[int, ...], ranks: lis
     local = np.zeros(num_blocks * ours.block_bytes, np.uint8)
     for span in plan_heads(heads, ranks, head_bytes):
         pool = rank_pool(ranks[span.rank])
-        theirs = remote_pieces(pool, len(pool.heads) * head_bytes, num_blocks, span)
-        mine = local_pieces(0, ours.block_bytes, num_blocks, span, "DRAM", 0)
+        theirs = remote_descriptors(pool, len(pool.heads) * head_bytes, num_blocks, span)
+        mine = local_descriptors(0, ours.block_bytes, num_blocks, span, "DRAM", 0)
         assert mine.num_bytes == theirs.num_bytes and mine.count == num_blocks
         for block in range(num_blocks):
             source = theirs.address + block * theirs.stride
@@ -85,8 +85,8 @@ def test_plan_moves_every_head_of_every_block(heads: tuple[int, ...], ranks: lis
 
 def test_addresses_count_from_the_pool() -> None:
     span = HeadRange(0, 8, 16, 4)
-    assert local_pieces(1000, 64, 3, span, "VRAM", 2).address == 1008
-    assert remote_pieces(rank_pool((0,), address=5000), 32, 3, span).address == 5016
+    assert local_descriptors(1000, 64, 3, span, "VRAM", 2).address == 1008
+    assert remote_descriptors(rank_pool((0,), address=5000), 32, 3, span).address == 5016
 
 
 @pytest.mark.parametrize(

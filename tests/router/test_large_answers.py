@@ -15,7 +15,7 @@ from pdserve.protocol.events import TokenLogprob
 from pdserve.router.held_bytes import Held
 from pdserve.router.http.app import SEND_BYTES
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
-from pdserve.router.http.openai.responders import SHARED_BYTES, ChatResponder, CompletionResponder, Pieces
+from pdserve.router.http.openai.responders import SHARED_BYTES, ChatResponder, CompletionResponder, JsonPieces
 from pdserve.router.request.service import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
@@ -183,7 +183,7 @@ async def test_the_timelines_of_many_prompts_are_shown(
 
 def test_pieces_that_repeat_are_held_once() -> None:
     shared, other, short = b"s" * SHARED_BYTES, b"s" * SHARED_BYTES, b"x" * 10
-    pieces = Pieces()
+    pieces = JsonPieces()
     added = [pieces.add([short, shared, short]), pieces.add([shared, other]), pieces.add([short])]
     assert added == [20 + SHARED_BYTES, SHARED_BYTES, 10]
     assert (pieces.num_held, pieces.num_bytes) == (30 + 2 * SHARED_BYTES, 30 + 3 * SHARED_BYTES)
@@ -193,7 +193,7 @@ def test_pieces_that_repeat_are_held_once() -> None:
 
 
 def test_short_pieces_are_joined() -> None:
-    pieces = Pieces()
+    pieces = JsonPieces()
     for _ in range(10_000):
         pieces.add([b"0123456789" * 10])
     assert len(list(pieces.take())) < 10 and pieces.num_held == 1_000_000

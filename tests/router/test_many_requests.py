@@ -15,7 +15,7 @@ from pdserve.router.fleet.fleet import EVENTS_AT_ONCE
 from pdserve.router.http import app
 from pdserve.router.http.app import CHUNKS_AT_ONCE
 from pdserve.router.http.openai.responders import CompletionResponder
-from pdserve.router.request.request_run import Chunk, RequestRun
+from pdserve.router.request.request_run import OutputChunk, RequestRun
 
 Make = Callable[..., Harness]
 COUNT = 60
@@ -43,7 +43,7 @@ async def test_what_begins_in_one_turn_shares_its_slice(monkeypatch: pytest.Monk
     pacer, turns = Pacer(), Turns()
 
     async def work() -> None:
-        await pacer.room()
+        await pacer.turn()
         turns.note()
 
     await asyncio.gather(*(work() for _ in range(COUNT)))
@@ -120,7 +120,7 @@ async def test_events_that_repeat_a_long_prompt_are_sent_as_they_are_made(
     await harness.start()
     turns, encode = Turns(), CompletionResponder.stream
 
-    def noted(responder: CompletionResponder, chunk: Chunk) -> bytes:
+    def noted(responder: CompletionResponder, chunk: OutputChunk) -> bytes:
         events = encode(responder, chunk)
         if len(events) > 50_000:
             turns.note()

@@ -24,7 +24,7 @@ MEGABYTE = "fox " * 250_000
 
 
 class Watched(Tokenizer):
-    """Counts what is tokenised: in all, and at once. gate: of the threads that tokenise."""
+    """ReplicaCounts what is tokenised: in all, and at once. gate: of the threads that tokenise."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__.update(tokenizer.__dict__)
@@ -236,12 +236,12 @@ async def test_a_task_has_one_pace() -> None:
         await first.rest()
         with pytest.raises(AssertionError, match="its caller's Pace"), pacer.pace() as second:
             await second.rest()
-        await asyncio.wait_for(asyncio.create_task(pacer.room()), 60)
+        await asyncio.wait_for(asyncio.create_task(pacer.turn()), 60)
         await first.rest()
-    await pacer.room()
+    await pacer.turn()
     with pytest.raises(ZeroDivisionError), pacer.pace():
         1 / 0  # noqa: B018
-    await pacer.room()
+    await pacer.turn()
 
 
 @pytest.mark.parametrize("prompt", ["The quick fox " * 2000, "[300, 400, 70]", f"{[300] * 2000}"])

@@ -10,7 +10,7 @@ from router.harness import Harness
 from router.workers import join, made
 
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.choosing.choose import Chooser, Demand, Plan, note_sent
+from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent
 from pdserve.router.choosing.predict import Predictor
 from pdserve.router.choosing.split_rule import HANDOFF_MS, STALL_WEIGHT, split_ms, whole_ms
 from pdserve.router.fleet.prefix_index import PromptBlocks
@@ -30,7 +30,7 @@ def pair(p: dict[str, Any], d: dict[str, Any]) -> tuple[WorkerState, WorkerState
     return prefill, decode
 
 
-def plan(workers: tuple[WorkerState, ...], prompt: tuple[int, ...] = PROMPT, **change: Any) -> Plan:
+def plan(workers: tuple[WorkerState, ...], prompt: tuple[int, ...] = PROMPT, **change: Any) -> Assignment:
     options = {"split_min_tokens": change.pop("split_min_tokens", 1), "split": change.pop("split", "auto")}
     asked: dict[str, Any] = {"num_prompt_tokens": len(prompt), "num_tokens": 1010, "prompt": PromptBlocks(prompt, "")}
     return Chooser(**options).choose(workers, Demand(**(asked | change)))

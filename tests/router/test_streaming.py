@@ -14,7 +14,7 @@ from pdserve.router.held_bytes import Held
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
 from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, event_bytes
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
-from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.request_run import OutputChunk
 from pdserve.router.request.service import Generation
 from pdserve.text.tokenizer import Tokenizer
 
@@ -55,7 +55,7 @@ def test_streamed_bytes_are_the_events_one_by_one(
         options = {key: value for key, value in options.items() if key not in ("echo", "max_tokens")}
     quick, plain = responder(tokenizer, chat, options), responder(tokenizer, chat, options)
     for index, text, reason in sequence:
-        chunk = Chunk(index, index // 2, text, (5,), (), reason, None)
+        chunk = OutputChunk(index, index // 2, text, (5,), (), reason, None)
         assert quick.stream(chunk) == b"".join(event_bytes(event) for event in plain.chunks(chunk))
 
 

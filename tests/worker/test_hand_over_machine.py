@@ -38,7 +38,7 @@ from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.schema import PoolConfig, TransferConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import BlockManager
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
@@ -255,7 +255,7 @@ class HandOver(RuleBasedStateMachine):
         else:
             engine = (self.p if kind.endswith("P") else self.d).engine
             if engine.scheduler.running and not engine._in_flight:
-                engine.scheduler._preempt(engine.scheduler.running[-1], Plan())
+                engine.scheduler._preempt(engine.scheduler.running[-1], StepPlan())
 
     def _give_up(self, asked: Asked, p_first: bool) -> None:
         asked.given_up = True

@@ -48,7 +48,7 @@ def test_choices_end_one_by_one_and_the_device_never_takes_more_than_there_was()
 
 def test_a_cancelled_leg_has_the_times_it_came_to() -> None:
     clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
-    assert clock.cancel(None, 14.0, 9.0) == LegTimes(4.0, 0.0, 0.0, 0.0) and clock.parts == ("queue",)
+    assert clock.cancel(None, 14.0, 9.0) == LegTimes(4.0, 0.0, 0.0, 0.0) and clock.stages == ("queue",)
     assert clock.cancel(None, 15.0, 9.0) is None, "only once"
 
     clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
@@ -56,14 +56,14 @@ def test_a_cancelled_leg_has_the_times_it_came_to() -> None:
     assert clock.cancel((1,), 13.0, 100.5) is None and not clock.done
     assert clock.see(delta("stop", choice=1), 13.5, 100.6) is None, "it was on its way when the cancel came"
     assert clock.cancel((0,), 15.0, 102.0) == LegTimes(2.0, 3.0, 0.0, 2.0)
-    assert clock.parts == ("queue", "prefill", "device")
+    assert clock.stages == ("queue", "prefill", "device")
 
     clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
     clock.planned(12.0, device_seconds=100.0)
     clock.see(SCORED, 13.0, 101.0)
     assert clock.cancel((0,), 14.0, 101.0) is None
     assert clock.see(delta("length", 8, choice=1), 15.0, 102.0) == LegTimes(2.0, 1.0, 2.0, 2.0) and clock.done
-    assert clock.parts == ("queue", "prefill", "device", "decode")
+    assert clock.stages == ("queue", "prefill", "device", "decode")
 
     clock = LegClock(arrived=10.0, choices=[2], phase="decode")  # its prompt was computed elsewhere
     clock.planned(12.0, device_seconds=100.0)

@@ -12,7 +12,7 @@ from waiting import until
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.engine.llm import LLM
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.p2p.letters import Follow, Notice, Part, Party
 from pdserve.protocol.commands import ConnectPeer, Prepare, RouterLost, Start
 from pdserve.protocol.events import Arrived, Delta, Handoff, PeerStatus
@@ -167,7 +167,7 @@ def test_the_last_chunk_is_the_short_one(pair: Pair, monkeypatch: pytest.MonkeyP
     counts: list[int] = []
     schedule = scheduler.schedule
 
-    def counting(may_preempt: bool = True) -> Plan:
+    def counting(may_preempt: bool = True) -> StepPlan:
         plan = schedule(may_preempt)
         counts.extend(plan.num_tokens.values())
         return plan
@@ -324,7 +324,7 @@ def test_p_is_preempted_behind_its_first_parts(tiny_llama: Path, llm: LLM) -> No
     request = Overlapped(pair, prompt_of(180), GREEDY)
     request.until_a_part_arrives()
     engine = pair.p.engine
-    engine.scheduler._preempt(engine.scheduler.running[0], Plan())
+    engine.scheduler._preempt(engine.scheduler.running[0], StepPlan())
     other = RequestKey(ROUTER, SESSION, "first-in-line", 1)
     pair.p.command(submit(other, "prefill", prompt_of(100, 1), GREEDY, priority=-1))
     pair.until(lambda: any(isinstance(e, Handoff) for e in of(pair.p, other)))

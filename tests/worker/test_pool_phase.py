@@ -10,7 +10,7 @@ from pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, pro
 from pdserve.configs.schema import PoolConfig
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
-from pdserve.kvtransfer.pool.operations import Pool
+from pdserve.kvtransfer.pool.operations import ThreadedKVPool
 from pdserve.protocol.commands import RouterLost
 from pdserve.protocol.events import Arrived, PromptScored
 from pdserve.protocol.request_key import RequestKey
@@ -48,7 +48,7 @@ def stored(server: LocalPoolServer, pair: Pair, count: int) -> None:
     pair.assert_empty()
 
 
-def expire(pool: Pool) -> None:
+def expire(pool: ThreadedKVPool) -> None:
     """The deadline of all that is under way is now."""
     with pool._lock:
         for operation in pool._operations.values():
@@ -202,7 +202,7 @@ def test_cancel_at_any_turn_leaves_nothing(pairs: list[Pair], server: LocalPoolS
     second.d.command(RouterLost(router_id=ROUTER, session=SESSION))
     second.assert_empty()
     phase = second.d.loop.pool
-    assert phase is not None and not phase._asks and owned(second.d) == 0
+    assert phase is not None and not phase._retrievals and owned(second.d) == 0
 
 
 def test_a_pool_that_is_full_of_other_things_is_no_burden(tiny_llama: Path, server: LocalPoolServer, llm: LLM) -> None:

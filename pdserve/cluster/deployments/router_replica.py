@@ -25,24 +25,24 @@ from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
 from pdserve.cluster.links.framing import cut
 from pdserve.cluster.links.handle_api import (
     Answer,
-    Ask,
     ChangeRole,
     Choice,
-    Chunks,
     Done,
+    GenerateCall,
     Look,
     Order,
+    OutputChunks,
     Refused,
     Scale,
     Whole,
-    decode_ask,
+    decode_call,
     decode_order,
     encode,
 )
 from pdserve.cluster.links.serve_links import MembershipWatcher
 from pdserve.cluster.scaling.autoscaler import Autoscaler
 from pdserve.cluster.scaling.decode_guard import DecodeGuard
-from pdserve.cluster.scaling.replica_counts import ServeCounts
+from pdserve.cluster.scaling.replica_counts import ServeReplicaCounts
 from pdserve.configs.schema import ClusterConfig
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
@@ -89,7 +89,7 @@ class RouterReplica:
         )
         self._watcher = MembershipWatcher(self._fleet, list(workers))
         self._watcher.start()
-        counts = ServeCounts(config)
+        counts = ServeReplicaCounts(config)
         self._admin = Admin(self._fleet, counts)
         self._autoscaler = Autoscaler(self._fleet, counts, config, is_first)
         self._decode_guard = DecodeGuard(self._fleet, is_first)
@@ -119,10 +119,10 @@ class RouterReplica:
         if self._http is not None and not self._http.running:
             raise RuntimeError("the HTTP server has ended")
 
-    async def ask(self, data: bytes) -> AsyncGenerator[bytes, None]:
-        """An encoded Ask in, encoded Answers out in pieces (`cluster.links.framing`). Closing it cancels the
+    async def generate(self, data: bytes) -> AsyncGenerator[bytes, None]:
+        """An encoded GenerateCall in, encoded Answers out in pieces (`cluster.links.framing`). Closing it cancels the
         request."""
-        async with aclosing(self._answers(decode_ask(data))) as answers:
+        async with aclosing(self._answers(decode_call(data))) as answers:
             async for answer in answers:
                 for piece in cut(encode(answer)):
                     yield piece
@@ -146,24 +146,24 @@ class RouterReplica:
             case Look():
                 return Done(cluster=await self._admin.report())
 
-    async def _answers(self, ask: Ask) -> AsyncGenerator[Answer, None]:
+    async def _answers(self, call: GenerateCall) -> AsyncGenerator[Answer, None]:
         request_id = f"gen-{uuid.uuid4().hex}"
         try:
             generation = await self._service.admit(
-                [ask.prompt],
-                ask.sampling,
+                [call.prompt],
+                call.sampling,
                 request_id=request_id,
-                priority=ask.priority,
-                cache_salt=ask.cache_salt,
-                session_id=ask.session_id,
+                priority=call.priority,
+                cache_salt=call.cache_salt,
+                session_id=call.session_id,
             )
             with closing(generation):
-                if ask.stream:
+                if call.stream:
                     async with aclosing(generation.stream()) as batches:
                         async for chunks in batches:
-                            yield Chunks(chunks)
+                            yield OutputChunks(chunks)
                 else:
-                    yield await _whole(generation, ask.timeline)
+                    yield await _whole(generation, call.timeline)
                 generation.served()
         except ApiError as error:
             if not error.logged:
@@ -184,8 +184,8 @@ class RouterReplica:
 
 def is_first() -> bool:
     """Of the routers: Serve numbers them, and gives a dead one's number to the next."""
-    rank = serve.get_replica_context().rank
-    return rank is not None and rank.rank == 0
+    replica_rank = serve.get_replica_context().rank  # Serve's, not of tensor parallelism
+    return replica_rank is not None and replica_rank.rank == 0
 
 
 def load_tokenizer(config: ClusterConfig) -> Tokenizer:

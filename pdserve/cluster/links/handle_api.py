@@ -1,7 +1,7 @@
 """What the Python client and a router's handle methods say to each other, as msgspec types.
 
-One call a prompt: an `Ask` goes in, a stream of answers comes out; one call an operator's `Order`, with one `Outcome`.
-Bytes on the wire, so that both ends need only agree on these types. Used by `cluster.client` and
+One call a prompt: an `GenerateCall` goes in, a stream of answers comes out; one call an operator's `Order`, with one
+`Outcome`. Bytes on the wire, so that both ends need only agree on these types. Used by `cluster.client` and
 `cluster.deployments.router_replica`. Torch-free, knows no Ray.
 """
 
@@ -10,14 +10,14 @@ import msgspec
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
-from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.request_run import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
     """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for one Whole, True for
-    Chunks as they come. timeline: the Whole is to say where time and bytes went. priority, cache_salt, session_id: as
-    of `router.request.service.Service.admit`."""
+    OutputChunks as they come. timeline: the Whole is to say where time and bytes went. priority, cache_salt,
+    session_id: as of `router.request.service.Service.admit`."""
 
     prompt: str | list[int]
     sampling: SamplingParams | None
@@ -28,8 +28,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     session_id: str = ""
 
 
-class Chunks(msgspec.Struct, frozen=True, tag="chunks"):
-    chunks: list[Chunk]
+class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):
+    chunks: list[OutputChunk]
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,7 +59,7 @@ class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="refused"):
     message: str
 
 
-Answer = Chunks | Whole | Refused
+Answer = OutputChunks | Whole | Refused
 
 
 class Look(msgspec.Struct, frozen=True, tag="look"):
@@ -91,20 +91,20 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag="done"):
 
 Outcome = Done | Refused
 
-_ask_decoder = msgspec.msgpack.Decoder(Ask)
+_call_decoder = msgspec.msgpack.Decoder(GenerateCall)
 _answer_decoder = msgspec.msgpack.Decoder(Answer)
 _order_decoder = msgspec.msgpack.Decoder(Order)
 _outcome_decoder = msgspec.msgpack.Decoder(Outcome)
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: Ask | Answer | Order | Outcome) -> bytes:
+def encode(message: GenerateCall | Answer | Order | Outcome) -> bytes:
     return _encoder.encode(message)
 
 
-def decode_ask(data: bytes) -> Ask:
+def decode_call(data: bytes) -> GenerateCall:
     """Raises msgspec.ValidationError."""
-    return _ask_decoder.decode(data)
+    return _call_decoder.decode(data)
 
 
 def decode_answer(data: bytes) -> Answer:

@@ -45,7 +45,7 @@ def findings(file: ClusterFile, port: int | None, place: Place) -> Iterator[Find
     yield from model(file.config, place)
     for key in file.config.worker_keys:
         yield from device(file.config, key, place)
-    yield from room(file.config, place)
+    yield from capacity(file.config, place)
 
 
 def this_machine() -> Place:
@@ -165,7 +165,7 @@ def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Find
         yield "hint", f"{key}.num_gpus is {num_gpus:g}, but an engine uses one GPU: set it to 1"
 
 
-def room(config: ClusterConfig, place: Place) -> Iterator[Finding]:
+def capacity(config: ClusterConfig, place: Place) -> Iterator[Finding]:
     empty = [node.emptied() for node in place.nodes]
     have = "The nodes have\n" + described(empty, sorted(resource_names(config)))
     if complaints := unplaceable(config, empty):

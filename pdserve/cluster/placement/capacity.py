@@ -21,19 +21,19 @@ logger = logging.getLogger("ray.serve")
 POLL_S = 0.5
 
 
-class NoRoom(RayServeException, ValueError):
+class NoCapacity(RayServeException, ValueError):
     """Replicas cannot be placed. Of Serve's family, because whatever else a builder raises Serve takes for an accident:
     it builds three times more, each with its whole deadline, and shows a traceback."""
 
 
-def await_room(config: ClusterConfig) -> None:
-    """Return when there is room for every replica, NoRoom at the deadline."""
+def await_capacity(config: ClusterConfig) -> None:
+    """Return when there is room for every replica, NoCapacity at the deadline."""
     if config.placement_deadline_s is None:
         return
     deadline, warned = time.monotonic() + config.placement_deadline_s, False
-    while complaints := unplaceable(config, room()):
+    while complaints := unplaceable(config, usable_nodes()):
         if time.monotonic() > deadline:
-            raise _no_room(config, complaints, f"within {config.placement_deadline_s:g} s (placement_deadline_s)")
+            raise _no_capacity(config, complaints, f"within {config.placement_deadline_s:g} s (placement_deadline_s)")
         if not warned:
             limit_s = config.placement_deadline_s
             logger.warning("waiting at most %g s for nodes with room: %s", limit_s, "; ".join(complaints))
@@ -41,7 +41,7 @@ def await_room(config: ClusterConfig) -> None:
         time.sleep(POLL_S)
 
 
-def room() -> list[Node]:
+def usable_nodes() -> list[Node]:
     """The nodes. Of an update everything counts as free: replicas that run already make way for the new ones."""
     return [node.emptied() for node in nodes()] if _is_update() else nodes()
 
@@ -65,6 +65,6 @@ def _is_update() -> bool:
     return any(ROUTER in application.deployments for application in serve.status().applications.values())
 
 
-def _no_room(config: ClusterConfig, complaints: list[str], when: str) -> NoRoom:
+def _no_capacity(config: ClusterConfig, complaints: list[str], when: str) -> NoCapacity:
     have = described(nodes(), sorted(resource_names(config)))
-    return NoRoom("\n".join([f"there is no room for this cluster {when}:", *complaints, "The nodes have", have]))
+    return NoCapacity("\n".join([f"there is no room for this cluster {when}:", *complaints, "The nodes have", have]))

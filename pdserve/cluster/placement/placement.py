@@ -42,7 +42,7 @@ class Need:
     resources: Resources
     labels: Mapping[str, str]
 
-    def room(self, node: Node, free: Resources) -> int:
+    def num_fitting(self, node: Node, free: Resources) -> int:
         """How many of the replicas fit there."""
         if not has_labels(node, self.labels):
             return 0
@@ -53,10 +53,10 @@ class Need:
 
 def worker_bundles(deployment: DeploymentConfig) -> list[dict[str, float]]:
     """Bundles of one worker's placement group."""
-    rank = {"CPU": max(deployment.num_cpus, CRUMB), **deployment.resources}
+    engine_bundle = {"CPU": max(deployment.num_cpus, CRUMB), **deployment.resources}
     if deployment.num_gpus:
-        rank["GPU"] = deployment.num_gpus
-    return [{"CPU": CRUMB}, rank]
+        engine_bundle["GPU"] = deployment.num_gpus
+    return [{"CPU": CRUMB}, engine_bundle]
 
 
 def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
@@ -125,7 +125,7 @@ def _place(need: Need, nodes: Sequence[Node], free: Sequence[dict[str, float]]) 
     """Take the room from `free`, node after node; how many replicas found none."""
     missing = need.replicas
     for node, left in zip(nodes, free, strict=True):
-        placed = min(missing, need.room(node, left))
+        placed = min(missing, need.num_fitting(node, left))
         for resource, amount in need.resources.items():
             left[resource] = left.get(resource, 0.0) - placed * amount
         missing -= placed
@@ -137,7 +137,7 @@ def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
     labels = [f"{key}: {value}" for key, value in need.labels.items()]
     wanted = ", ".join([*asked, *(["the labels {" + ", ".join(labels) + "}"] if labels else [])])
     labelled = [node for node in nodes if has_labels(node, need.labels)]
-    large = sum(need.room(node, node.total) > 0 for node in labelled)
+    large = sum(need.num_fitting(node, node.total) > 0 for node in labelled)
     found = f"{len(labelled)} of {len(nodes)} nodes have the labels, " if labels else f"of {len(nodes)} nodes "
     return (
         f"{need.deployment}: {need.replicas} replicas, each on one node with {wanted or 'next to nothing'}; there is "

@@ -1,7 +1,7 @@
-"""Lets counts follow load: once a second, on the router of Serve's rank 0, from what all workers pushed to it.
+"""Lets counts follow load: once a second, on the first router (Serve numbers them), from what all workers pushed to it.
 
 What is decided is `cluster.scaling.demand`'s. Two routers that think they are first for a moment set the same targets.
-Knows Serve through `Counts` and `is_first` only. Made by `cluster.deployments.router_replica`.
+Knows Serve through `ReplicaCounts` and `is_first` only. Made by `cluster.deployments.router_replica`.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pdserve.background.tasks import keep
 from pdserve.cluster.scaling.demand import LeastInterval, Load, Scaler, decode_demand, prefill_demand, queue_target_ms
 from pdserve.configs.schema import AutoscalingConfig, ClusterConfig
-from pdserve.router.admin import CannotScale, Count, Counts, decoders_left, deployment_of
+from pdserve.router.admin import CannotScale, Count, ReplicaCounts, decoders_left, deployment_of
 from pdserve.router.choosing.predict import Predictor
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
@@ -29,7 +29,7 @@ class Autoscaler:
     def __init__(
         self,
         fleet: Fleet,
-        counts: Counts,
+        counts: ReplicaCounts,
         config: ClusterConfig,
         is_first: Callable[[], bool],
         now: Callable[[], float] = time.monotonic,

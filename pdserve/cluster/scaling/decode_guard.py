@@ -1,8 +1,8 @@
 """Somebody always decodes: when no worker has had the role for a while, one gets the role `both` until another comes.
 
 Without, a cluster whose roles were changed answers 503 for ever when its only decoder dies: the successor has its
-deployment's role, which may be prefill. Works on the router of Serve's rank 0. Decides no counts and starts no worker.
-Made by `cluster.deployments.router_replica`.
+deployment's role, which may be prefill. Works on the first router (Serve numbers them). Decides no counts and starts no
+worker. Made by `cluster.deployments.router_replica`.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 scalers.
 
 Only the target changes: no other replica restarts, as each one would by a redeploy (docs/elasticity.md). It is
-`router.admin.Counts`; made by `cluster.deployments.router_replica`. Which replica stops is Serve's choice.
+`router.admin.ReplicaCounts`; made by `cluster.deployments.router_replica`. Which replica stops is Serve's choice.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from pdserve.router.admin import CannotScale, Count
 ANSWER_S = 10.0
 
 
-class ServeCounts:
+class ServeReplicaCounts:
     """Of the application that this process is a replica of. config: as it was deployed."""
 
     def __init__(self, config: ClusterConfig) -> None:

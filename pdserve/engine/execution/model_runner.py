@@ -28,7 +28,7 @@ from pdserve.engine.execution.step_inputs import (
     unpack,
 )
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.protocol.start_progress import Report
@@ -108,7 +108,7 @@ class ModelRunner:
         self._graphs.capture(sizes, report)
 
     @torch.inference_mode()
-    def execute(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+    def execute(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         """Queue the plan's rows, whose sequences have advanced by it already.
 
         siblings: for each planned sequence that samples, itself and the choices that fork off it; each gets logits.
@@ -148,7 +148,7 @@ class ModelRunner:
             with contextlib.suppress(RuntimeError):  # a device error that was raised already
                 torch.cuda.synchronize(self.device)
 
-    def _eager(self, plan: Plan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
+    def _eager(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         total = sum(plan.num_tokens.values())
         padded = total + -total % ROW_MULTIPLE if self.device.type == "cpu" else total
         inputs = step_inputs(plan, padded, len(plan.num_tokens), self.block_size)
@@ -253,7 +253,7 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def _sample_rows(plan: Plan, inputs: StepInputs, siblings: SequenceOf[SequenceOf[Sequence]]) -> list[int]:
+def _sample_rows(plan: StepPlan, inputs: StepInputs, siblings: SequenceOf[SequenceOf[Sequence]]) -> list[int]:
     """The last row of each sampling sequence, once for each of its siblings."""
     last = {members[0]: inputs.first_row[members[0]] + plan.num_tokens[members[0]] - 1 for members in siblings}
     return [last[members[0]] for members in siblings for _ in members]

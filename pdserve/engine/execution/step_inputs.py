@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pdserve.engine.execution.attention import StepShape
 from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 
 ALIGNMENT = 4  # int32s: Triton compiles a kernel anew for pointers that are not 16-byte aligned
 
@@ -51,7 +51,7 @@ class StepInputs:
     shape: StepShape
 
 
-def step_inputs(plan: Plan, padded_rows: int, padded_seqs: int, block_size: int) -> StepInputs:
+def step_inputs(plan: StepPlan, padded_rows: int, padded_seqs: int, block_size: int) -> StepInputs:
     """The inputs of a plan whose sequences have advanced by it already, padded to so many rows and sequences.
 
     Padding rows write to the null block, behind slot 0; padding sequences (decodes alone may have them) have no

@@ -11,7 +11,7 @@ from pdserve.protocol.commands import Submit
 
 
 @dataclass(frozen=True)
-class Admission:
+class RequestChecker:
     """max_request_tokens: prompt and output that a request may have, by the model's length and the KV cache's size."""
 
     vocab_size: int

@@ -17,7 +17,7 @@ from collections import deque
 
 from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
 from pdserve.engine.scheduling.sequence import Sequence, Status
-from pdserve.engine.scheduling.step_plan import Plan
+from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.request_key import RequestKey
 
@@ -97,12 +97,12 @@ class Scheduler:
         seq.status = Status.FINISHED
         self._drop_blocks(seq)
 
-    def schedule(self, may_preempt: bool = True) -> Plan:
+    def schedule(self, may_preempt: bool = True) -> StepPlan:
         """The next step's work; empty when nothing can run now (no work, or the blocks are pinned elsewhere).
 
         may_preempt: False while steps are in flight, whose blocks and tokens a preemption would pull away.
         """
-        plan = Plan()
+        plan = StepPlan()
         self.wants_blocks = False
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
@@ -139,8 +139,8 @@ class Scheduler:
         self.freed_slots.append(seq.slot)
         seq.slot = 0
 
-    def _continue(self, seq: Sequence, budget: int, plan: Plan, may_preempt: bool) -> int:
-        """Plan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
+    def _continue(self, seq: Sequence, budget: int, plan: StepPlan, may_preempt: bool) -> int:
+        """StepPlan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
         itself, or blocked), less those of whom it pushed out of the plan.
         """
         count = self._chunk(seq, seq.num_uncomputed, budget, self.last_chunk_tokens + 1)
@@ -158,7 +158,7 @@ class Scheduler:
                 return count - given_back
         return -given_back
 
-    def _admit(self, budget: int, plan: Plan) -> None:
+    def _admit(self, budget: int, plan: StepPlan) -> None:
         """Start waiting sequences while they fit. A prompt is cut only where it is the step's only one: a whole prompt
         is faster than two parts, and a step that is not quite full loses nothing. A long one has a step for itself.
         """
@@ -221,7 +221,7 @@ class Scheduler:
             self.prefix_queries += seq.num_tokens
             self.prefix_hits += seq.num_computed
 
-    def _provide(self, seq: Sequence, count: int, plan: Plan) -> None:
+    def _provide(self, seq: Sequence, count: int, plan: StepPlan) -> None:
         """Blocks for the next `count` rows of `seq`, its own copy of a shared partial block first; or OutOfBlocks."""
         missing = self._num_missing(seq, seq.num_computed + count)
         shared = self._writes_shared_block(seq)
@@ -246,7 +246,7 @@ class Scheduler:
         index = seq.num_computed // self.hasher.block_size
         return index < len(seq.block_table) and self.blocks.is_shared(seq.block_table[index])
 
-    def _preempt(self, seq: Sequence, plan: Plan) -> int:
+    def _preempt(self, seq: Sequence, plan: StepPlan) -> int:
         """Returns how many of its tokens were in the plan, which it leaves."""
         planned = plan.num_tokens.pop(seq, 0)
         plan.copies = [(source, target) for source, target in plan.copies if target not in seq.block_table]

@@ -70,8 +70,8 @@ class Request:
         return self._prompt_hashes
 
 
-Compute = Callable[[Request, tuple[Start, ...]], None]
-"""Gives a request to the engine, at once or by way of the KV pool."""
+ComputeHere = Callable[[Request, tuple[Start, ...]], None]
+"""Has the engine compute a request's prompt here: at once, or after what the KV pool has of it."""
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from pdserve.engine.scheduling.sequence import Sequence
 
 
 @dataclass
-class Plan:
+class StepPlan:
     """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before anything is written.
 
     blocked: a running sequence found no blocks, and nobody may be preempted while steps are in flight: complete them

@@ -31,7 +31,7 @@ CHUNK_MULTIPLE = 1024  # rows of a chunk past a multiple of it are left to the p
 MIN_PIECE = 4096  # rows before a chunk; with shorter pieces, gathering and joining them takes what cuDNN wins
 
 
-class Part(NamedTuple):
+class PromptBatch(NamedTuple):
     """`batch` prompts of `length` rows each, from row `start` on."""
 
     start: int
@@ -69,7 +69,7 @@ def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
         keys, values = k.new_zeros(2, *k.shape)
         for num_rows in range(2 * CHUNK_MULTIPLE, len(q) + 1, CHUNK_MULTIPLE):
             _attend(1, q[:num_rows], keys, values, False, scale)
-            _warm.pieces[_shape(Part(0, 1, num_rows), q, k, v)] = len(q)
+            _warm.pieces[_shape(PromptBatch(0, 1, num_rows), q, k, v)] = len(q)
     torch.cuda.synchronize(q.device)
 
 
@@ -89,9 +89,9 @@ def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], 
 
 
 @lru_cache(maxsize=64)
-def deal(query_lens: tuple[int, ...]) -> tuple[Part, ...]:
+def deal(query_lens: tuple[int, ...]) -> tuple[PromptBatch, ...]:
     """The prompts in order, neighbours of equal length together; () if one has a length that does not pay."""
-    parts: list[Part] = []
+    parts: list[PromptBatch] = []
     start = 0
     for length, run in groupby(query_lens):
         left = len(list(run))
@@ -99,7 +99,7 @@ def deal(query_lens: tuple[int, ...]) -> tuple[Part, ...]:
             return ()
         while left:
             batch = 1 << (left.bit_length() - 1)
-            parts.append(Part(start, batch, length))
+            parts.append(PromptBatch(start, batch, length))
             start += batch * length
             left -= batch
     return tuple(parts)
@@ -144,7 +144,7 @@ def chunk_prefill(
 
 def _piece(q: Tensor, k: Tensor, v: Tensor) -> int:
     """Rows before such a chunk that are attended to at a time; 0 when nothing is prepared for it."""
-    return _warm.pieces.get(_shape(Part(0, 1, chunk_rows(len(q))), q, k, v), 0)
+    return _warm.pieces.get(_shape(PromptBatch(0, 1, chunk_rows(len(q))), q, k, v), 0)
 
 
 def _is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -154,21 +154,21 @@ def _is_supported(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.is_cuda and can_use_cudnn_attention(params)
 
 
-def _parts_to_warm(num_rows: int) -> Iterator[Part]:
+def _parts_to_warm(num_rows: int) -> Iterator[PromptBatch]:
     for length in range(MIN_LENGTH, num_rows + 1, LENGTH_MULTIPLE):
         batch = 1
         while batch * length <= num_rows:
-            yield Part(0, batch, length)
+            yield PromptBatch(0, batch, length)
             batch *= 2
 
 
-def _shape(part: Part, q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
+def _shape(part: PromptBatch, q: Tensor, k: Tensor, v: Tensor) -> tuple[object, ...]:
     """What torch tells plans apart by, as far as it varies here."""
     strides = q.stride(), k.stride(), v.stride()
     return part.batch, part.length, strides, q.shape[1:], k.shape[1], q.dtype, q.device
 
 
-def _causal(part: Part, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _causal(part: PromptBatch, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     return _attend(part.batch, q[part.rows], k[part.rows], v[part.rows], True, scale)
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.kvtransfer.p2p.ranges import HeadRange, local_pieces, plan_for, remote_pieces
+from pdserve.kvtransfer.p2p.ranges import HeadRange, local_descriptors, plan_for, remote_descriptors
 from pdserve.kvtransfer.p2p.staging import Staging, StagingRing
-from pdserve.kvtransfer.transport.agent import Pieces, TransferAgent, TransferError, memory_of
+from pdserve.kvtransfer.transport.agent import Descriptors, TransferAgent, TransferError, memory_of
 from pdserve.protocol.handoff import KVCacheMeta
 
 logger = logging.getLogger(__name__)
@@ -25,7 +25,7 @@ GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True)
-class Source:
+class RankSource:
     """Where a part of each block comes from: the descriptors of that part of all our blocks (or ring blocks of the
     staging ring), and of all blocks of one peer rank."""
 
@@ -69,18 +69,18 @@ class Connection:
             self.sources = []
             for span in plan_for(layout, meta.ranks):
                 peer, rank = self._add_rank(span.rank), meta.ranks[span.rank]
-                mine = local_pieces(address, self.block_bytes, num_blocks, span, self.memory, device_id)
-                theirs = remote_pieces(rank, meta.block_bytes, meta.num_blocks, span)
-                self.sources.append(Source(span, self._prepare(None, mine), self._prepare(peer, theirs)))
+                mine = local_descriptors(address, self.block_bytes, num_blocks, span, self.memory, device_id)
+                theirs = remote_descriptors(rank, meta.block_bytes, meta.num_blocks, span)
+                self.sources.append(RankSource(span, self._prepare(None, mine), self._prepare(peer, theirs)))
             self.generations = torch.full((meta.num_blocks,), -1, dtype=torch.int64)
             self._register(self.generations)
             self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * meta.block_bytes)
             probe = torch.empty(self.probe_bytes, dtype=torch.uint8, device=own.kv_cache.device)
             self._register(probe)
             self._probe = probe  # keeps the memory
-            whole = Pieces(probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id)
+            whole = Descriptors(probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id)
             self.probe_local = self._prepare(None, whole)
-            self.probes = [self._prepare(peer, self._probe_pieces(rank)) for rank, peer in self._peers.items()]
+            self.probes = [self._prepare(peer, self._probe_descriptors(rank)) for rank, peer in self._peers.items()]
         except (TransferError, torch.OutOfMemoryError) as error:
             self.close()
             raise TransferError("error", f"connect: {error}") from error
@@ -95,12 +95,12 @@ class Connection:
             self._peers[rank] = self._agent.add_peer(self.meta.ranks[rank].agent_metadata)
         return self._peers[rank]
 
-    def _probe_pieces(self, rank: int) -> Pieces:
+    def _probe_descriptors(self, rank: int) -> Descriptors:
         there = self.meta.ranks[rank]
-        return Pieces(there.address, self.probe_bytes, self.probe_bytes, 1, there.memory, there.device_id)
+        return Descriptors(there.address, self.probe_bytes, self.probe_bytes, 1, there.memory, there.device_id)
 
-    def _prepare(self, peer: str | None, pieces: Pieces) -> Any:
-        prepared = self._agent.prepare(peer, pieces)
+    def _prepare(self, peer: str | None, descriptors: Descriptors) -> Any:
+        prepared = self._agent.prepare(peer, descriptors)
         self._prepared.append(prepared)
         return prepared
 
@@ -111,8 +111,8 @@ class Connection:
         """Our and the peer's generation entries of the blocks first..last as one piece each. The caller releases
         them."""
         offset, size = first * GENERATION_BYTES, (last - first + 1) * GENERATION_BYTES
-        here = Pieces(self.generations.data_ptr() + offset, size, size, 1)
-        there = Pieces(self.meta.generation_address + offset, size, size, 1)
+        here = Descriptors(self.generations.data_ptr() + offset, size, size, 1)
+        there = Descriptors(self.meta.generation_address + offset, size, size, 1)
         return self._agent.prepare(None, here), self._agent.prepare(self.peer, there)
 
     def sever(self) -> None:

@@ -3,7 +3,7 @@ quiet.
 
 All calls that concern one peer are made by this thread, so a peer is never added twice at once and a slow or frozen
 one holds up nobody else. It knows pulls and generations; which link a ticket belongs to and who listens is
-`receiver.py`.
+`rank_receiver.py`.
 
     link:  IDLE -connect-> PROBING -self-test-> CONNECTED -error, disconnect-> DRAINING -all reads ended-> IDLE
     pull:  begun -> its pieces: reading -> verifying -> all verified: done | failed (settled or not) ... -> settled
@@ -13,8 +13,8 @@ can be done only behind the complete one. A piece that was reused meanwhile is r
 only when no read of its pull is in flight: two reads into the same memory could end in the wrong order.
 
 Rows from blocks of another size are read into the staging ring, a piece a run of it, and moved to ours by a repack
-behind each read. Then bytes in flight land in ring blocks, and only a repack keeps our blocks from being quiet. Ring blocks
-are held until nothing can land in them, also when their pull was given up.
+behind each read. Then bytes in flight land in ring blocks, and only a repack keeps our blocks from being quiet. Ring
+blocks are held until nothing can land in them, also when their pull was given up.
 
 When bytes are quiet. A read that ended (`check` said True) writes no more. A read that was given up is kept and
 checked until it ends: releasing a NIXL handle returns at once while bytes go on landing (tried, TCP: 419 of 512 MiB at

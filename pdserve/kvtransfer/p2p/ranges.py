@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.kvtransfer.transport.agent import Pieces
+from pdserve.kvtransfer.transport.agent import Descriptors
 from pdserve.protocol.handoff import RankMemory
 
 
@@ -91,16 +91,16 @@ def plan_for(layout: KVLayout, ranks: Sequence[RankMemory]) -> list[HeadRange]:
     return plan_heads(heads, [there.heads for there in ranks], layout.head_bytes)
 
 
-def local_pieces(
+def local_descriptors(
     address: int, block_bytes: int, num_blocks: int, span: HeadRange, memory: str, device_id: int
-) -> Pieces:
+) -> Descriptors:
     """The part of each of our blocks that `span` fills, one piece a block."""
-    return Pieces(address + span.local_offset, span.num_bytes, block_bytes, num_blocks, memory, device_id)
+    return Descriptors(address + span.local_offset, span.num_bytes, block_bytes, num_blocks, memory, device_id)
 
 
-def remote_pieces(there: RankMemory, block_bytes: int, num_blocks: int, span: HeadRange) -> Pieces:
+def remote_descriptors(there: RankMemory, block_bytes: int, num_blocks: int, span: HeadRange) -> Descriptors:
     """The part of each of the peer's blocks that `span` reads. block_bytes: of the *peer's* block."""
-    return Pieces(
+    return Descriptors(
         there.address + span.remote_offset, span.num_bytes, block_bytes, num_blocks, there.memory, there.device_id
     )
 

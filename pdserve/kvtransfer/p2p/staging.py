@@ -107,8 +107,8 @@ class Staging:
             self._compile()
 
     def take(self, remote_blocks: Sequence[int]) -> np.ndarray | None:
-        """Ring blocks for the first of these blocks, as many as a run has, in their order; None: see `StagingRing.take`.
-        Neighbours at the peer get neighbours.
+        """Ring blocks for the first of these blocks, as many as a run has, in their order; None: see
+        `StagingRing.take`. Neighbours at the peer get neighbours.
         """
         run = self._ring.take(self)
         if run is None:

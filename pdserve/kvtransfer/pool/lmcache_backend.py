@@ -7,11 +7,11 @@ want to know the layout of a pool, are not needed: a chunk is registered as one 
 What was found about that server, and what is done about it:
 
 - A request it cannot serve (a registration it does not know, say after a restart) is not answered at all; a lookup of
-  an unknown layout finds nothing, for ever. So its connection is watched: when it breaks the `_Session` ends, all
+  an unknown layout finds nothing, for ever. So its connection is watched: when it breaks the `_Registration` ends, all
   waits in it with it, and a new one registers anew. Instance ids are never used twice: with the offsets of a new
   server we would else write into the mapping of the old one.
 - A lookup locks what it finds until it is read or freed (300 s), and each request id has a session (600 s). `_Talk`
-  owes and pays both; when an answer is late, `_Link` pays afterwards.
+  owes and pays both; when an answer is late, `_ServerConnection` pays afterwards.
 - Unregistering an instance, or its end by silence, *commits* what it had reserved and not written. So we unregister
   only when nothing is reserved, and the seals of `chunks.py` tell such chunks.
 """
@@ -45,7 +45,7 @@ from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool.backend import PoolError
 from pdserve.kvtransfer.pool.chunks import BlockCopier, Chunks, Prefix, Shard
 from pdserve.kvtransfer.pool.lmcache_server import SHARED_MEMORY
-from pdserve.kvtransfer.pool.operations import Pool
+from pdserve.kvtransfer.pool.operations import ThreadedKVPool
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class _SharedMemory:
             torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
 
 
-class _Session:
+class _Registration:
     """Our registration with one living server process."""
 
     def __init__(self, url: str, context: zmq.Context, chunks: Chunks, device: torch.device) -> None:
@@ -197,7 +197,7 @@ Step = Callable[[], MessagingFuture[Any]]
 class _Debt:
     """What the server still holds for a request id: `steps` to do, in order, once `answer` has come."""
 
-    session: _Session
+    session: _Registration
     answer: MessagingFuture[Any] | None
     steps: list[Step]
     since: float = field(default_factory=time.monotonic)
@@ -219,7 +219,7 @@ class _Debt:
 class _Talk:
     """One request id with the server, and what is owed for it."""
 
-    def __init__(self, session: _Session, prefix: Prefix, request_id: str, until: float) -> None:
+    def __init__(self, session: _Registration, prefix: Prefix, request_id: str, until: float) -> None:
         self._session, self._prefix, self._id, self._until = session, prefix, request_id, until
         self._call, self._chunks = session.call, session.chunks
         self._unanswered: MessagingFuture[Any] | None = None
@@ -293,12 +293,12 @@ class _Talk:
         return _Debt(self._session, self._unanswered, self._owed)
 
 
-class _Link:
+class _ServerConnection:
     """Watches the connection to the server, begins and ends sessions, pays what late answers owe."""
 
     def __init__(self, address: str, chunks: Chunks, device: torch.device) -> None:
         self._url, self._chunks, self._device = f"tcp://{address}", chunks, device
-        self.session: _Session | None = None
+        self.session: _Registration | None = None
         self._owed: queue.SimpleQueue[_Debt] = queue.SimpleQueue()
         self._closing = False
         self._context = zmq.Context()
@@ -345,7 +345,7 @@ class _Link:
 
     def _open(self) -> None:
         try:
-            self.session = _Session(self._url, self._context, self._chunks, self._device)
+            self.session = _Registration(self._url, self._context, self._chunks, self._device)
             self._complaint = ""
             logger.info("KV pool: connected to %s", self._url)
         except (PoolError, RuntimeError) as error:  # RuntimeError: of CUDA
@@ -390,7 +390,7 @@ class LMCacheBackend:
 
     def __init__(self, address: str, chunks: Chunks, request_deadline_s: float, device: torch.device) -> None:
         self.chunks, self._patience_s = chunks, request_deadline_s
-        self._link = _Link(address, chunks, device)
+        self._link = _ServerConnection(address, chunks, device)
         self._name = secrets.token_hex(8)
         self._counter = itertools.count()
 
@@ -429,14 +429,14 @@ class LMCacheBackend:
     def close(self) -> None:
         self._link.close()
 
-    def _session(self) -> _Session:
+    def _session(self) -> _Registration:
         session = self._link.session
         if session is None:
             raise PoolError("not-connected", "no pool server answers")
         return session
 
     @contextmanager
-    def _talking(self, session: _Session, prefix: Prefix, until: float) -> Iterator[_Talk]:
+    def _talking(self, session: _Registration, prefix: Prefix, until: float) -> Iterator[_Talk]:
         talk = _Talk(session, prefix, f"{self._name}-{next(self._counter)}", until)
         try:
             yield talk
@@ -452,10 +452,10 @@ def lmcache_pool(
     *,
     shard: Shard | None = None,
     registry: CollectorRegistry | None = None,
-) -> Pool:
+) -> ThreadedKVPool:
     """A KVPool over the server at `address` (host:port, this host). shard: which part of the rows this rank stores.
     ValueError when config does not fit the memory."""
     chunks = Chunks(memory, config.blocks_per_chunk(memory.layout.block_size), shard or Shard())
     backend = LMCacheBackend(address, chunks, config.request_deadline_s, memory.kv_cache.device)
     metrics = PoolMetrics(registry or CollectorRegistry())
-    return Pool(backend, BlockCopier(memory), config, wake, metrics)
+    return ThreadedKVPool(backend, BlockCopier(memory), config, wake, metrics)

@@ -1,4 +1,4 @@
-"""The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a Pool over it.
+"""The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a ThreadedKVPool over it.
 
 For setups of one process and for tests, which can make the server slow, frozen, dead or wrong (`PoolFaults`) and so
 drive every branch of `operations.py`. Pools of one process share chunks when they share the server.
@@ -18,7 +18,7 @@ from pdserve.kvtransfer.connector import KVCacheMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool.backend import PoolError
 from pdserve.kvtransfer.pool.chunks import BlockCopier, BlockIds, Chunks, Prefix, Shard
-from pdserve.kvtransfer.pool.operations import Pool
+from pdserve.kvtransfer.pool.operations import ThreadedKVPool
 
 POLL_S = 0.001
 
@@ -165,9 +165,9 @@ def local_pool(
     *,
     shard: Shard | None = None,
     registry: CollectorRegistry | None = None,
-) -> Pool:
+) -> ThreadedKVPool:
     """A KVPool over `server`. ValueError when config does not fit the memory."""
     chunks = Chunks(memory, config.blocks_per_chunk(memory.layout.block_size), shard or Shard())
     metrics = PoolMetrics(registry or CollectorRegistry())
     copier = LocalBlockCopier(memory, server.faults)
-    return Pool(LocalPoolBackend(server, chunks), copier, config, wake, metrics)
+    return ThreadedKVPool(LocalPoolBackend(server, chunks), copier, config, wake, metrics)

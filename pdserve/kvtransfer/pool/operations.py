@@ -66,7 +66,7 @@ class _Operation:
     over: bool = False
 
 
-class Pool:
+class ThreadedKVPool:
     """See `pool.KVPool`. copier: of the engine's blocks."""
 
     def __init__(

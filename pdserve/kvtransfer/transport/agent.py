@@ -1,8 +1,8 @@
 """What sender and receiver need from a transport: one-sided reads between registered memories.
 
 Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local.LocalAgent` (one process, faults on demand),
-so the ticket, lease, deadline and quarantine logic exists once, in `sender.py` and `receiver.py`. Knows no blocks of
-requests. An agent is shared by one sender and one receiver; each attaches, and the last to detach closes it.
+so the ticket, lease, deadline and quarantine logic exists once, in `sender.py` and `rank_receiver.py`. Knows no blocks
+of requests. An agent is shared by one sender and one receiver; each attaches, and the last to detach closes it.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class TransferError(Exception):
 
 
 @dataclass(frozen=True)
-class Pieces:
+class Descriptors:
     """`count` pieces of `num_bytes` bytes; piece i starts at `address + i * stride`. memory: "DRAM" or "VRAM"."""
 
     address: int
@@ -37,7 +37,7 @@ class Pieces:
 
 
 Prepared = Any
-"""A transport's own form of Pieces, made once and used by many reads."""
+"""A transport's own form of Descriptors, made once and used by many reads."""
 
 Handle = Any
 """One read. It must be kept until `check` said True or raised: freeing it earlier does not stop the bytes."""
@@ -74,7 +74,7 @@ class TransferAgent(Protocol):
         has none (reads by shared memory or CMA end by themselves)."""
         ...
 
-    def prepare(self, peer: str | None, pieces: Pieces) -> Prepared:
+    def prepare(self, peer: str | None, descriptors: Descriptors) -> Prepared:
         """peer None: our own memory."""
         ...
 

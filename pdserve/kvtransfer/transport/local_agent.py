@@ -1,7 +1,8 @@
 """The in-process transport: peers are other LocalAgents of the same process, found by name; a read is a torch copy.
 
 For setups of one process and for tests, which can make an agent slow, frozen or dead (`LocalFaults`) and so drive every
-branch of `receiver.py`: a read from a frozen agent stays in flight and its bytes land after the thaw, as over NIXL.
+branch of `rank_receiver.py`: a read from a frozen agent stays in flight and its bytes land after the thaw, as over
+NIXL.
 """
 
 import threading
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pdserve.kvtransfer.transport.agent import Pieces, TransferError, flat_bytes
+from pdserve.kvtransfer.transport.agent import Descriptors, TransferError, flat_bytes
 
 _agents: dict[str, "LocalAgent"] = {}
 _agents_lock = threading.Lock()
@@ -31,16 +32,16 @@ class LocalFaults:
 
 @dataclass
 class _View:
-    """Pieces of one registered memory. flat: uint8; offset: of piece 0 in it."""
+    """Descriptors of one registered memory. flat: uint8; offset: of descriptor 0 in it."""
 
     flat: torch.Tensor
     offset: int
-    pieces: Pieces
+    descriptors: Descriptors
     owner: "LocalAgent"
 
     def piece(self, index: int) -> torch.Tensor:
-        start = self.offset + index * self.pieces.stride
-        return self.flat[start : start + self.pieces.num_bytes]
+        start = self.offset + index * self.descriptors.stride
+        return self.flat[start : start + self.descriptors.num_bytes]
 
 
 @dataclass(eq=False)
@@ -103,14 +104,14 @@ class LocalAgent:
             read.severed = True
         return len(reads)
 
-    def prepare(self, peer: str | None, pieces: Pieces) -> _View:
+    def prepare(self, peer: str | None, descriptors: Descriptors) -> _View:
         owner = self if peer is None else self._peer(peer)
-        end = pieces.address + (pieces.count - 1) * pieces.stride + pieces.num_bytes
+        end = descriptors.address + (descriptors.count - 1) * descriptors.stride + descriptors.num_bytes
         with owner._lock:
             for flat in owner._regions:
-                if flat.data_ptr() <= pieces.address and end <= flat.data_ptr() + flat.numel():
-                    return _View(flat, pieces.address - flat.data_ptr(), pieces, owner)
-        raise TransferError("error", "prepare: the pieces lie outside the registered memory")
+                if flat.data_ptr() <= descriptors.address and end <= flat.data_ptr() + flat.numel():
+                    return _View(flat, descriptors.address - flat.data_ptr(), descriptors, owner)
+        raise TransferError("error", "prepare: the descriptors lie outside the registered memory")
 
     def release_prepared(self, prepared: _View) -> None:
         pass

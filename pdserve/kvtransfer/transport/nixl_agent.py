@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.kvtransfer.transport.agent import Pieces, Reason, TransferError, flat_bytes, memory_of
+from pdserve.kvtransfer.transport.agent import Descriptors, Reason, TransferError, flat_bytes, memory_of
 from pdserve.kvtransfer.transport.tcp_sockets import Address, listening, sever
 from pdserve.kvtransfer.transport.ucx_log import OWN_SETTINGS, process_log
 
@@ -154,10 +154,12 @@ class NixlAgent:
         logger.warning("NIXL agent %s: cut %d TCP connections to %s", self.name, count, peer)
         return count
 
-    def prepare(self, peer: str | None, pieces: Pieces) -> Any:
-        row = (pieces.address, pieces.num_bytes, pieces.device_id, pieces.stride, pieces.count)
+    def prepare(self, peer: str | None, descriptors: Descriptors) -> Any:
+        row = (descriptors.address, descriptors.num_bytes, descriptors.device_id, descriptors.stride, descriptors.count)
         with self._translate("prepare"):
-            return self._agent.prep_xfer_dlist(peer or "NIXL_INIT_AGENT", np.array([row], np.uint64), pieces.memory)
+            return self._agent.prep_xfer_dlist(
+                peer or "NIXL_INIT_AGENT", np.array([row], np.uint64), descriptors.memory
+            )
 
     def release_prepared(self, prepared: Any) -> None:
         with self._translate("release descriptors"):

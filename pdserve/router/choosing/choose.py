@@ -46,7 +46,7 @@ class Demand:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Assignment:
     """prefill None: the decode worker does the whole request. reason: why it was split or not."""
 
     prefill: WorkerState | None
@@ -117,7 +117,7 @@ class Chooser:
         self._pick_decode = in_turns()
         self._pick_whole = in_turns()  # its own turns: a D is picked for both ways of each request
 
-    def choose(self, workers: Iterable[WorkerState], demand: Demand) -> Plan:
+    def choose(self, workers: Iterable[WorkerState], demand: Demand) -> Assignment:
         """Raises NoWorker. A resumed request is not split: P samples first tokens only, so D recomputes prompt and
         tokens."""
         workers = list(workers)
@@ -130,17 +130,17 @@ class Chooser:
         whole = self._pick(self._pick_whole, decodes, Task("whole", demand.num_prompt_tokens, predictor), demand)
         refusal = self._refusal(demand)
         if refusal is not None:
-            return Plan(None, whole, refusal)
+            return Assignment(None, whole, refusal)
         able = [worker for worker in decodes if continues_it(worker, demand)]
         prefills = [p for p in candidates if prefills_it(p, demand) and connected(p, able)]
         if not prefills:
-            return Plan(None, whole, "no-prefill")
+            return Assignment(None, whole, "no-prefill")
         task = Task("prefill", demand.num_prompt_tokens, predictor)
         prefill = self._pick(self._pick_prefill, prefills, task, demand)
         task = Task("decode", demand.num_prompt_tokens, predictor, prefill)
         decode = self._pick(self._pick_decode, connected(prefill, able), task, demand)
         reason: Reason = "always" if self._mode == "always" else compare(prefill, decode, whole, predictor, now)
-        return Plan(None, whole, reason) if reason == "cheaper" else Plan(prefill, decode, reason)
+        return Assignment(None, whole, reason) if reason == "cheaper" else Assignment(prefill, decode, reason)
 
     def _refusal(self, demand: Demand) -> Reason | None:
         """Why the request must not be split, whoever is there."""

@@ -93,7 +93,7 @@ class Predictor:
 
     def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
         """To move the rows that `decode` lacks."""
-        meta, link = prefill.kv_cache, decode.link_to(prefill)
+        meta, link = prefill.kv_cache, decode.peer_status(prefill)
         if meta is None:
             return 0.0
         rate = link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S

@@ -166,11 +166,11 @@ class Fleet:
         attempt: int,
         inbox: Inbox,
         tokens: int,
-        make: Callable[[RequestKey], Submit | Prepare],
+        make_command: Callable[[RequestKey], Submit | Prepare],
     ) -> Leg:
         """Open a leg and send its Submit, or its Prepare, in the background; a failure arrives in the inbox as Lost."""
         key = RequestKey(self.router_id, worker.session, request_id, attempt)
-        command = make(key)
+        command = make_command(key)
         is_prepared = isinstance(command, Prepare)
         starts = command.submit.starts if isinstance(command, Prepare) else command.starts
         choices = {start.choice for start in starts}
@@ -204,12 +204,12 @@ class Fleet:
             self.post(leg.worker, Cancel(key=leg.key))
         self._retire_when_idle(leg.worker)
 
-    def plan(self, worker: WorkerState) -> None:
-        """A leg will follow: until `unplan` the worker is kept as if it had it."""
-        worker.num_planned += 1
+    def expect_leg(self, worker: WorkerState) -> None:
+        """A leg will follow: until `unexpect_leg` the worker is kept as if it had it."""
+        worker.num_expected += 1
 
-    def unplan(self, worker: WorkerState) -> None:
-        worker.num_planned -= 1
+    def unexpect_leg(self, worker: WorkerState) -> None:
+        worker.num_expected -= 1
         self._retire_when_idle(worker)
 
     def post(self, worker: WorkerState, command: Command) -> None:
@@ -400,7 +400,7 @@ class Fleet:
         if (
             worker.draining
             and not worker.legs
-            and not worker.num_planned
+            and not worker.num_expected
             and self._workers.get(worker.worker_id) is worker
         ):
             self._forget(worker, "it leaves, and is done", "drained")

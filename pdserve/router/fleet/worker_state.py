@@ -19,7 +19,7 @@ from pdserve.router.fleet.link import WorkerLink
 from pdserve.router.fleet.prefix_index import CachedBlocks, PooledChunks
 from pdserve.router.fleet.prompt_queue import PromptQueue
 from pdserve.router.fleet.stall_budget import StallBudget
-from pdserve.router.held_bytes import LET_GO_AT_ONCE, PIECE_BYTES, Account, let_go, size_of
+from pdserve.router.held_bytes import EVENT_BYTES, LET_GO_AT_ONCE, Account, let_go, size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +132,13 @@ class Inbox:
 
     def _join(self, leg: "Leg", event: LegEvent) -> None:
         """Nobody reads: let it be part of what waits already, if it follows that."""
-        place, size = None, PIECE_BYTES
+        place, size = None, EVENT_BYTES
         if isinstance(event, Delta):
             place, size = (leg.key.attempt, event.choice), size_of(len(event.token_ids), event.logprobs)
             before = self._last.get(place)
             if before is not None and before.takes(event):
-                before.add(event, size - PIECE_BYTES)
-                self._count(size - PIECE_BYTES)
+                before.add(event, size - EVENT_BYTES)
+                self._count(size - EVENT_BYTES)
                 return
         else:
             self._last.clear()
@@ -220,9 +220,9 @@ class WorkerState:
     """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens:
     weight of this router's legs there. last_seen: monotonic seconds of its last message, reported_at: of its last
     Snapshot. cached: what its prefix cache holds. pooled: what the KV pool that it uses holds. queue: prompt tokens
-    that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole
-    prompts took from its decodes. num_planned: requests of this router that a P computes and hands to it. left_at: when
-    it left the running set (monotonic seconds); None: it is in it."""
+    that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole prompts
+    took from its decodes. num_expected: requests of this router that a P computes and hands to it. left_at: when it
+    left the running set (monotonic seconds); None: it is in it."""
 
     link: WorkerLink
     session: int
@@ -234,7 +234,7 @@ class WorkerState:
     peers: dict[tuple[str, int], PeerStatus] = field(default_factory=dict)
     legs: dict[tuple[str, int], Leg] = field(default_factory=dict)
     outstanding_tokens: int = 0
-    num_planned: int = 0
+    num_expected: int = 0
     left_at: float | None = None
     cached: CachedBlocks = field(default_factory=CachedBlocks)
     pooled: PooledChunks | None = None
@@ -278,7 +278,7 @@ class WorkerState:
         """Prompt and generated tokens of the largest request that can fit here."""
         return min(self.hello.max_model_len, self.hello.max_request_tokens)
 
-    def link_to(self, prefill: "WorkerState") -> PeerStatus | None:
+    def peer_status(self, prefill: "WorkerState") -> PeerStatus | None:
         """What it last said of its connection, if there is one."""
         if prefill.kv_cache is None:
             return None
@@ -286,4 +286,4 @@ class WorkerState:
         return status if status is not None and status.connected else None
 
     def is_connected_to(self, prefill: "WorkerState") -> bool:
-        return self.link_to(prefill) is not None
+        return self.peer_status(prefill) is not None

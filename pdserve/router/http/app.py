@@ -33,10 +33,10 @@ from pdserve.router.http.auth import ApiKeys
 from pdserve.router.http.bodies import Bodies
 from pdserve.router.http.openai.openapi import openapi_document
 from pdserve.router.http.openai.requests import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
-from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, Pieces, Responder, event_bytes
+from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, JsonPieces, Responder, event_bytes
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.request_log import log_of
-from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.request_run import OutputChunk
 from pdserve.router.request.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 
@@ -170,7 +170,7 @@ class _Api:
                     admitting = self._admit_long(request, body, kind, admit, received)
                     call, generation = await watch.unless_gone(admitting, lambda admitted: admitted[1].close())
                     return call, generation, watch
-                await self.service.pacer.room()
+                await self.service.pacer.turn()
                 call = parse(body, kind)
                 return call, await admit(request, call, received), watch
             except BaseException:
@@ -448,8 +448,8 @@ class _EventStream(_Answer):
     def __init__(
         self,
         generation: Generation,
-        batches: AsyncGenerator[list[Chunk], None],
-        first: list[Chunk],
+        batches: AsyncGenerator[list[OutputChunk], None],
+        first: list[OutputChunk],
         responder: Responder,
         watch: _ClientWatch,
         timeout_s: float,
@@ -490,7 +490,7 @@ class _EventStream(_Answer):
         """What to write next, and whether more follows. Never raises: the answer has begun."""
         try:
             if self._left:
-                await self._generation.pacer.room()
+                await self._generation.pacer.turn()
             else:
                 self._left = await anext(self._batches)
             return await self._encode(), True
@@ -527,7 +527,7 @@ class _WholeAnswer(_Answer):
     media_type = "application/json"
 
     def __init__(
-        self, request_id: str, pieces: Pieces, account: Account, watch: _ClientWatch, timeout_s: float
+        self, request_id: str, pieces: JsonPieces, account: Account, watch: _ClientWatch, timeout_s: float
     ) -> None:
         super().__init__(request_id, account, watch, timeout_s, {"content-length": str(pieces.num_bytes)})
         self._pieces = pieces
@@ -545,7 +545,7 @@ class _WholeAnswer(_Answer):
             self._account.add(-num_bytes)
 
 
-async def _whole(generation: Generation, responder: Responder) -> Pieces:
+async def _whole(generation: Generation, responder: Responder) -> JsonPieces:
     return await responder.whole(await generation.collect())
 
 

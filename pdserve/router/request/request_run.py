@@ -1,7 +1,7 @@
-"""Runs one prompt through the fleet: plan, P's leg, hand-off, D's leg; fails over; leaves nothing behind at any worker.
+"""Runs one prompt through the fleet: choose workers, P's leg, hand-off, D's leg; fails over; leaves nothing behind.
 
-    plan --split--> P leg --Handoff--> D leg --> finished      (D leg of a long prompt: prepared beside P's)
-      |  --whole------------------------^  |
+    choose --split--> P leg --Handoff--> D leg --> finished     (D leg of a long prompt: prepared beside P's)
+      |  --whole-------------------------^  |
       +<---- recover: cancel all legs, exclude the failed worker, resume with forced tokens ----+
 
 Every new token goes through the record first. All sends are in the background, so nothing here waits for a worker but
@@ -26,7 +26,7 @@ from pdserve.protocol.handoff import Source, Ticket
 from pdserve.protocol.request_key import FinishReason, Phase, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import Seat
-from pdserve.router.choosing.choose import Chooser, Demand, NoWorker, Plan, note_sent
+from pdserve.router.choosing.choose import Assignment, Chooser, Demand, NoWorker, note_sent
 from pdserve.router.choosing.predict import Forecast, Predictor
 from pdserve.router.errors import FailureKind, RequestFailed
 from pdserve.router.fleet.fleet import Fleet
@@ -70,7 +70,7 @@ class Job:
     open_ended: bool = False
 
 
-class Chunk(msgspec.Struct):
+class OutputChunk(msgspec.Struct):
     """What became certain of one choice since its last chunk. index: prompt * n + choice. The last chunk of a choice
     has a finish_reason; stop_reason is the stop token's id or the stop string that matched."""
 
@@ -130,19 +130,19 @@ class RequestRun:
         self._account = account
         self._legs: list[Leg] = []
         self._timeline = Timeline()
-        self._plan: Plan | None = None
+        self._assignment: Assignment | None = None
         self._awaiting: WorkerState | None = None  # the planned D, from P's start to the hand-off
         self._excluded: set[str] = set()
         self._fingerprint: str | None = None
 
-    async def stream(self) -> AsyncGenerator[list[Chunk], None]:
+    async def stream(self) -> AsyncGenerator[list[OutputChunk], None]:
         """What became certain, as it comes, until every choice is finished. Raises RequestFailed. Whoever stops early
         calls `close` (closing the iterator does)."""
         failures, accepted_before, outcome = 0, 0, "internal"
         self._clock.begin(self._prompt.num_tokens)
-        room = self._shared.pacer.room
+        turn = self._shared.pacer.turn
         try:
-            await room()  # many may begin together, and end with one message
+            await turn()  # many may begin together, and end with one message
             self._begin(self._choose())
             while not self.record.finished:
                 if self._inbox.num_taken_bytes:
@@ -161,7 +161,7 @@ class RequestRun:
                     ended = await self._recover(failure, failures)
                     if ended:
                         yield ended
-            await room()
+            await turn()
             outcome = "ok"
         except NoWorker as error:
             outcome = "unavailable"
@@ -186,14 +186,16 @@ class RequestRun:
         """Of its first token, if it began now where `chooser` says. unsent_tokens: that wait in this router, for all
         workers. None: nothing is known yet of how fast workers are. Raises NoWorker."""
         workers = self._shared.fleet.workers
-        plan = chooser.choose(workers, self._demand(set()))
+        assignment = chooser.choose(workers, self._demand(set()))
         predictor = Predictor(workers, self._prompt, self._prompt.num_tokens, time.monotonic())
         if not predictor.is_measured:
             return None
-        split = plan.prefill is not None
+        split = assignment.prefill is not None
         staying = [worker for worker in workers if not worker.draining]
         alike = sum(worker.can_prefill if split else worker.can_decode for worker in staying)
-        return predictor.first_token(plan.prefill or plan.decode, share_ahead, unsent_tokens / max(1, alike))
+        return predictor.first_token(
+            assignment.prefill or assignment.decode, share_ahead, unsent_tokens / max(1, alike)
+        )
 
     def served(self, alone: bool) -> None:
         """The answer's last byte is out. alone: it was the call's only prompt; several share their time."""
@@ -270,11 +272,11 @@ class RequestRun:
         """Have the planned D stay until the hand-off, though it leaves. None: it need not any more."""
         before, self._awaiting = self._awaiting, decode
         if decode is not None:
-            self._shared.fleet.plan(decode)
+            self._shared.fleet.expect_leg(decode)
         if before is not None:
-            self._shared.fleet.unplan(before)
+            self._shared.fleet.unexpect_leg(before)
 
-    def _choose(self) -> Plan:
+    def _choose(self) -> Assignment:
         return self._shared.chooser.choose(self._shared.fleet.workers, self._demand(self._excluded))
 
     def _demand(self, excluded: set[str]) -> Demand:
@@ -289,25 +291,27 @@ class RequestRun:
             num_prompt, num_tokens, resumed, frozenset(excluded), self._fingerprint, self._prompt, self._job.session_id
         )
 
-    def _begin(self, plan: Plan) -> None:
-        self._plan = plan
-        self._await(plan.decode if plan.prefill is not None else None)
+    def _begin(self, assignment: Assignment) -> None:
+        self._assignment = assignment
+        self._await(assignment.decode if assignment.prefill is not None else None)
         self._seat.sent()
-        self._fingerprint = plan.decode.hello.model_fingerprint
-        kind = "split" if plan.prefill is not None else "whole"
-        self._shared.metrics.split_decisions.labels(kind, plan.reason).inc()
-        if plan.prefill is None:
-            self._submit(plan.decode, "full")
-        elif 0 < plan.prefill.hello.parts_from <= self._prompt.num_tokens:
-            link = plan.decode.link_to(plan.prefill)
-            is_slow = link is not None and link.bytes_per_s < plan.prefill.hello.cut_below
-            self._prepare(plan.decode, plan.prefill, self._submit(plan.prefill, "prefill", overlap=is_slow))
+        self._fingerprint = assignment.decode.hello.model_fingerprint
+        kind = "split" if assignment.prefill is not None else "whole"
+        self._shared.metrics.split_decisions.labels(kind, assignment.reason).inc()
+        if assignment.prefill is None:
+            self._submit(assignment.decode, "full")
+        elif 0 < assignment.prefill.hello.parts_from <= self._prompt.num_tokens:
+            link = assignment.decode.peer_status(assignment.prefill)
+            is_slow = link is not None and link.bytes_per_s < assignment.prefill.hello.cut_below
+            self._prepare(
+                assignment.decode, assignment.prefill, self._submit(assignment.prefill, "prefill", overlap=is_slow)
+            )
         else:
-            self._submit(plan.prefill, "prefill")
+            self._submit(assignment.prefill, "prefill")
 
     def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None = None, overlap: bool = False) -> Leg:
-        make = partial(self._command, phase, ticket, overlap, self.record.starts())
-        leg = self._open(worker, phase, make)
+        make_command = partial(self._command, phase, ticket, overlap, self.record.starts())
+        leg = self._open(worker, phase, make_command)
         self._timeline.submitted(leg.key.attempt, time.perf_counter())
         return leg
 
@@ -317,17 +321,17 @@ class RequestRun:
         source = Source(prefill.kv_cache.engine_id, prefill.kv_cache.incarnation, leg.key)
         starts = self.record.starts()
 
-        def make(key: RequestKey) -> Prepare:
+        def make_command(key: RequestKey) -> Prepare:
             return Prepare(submit=self._command("decode", None, False, starts, key), source=source)
 
-        announced = self._open(worker, "decode", make)
+        announced = self._open(worker, "decode", make_command)
         self._timeline.prepared(announced.key.attempt, time.perf_counter())
 
-    def _open(self, worker: WorkerState, phase: Phase, make: Callable[[RequestKey], Submit | Prepare]) -> Leg:
+    def _open(self, worker: WorkerState, phase: Phase, make_command: Callable[[RequestKey], Submit | Prepare]) -> Leg:
         attempt, weight = self.record.open_leg(), self._weight(phase)
         note_sent(self._shared.fleet.workers, worker, self._prompt, phase)
         self._timeline.opened(attempt, worker.worker_id, worker.role, phase)
-        leg = self._shared.fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make)
+        leg = self._shared.fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make_command)
         self._legs.append(leg)
         return leg
 
@@ -355,10 +359,10 @@ class RequestRun:
             overlap=overlap,
         )
 
-    def _drain(self) -> tuple[list[Chunk], _LegFailed | None]:
+    def _drain(self) -> tuple[list[OutputChunk], _LegFailed | None]:
         """Handle what has arrived, at most so much that it takes a moment; what several messages say of one choice
-        becomes one Chunk."""
-        chunks: dict[int, Chunk] = {}
+        becomes one OutputChunk."""
+        chunks: dict[int, OutputChunk] = {}
         for _ in range(DRAINED_EVENTS):
             if not self._inbox or self.record.finished or self._inbox.num_taken_bytes >= DRAINED_BYTES:
                 break
@@ -373,7 +377,7 @@ class RequestRun:
                 return list(chunks.values()), failure
         return list(chunks.values()), None
 
-    def _handle(self, leg: Leg, event: LegEvent, chunks: dict[int, Chunk]) -> None:
+    def _handle(self, leg: Leg, event: LegEvent, chunks: dict[int, OutputChunk]) -> None:
         if isinstance(event, Delta):
             accepted = self.record.accept(event)
             if event.times is not None:
@@ -402,14 +406,14 @@ class RequestRun:
         count until the next batch is asked for."""
         return self._inbox.pass_on()
 
-    def _accept(self, leg: Leg, accepted: Accepted, chunks: dict[int, Chunk]) -> None:
+    def _accept(self, leg: Leg, accepted: Accepted, chunks: dict[int, OutputChunk]) -> None:
         self._clock.accepted(accepted.choice, len(accepted.token_ids))
         if accepted.finish_reason is not None:
             leg.pending.discard(accepted.choice)
         if self._show(accepted, chunks):
             self._stop_at_worker(leg, accepted.choice)
 
-    def _show(self, accepted: Accepted, chunks: dict[int, Chunk]) -> bool:
+    def _show(self, accepted: Accepted, chunks: dict[int, OutputChunk]) -> bool:
         """Turn new tokens into text. Whether a stop string ended the choice."""
         choice = accepted.choice
         text, stop, length = self._texts[choice].push(accepted.token_ids, accepted.finish_reason)
@@ -423,7 +427,7 @@ class RequestRun:
         if before is not None:
             text, tokens, logprobs = before.text + text, before.token_ids + tokens, before.logprobs + logprobs
         index = self._job.prompt * self._job.sampling.n + choice
-        chunks[choice] = Chunk(
+        chunks[choice] = OutputChunk(
             index, self._job.prompt, text, tokens, logprobs, record.finish_reason, record.stop_reason
         )
         return stop is not None
@@ -436,7 +440,7 @@ class RequestRun:
             self._shared.fleet.post(leg.worker, Cancel(key=leg.key, choices=(choice,)))
 
     def _is_prefill(self, leg: Leg) -> bool:
-        return self._plan is not None and leg.worker is self._plan.prefill
+        return self._assignment is not None and leg.worker is self._assignment.prefill
 
     def _hand_off(self, leg: Leg, ticket: Ticket) -> None:
         """P is done: the unfinished choices go to D. P's leg stays open until D has the blocks."""
@@ -446,8 +450,8 @@ class RequestRun:
             raise LegError("a hand-off before every choice's first token")
         leg.handed_off = True
         self._shared.fleet.unload(leg)
-        assert self._plan is not None
-        worker = self._decode_of(self._plan, leg)
+        assert self._assignment is not None
+        worker = self._decode_of(self._assignment, leg)
         prepared = next((leg for leg in self._legs if leg.prepared), None)
         if prepared is not None and prepared.worker is worker:
             self._timeline.submitted(prepared.key.attempt, time.perf_counter())
@@ -459,11 +463,11 @@ class RequestRun:
             self._submit(worker, "decode", ticket)
         self._await(None)
 
-    def _decode_of(self, plan: Plan, prefill_leg: Leg) -> WorkerState:
+    def _decode_of(self, assignment: Assignment, prefill_leg: Leg) -> WorkerState:
         """The planned D, though it leaves by now; or another one when it is gone or lost its connection."""
         workers = self._shared.fleet.workers
-        if plan.decode in workers and plan.decode.is_connected_to(prefill_leg.worker):
-            return plan.decode
+        if assignment.decode in workers and assignment.decode.is_connected_to(prefill_leg.worker):
+            return assignment.decode
         try:
             return self._shared.chooser.choose_decode(workers, self._demand(self._excluded), prefill_leg.worker)
         except NoWorker as error:
@@ -495,7 +499,7 @@ class RequestRun:
             raise RequestFailed("invalid", event.message)
         raise _LegFailed(leg.worker, event.kind, event.kind, event.message)
 
-    async def _recover(self, failure: _LegFailed, failures: int) -> list[Chunk]:
+    async def _recover(self, failure: _LegFailed, failures: int) -> list[OutputChunk]:
         """The next attempt, on other workers where there are some. Raises RequestFailed when it is not worth one
         more. Returns the ends of choices that no worker can go on with."""
         for leg in list(self._legs):
@@ -507,20 +511,20 @@ class RequestRun:
         self._timeline.failovers += 1
         self._clock.failed_over()
         self._excluded.add(failure.worker.worker_id)
-        ended: list[Chunk] = []
+        ended: list[OutputChunk] = []
         try:
-            plan = await self._choose_again(failure)
+            assignment = await self._choose_again(failure)
         except RequestFailed:
             ended = self._end_full()
             if not ended:
                 raise
             if self.record.finished:
                 return ended
-            plan = self._choose()
-        self._begin(plan)
+            assignment = self._choose()
+        self._begin(assignment)
         return ended
 
-    def _end_full(self) -> list[Chunk]:
+    def _end_full(self) -> list[OutputChunk]:
         """An open-ended choice may have as many tokens as its worker has room for. When that worker is lost and
         no other has more room than the choice has tokens, it has reached its length."""
         sampling, workers = self._job.sampling, self._shared.fleet.decode_workers
@@ -528,13 +532,13 @@ class RequestRun:
         if not self._job.open_ended or not limits:
             return []
         room = max(limits) - self._prompt.num_tokens
-        chunks: dict[int, Chunk] = {}
+        chunks: dict[int, OutputChunk] = {}
         for choice, record in enumerate(self.record.choices):
             if record.finish_reason is None and len(record.tokens) >= max(room, sampling.min_tokens, 1):
                 self._show(self.record.fill(choice), chunks)
         return list(chunks.values())
 
-    async def _choose_again(self, failure: _LegFailed) -> Plan:
+    async def _choose_again(self, failure: _LegFailed) -> Assignment:
         """Another worker; else the one that failed, if it lives; else whoever joins in time."""
         deadline = time.monotonic() + self._shared.resume_wait_s
         while True:

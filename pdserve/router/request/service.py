@@ -27,11 +27,11 @@ from pdserve.router.choosing.choose import Chooser, NoWorker
 from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet.fleet import Fleet
-from pdserve.router.held_bytes import PIECE_BYTES, Account, Held, size_of
+from pdserve.router.held_bytes import EVENT_BYTES, Account, Held, size_of
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.request.prompts import Lengths, Limits, Prompt, Prompts, context_length_error
 from pdserve.router.request.request_log import RequestLog
-from pdserve.router.request.request_run import Chunk, Dispatcher, Job, RequestRun
+from pdserve.router.request.request_run import Dispatcher, Job, OutputChunk, RequestRun
 from pdserve.router.request.slo import Goodput
 from pdserve.router.request.timeline import PromptTimeline
 from pdserve.text.stop import StopStrings
@@ -172,7 +172,7 @@ class Generation:
         for run in self._runs[start:end]:
             run.close()
 
-    def stream(self) -> AsyncGenerator[list[Chunk], None]:
+    def stream(self) -> AsyncGenerator[list[OutputChunk], None]:
         """Everything that became certain at one moment, until all choices are finished. Raises RequestFailed."""
         return self._runs[0].stream() if len(self._runs) == 1 else self._merged()
 
@@ -188,14 +188,14 @@ class Generation:
                     result.token_ids += chunk.token_ids
                     result.logprobs += chunk.logprobs
                     result.finish_reason, result.stop_reason = chunk.finish_reason, chunk.stop_reason
-                    self.hold(size_of(len(chunk.token_ids), chunk.logprobs) - PIECE_BYTES)
+                    self.hold(size_of(len(chunk.token_ids), chunk.logprobs) - EVENT_BYTES)
         for result, parts in zip(results, texts, strict=True):
             result.text = "".join(parts)
         return results
 
-    async def _merged(self) -> AsyncGenerator[list[Chunk], None]:
+    async def _merged(self) -> AsyncGenerator[list[OutputChunk], None]:
         """Batches go through a queue; what they hold counts until the reader asks for the next."""
-        queue: asyncio.Queue[tuple[list[Chunk], int] | Exception | None] = asyncio.Queue(MERGED_BATCHES)
+        queue: asyncio.Queue[tuple[list[OutputChunk], int] | Exception | None] = asyncio.Queue(MERGED_BATCHES)
 
         async def pump(run: RequestRun) -> None:
             try:
@@ -372,7 +372,7 @@ class Service:
 
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
-    ) -> AsyncGenerator[Chunk, None]:
+    ) -> AsyncGenerator[OutputChunk, None]:
         """Chunks of all choices as they become certain; options as in `admit`. Close the iterator to cancel."""
         with closing(await self.admit(prompts, sampling, **options)) as generation:
             async with aclosing(generation.stream()) as batches:

@@ -18,7 +18,7 @@ import msgspec
 from pdserve.background.pace import Pace
 from pdserve.protocol.events import TokenLogprob
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
-from pdserve.router.request.request_run import Chunk
+from pdserve.router.request.request_run import OutputChunk
 from pdserve.router.request.service import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
@@ -44,11 +44,11 @@ LOWEST_LOGPROB = -9999.0
 class Responder(Protocol):
     """How one endpoint writes its answers."""
 
-    def stream(self, chunk: Chunk) -> bytes:
+    def stream(self, chunk: OutputChunk) -> bytes:
         """The server-sent events that one chunk makes; empty when it shows nothing yet."""
         ...
 
-    async def prepare(self, chunk: Chunk) -> None:
+    async def prepare(self, chunk: OutputChunk) -> None:
         """Make what is long of the chunk's events, for `stream` to use. Needed only where `prepares`."""
         ...
 
@@ -59,16 +59,16 @@ class Responder(Protocol):
         """The event after the last chunk; empty when nobody asked for usage or timeline."""
         ...
 
-    async def whole(self, results: Sequence[ChoiceResult]) -> "Pieces":
+    async def whole(self, results: Sequence[ChoiceResult]) -> "JsonPieces":
         """The JSON of the whole answer."""
         ...
 
 
 SHARED_BYTES = 4096  # a longer piece may be the same object as others; shorter ones are joined
-JOINED_BYTES = 1 << 17
+JOINED_JSON_BYTES = 1 << 17
 
 
-class Pieces:
+class JsonPieces:
     """Long JSON, of which parts may repeat: what repeats is held once. Filled, then taken."""
 
     def __init__(self) -> None:
@@ -84,7 +84,7 @@ class Pieces:
             if len(piece) < SHARED_BYTES:
                 self._tail += piece
                 self.num_held += len(piece)
-                if len(self._tail) >= JOINED_BYTES:
+                if len(self._tail) >= JOINED_JSON_BYTES:
                     self._join()
             else:
                 self._join()
@@ -134,7 +134,7 @@ class _Base(ABC):
         self._head = {"id": generation.request_id, "object": kind, "created": int(time.time()), "model": model}
 
     @abstractmethod
-    def chunks(self, chunk: Chunk) -> Iterable[Json]:
+    def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
         """The stream events that one chunk makes; none when it shows nothing yet."""
 
     @property
@@ -146,7 +146,7 @@ class _Base(ABC):
     @abstractmethod
     def _returns_token_ids(self) -> bool: ...
 
-    def stream(self, chunk: Chunk) -> bytes:
+    def stream(self, chunk: OutputChunk) -> bytes:
         """As Responder says. A choice's events between its first and last are a frame, made once, around the text (and
         the token ids): nearly all events are such, and encoding the text alone takes a quarter of the time."""
         frame = self._frames.get(chunk.index)
@@ -160,9 +160,9 @@ class _Base(ABC):
             self._frames[chunk.index] = self._frame(chunk)
         return data
 
-    def _frame(self, chunk: Chunk) -> tuple[bytes, bytes | None, bytes]:
+    def _frame(self, chunk: OutputChunk) -> tuple[bytes, bytes | None, bytes]:
         """What surrounds the text, and the token ids where they are shown: the same bytes as without frames."""
-        *_, event = self.chunks(Chunk(chunk.index, chunk.prompt, _MARK, (_MARK_ID,), (), None, None))
+        *_, event = self.chunks(OutputChunk(chunk.index, chunk.prompt, _MARK, (_MARK_ID,), (), None, None))
         before, _, after = event_bytes(event).rpartition(json_bytes(_MARK))
         if not self._returns_token_ids:
             return before, None, after
@@ -182,7 +182,7 @@ class _Base(ABC):
     def prepares(self) -> bool:
         return False
 
-    async def prepare(self, chunk: Chunk) -> None:
+    async def prepare(self, chunk: OutputChunk) -> None:
         return None
 
     async def ending(self) -> bytes:
@@ -191,8 +191,8 @@ class _Base(ABC):
             extra = usage | await self._timeline(pace)
         return event_bytes(self._head | {"choices": []} | extra) if extra else b""
 
-    async def whole(self, results: Sequence[ChoiceResult]) -> Pieces:
-        pieces, hold = Pieces(), self._generation.hold
+    async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
+        pieces, hold = JsonPieces(), self._generation.hold
         hold(pieces.add([json_bytes(self._head)[:-1], b',"choices":[']))
         with self._generation.pacer.pace() as pace:
             for number, result in enumerate(results):
@@ -278,7 +278,7 @@ class CompletionResponder(_Base):
             usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
         return usage
 
-    def chunks(self, chunk: Chunk) -> Iterable[Json]:
+    def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
         first = chunk.index not in self._ends
         text: str | msgspec.Raw = self._shown(chunk.text)
         scores = _Scores(end=self._ends.get(chunk.index, 0))
@@ -297,11 +297,11 @@ class CompletionResponder(_Base):
     def prepares(self) -> bool:
         return bool(self._request.echo)
 
-    async def prepare(self, chunk: Chunk) -> None:
+    async def prepare(self, chunk: OutputChunk) -> None:
         """What an echo repeats for each choice is made once for a prompt."""
         if chunk.prompt in self._echoes:
             return
-        await self._generation.pacer.room()  # a call may have thousands of prompts
+        await self._generation.pacer.turn()  # a call may have thousands of prompts
         text = self._texts[chunk.prompt] if self._texts else None
         if text is None:
             ids = self._generation.prompts[chunk.prompt]
@@ -318,7 +318,7 @@ class CompletionResponder(_Base):
         self._echoes[chunk.prompt] = echo, scores
         self._generation.hold(len(echo) + scores.num_bytes)
 
-    async def whole(self, results: Sequence[ChoiceResult]) -> Pieces:
+    async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
         if self._request.echo:
             for result in results:
                 await self.prepare(_chunk_of(result, self._generation.n))
@@ -399,7 +399,7 @@ class ChatResponder(_Base):
     def _returns_token_ids(self) -> bool:
         return bool(self._request.return_token_ids)
 
-    def chunks(self, chunk: Chunk) -> Iterable[Json]:
+    def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
         if chunk.index not in self._begun:
             self._begun.add(chunk.index)
             yield self._first(chunk.index)
@@ -483,8 +483,8 @@ class _Scores:
         }
 
 
-def _chunk_of(result: ChoiceResult, n: int) -> Chunk:
-    return Chunk(result.index, result.index // n, "", (), (), None, None)
+def _chunk_of(result: ChoiceResult, n: int) -> OutputChunk:
+    return OutputChunk(result.index, result.index // n, "", (), (), None, None)
 
 
 async def _encoded(items: Iterable[Any], pace: Pace) -> bytes:

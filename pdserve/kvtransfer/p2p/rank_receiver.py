@@ -1,7 +1,7 @@
 """One rank's receiver over a TransferAgent: finds the link of a pull, collects the links' events, counts them.
 
 Knows which incarnation of each engine is the living one. What happens on a link is `peer_link.py`; letters, and what an
-engine's ranks make of a pull together, are `rank_receivers.py`, the only caller. Made by `build.py`; no call waits for
+engine's ranks make of a pull together, are `engine_receiver.py`, the only caller. Made by `build.py`; no call waits for
 a transfer.
 """
 

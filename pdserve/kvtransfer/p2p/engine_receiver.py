@@ -14,7 +14,7 @@ import msgspec
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, ReceiverEvent
 from pdserve.kvtransfer.p2p.letters import Done, Follow, Notice, Part, Party, Rejected, Renew
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
-from pdserve.kvtransfer.p2p.receiver import RankReceiver
+from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, Source, Ticket
 from pdserve.protocol.request_key import RequestKey
@@ -46,7 +46,7 @@ class _Followed:
     num_tokens: int
 
 
-class GroupReceiver:
+class EngineReceiver:
     """See `connector.KVReceiver`; an engine without tensor parallelism has one rank."""
 
     def __init__(self, rank: RankReceiver, mailbox: Mailbox) -> None:
