@@ -29,6 +29,7 @@ from torch import Tensor
 from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig, RouterConfig, TransferConfig
+from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.model_runner import StepOutput
 from pdserve.engine.scheduling.sequence import Sequence as EngineSequence
@@ -102,7 +103,7 @@ class PacedWorker(threading.Thread):
     def __init__(self, worker_id: str, num_kv_blocks: int) -> None:
         super().__init__(daemon=True)
         self.worker_id = worker_id
-        self.engine = Engine(
+        self.engine = build_engine(
             ModelConfig(path=str(DEMO), load_format="dummy"), EngineConfig(device="cpu", num_kv_blocks=num_kv_blocks)
         )
         self.engine.runner = PacedRunner(self.engine)  # type: ignore[assignment]

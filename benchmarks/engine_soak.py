@@ -23,6 +23,7 @@ from tqdm import tqdm
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, PromptScored
@@ -217,7 +218,7 @@ def main() -> None:
     except (ValueError, OSError) as error:
         parser.error(str(error))
     model = ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format)
-    engine = Engine(model, config)
+    engine = build_engine(model, config)
     soak = Soak(engine, options.concurrency, options.longest, options.seed)
     windows: list[Json] = []
     seconds = options.minutes * 60 / options.windows

@@ -30,6 +30,7 @@ from benchmarks.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_fl
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta
@@ -233,7 +234,7 @@ def run(options: argparse.Namespace) -> None:
     if min([*options.decode, *options.prefill, options.context, options.steps]) < 1:
         raise ValueError("--decode, --context, --prefill and --steps must be at least 1")
     model = ModelConfig(path=options.model, load_format=options.load_format, dtype=options.dtype)
-    engine = Engine(model, EngineConfig(**engine_fields(options)))
+    engine = build_engine(model, EngineConfig(**engine_fields(options)))
     if max(options.decode, default=0) > engine.config.max_num_seqs:
         raise ValueError(f"--decode {max(options.decode)} is more than --max-num-seqs {engine.config.max_num_seqs}")
     profiler = Profiler(engine, Ceilings(options.read_ceiling * 1e12, options.flop_ceiling * 1e12), options.steps)

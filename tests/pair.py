@@ -16,6 +16,7 @@ from waiting import until
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
 from pdserve.decode.decode_phase import DecodePhase
+from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.build import build_connector
@@ -65,7 +66,7 @@ class Worker:
         self.loop.turn()
 
     def make_engine(self, model: Path, **engine: object) -> Engine:
-        return Engine(ModelConfig(path=str(model)), EngineConfig(**engine))
+        return build_engine(ModelConfig(path=str(model)), EngineConfig(**engine))
 
     def memory(self) -> KVCacheMemory:
         engine = self.engine

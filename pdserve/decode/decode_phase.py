@@ -22,7 +22,8 @@ import time
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
-from pdserve.engine.engine import Engine, Reservation
+from pdserve.engine.engine import Engine
+from pdserve.engine.reservations import Reservation
 from pdserve.engine.scheduling.sequence import ComputeHere, Request
 from pdserve.kvtransfer.connector import KVReceiver, PullDone, PullFailed, PullSettled
 from pdserve.protocol.commands import Prepare, Start, Submit

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from tqdm import tqdm
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
-from pdserve.engine.engine import Engine
+from pdserve.engine.build import build_engine
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
@@ -97,7 +97,7 @@ class LLM:
         self._default_sampling = SamplingParams.from_defaults(defaults)
         if defaults:
             logger.info("sampling parameters by default, of generation_config.json: %s", described(defaults))
-        self.engine = Engine(config, EngineConfig(**engine))
+        self.engine = build_engine(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
         self._seeds = random.Random(seed)

@@ -1,18 +1,14 @@
 """Runs a few made-up requests through a new engine, so that no user's request pays for compiling a kernel.
 
 They use the null prompt (token 0), every sampling feature, a full step and a fork, and leave nothing behind: no cached
-block, no count. Knows the engine from outside only. Called once by the engine on CUDA.
+block, no count. Knows the engine from outside only. Called once by `engine.build` on CUDA.
 """
 
-from typing import TYPE_CHECKING
-
+from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.protocol.start_progress import Report
-
-if TYPE_CHECKING:
-    from pdserve.engine.engine import Engine
 
 MIXED = SamplingParams(
     n=2, temperature=0.8, top_k=20, min_tokens=2, stop_token_ids=[0], prompt_logprobs=1, seed=0, max_tokens=4
@@ -20,7 +16,7 @@ MIXED = SamplingParams(
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 
-def warm_up(engine: "Engine", report: Report) -> None:
+def warm_up(engine: Engine, report: Report) -> None:
     """Blocks until the device has done it. Call before the first request. report: is called after each part."""
     caching, engine.blocks.enable_caching = engine.blocks.enable_caching, False
     room = engine.max_request_tokens - 4
@@ -37,7 +33,7 @@ def warm_up(engine: "Engine", report: Report) -> None:
     engine.scheduler.admitted.clear()
 
 
-def _run(engine: "Engine", length: int, sampling: SamplingParams) -> None:
+def _run(engine: Engine, length: int, sampling: SamplingParams) -> None:
     key = RequestKey("warm-up", 0, str(length))
     starts = tuple(Start(choice) for choice in range(min(sampling.n, engine.config.max_num_seqs)))
     request = engine.make_request(

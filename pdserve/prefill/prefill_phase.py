@@ -11,8 +11,9 @@ thread.
 
 from collections import OrderedDict
 
-from pdserve.engine.engine import Engine, HeldPrompt, StepResult
+from pdserve.engine.engine import Engine
 from pdserve.engine.scheduling.sequence import ComputeHere
+from pdserve.engine.step_result import HeldPrompt, StepResult
 from pdserve.kvtransfer.connector import KVSender
 from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Event, Handoff

@@ -16,7 +16,7 @@ import torch
 import zmq
 
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.engine import Engine
+from pdserve.engine.build import build_engine
 from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, KVReceiver, KVSender
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
@@ -61,7 +61,7 @@ class EngineHost:
         pool_config = self._config.transfer.pool
         if pool_config.mode == "start":
             self._pool_server = SharedServer(pool_config)
-        engine = Engine(self._config.model, self._config.engine, self.progress)
+        engine = build_engine(self._config.model, self._config.engine, self.progress)
         if engine.device.type == "cpu":
             torch.set_num_threads(1)
         metrics = WorkerMetrics(engine)

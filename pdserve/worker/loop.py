@@ -18,7 +18,8 @@ import msgspec
 
 from pdserve.configs.schema import TransferConfig
 from pdserve.decode.decode_phase import DecodePhase
-from pdserve.engine.engine import Engine, StepResult
+from pdserve.engine.engine import Engine
+from pdserve.engine.step_result import StepResult
 from pdserve.kvtransfer.connector import KVPool, KVReceiver, KVSender
 from pdserve.prefill.prefill_phase import PrefillPhase
 from pdserve.protocol.codec import PROTOCOL_VERSION

@@ -16,8 +16,10 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.engine.engine import Engine, FinishedRows, Reservation, StepResult
+from pdserve.engine.engine import Engine
+from pdserve.engine.reservations import Reservation
 from pdserve.engine.scheduling.sequence import Request
+from pdserve.engine.step_result import FinishedRows, StepResult
 from pdserve.kvtransfer.connector import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Arrived, Event
@@ -59,7 +61,7 @@ class PoolPhase:
         self._quarantined: dict[int, list[int]] = {}
         self._known: OrderedDict[bytes, None] = OrderedDict()
         self._op_ids = itertools.count()
-        engine.keeps_finished_rows = True
+        engine.keep_finished_rows()
 
     def compute(self, request: Request, starts: tuple[Start, ...]) -> None:
         """Give the request to the engine, with what the pool has of its prompt."""

@@ -11,7 +11,7 @@ from benchmarks.device_trace import Kernel, Trace, busy_us, parts_of, read_trace
 from benchmarks.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
 from benchmarks.step_profile import Measured, Profiler, table
 from pdserve.configs.schema import EngineConfig, ModelConfig
-from pdserve.engine.engine import Engine
+from pdserve.engine.build import build_engine
 from pdserve.models.config import read_spec
 
 LLAMA = read_spec(str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"), "dummy")
@@ -166,7 +166,7 @@ class WithoutDevice(Profiler):
 
 
 def test_scenarios_drive_the_engine(tiny_llama: Path) -> None:
-    engine = Engine(ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", max_num_batched_tokens=64))
+    engine = build_engine(ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", max_num_batched_tokens=64))
     profiler = WithoutDevice(engine, H200, num_steps=3)
     rows = [measured.row() for measured in [profiler.prefill(100), *profiler.decode([1, 4], 40)]]
     assert [row["scenario"] for row in rows] == ["prefill 100", "decode 4 x 40", "decode 1 x 40"]

@@ -19,13 +19,15 @@ import torch
 from torch import Tensor
 
 from pdserve.configs.schema import EngineConfig, ModelConfig
-from pdserve.engine.engine import Engine, StepResult
+from pdserve.engine.build import build_engine
+from pdserve.engine.engine import Engine
 from pdserve.engine.execution.model_runner import StepOutput
 from pdserve.engine.execution.step_inputs import table_changes
 from pdserve.engine.sampling.sample_rows import SampleRow
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.step_result import StepResult
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, PromptScored, TokenLogprob
 from pdserve.protocol.request_key import RequestKey
@@ -36,7 +38,7 @@ _names = itertools.count()
 
 def make_engine(folder: Path | str, **config: Any) -> Engine:
     values = {"device": "cpu", "num_kv_blocks": 64, **config}
-    return Engine(ModelConfig(path=str(folder)), EngineConfig(**values))
+    return build_engine(ModelConfig(path=str(folder)), EngineConfig(**values))
 
 
 def paper_engine(folder: Path | str, **config: Any) -> Engine:

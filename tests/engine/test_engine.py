@@ -8,8 +8,8 @@ import pytest
 import torch
 from engine.harness import Driver, alone, make_engine, paper_engine, paper_of, submit_of
 
-from pdserve.engine import engine as engine_module
-from pdserve.engine.engine import _sample_row
+from pdserve.engine import collect
+from pdserve.engine.dispatch import sample_row
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.protocol import block_digests
 from pdserve.protocol.commands import Start
@@ -204,7 +204,7 @@ def test_forced_tokens_across_block_borders(tiny_llama: Path, num_forced: int) -
 
 
 def test_long_prompt_logprobs_come_in_several_events(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_module, "SCORES_PER_EVENT", 48)
+    monkeypatch.setattr(collect, "SCORES_PER_EVENT", 48)
     driver = Driver(make_engine(tiny_llama))
     key = driver.add(prompt_of(40), SamplingParams(temperature=0, seed=0, max_tokens=2, prompt_logprobs=2))
     driver.run()
@@ -284,7 +284,7 @@ def test_blocks_are_copied_with_contiguous_ids(tiny_llama: Path, monkeypatch: py
 def test_a_row_to_sample_copies_no_tokens(tiny_llama: Path) -> None:
     """Else every step would cost more the longer its sequences are."""
     seq = Sequence(make_engine(tiny_llama).make_request(submit_of([1, 2, 3], GREEDY)), 0, [1] * 103)
-    row = _sample_row(seq)
+    row = sample_row(seq)
     assert row.token_ids is seq.token_ids and row.position == 100
 
 

@@ -104,7 +104,7 @@ def dispatch(driver: Driver) -> Any:
     torch.cuda.set_sync_debug_mode("error")
     try:
         began = time.perf_counter()
-        step = engine._dispatch(plan, began)
+        step = engine._dispatcher.dispatch(plan, began)
         assert time.perf_counter() - began < 0.2
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -71,7 +71,7 @@ def assert_empty(llm: LLM) -> None:
     engine = llm.engine
     engine.check_integrity()
     assert not engine.has_work and engine.blocks.num_free == engine.blocks.num_usable
-    assert not engine._requests and not engine._held and not engine._in_flight
+    assert engine.is_at_rest
 
 
 def assert_as_new(llm: LLM, expected: list[list[int]]) -> None:
@@ -122,13 +122,13 @@ def interrupt() -> None:
 PLACES = {
     "planning": lambda engine: (engine.scheduler, "schedule"),
     "blocks": lambda engine: (engine.blocks, "allocate"),
-    "dispatch": lambda engine: (engine, "_dispatch"),
-    "advance": lambda engine: (engine, "_advance"),
+    "dispatch": lambda engine: (engine._dispatcher, "dispatch"),
+    "advance": lambda engine: (engine._dispatcher, "_advance"),
     "execute": lambda engine: (engine.runner, "execute"),
     "sample": lambda engine: (engine.sampler, "sample"),
     "feed back": lambda engine: (engine.runner, "feed_back"),
-    "collect": lambda engine: (engine, "_collect"),
-    "accept": lambda engine: (engine, "_accept"),
+    "collect": lambda engine: (engine._collector, "collect"),
+    "accept": lambda engine: (engine._collector, "_accept"),
     "add": lambda engine: (engine, "add"),
     "step": lambda engine: (engine, "step"),
 }

@@ -14,7 +14,7 @@ import torch
 from engine.harness import logprob_of
 from tiny_models import FAMILIES, make_tiny
 
-from pdserve.engine import build as parts
+from pdserve.engine import components
 from pdserve.engine.execution import model_runner
 from pdserve.engine.execution.attention import AttentionBatch
 from pdserve.engine.execution.model_runner import ModelRunner
@@ -218,8 +218,8 @@ def test_a_wrong_rope_theta_shows(folder_of: Callable[[str], Path], monkeypatch:
         spec = engine_read_spec(*args)
         return spec.model_copy(update={"rope": spec.rope.model_copy(update={"theta": 10500.0})})
 
-    engine_read_spec = parts.read_spec
-    monkeypatch.setattr(parts, "read_spec", wrong)
+    engine_read_spec = components.read_spec
+    monkeypatch.setattr(components, "read_spec", wrong)
     assert tokens(generate(make_llm(folder))) != expected(folder)
 
 

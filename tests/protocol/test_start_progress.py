@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from pdserve.configs.schema import EngineConfig, ModelConfig, PoolConfig, StartConfig, TransferConfig, WorkerConfig
-from pdserve.engine.engine import Engine
+from pdserve.engine.build import build_engine
 from pdserve.protocol.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
 from pdserve.worker.host import EngineHost
 
@@ -32,7 +32,7 @@ class Recorded(StartProgress):
 def test_an_engine_says_where_its_start_is(tiny_llama: Path, load_format: Any) -> None:
     progress = Recorded()
     model = ModelConfig(path=str(tiny_llama), load_format=load_format)
-    Engine(model, EngineConfig(device="cpu", num_kv_blocks=8), progress)
+    build_engine(model, EngineConfig(device="cpu", num_kv_blocks=8), progress)
     stages = list(dict.fromkeys(now.stage for now in progress.seen))
     assert stages == ["config", "device", "weights", "kv_memory"]
     weights = [now for now in progress.seen if now.stage == "weights" and now.total]

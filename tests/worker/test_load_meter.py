@@ -7,7 +7,7 @@ import pytest
 from clock import Clock
 from pair import ROUTER, SESSION, Pair, deltas, prompt_of, submit
 
-from pdserve.engine.engine import StepResult
+from pdserve.engine.step_result import StepResult
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.load_meter import LoadMeter

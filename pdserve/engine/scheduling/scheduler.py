@@ -118,6 +118,17 @@ class Scheduler:
             self._break_hold_and_wait()
         return plan
 
+    def commit_full_blocks(self, seq: Sequence) -> None:
+        """Make the full blocks whose tokens are known findable. Their rows may be in flight: whoever reads them by a
+        later step reads behind the write, and nothing is published before its step is complete.
+        """
+        full = min(seq.num_computed, len(seq.token_ids)) // self.hasher.block_size
+        if full > seq.num_committed:
+            hashes = seq.hashes(self.hasher)
+            for index in range(seq.num_committed, full):
+                self.blocks.commit(seq.block_table[index], hashes[index])
+            seq.num_committed = full
+
     def check_integrity(self) -> None:
         """AssertionError when a queue holds a sequence in the wrong state."""
         assert all(s.status is Status.RUNNING for s in self.running)

@@ -64,6 +64,12 @@ class Request:
         self.content, self._prompt_hashes = earlier.content, earlier._prompt_hashes
         return True
 
+    def content_digest(self, hasher: BlockHasher) -> bytes:
+        """Digest of the prompt and its salt: what a hand-off ticket's rows hold. Computed once."""
+        if self.content is None:
+            self.content = hasher.content(self.prompt_token_ids, self.cache_salt)
+        return self.content
+
     def prompt_hashes(self, hasher: BlockHasher) -> list[bytes]:
         """Digests of the prompt's full blocks, computed once for all choices and all attempts to find blocks."""
         hasher.extend(self._prompt_hashes, self.prompt_token_ids, self.cache_salt)

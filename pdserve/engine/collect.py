@@ -1,0 +1,146 @@
+"""Completes a step: waits for its end and does all that needs the tokens' values.
+
+Appends tokens, emits events, ends sequences, and keeps what others will read: held prompts until they are released.
+Knows no device beyond a step's fences. Called by the engine, once a step.
+"""
+
+import time
+
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.engine.dispatch import StepInFlight
+from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.engine.requests import Requests
+from pdserve.engine.sampling.sampled_tokens import Sampled
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling.sequence import Request, Sequence, Status
+from pdserve.engine.step_result import EngineStats, FinishedRows, HeldPrompt, StepResult, WrittenPrompt
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.events import Delta, PromptScored
+from pdserve.protocol.request_key import FinishReason, RequestKey
+
+SCORES_PER_EVENT = 1 << 14  # log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms
+
+
+class StepCollector:
+    """held: prompts whose blocks stay owned until `release_held`. keeps_finished_rows: whether the full blocks of
+    sequences that end are given to the caller (`StepResult.finished`)."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        hasher: BlockHasher,
+        layout: KVLayout,
+        scheduler: Scheduler,
+        requests: Requests,
+        stats: EngineStats,
+    ) -> None:
+        self._blocks, self._hasher, self._layout = blocks, hasher, layout
+        self._scheduler, self._requests, self._stats = scheduler, requests, stats
+        self.held: dict[RequestKey, HeldPrompt] = {}
+        self.keeps_finished_rows = False
+
+    def collect(self, step: StepInFlight) -> StepResult:
+        """Wait for the step's end, and do all that needs the tokens' values."""
+        step.ended.wait()
+        ended_at = time.time()
+        began = time.perf_counter()
+        self._blocks.end_step()
+        seconds = step.ended.seconds_since(step.began)
+        result = StepResult(
+            num_rows=step.num_rows, num_sequences=step.num_sequences, device_seconds=seconds, ended_at=ended_at
+        )
+        result.written = [self._written(seq, rows) for seq, rows in step.written_rows if seq.status is Status.RUNNING]
+        for request, scored in step.scored:
+            request.prompt_logprobs += scored.fetch()
+        tokens = iter(step.sampled.fetch() if step.sampled is not None else ())
+        for members in step.siblings:
+            self._accept(members, [next(tokens) for _ in members], result)
+        result.host_seconds = step.host_seconds + time.perf_counter() - began
+        return result
+
+    def release_held(self, key: RequestKey) -> None:
+        """Free the blocks of a held prompt; idempotent."""
+        held = self.held.pop(key, None)
+        if held is not None:
+            self._blocks.release(held.block_ids)
+
+    def _written(self, seq: Sequence, num_rows: int) -> WrittenPrompt:
+        """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight too."""
+        blocks = tuple(seq.block_table[: num_rows // self._layout.block_size])
+        return WrittenPrompt(seq.request.key, blocks, seq.request.content_digest(self._hasher))
+
+    def _accept(self, members: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
+        """Append the tokens of a sequence and of the choices that forked off it in this step; emit their events. What
+        was sampled for one that has ended meanwhile is dropped.
+        """
+        live = [(seq, token) for seq, token in zip(members, sampled, strict=True) if seq.status is not Status.FINISHED]
+        if not live:
+            return
+        request = live[0][0].request
+        self._report_prompt(request, result)
+        reasons = [self._append(seq, token, result) for seq, token in live]
+        if request.prefill_only and not all(reasons):
+            self._hold(live[0][0], result)
+        for (seq, _), reason in zip(live, reasons, strict=True):
+            if reason or request.prefill_only:
+                self._scheduler.commit_full_blocks(seq)
+                self._keep_rows(seq, result)
+                self._requests.finish(seq)
+
+    def _keep_rows(self, seq: Sequence, result: StepResult) -> None:
+        """The last token has no row."""
+        full = (len(seq.token_ids) - 1) // self._layout.block_size
+        if not self.keeps_finished_rows or not full:
+            return
+        blocks, hashes = tuple(seq.block_table[:full]), tuple(seq.hashes(self._hasher)[:full])
+        self._blocks.acquire(blocks)
+        tokens = tuple(seq.token_ids[: full * self._layout.block_size])
+        result.finished.append(FinishedRows(tokens, seq.request.cache_salt, blocks, hashes))
+
+    def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
+        request, token = seq.request, sampled.token_id
+        position = seq.num_generated
+        seq.token_ids.append(token)
+        seq.num_pending -= 1
+        self._stats.generation_tokens += 1
+        reason = seq.finish_reason_after(token)
+        stopped_by = token if reason == "stop" and token in request.sampling.stop_token_ids else None
+        logprobs = (sampled.logprob,) if sampled.logprob is not None else None
+        delta = Delta(
+            request.key.request_id,
+            request.key.attempt,
+            seq.choice,
+            position,
+            (token,),
+            reason,
+            stopped_by,
+            logprobs,
+        )
+        result.events.append((request.key, delta))
+        return reason
+
+    def _hold(self, seq: Sequence, result: StepResult) -> None:
+        request = seq.request
+        count = self._layout.num_blocks_for(request.num_prompt_tokens)
+        blocks = tuple(seq.block_table[:count])
+        held = HeldPrompt(request.key, blocks, request.num_prompt_tokens, request.content_digest(self._hasher))
+        self._blocks.acquire(held.block_ids)
+        self.held[request.key] = held
+        result.held.append(held)
+
+    def _report_prompt(self, request: Request, result: StepResult) -> None:
+        if request.prompt_reported:
+            return
+        scored = request.prompt_logprobs if request.wants_prompt_logprobs else []
+        request.prompt_reported = True
+        step = max(1, SCORES_PER_EVENT // (1 + (request.sampling.prompt_logprobs or 0)))  # positions
+        for start in range(0, max(len(scored), 1), step):
+            event = PromptScored(
+                request_id=request.key.request_id,
+                attempt=request.key.attempt,
+                cached_tokens=request.cached_tokens,
+                start=start,
+                logprobs=tuple(scored[start : start + step]) if scored else None,
+                final=start + step >= len(scored),
+            )
+            result.events.append((request.key, event))

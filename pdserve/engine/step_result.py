@@ -1,0 +1,74 @@
+"""What a completed step hands out: events, and prompts and rows whose blocks are ready for others.
+
+Plain data. Made by `engine.collect`; the worker loop and the phases read it.
+"""
+
+from dataclasses import dataclass, field
+
+from pdserve.protocol.events import Event
+from pdserve.protocol.request_key import RequestKey
+
+
+@dataclass(frozen=True)
+class HeldPrompt:
+    """The blocks of a finished prefill-only request; they stay owned until `Engine.release_held(key)`."""
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    num_tokens: int
+    content: bytes
+
+
+@dataclass(frozen=True)
+class WrittenPrompt:
+    """How far a prompt that will be handed over is written on the device: all rows of these blocks, from its first
+    on. content: see HeldPrompt.
+    """
+
+    key: RequestKey
+    block_ids: tuple[int, ...]
+    content: bytes
+
+
+@dataclass(frozen=True)
+class FinishedRows:
+    """The full blocks of a sequence that has ended, with the tokens that they hold rows of and their digests; whoever
+    asked for them (`Engine.keeps_finished_rows`) releases the blocks.
+    """
+
+    token_ids: tuple[int, ...]
+    cache_salt: str
+    block_ids: tuple[int, ...]
+    hashes: tuple[bytes, ...]
+
+
+@dataclass
+class StepResult:
+    """What a step did that is now complete. The held prompts may be published at once, and the blocks of those written
+    in part.
+
+    num_sequences: it computed rows of. device_seconds: it took the device (0 on CPU, where all time is the host's).
+    host_seconds: this thread worked for it. ended_at: seconds since the epoch when its end was known.
+    """
+
+    events: list[tuple[RequestKey, Event]] = field(default_factory=list)
+    held: list[HeldPrompt] = field(default_factory=list)
+    written: list[WrittenPrompt] = field(default_factory=list)
+    finished: list[FinishedRows] = field(default_factory=list)
+    num_rows: int = 0
+    num_sequences: int = 0
+    device_seconds: float = 0.0
+    host_seconds: float = 0.0
+    ended_at: float = 0.0
+
+
+@dataclass
+class EngineStats:
+    """Running totals since start."""
+
+    num_steps: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+
+    def clear(self) -> None:
+        self.num_steps = self.prompt_tokens = self.generation_tokens = 0
