@@ -28,7 +28,9 @@ from torch import Tensor
 
 from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
-from pdserve.configs.schema import EngineConfig, ModelConfig, RouterConfig, TransferConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.router import RouterConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.model_runner import StepOutput

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.record import Json, append, check_writable, circumstances
-from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Start, Submit

@@ -20,7 +20,7 @@ import torch
 from benchmarks.choosing import DEMO, FIRST_TOKEN, NUM_TOKENS, VOCAB, Arrival, PacedWorker
 from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
-from pdserve.configs.schema import RouterConfig, SloConfig
+from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet.fleet import Fleet

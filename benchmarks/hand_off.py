@@ -37,7 +37,9 @@ from benchmarks.hand_off_steps import measure_steps
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.option_values import SEED, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
-from pdserve.configs.schema import EngineConfig, ModelConfig, Role, TransferConfig, WorkerConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.schema import Role, WorkerConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.protocol.events import Arrived
 from pdserve.protocol.sampling_params import SamplingParams
 

@@ -24,7 +24,7 @@ import torch
 from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolFound, PoolStored, unchanged
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from benchmarks.paced_engine import PacedEngine
 from benchmarks.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, git_commit
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.protocol.commands import Command
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.http.app import build_app

@@ -60,7 +60,7 @@ from pdserve.background.garbage import GarbageCollector
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.cluster.deployments.http_server import Address, HttpServer
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.http.app import build_app
 from pdserve.text.tokenizer import Tokenizer

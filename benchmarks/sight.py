@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ray.util.metrics import Gauge
 
 from benchmarks.yardstick import bare_us_per_token
-from pdserve.configs.schema import LogConfig
+from pdserve.configs.router import LogConfig
 from pdserve.protocol.events import LegTimes
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics

@@ -29,7 +29,7 @@ from benchmarks.device_trace import Trace, busy_us, parts_of, read_trace, span_u
 from benchmarks.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.record import Json, append, check_writable, circumstances
-from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Start, Submit

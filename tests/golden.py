@@ -144,7 +144,7 @@ async def _clusters(cases: list[Case]) -> None:
     from streams import drafted, mid_stream, prompts
     from waiting import until_async
 
-    from pdserve.configs.schema import RouterConfig
+    from pdserve.configs.router import RouterConfig
     from pdserve.text.tokenizer import Tokenizer
 
     decode = Tokenizer.load(DEMO).decode
@@ -192,7 +192,7 @@ async def _http(cases: list[Case]) -> None:
     from router.harness import MODEL, Harness
     from served import MODEL as THEIR_MODEL
 
-    from pdserve.configs.schema import RouterConfig
+    from pdserve.configs.router import RouterConfig
     from pdserve.text.tokenizer import Tokenizer
 
     harness = await Harness(Tokenizer.load(DEMO), RouterConfig(), 1, 1, 60.0).start()

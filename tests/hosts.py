@@ -17,7 +17,9 @@ from pathlib import Path
 from processes import die_with_parent
 from shell import run_shell
 
-from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig, WorkerConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.schema import WorkerConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.protocol.commands import Command
 from pdserve.router.fleet.link import WorkerLost
 from pdserve.worker.engine_client import EngineClient, EngineGone

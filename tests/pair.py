@@ -14,7 +14,8 @@ from typing import Any
 
 from waiting import until
 
-from pdserve.configs.schema import EngineConfig, ModelConfig, TransferConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine

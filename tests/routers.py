@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.http.app import build_app
 from pdserve.router.request.service import Service

@@ -15,7 +15,7 @@ from shell import ShellLink
 from waiting import until_async
 
 from pdserve.cluster.deployments.http_server import Address, HttpServer
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
 from pdserve.router.http.app import build_app

@@ -15,7 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from served import DEMO, MODEL, cluster
 
 from pdserve.cluster.cli import main
-from pdserve.cluster.operate.dashboard import ROWS, Query, dashboard, place, queries
+from pdserve.cluster.operate.dashboard import dashboard, place, queries
+from pdserve.cluster.operate.dashboard_panels import Query
+from pdserve.cluster.operate.dashboard_rows import ROWS
 
 # Only with a pool; its metrics are held against the tested table of docs/metrics.md.
 NOT_LIVE = "pdserve_kv_pool_"

@@ -12,7 +12,7 @@ from served import DEMO, Cluster, blocks_in_use, cluster
 from streams import drafted, prompts
 from waiting import Condition, until_async
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.router.admin import Admin
 from pdserve.router.fleet.worker_state import WorkerState
 from pdserve.text.tokenizer import Tokenizer

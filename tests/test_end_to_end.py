@@ -18,7 +18,7 @@ from processes import freeze
 from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 
 from demo.recall import recall_prompts
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.router.request.timeline import PromptTimeline
 

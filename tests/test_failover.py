@@ -21,7 +21,7 @@ from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 from streams import Ask, check, drafted, mid_stream, prompts
 from waiting import Condition, until_async
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.router.fleet.worker_state import Leg, WorkerState
 from pdserve.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from engine.harness import make_engine
 from metrics_table import Row, written
 from prometheus_client import CollectorRegistry
 
-from pdserve.configs.schema import RouterConfig, SloConfig
+from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.kvtransfer.metrics import PoolMetrics, TransferMetrics
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.request.service import Service

@@ -15,7 +15,7 @@ import pytest
 from hosts import Host, hosts
 from served import DEMO, Cluster, cluster
 
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 

@@ -35,7 +35,8 @@ from served import DEMO, MODEL
 from tqdm import tqdm
 from victims import LONGEST_FREEZE_S, Chaos, PoolVictim, RouterVictim, Victim, WorkerVictim
 
-from pdserve.configs.schema import PoolConfig, RouterConfig
+from pdserve.configs.router import RouterConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM, SamplingParams
 
 SEED = int(os.environ.get("PDSERVE_SOAK_SEED", "1"))

@@ -13,7 +13,7 @@ from typing import Protocol
 from hosts import Host
 from routers import RouterProcess
 
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 LONGEST_FREEZE_S = 6.0

@@ -23,7 +23,7 @@ from pdserve.bench.load import BUSY_CLIENT, LoadConfig, LoadResult, run_load
 from pdserve.bench.option_values import POSITIVE, SEED, integer, shown
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.bench.workload import Lengths, Shape
-from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
 
 DEFAULT_MODEL = "demo/pdserve-demo"
 

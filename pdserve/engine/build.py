@@ -3,7 +3,7 @@
 Knows no requests but the warm-up's. Called by `LLM` and by the worker's host.
 """
 
-from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.components import make_components
 from pdserve.engine.engine import Engine
 from pdserve.engine.warm_up import warm_up

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import torch
 
+from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.cpu_memory import keep_freed_memory

@@ -14,7 +14,7 @@ from typing import Any, TypedDict
 
 from tqdm import tqdm
 
-from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.models.checkpoint import resolve_folder

@@ -10,7 +10,7 @@ import msgspec
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve.configs.schema import PoolConfig, TransferConfig
+from pdserve.configs.transfer import PoolConfig, TransferConfig
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.connection import OwnKVCache

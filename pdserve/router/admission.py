@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
-from pdserve.configs.schema import SloConfig
+from pdserve.configs.router import SloConfig
 from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError
 from pdserve.router.times import rounded

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.engine import Engine
 from pdserve.engine.step_result import StepResult

@@ -20,7 +20,8 @@ from waiting import until
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.deployments.http_server import Address
 from pdserve.cluster.deployments.logs import log_to_stderr, serve_logging
-from pdserve.configs.schema import ClusterConfig, LogConfig
+from pdserve.configs.router import LogConfig
+from pdserve.configs.schema import ClusterConfig
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "logs"

@@ -1,24 +1,17 @@
 """The configuration tree: surface and defaults are frozen here, unknown keys name the nearest, nothing can be set."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from pdserve.configs import schema
-from pdserve.configs.schema import (
-    AutoscalingConfig,
-    ClusterConfig,
-    Config,
-    DeploymentConfig,
-    EngineConfig,
-    ModelConfig,
-    PoolConfig,
-    RouterConfig,
-    TransferConfig,
-    WorkerConfig,
-)
+from pdserve.configs.base import Config
+from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
+from pdserve.configs.router import RouterConfig
+from pdserve.configs.schema import AutoscalingConfig, ClusterConfig, DeploymentConfig, WorkerConfig
+from pdserve.configs.transfer import PoolConfig, TransferConfig
 
 SURFACE: dict[type[Config], dict[str, Any]] = {
     ModelConfig: {
@@ -61,8 +54,16 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "sequences": None,
     },
 }
-NOT_WRITTEN = (Config, schema.ResolvedEngineConfig)  # by users
-ALL = [c for c in vars(schema).values() if isinstance(c, type) and issubclass(c, Config) and c not in NOT_WRITTEN]
+NOT_WRITTEN = (ResolvedEngineConfig,)  # by users
+
+
+def subclasses(of: type[Config]) -> Iterator[type[Config]]:
+    for each in of.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+ALL = [config for config in subclasses(Config) if config not in NOT_WRITTEN]
 
 
 @pytest.mark.parametrize("config", SURFACE, ids=lambda c: c.__name__)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.configs.schema import EngineConfig, ModelConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.model_runner import StepOutput

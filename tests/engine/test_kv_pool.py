@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from pdserve.configs.engine import EngineConfig
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import EngineConfig
 from pdserve.engine.memory import device_memory
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_blocks_for
 

@@ -16,7 +16,7 @@ from processes import die_with_parent, freeze
 from waiting import until
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory, ReceiverEvent, Unpinned
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults

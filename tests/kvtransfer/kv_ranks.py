@@ -14,7 +14,7 @@ import torch
 from kvtransfer.kv_peers import key
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
 from pdserve.protocol.events import PeerStatus

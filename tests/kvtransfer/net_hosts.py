@@ -27,7 +27,7 @@ from kvtransfer.kv_peers import key
 from processes import freeze
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
 from pdserve.protocol.events import PeerStatus

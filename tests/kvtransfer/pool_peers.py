@@ -16,7 +16,7 @@ from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS
 from prometheus_client import CollectorRegistry
 from waiting import until
 
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, PoolEvent, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard

@@ -10,7 +10,7 @@ import torch
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, Source, key, pattern
 from prometheus_client import CollectorRegistry
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import Ticket

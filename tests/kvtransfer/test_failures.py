@@ -10,7 +10,7 @@ import torch
 from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, expire, key, pattern, until_posted
 from waiting import stays
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.protocol.events import PeerStatus
 

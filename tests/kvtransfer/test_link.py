@@ -7,7 +7,7 @@ import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, expire, key, until_posted
 from waiting import stays, until
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p import peer_link
 from pdserve.kvtransfer.transport.local_agent import LocalAgent

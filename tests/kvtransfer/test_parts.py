@@ -8,7 +8,7 @@ import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.letters import Done, Letter, Party, decode_letter, encode_letter

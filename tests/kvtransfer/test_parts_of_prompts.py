@@ -10,7 +10,7 @@ import zmq
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, until_posted, until_verified
 from waiting import stays, until
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p import mailbox
 from pdserve.kvtransfer.p2p.letters import Done, Party, Rejected

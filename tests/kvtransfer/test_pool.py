@@ -31,7 +31,7 @@ from processes import freeze
 from waiting import stays, until
 
 from pdserve.background import tasks
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.connector import PoolDone, PoolEvent, PoolFailed, PoolFound, PoolSettled, PoolStored, unchanged
 from pdserve.kvtransfer.pool import lmcache_backend
 from pdserve.kvtransfer.pool.breaker import Breaker

@@ -23,7 +23,7 @@ from kvtransfer.kv_peers import (
 )
 from waiting import stays, until
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p import peer_link
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging, StagingRing

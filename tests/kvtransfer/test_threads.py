@@ -14,7 +14,7 @@ from waiting import until
 
 from pdserve.background import tasks
 from pdserve.background.threads import FAILURES
-from pdserve.configs.schema import PoolConfig, TransferConfig
+from pdserve.configs.transfer import PoolConfig, TransferConfig
 from pdserve.kvtransfer.connector import PoolDone, PoolFailed, PoolStored, PullDone, Unpinned
 from pdserve.kvtransfer.p2p.letters import Done
 from pdserve.kvtransfer.p2p.mailbox import Mailbox

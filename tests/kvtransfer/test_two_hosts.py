@@ -20,7 +20,7 @@ from kvtransfer.net_hosts import (
 )
 from waiting import stays, until
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.protocol.events import PeerStatus
 

@@ -6,7 +6,9 @@ from typing import Any, get_args
 
 import pytest
 
-from pdserve.configs.schema import EngineConfig, ModelConfig, PoolConfig, StartConfig, TransferConfig, WorkerConfig
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.schema import StartConfig, WorkerConfig
+from pdserve.configs.transfer import PoolConfig, TransferConfig
 from pdserve.engine.build import build_engine
 from pdserve.protocol.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
 from pdserve.worker.host import EngineHost

@@ -9,7 +9,7 @@ from router.fake_worker import VOCAB
 from router.harness import Harness
 from text.backends import TEMPLATE, byte_level_backend
 
-from pdserve.configs.schema import RouterConfig, SloConfig
+from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.router.choosing import choose
 from pdserve.router.http import app
 from pdserve.router.request import request_run as dispatch

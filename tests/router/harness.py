@@ -11,7 +11,7 @@ from clock import Clock
 from router.fake_worker import FakeWorker, World, expected_tokens
 from waiting import Condition, until_async
 
-from pdserve.configs.schema import RouterConfig, SloConfig
+from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.protocol.codec import decode_routed, encode
 from pdserve.protocol.events import EventBatch, PackedScores, PromptScored
 from pdserve.protocol.sampling_params import SamplingParams

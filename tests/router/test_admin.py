@@ -9,7 +9,7 @@ import httpx
 import pytest
 from router.harness import Harness, until
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.protocol.commands import ConnectPeer, DisconnectPeer, SetRole
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router import admin as router_admin

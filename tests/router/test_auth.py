@@ -13,7 +13,8 @@ import pytest
 from pydantic import ValidationError
 from router.harness import MODEL, Harness
 
-from pdserve.configs.schema import ClusterConfig, RouterConfig
+from pdserve.configs.router import RouterConfig
+from pdserve.configs.schema import ClusterConfig
 from pdserve.router.errors import ApiError
 from pdserve.router.http import auth
 from pdserve.router.http.auth import ApiKeys

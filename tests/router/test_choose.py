@@ -12,7 +12,7 @@ from router.fake_worker import expected_tokens
 from router.harness import Harness, until
 from router.workers import join, made
 
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.events import PoolChange
 from pdserve.protocol.sampling_params import SamplingParams

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from router.harness import MODEL, Harness
 
 from pdserve.cluster.deployments.http_server import Address, HttpServer
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.router.http.openai.openapi import openapi_document
 from pdserve.router.http.openai.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from pdserve.text.tokenizer import Tokenizer

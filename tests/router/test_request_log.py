@@ -12,7 +12,7 @@ from router.fake_worker import FakeWorker
 from router.harness import Harness
 
 from pdserve.cluster.deployments.logs import JsonFormatter
-from pdserve.configs.schema import LogConfig
+from pdserve.configs.router import LogConfig
 from pdserve.router.request.request_log import RequestLog
 
 Make = Callable[..., Harness]

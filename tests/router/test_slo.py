@@ -10,7 +10,7 @@ from clock import Clock
 from prometheus_client import CollectorRegistry
 from router.harness import MODEL, Harness, until
 
-from pdserve.configs.schema import SloConfig
+from pdserve.configs.router import SloConfig
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admission import CAUTION, LEAST_WAIT, Admission
 from pdserve.router.choosing.predict import Forecast

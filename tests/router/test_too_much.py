@@ -5,7 +5,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from pdserve.configs.schema import ClusterConfig, RouterConfig, SloConfig
+from pdserve.configs.router import RouterConfig, SloConfig
+from pdserve.configs.schema import ClusterConfig
 from pdserve.router import errors
 
 ROOT = Path(errors.__file__).parent.parent

@@ -35,7 +35,7 @@ from hypothesis.stateful import (
 from pair import Worker, owned, submit
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
-from pdserve.configs.schema import PoolConfig, TransferConfig
+from pdserve.configs.transfer import PoolConfig, TransferConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.scheduling.step_plan import StepPlan

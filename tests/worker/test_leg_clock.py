@@ -11,7 +11,7 @@ from clock import Clock
 from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, submit
 from waiting import until
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.protocol.codec import decode_batch
 from pdserve.protocol.commands import RouterLost
 from pdserve.protocol.events import Delta, EventBatch, LegTimes, PromptScored

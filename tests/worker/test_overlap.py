@@ -10,7 +10,7 @@ import pytest
 from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, expected, of, owned, prompt_of, submit
 from waiting import until
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.llm import LLM
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.p2p.letters import Follow, Notice, Part, Party

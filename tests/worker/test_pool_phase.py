@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, prompt_of, submit
 
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.kvtransfer.pool.operations import ThreadedKVPool

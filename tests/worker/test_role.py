@@ -7,7 +7,7 @@ import pytest
 from clock import Clock
 from pair import ROUTER, SESSION, Pair, deltas, expected, prompt_of, submit, tokens_of
 
-from pdserve.configs.schema import TransferConfig
+from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.llm import LLM
 from pdserve.protocol.commands import ConnectPeer, SetRole, Start, Subscribe
 from pdserve.protocol.events import Delta, EventBatch, Handoff, Hello, PeerStatus, Snapshot

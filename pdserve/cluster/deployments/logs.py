@@ -11,7 +11,7 @@ import sys
 from logging.handlers import MemoryHandler
 from typing import Any, TextIO
 
-from pdserve.configs.schema import LogConfig
+from pdserve.configs.router import LogConfig
 
 _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
 

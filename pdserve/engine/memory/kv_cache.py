@@ -6,8 +6,8 @@ Knows the layout and the device; not who owns which block (block_manager) nor wh
 import torch
 from torch import Tensor
 
+from pdserve.configs.engine import EngineConfig
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.configs.schema import EngineConfig
 from pdserve.engine.memory import device_memory
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

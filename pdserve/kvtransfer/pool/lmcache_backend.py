@@ -39,7 +39,7 @@ from prometheus_client import CollectorRegistry
 from zmq.utils.monitor import recv_monitor_message
 
 from pdserve.background.threads import KeptThread
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.connector import KVCacheMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool.backend import PoolError

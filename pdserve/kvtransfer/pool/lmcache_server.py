@@ -27,7 +27,7 @@ from pathlib import Path
 
 import pdserve
 from pdserve.background.threads import KeptThread
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 
 logger = logging.getLogger(__name__)
 

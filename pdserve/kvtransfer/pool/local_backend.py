@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from prometheus_client import CollectorRegistry
 
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.connector import KVCacheMemory, Wake
 from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool.backend import PoolError

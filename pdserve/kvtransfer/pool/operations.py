@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from pdserve.background.threads import KeptThread
-from pdserve.configs.schema import PoolConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.connector import (
     PoolDone,
     PoolEvent,

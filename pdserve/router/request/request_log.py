@@ -13,7 +13,7 @@ from contextvars import Context
 from functools import partial
 from typing import Any
 
-from pdserve.configs.schema import LogConfig
+from pdserve.configs.router import LogConfig
 from pdserve.router.errors import ApiError
 from pdserve.router.request.timeline import LegReport, PromptTimeline
 from pdserve.router.times import rounded

@@ -19,7 +19,7 @@ from functools import partial
 import msgspec
 
 from pdserve.background.pace import Pacer
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.protocol.commands import Cancel, Prepare, Start, Submit
 from pdserve.protocol.events import Arrived, Delta, Failed, Handoff, PackedScores, TokenLogprob
 from pdserve.protocol.handoff import Source, Ticket

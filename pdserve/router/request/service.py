@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from pdserve.background.pace import Pacer
-from pdserve.configs.schema import LogConfig, RouterConfig, SloConfig
+from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.request_key import FinishReason
 from pdserve.protocol.sampling_params import SamplingParams

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
-from pdserve.configs.schema import SloConfig
+from pdserve.configs.router import SloConfig
 from pdserve.router.errors import ApiError
 
 

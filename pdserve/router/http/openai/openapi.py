@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 import pdserve
-from pdserve.configs.schema import RouterConfig
+from pdserve.configs.router import RouterConfig
 from pdserve.protocol.sampling_params import (
     INTEGERS,
     MAX_LOGIT_BIAS,

@@ -1,0 +1,49 @@
+"""The base of all configuration: frozen, unknown keys are errors, and YAML's unquoted words are named."""
+
+import difflib
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+
+
+def _is_word(annotation: Any) -> bool:
+    """Whether only certain words are values of this type."""
+    return get_origin(annotation) is Literal and all(isinstance(value, str) for value in get_args(annotation))
+
+
+class Config(BaseModel):
+    """Base of all configuration: frozen, no unknown keys."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), hide_input_in_errors=True
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_unknown_keys(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for key in data:
+                if key not in cls.model_fields:
+                    near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)
+                    raise ValueError(f"unknown key {key!r} in {cls.__name__}: did you mean {near[0]!r}?")
+        return data
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _name_unquoted_words(cls, value: Any, info: ValidationInfo) -> Any:
+        """YAML reads some words as true or false; only an `off` cannot mean anything else."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and _is_word(annotation):
+            if value is False and "off" in get_args(annotation):
+                return "off"
+            raise ValueError(
+                f"{info.field_name} is {str(value).lower()} here: YAML reads an unquoted off or no as false, and on or "
+                'yes as true; put the word in quotes, as "off"'
+            )
+        return value

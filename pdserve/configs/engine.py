@@ -1,0 +1,92 @@
+"""The configuration of a model and of one engine that runs it."""
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import (
+    Field,
+)
+
+import pdserve
+from pdserve.configs.base import Config
+
+Dtype = Literal["auto", "float32", "float16", "bfloat16"]
+Device = Literal["cpu", "cuda"]
+
+
+class ModelConfig(Config):
+    """Which model is served and under which name.
+
+    path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the working directory,
+    then beside the `pdserve` package (so the shipped demo is found wherever Ray starts its processes). name: the
+    `model` clients send; defaults to the folder's last part. load_format: "auto" reads safetensors; "dummy" draws
+    random weights from config.json alone. seed: of the dummy weights. generation_config: "auto" takes temperature,
+    top_p, top_k, min_p, repetition_penalty and max_new_tokens of the folder's generation_config.json for requests that
+    do not say them, as vLLM does; "none" takes none of them.
+    """
+
+    path: str = "demo/pdserve-demo"
+    name: str | None = None
+    dtype: Dtype = "auto"
+    load_format: Literal["auto", "dummy"] = "auto"
+    seed: int = 0
+    generation_config: Literal["auto", "none"] = "auto"
+
+    @property
+    def served_name(self) -> str:
+        return self.name or Path(self.path).name
+
+    @property
+    def resolved_path(self) -> str:
+        """An existing folder, or `path` as it is (then taken for a Hub id)."""
+        for base in (Path(), Path(pdserve.__file__).parent.parent):
+            if (base / self.path).is_dir():
+                return str((base / self.path).resolve())
+        return self.path
+
+
+class EngineConfig(Config):
+    """One engine: batch limits, KV cache, device. What is None is chosen by device: `for_device`.
+
+    block_size: tokens in a KV block (16 on CPU, 64 on CUDA, where larger blocks are read faster; prefixes are shared by
+    whole blocks). max_num_batched_tokens: token budget of one step (2,048; CUDA 8,192); prompts of 2,048 tokens or more
+    do not share a step. max_num_seqs: sequences in one step (256; CUDA 512). num_kv_blocks: size of the KV cache in
+    blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
+    deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan and
+    queue a step while the device computes the one before (on CUDA). cuda_graphs: replay captured decode steps (CUDA
+    only).
+    """
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    block_size: Literal[16, 32, 64, 128] | None = None
+    max_model_len: int | None = Field(None, ge=1)
+    max_num_batched_tokens: int | None = Field(None, ge=16)
+    max_num_seqs: int | None = Field(None, ge=1)
+    num_kv_blocks: int | None = Field(None, ge=2)
+    kv_memory_bytes: int = Field(256 << 20, ge=1)
+    kv_memory_fraction: float = Field(0.9, gt=0, le=1)
+    enable_prefix_caching: bool = True
+    deterministic: bool = False
+    async_scheduling: bool | None = None
+    cuda_graphs: bool = True
+
+    def for_device(self, device: Device) -> "ResolvedEngineConfig":
+        """The same with nothing left to choose."""
+        on_cuda = device == "cuda"
+        chosen = {
+            "block_size": 64 if on_cuda else 16,
+            "max_num_batched_tokens": 8192 if on_cuda else 2048,
+            "max_num_seqs": 512 if on_cuda else 256,
+            "async_scheduling": on_cuda,
+        }
+        given = self.model_dump(exclude_none=True)
+        return ResolvedEngineConfig(**chosen | given | {"device": device})
+
+
+class ResolvedEngineConfig(EngineConfig):
+    """An EngineConfig for one device: made by `EngineConfig.for_device`."""
+
+    block_size: Literal[16, 32, 64, 128]
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    async_scheduling: bool
