@@ -111,7 +111,7 @@ class BlockMachine(RuleBasedStateMachine):
         num_quarantined = sum(map(len, self.quarantined))
         assert (self.manager.num_owned, self.manager.num_quarantined) == (len(counts), num_quarantined)
         assert self.manager.num_free == NUM_BLOCKS - 1 - len(counts) - num_quarantined
-        assert all(self.manager.is_shared(block) == (count > 1) for block, count in counts.items())
+        assert all(self.manager.num_owners(block) == count for block, count in counts.items())
 
     def _own(self, blocks: list[int]) -> list[int]:
         self.owners.append(blocks)
@@ -253,7 +253,7 @@ def test_misuse_is_an_assertion() -> None:
     "break_it",
     [
         lambda m: m._refs.__setitem__(1, 2),
-        lambda m: m._blank.__setitem__(1, True),
+        lambda m: m._blank.add(1),
         lambda m: m._lru.pop(5),
         lambda m: m._block_of.clear(),
         lambda m: m._quarantined.__setitem__(2, "?"),

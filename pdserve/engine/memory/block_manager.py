@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from pdserve.engine.memory.blank_blocks import BlankBlocks
+
 NULL_BLOCK = 0
 
 
@@ -68,7 +70,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        return self._num_blank + len(self._lru)
+        return len(self._blank) + len(self._lru)
 
     @property
     def num_quarantined(self) -> int:
@@ -85,11 +87,9 @@ class BlockManager:
     def num_owners(self, block: int) -> int:
         return self._refs[block]
 
-    def is_shared(self, block: int) -> bool:
-        return self._refs[block] > 1
-
     def is_free(self, block: int) -> bool:
-        return bool(self._blank[block]) or block in self._lru
+        """For tests."""
+        return block in self._blank or block in self._lru
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
         """How many of these owned or cached blocks count as free: acquiring them leaves so many fewer."""
@@ -97,9 +97,8 @@ class BlockManager:
 
     def free_space(self) -> FreeSpace:
         """What allocation has to pick from; at most 0.2 ms for 50,000 blocks."""
-        edges = np.flatnonzero(np.append(self._blank[1:], False) != self._blank)  # block 0 is never blank
-        lengths = edges[1::2] - edges[::2]
-        return FreeSpace(self._num_blank, len(self._lru), len(lengths), int(lengths.max(initial=0)))
+        lengths = self._blank.run_lengths()
+        return FreeSpace(len(self._blank), len(self._lru), len(lengths), int(lengths.max(initial=0)))
 
     # --- prefix cache ---
 
@@ -146,13 +145,11 @@ class BlockManager:
             return []
         if count > self.num_free:
             raise OutOfBlocks(f"{count} blocks wanted, {self.num_free} free")
-        while self._num_blank < count:
+        while len(self._blank) < count:
             self._evict(next(iter(self._lru)))
-        blocks = self._pick(count, after)
-        taken = np.asarray(blocks, dtype=np.int64)
-        self._blank[taken] = False
-        self._num_blank -= count
+        taken = self._blank.take(count, after)
         self.generations[taken] += 1
+        blocks: list[int] = taken.tolist()
         for block in blocks:
             self._refs[block] = 1
         return blocks
@@ -191,7 +188,7 @@ class BlockManager:
         """Nothing lands in these quarantined blocks any more."""
         for block in blocks:
             del self._quarantined[block]
-            self._set_blank(block)
+            self._blank.add(block)
 
     def reset(self) -> None:
         """Make all blocks blank, each with a new generation, whatever state an interruption left
@@ -212,11 +209,11 @@ class BlockManager:
         counts = Counter(block for blocks in owners for block in blocks)
         owned = {block for block, refs in enumerate(self._refs) if refs}
         assert {b: self._refs[b] for b in owned} == dict(counts), "reference counts differ from the owners"
-        blank = {int(b) for b in np.flatnonzero(self._blank)}
+        blank = set(self._blank.ids())
         states = [owned, blank, set(self._lru), set(self._quarantined), set(self._retiring), {NULL_BLOCK}]
         assert sum(map(len, states)) == self.num_blocks, "a block has two states or none"
         assert set().union(*states) == set(range(self.num_blocks)), "a block has no state"
-        assert len(blank) == self._num_blank
+        assert len(blank) == len(self._blank)
         assert {b: h for h, b in self._block_of.items()} == self._hash_of
         assert set(self._lru) <= set(self._hash_of) and not blank & set(self._hash_of)
 
@@ -225,9 +222,7 @@ class BlockManager:
     def _clear(self) -> None:
         # A list: single elements of an array are several times slower.
         self._refs = [0] * self.num_blocks
-        self._blank = np.ones(self.num_blocks, dtype=bool)
-        self._blank[NULL_BLOCK] = False
-        self._num_blank = self.num_usable
+        self._blank = BlankBlocks(self.num_blocks)
         # Free blocks with known content, oldest first.
         self._lru: OrderedDict[int, None] = OrderedDict()
         self._hash_of: dict[int, bytes] = {}
@@ -242,11 +237,7 @@ class BlockManager:
         if block in self._hash_of:
             self._lru[block] = None
         else:
-            self._set_blank(block)
-
-    def _set_blank(self, block: int) -> None:
-        self._blank[block] = True
-        self._num_blank += 1
+            self._blank.add(block)
 
     def _evict(self, block: int) -> None:
         del self._lru[block]
@@ -254,27 +245,4 @@ class BlockManager:
         del self._block_of[digest]
         if self.cache_changes is not None:
             self.cache_changes[digest] = False
-        self._set_blank(block)
-
-    def _pick(self, count: int, after: int | None) -> list[int]:
-        first = (after if after is not None else NULL_BLOCK) + 1
-        if after is not None and first + count <= self.num_blocks and self._blank[first : first + count].all():
-            return list(range(first, first + count))
-        if count == 1:
-            return [int(self._blank.argmax())]
-        return self._pick_runs(count)
-
-    def _pick_runs(self, count: int) -> list[int]:
-        """The first run of blank blocks that is long enough, else the longest runs first."""
-        ids = np.flatnonzero(self._blank)
-        starts = np.concatenate(([0], np.flatnonzero(np.diff(ids) != 1) + 1))
-        lengths = np.diff(np.append(starts, len(ids)))
-        fitting = int((lengths >= count).argmax())
-        if lengths[fitting] >= count:
-            return ids[starts[fitting] :][:count].tolist()
-        blocks: list[int] = []
-        for run in np.argsort(-lengths, kind="stable"):
-            blocks += ids[starts[run] :][: min(lengths[run], count - len(blocks))].tolist()
-            if len(blocks) == count:
-                break
-        return blocks
+        self._blank.add(block)

@@ -255,7 +255,7 @@ class Scheduler:
 
     def _writes_shared_block(self, seq: Sequence) -> bool:
         index = seq.num_computed // self.hasher.block_size
-        return index < len(seq.block_table) and self.blocks.is_shared(seq.block_table[index])
+        return index < len(seq.block_table) and self.blocks.num_owners(seq.block_table[index]) > 1
 
     def _preempt(self, seq: Sequence, plan: StepPlan) -> int:
         """Returns how many of its tokens were in the plan, which it leaves."""
