@@ -37,6 +37,47 @@ ONLY: dict[tuple[str, str], set[str]] = {
     ("bench", "engine"): {"pdserve.engine.llm"},
     ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},
 }
+# rooms inside a room, and files beside them, from the lowest to the highest; what stands in one line does not import
+# each other
+ORDER: dict[str, list[str]] = {
+    "kernels": [
+        "launching",
+        "batch kv norm sampling",
+        "linear",
+        "attention",
+        "torch_ops triton_ops",
+        "ops",
+    ],
+    "engine": [
+        "memory sampling step_result",
+        "scheduling",
+        "execution requests",
+        "components dispatch reservations",
+        "collect",
+        "engine",
+        "warm_up",
+        "build",
+        "llm",
+    ],
+    "kvtransfer": ["connector metrics transport", "p2p pool", "build"],
+    "router": [
+        "errors held_bytes times",
+        "fleet",
+        "admin choosing metrics",
+        "admission metrics_page",
+        "request",
+        "http",
+    ],
+    "cluster": [
+        "access links names",
+        "client placement",
+        "scaling",
+        "deployments",
+        "app",
+        "operate",
+        "cli",
+    ],
+}
 OUTSIDE: dict[str, set[str]] = {"ray": {"cluster"}, "nixl": {"kvtransfer"}, "lmcache": {"kvtransfer"}}
 
 
@@ -55,6 +96,23 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
+def name_of(path: Path) -> str:
+    return ".".join(("pdserve", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def modules_of(path: Path) -> set[str]:
+    """Our modules that a file imports; `from pdserve.a import b` is pdserve.a.b where b is a module."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pdserve."):
+            folder = ROOT.joinpath(*(node.module or "").split(".")[1:])
+            if folder.is_dir():
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            else:
+                found.add(node.module or "")
+    return found
+
+
 @pytest.mark.parametrize("path", files(), ids=lambda p: str(p.relative_to(ROOT)))
 def test_rooms_import_one_way(path: Path) -> None:
     room = path.relative_to(ROOT).parts[0]
@@ -68,17 +126,36 @@ def test_rooms_import_one_way(path: Path) -> None:
         assert only is None or name in only, f"{room} may import {only} of {rest[0]}, not {name}"
 
 
+@pytest.mark.parametrize("room", ORDER)
+def test_rooms_inside_a_room_import_one_way(room: str) -> None:
+    floor = {name: number for number, names in enumerate(ORDER[room]) for name in names.split()}
+    for path in files():
+        here, name, *_ = (*path.relative_to(ROOT).with_suffix("").parts, "")
+        if here != room or name == "__init__":
+            continue
+        assert name in floor, f"{room}/{name} stands nowhere in ORDER"
+        for module in modules_of(path):
+            top, other, *_ = (*module.split(".")[1:], "", "")
+            if top == room and other not in ("", name):
+                assert floor[other] < floor[name], f"{path.relative_to(ROOT)} must not import {module}"
+
+
+def test_no_file_imports_in_a_circle() -> None:
+    known = {name_of(path): path for path in files()}
+    left = {name: {module for module in modules_of(path) if module in known} for name, path in known.items()}
+    while ready := [name for name, imports in left.items() if not imports & left.keys()]:
+        for name in ready:
+            del left[name]
+    assert not left, f"these import each other, or something that does: {sorted(left)}"
+
+
 def test_every_room_is_listed() -> None:
     rooms = {p.name for p in ROOT.iterdir() if p.is_dir() and p.name != "__pycache__"}
     assert rooms == set(ALLOWED)
 
 
 def modules(*rooms: str) -> list[str]:
-    return [
-        ".".join(("pdserve", *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
-        for room in rooms
-        for p in sorted((ROOT / room).rglob("*.py"))
-    ]
+    return [name_of(path) for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
 
 
 @pytest.mark.processes
