@@ -1,10 +1,10 @@
 """Is a commit slower than another? Both run the same benchmarks by turns on one machine, each with its own code.
 
-    python -m benchmarks.ab OLD NEW --out benchmarks/results/ab-h200.jsonl            # one GPU
+    python -m benchmarks.ab OLD NEW --out benchmarks/results/ab-h200.jsonl  # one GPU
     python -m benchmarks.ab OLD NEW --rows decode-1 http-128 pair-10
     python -m benchmarks.ab OLD NEW --rows cluster_cpu 'kv_transfer --ages aged --tokens 8192'
-    python -m benchmarks.ab OLD NEW --pack FOLDER      # only packs both, for a machine without git:
-    python -m benchmarks.ab FOLDER/1a2b3c4.tar.xz FOLDER/5d6e7f8.tar.xz               # there
+    python -m benchmarks.ab OLD NEW --pack FOLDER  # only packs both, for a machine without git:
+    python -m benchmarks.ab FOLDER/1a2b3c4.tar.xz FOLDER/5d6e7f8.tar.xz  # there
 
 OLD and NEW are commits, or packs of commits. A row is an id of targets.toml, or `cluster_cpu`,
 `kv_transfer` or `hand_off`; options after its name go to that benchmark. Each side unpacks its own
@@ -30,15 +30,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from benchmarks.ab_figures import GOOD, Comparison, Figure, compared, figures_of, half_width
-from benchmarks.ab_sides import Side, pack, unpack
-from benchmarks.target_table import Row, part_of, read_rows
+from benchmarks.support.places import BENCHMARKS
+from benchmarks.targets.comparison import GOOD, Comparison, Figure, compared, figures_of, half_width
+from benchmarks.targets.sides import Side, pack, unpack
+from benchmarks.targets.table import Row, part_of, read_rows
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
 
 DEFAULT_ROWS = ("decode-1", "batch-64", "batch-512-out", "prefill-2k", "http-1", "http-128")
 OTHERS = ("cluster_cpu", "kv_transfer", "hand_off")
-TARGETS = Path(__file__).parent / "targets.toml"
+TARGETS = BENCHMARKS / "targets" / "targets.toml"
 
 
 @dataclass(frozen=True)

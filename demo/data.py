@@ -2,7 +2,7 @@
 
 Every generator draws from the `random.Random` it is given and from nothing else, so a seed names its output. Knows the
 special tokens of demo/tokenizer.py as strings, but no token ids: lengths here are estimates (`estimate_tokens`).
-Called by demo/tokenizer.py, demo/rows.py (training), demo/evaluate.py, benchmarks/recall.py and the tests.
+Called by demo/tokenizer.py, demo/rows.py (training), demo/evaluate.py, benchmarks/cluster/recall.py and the tests.
 """
 
 import json

@@ -1,7 +1,7 @@
 """The recall measure's fixed parts: which prompts, which threshold, how accuracy is broken down.
 
-Free of torch, since benchmarks/recall.py asks a server and never loads the model. Called by it, demo/evaluate.py,
-demo/train.py and the tests. Who answers the prompts is not known here.
+Free of torch, since benchmarks/cluster/recall.py asks a server and never loads the model. Called by it,
+demo/evaluate.py, demo/train.py and the tests. Who answers the prompts is not known here.
 """
 
 import random

@@ -3,7 +3,7 @@ open loop (requests arrive by a Poisson process, whether or not the server keeps
 
 Reports time to first token (TTFT), from there to the second (gap), time per output token behind the first (TPOT), gaps
 between arrivals (ITL), rates, failures, and how busy this client was itself. Torch-free. Called by bench.cli and
-benchmarks/targets.py.
+benchmarks/targets/measure.py.
 """
 
 import asyncio

@@ -2,7 +2,7 @@
 
 Prompts are fresh random token ids in every run, greedy, end-of-sequence ignored, so caches and early ends play no
 part. Prefill is what a run with one output token takes; decode is what the tokens behind it take, a step each. Called
-by bench.cli and benchmarks/targets.py.
+by bench.cli and benchmarks/targets/measure.py.
 """
 
 import time

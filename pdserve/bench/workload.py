@@ -1,6 +1,6 @@
 """What a benchmark asks for: shapes, prompts of random token ids, arrival times. Everything follows from a seed.
 
-Knows neither engines nor servers. Torch-free. Used by bench.offline, bench.load and benchmarks/targets.py.
+Knows neither engines nor servers. Torch-free. Used by bench.offline, bench.load and benchmarks/targets/measure.py.
 """
 
 import random

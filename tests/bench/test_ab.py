@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import ab, ab_sides
-from benchmarks.ab_figures import Comparison, Figure, compared, figures_of, half_width
-from benchmarks.target_table import read_rows
+from benchmarks import ab
+from benchmarks.targets import sides as ab_sides
+from benchmarks.targets.comparison import Comparison, Figure, compared, figures_of, half_width
+from benchmarks.targets.table import read_rows
 
 TARGETS = {row.id: row for row in read_rows(ab.TARGETS)}
 

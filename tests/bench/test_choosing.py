@@ -1,11 +1,12 @@
-"""benchmarks/choosing.py: its workloads, and that the default policy finds cached prefixes (over real engines)."""
+"""benchmarks/router/choosing.py: its workloads, and that the default policy finds cached prefixes (over real
+engines)."""
 
 import itertools
 import random
 
 import pytest
 
-from benchmarks.choosing import WORKLOADS, measure
+from benchmarks.router.choosing import WORKLOADS, measure
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

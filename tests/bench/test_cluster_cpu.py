@@ -1,4 +1,4 @@
-"""benchmarks/cluster_cpu.py: a cluster with engines on paper answers, is measured whole, and leaves nothing."""
+"""benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured whole, and leaves nothing."""
 
 import json
 import os
@@ -9,8 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.served_cluster import REPOSITORY
-from benchmarks.token_cost import spent
+from benchmarks.cluster.token_cost import spent
+from benchmarks.support.served_cluster import REPOSITORY
 
 
 def test_time_is_counted_by_kind_and_from_a_process_s_start() -> None:
@@ -23,7 +23,17 @@ def test_time_is_counted_by_kind_and_from_a_process_s_start() -> None:
 def test_one_round(tmp_path: Path) -> None:
     """From a fresh shell: nothing of Ray's is exported, and `pdserve up` sets it too late for this command."""
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "benchmarks.cluster_cpu", "--streams", "4", "--tokens", "100", "--rounds", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.cluster.cluster_cpu",
+        "--streams",
+        "4",
+        "--tokens",
+        "100",
+        "--rounds",
+        "1",
+    ]
     command += ["--first-tokens", "3", "--idle-s", "0.5", "--out", str(out)]
     inherited = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
     fresh = inherited | {"HOME": str(tmp_path)}  # Ray makes its token there

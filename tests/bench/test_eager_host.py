@@ -1,4 +1,4 @@
-"""benchmarks/eager_host.py without a GPU: its arguments, the steps it builds, its medians."""
+"""benchmarks/engine/eager_host.py without a GPU: its arguments, the steps it builds, its medians."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import eager_host
-from benchmarks.eager_host import CASES, LLAMA_8B, Stair, Step, measure_stairs, mixed_cases, parse, stair
+from benchmarks.engine import eager_host
+from benchmarks.engine.eager_host import CASES, LLAMA_8B, Stair, Step, measure_stairs, mixed_cases, parse, stair
 from pdserve.kernels import torch_ops
 
 TINY = LLAMA_8B.model_copy(

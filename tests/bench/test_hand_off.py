@@ -1,4 +1,5 @@
-"""benchmarks/hand_off.py between two real engines on CPU, what it makes of known times, and what it refuses."""
+"""benchmarks/transfer/hand_off.py between two real engines on CPU, what it makes of known times, and what it
+refuses."""
 
 import asyncio
 import json
@@ -13,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks import hand_off, hand_off_steps
-from benchmarks.engine_pair import Answer
+from benchmarks.transfer import hand_off, hand_off_steps
+from benchmarks.transfer.engine_pair import Answer
 from pdserve.protocol.events import Arrived, Delta
 from pdserve.protocol.request_key import RequestKey
 
@@ -186,7 +187,7 @@ def test_mistakes_are_told(
 
 @pytest.mark.processes
 def test_no_process_is_left_when_it_is_stopped() -> None:
-    command = [sys.executable, "-m", "benchmarks.hand_off", *SMALL, "--tokens", "64", "--repeats", "100000"]
+    command = [sys.executable, "-m", "benchmarks.transfer.hand_off", *SMALL, "--tokens", "64", "--repeats", "100000"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         assert process.stdout is not None
         assert "self-test" in process.stdout.readline()

@@ -1,4 +1,5 @@
-"""benchmarks/http_share.py against the real router and a real engine: the parts add up, foreign load is noticed."""
+"""benchmarks/cluster/http_share.py against the real router and a real engine: the parts add up, foreign load is
+noticed."""
 
 import asyncio
 from functools import partial
@@ -9,7 +10,7 @@ import pytest
 from hosts import hosts
 from served import DEMO, MODEL, cluster
 
-from benchmarks import http_share
+from benchmarks.cluster import http_share
 from pdserve.bench.workload import Lengths
 
 SIZES: dict[str, Any] = {"input_len": Lengths(40, 40), "output_len": Lengths(12, 12), "rounds": 2, "vocab_size": 500}

@@ -1,4 +1,4 @@
-"""benchmarks/kv_transfer.py between two real processes on CPU, and what it refuses."""
+"""benchmarks/transfer/kv_transfer.py between two real processes on CPU, and what it refuses."""
 
 import json
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import kv_transfer
+from benchmarks.transfer import kv_transfer
 from pdserve.configs.kv_layout import KVLayout
 
 

@@ -1,4 +1,4 @@
-"""benchmarks/router_stall.py: rows are sent and measured, and what is not as wanted is said."""
+"""benchmarks/router/router_stall.py: rows are sent and measured, and what is not as wanted is said."""
 
 import json
 import subprocess
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.hostile_requests import ROWS
-from benchmarks.router_stall import Result, misses
-from benchmarks.served_cluster import environment
+from benchmarks.router.hostile_requests import ROWS
+from benchmarks.router.router_stall import Result, misses
+from benchmarks.support.served_cluster import environment
 
 FINE = Result(
     row="infinity",
@@ -35,7 +35,16 @@ def test_two_rows(tmp_path: Path) -> None:
     """A refused request and a fair one, each beside streams that flow. Status 1: on a machine that runs tests, a row
     may miss."""
     out = tmp_path / "rows.jsonl"
-    command = [sys.executable, "-m", "benchmarks.router_stall", "--only", "infinity", "posts-500", "--out", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.router.router_stall",
+        "--only",
+        "infinity",
+        "posts-500",
+        "--out",
+        str(out),
+    ]
     command += ["--attempts", "1", "--control-s", "0.5"]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode in (0, 1), done.stderr

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.device_trace import Kernel, Trace, busy_us, parts_of, read_trace, span_us
-from benchmarks.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
-from benchmarks.step_profile import Measured, Profiler, table
+from benchmarks.engine.device_trace import Kernel, Trace, busy_us, parts_of, read_trace, span_us
+from benchmarks.engine.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
+from benchmarks.engine.step_profile import Measured, Profiler, table
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.models.config import read_spec

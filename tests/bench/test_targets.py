@@ -1,4 +1,4 @@
-"""benchmarks/targets.py: the shipped table, marks, the table of saved results, and a run over a tiny model."""
+"""benchmarks/targets/measure.py: the shipped table, marks, the table of saved results, and a run over a tiny model."""
 
 import argparse
 import json
@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from sse_server import Behaviour, served
 
-from benchmarks import targets
-from benchmarks.served_cluster import stop
-from benchmarks.stand_in_tokenizer import make_tokenizer, servable_folder
-from benchmarks.target_table import BEHIND, BETWEEN, REACHED, choose, mark, read_results, read_rows, render
+from benchmarks.support.served_cluster import stop
+from benchmarks.support.stand_in_tokenizer import make_tokenizer, servable_folder
+from benchmarks.targets import measure as targets
+from benchmarks.targets.table import BEHIND, BETWEEN, REACHED, choose, mark, read_results, read_rows, render
 from pdserve.configs.schema import ClusterConfig
 from pdserve.text.tokenizer import Tokenizer
 

@@ -1,4 +1,5 @@
-"""benchmarks/recall.py against a small HTTP server of this test: it asks greedily, counts right, and fails loudly."""
+"""benchmarks/cluster/recall.py against a small HTTP server of this test: it asks greedily, counts right, and fails
+loudly."""
 
 import json
 import threading
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.recall import main
+from benchmarks.cluster.recall import main
 from demo.recall import recall_prompts
 
 ANSWERS = {p.prompt: p.answer for p in recall_prompts(12345, 40)}

@@ -1,4 +1,4 @@
-"""The soak of benchmarks/engine_soak.py for a moment: it ends with an empty pool; its verdict sees what is wrong."""
+"""The soak of benchmarks/engine/soak.py for a moment: it ends with an empty pool; its verdict sees what is wrong."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import pytest
 from engine.harness import make_engine
 from waiting import until
 
-from benchmarks.engine_soak import Soak, verdict
+from benchmarks.engine.soak import Soak, verdict
 
 
 @pytest.mark.lengthy

@@ -1,0 +1,236 @@
+"""Host time of one eager forward (no CUDA graph) at Llama-3.1-8B shapes: what a step with prefill chunks costs the host
+before the device has anything to do, whatever the number of rows.
+
+    python -m benchmarks.engine.eager_host --out benchmarks/results/eager-host.jsonl
+    python -m benchmarks.engine.eager_host --rows 1920 2048 2084 2176 --decodes 0 36
+
+Medians over forwards that start on an idle device and are not waited for; launches are counted by torch's profiler.
+With --rows: time until the device is done, over the rows of a step, where the tiles of cuBLAS's products make steps.
+Weights are left as they were allocated: results are not looked at. A bare uvicorn
+says how fast the host is. Knows model and attention, no engine.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.support.places import SHAPES
+from benchmarks.support.yardstick import bare_us_per_token, beside
+from pdserve.bench.record import Json, append, git_commit
+from pdserve.engine.execution.attention import AttentionBatch, PagedAttention, StepShape
+from pdserve.kernels.ops import Ops, ops_for
+from pdserve.models.config import ModelSpec, read_spec
+from pdserve.models.llama import Llama
+from pdserve.parallel.dims import ParallelDims
+
+SHAPE = SHAPES / "llama-3.1-8b"
+LLAMA_8B = read_spec(str(SHAPE), "dummy").model_copy(update={"max_position": 8192})
+BLOCK_SIZE, MAX_BLOCKS = 128, 32
+CONTEXT = 1000  # of a decode
+ROUNDS = 41  # of a staircase
+Case = tuple[int, tuple[int, ...]]  # number of decodes, lengths of fresh prompts
+CASES: dict[str, Case] = {
+    "64 rows": (0, (64,)),
+    "512 rows": (0, (512,)),
+    "2,048 rows": (0, (2048,)),
+    "200 decodes + 2 x 256": (200, (256, 256)),
+    "201 decodes + 2 x 255": (201, (255, 255)),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One JSON line of --out. launches: of kernels and copies."""
+
+    name: str
+    host_ms: float
+    device_ms: float
+    launches_per_layer: float
+    device: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class Stair:
+    """One JSON line of --out with --rows: a prompt chunk of num_rows - num_decodes rows beside so many decodes."""
+
+    num_rows: int
+    num_decodes: int
+    host_ms: float
+    device_ms: float
+    us_per_row: float
+    rounds: int
+    device: str
+    commit: str
+
+
+class Step:
+    """Forwards of one model over one made-up batch."""
+
+    def __init__(self, spec: ModelSpec, ops: Ops, device: torch.device) -> None:
+        self._model = Llama(spec, torch.bfloat16, device, ops, ParallelDims())
+        self._ops = ops
+        self._device = device
+        self._scale = spec.head_dim**-0.5
+        shape = (256, spec.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
+        self._layers = torch.zeros(shape, dtype=torch.bfloat16, device=device).unbind(2)
+
+    def forward(self, num_decodes: int, prompts: tuple[int, ...]) -> Callable[[], object]:
+        """What the model runner does in an eager step, its inputs being on the device. All write to one block."""
+
+        def ints(*values: int) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=self._device)
+
+        num_rows, num_seqs = num_decodes + sum(prompts), num_decodes + len(prompts)
+        num_blocks = max(MAX_BLOCKS, -(-max(prompts) // BLOCK_SIZE))
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
+        starts = [sum(prompts[:i]) for i in range(len(prompts) + 1)]
+        batch = AttentionBatch(
+            StepShape(num_decodes, CONTEXT if num_decodes else 0, max(prompts), prompts),
+            positions=zeros,
+            slot_mapping=torch.arange(num_rows, device=self._device) % BLOCK_SIZE,
+            block_tables=torch.zeros((num_seqs, num_blocks), dtype=torch.int32, device=self._device),
+            table_rows=torch.arange(num_seqs, dtype=torch.int32, device=self._device),
+            context_lens=ints(*[CONTEXT] * num_decodes, *prompts),
+            query_starts=ints(*starts),
+        )
+
+        def run() -> None:
+            self._model.forward(zeros, PagedAttention(self._layers, self._ops, self._scale, batch))
+
+        return run
+
+    def warm_dense_prefill(self, num_rows: int) -> None:
+        zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _rope: object) -> torch.Tensor:
+            if layer == 0:
+                self._ops.warm_dense_prefill(q, k, v, self._scale)
+            return q
+
+        self._model.forward(zeros, attend)
+
+
+def timed(run: Callable[[], object]) -> tuple[float, float]:
+    """Seconds until the host, and until the device, is done with one forward."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    run()
+    host = time.perf_counter() - start
+    torch.cuda.synchronize()
+    return host, time.perf_counter() - start
+
+
+def medians_ms(times: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of what `timed` returned."""
+    host, device = (statistics.median(seconds) * 1000 for seconds in zip(*times, strict=True))
+    return host, device
+
+
+def measure(name: str, run: Callable[[], object], num_layers: int, commit: str) -> Result:
+    for _ in range(3):
+        run()
+    host, device = medians_ms([timed(run) for _ in range(15)])
+    with profile(activities=[ProfilerActivity.CUDA]) as prof:
+        run()
+        torch.cuda.synchronize()
+    launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in prof.events())
+    return Result(
+        name, round(host, 2), round(device, 2), round(launches / num_layers, 2), torch.cuda.get_device_name(), commit
+    )
+
+
+def measure_stairs(step: Step, cases: Iterable[Case], commit: str) -> list[Stair]:
+    """In rounds over all cases, so that clocks that fall as the device warms are no step between two of them."""
+    cases = list(cases)
+    runs = [step.forward(*case) for case in cases]
+    for run in runs * 3:
+        run()
+    rounds = [[timed(run) for run in runs] for _ in range(ROUNDS)]
+    device = torch.cuda.get_device_name()
+    return [stair(case, times, device, commit) for case, times in zip(cases, zip(*rounds, strict=True), strict=True)]
+
+
+def stair(case: Case, times: Sequence[tuple[float, float]], device: str, commit: str) -> Stair:
+    num_decodes, prompts = case
+    num_rows = num_decodes + sum(prompts)
+    host_ms, device_ms = medians_ms(times)
+    us_per_row = round(device_ms * 1000 / num_rows, 3)
+    return Stair(num_rows, num_decodes, round(host_ms, 3), round(device_ms, 3), us_per_row, len(times), device, commit)
+
+
+def mixed_cases(rows: Sequence[int], decodes: Sequence[int]) -> list[Case]:
+    """One prompt chunk beside decodes, for every number of decodes, over all numbers of rows of a step; ValueError for
+    a chunk that the engine or the model would not have.
+    """
+    cases: list[Case] = []
+    for num_decodes in decodes:
+        for num_rows in rows:
+            chunk = num_rows - num_decodes
+            if num_decodes < 0 or not 2 <= chunk <= LLAMA_8B.max_position:
+                raise ValueError(
+                    f"{num_rows} rows with {num_decodes} decodes leave a chunk of {chunk}: "
+                    f"--rows must be 2 to {LLAMA_8B.max_position} above --decodes, which must not be negative"
+                )
+            cases.append((num_decodes, (chunk,)))
+    return cases
+
+
+def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[Case]]:
+    """The arguments, and the cases that --rows and --decodes ask for; exits on a wrong one."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, help="append JSON lines to this file")
+    parser.add_argument("--commit", help="of the code measured (default: git's)")
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="measure steps of N rows instead of the cases")
+    parser.add_argument("--decodes", type=int, nargs="+", metavar="D", help="of those rows (default: 0)")
+    args = parser.parse_args(arguments)
+    if args.decodes and not args.rows:
+        parser.error("--decodes needs --rows: the fixed cases have their own")
+    try:
+        return args, mixed_cases(args.rows or (), args.decodes or (0,))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+@torch.inference_mode()
+def main() -> None:
+    args, mixed = parse()
+    if not torch.cuda.is_available():
+        sys.exit("eager_host: needs a CUDA device, and torch sees none")
+    commit = args.commit or git_commit()
+    device = torch.device("cuda", torch.cuda.current_device())
+    step = Step(LLAMA_8B, ops_for(device), device)
+    step.warm_dense_prefill(max(sum(prompts) for _, prompts in mixed or CASES.values()))
+    bare = bare_us_per_token()
+    print(beside(bare))
+    if mixed:
+        print_stairs(measure_stairs(step, mixed, commit), bare, args.out)
+    else:
+        print_cases(step, commit, bare, args.out)
+
+
+def print_cases(step: Step, commit: str, bare: Json, out: Path | None) -> None:
+    """Measures the fixed cases one after the other."""
+    print(f"{'eager forward':28} host ms  until done  launches a layer")
+    for name, case in CASES.items():
+        result = measure(name, step.forward(*case), LLAMA_8B.num_layers, commit)
+        print(f"{name:28} {result.host_ms:7.2f} {result.device_ms:11.2f} {result.launches_per_layer:17.2f}")
+        append(out, asdict(result) | {"bare_us_per_token": bare})
+
+
+def print_stairs(stairs: Iterable[Stair], bare: Json, out: Path | None) -> None:
+    print("  rows  decodes  until done ms  us a row  host ms")
+    for s in stairs:
+        print(f"{s.num_rows:6,} {s.num_decodes:8,} {s.device_ms:14.3f} {s.us_per_row:9.3f} {s.host_ms:8.3f}")
+        append(out, asdict(s) | {"bare_us_per_token": bare})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""What a decode step's sampling costs the host: arrays made and sent, with and without edits of single logits.
+
+    python -m benchmarks.engine.sampling_host [--rows 64] [--ids 1024]
+
+Steps of `RowStaging`, which needs no device, over rows that go on by one token. Prints the milliseconds of a later step
+and the bytes that it sends to the device (median of many), and the first step, in which all rows join, beside it: for
+rows that are greedy and no more, with `logit_bias`, and with stop tokens masked by min_tokens.
+"""
+
+import argparse
+import statistics
+import time
+from dataclasses import replace
+
+from pdserve.engine.sampling.sample_rows import RowStaging, SampleRow, max_edits
+from pdserve.protocol.sampling_params import SamplingParams
+
+VOCAB = 128256
+STEPS = 200
+
+
+def rows_of(params: SamplingParams, num_rows: int) -> list[SampleRow]:
+    stops = frozenset(params.stop_token_ids)
+    return [SampleRow(params, i, i + 1, 0, [1] * 8, 8, stops) for i in range(num_rows)]
+
+
+def measure(params: SamplingParams, num_rows: int) -> tuple[list[float], list[int]]:
+    """Milliseconds and bytes of each step, the first included."""
+    staging, rows = RowStaging(VOCAB, num_rows, max_edits(0)), rows_of(params, num_rows)
+    times, sizes = [], []
+    for _ in range(STEPS):
+        began = time.perf_counter()
+        arrays = staging.stage(rows)
+        times.append(1000 * (time.perf_counter() - began))
+        sizes.append(sum(array.nbytes for array in arrays.values()))
+        rows = [replace(row, position=row.position + 1) for row in rows]
+    return times, sizes
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=64)
+    parser.add_argument("--ids", type=int, default=1024)
+    args = parser.parse_args()
+    ids = range(100, 100 + args.ids)
+    cases = {
+        "greedy": SamplingParams(temperature=0),
+        f"logit_bias of {args.ids}": SamplingParams(temperature=0, logit_bias=dict.fromkeys(ids, 1.0)),
+        f"{args.ids} stop tokens masked": SamplingParams(
+            temperature=0, stop_token_ids=list(ids), min_tokens=2 * STEPS, max_tokens=None
+        ),
+    }
+    print(f"{args.rows} rows{'':20}  first ms      step ms   step bytes")
+    for name, params in cases.items():
+        times, sizes = measure(params, args.rows)
+        step_ms, step_bytes = statistics.median(times[1:]), statistics.median(sizes[1:])
+        print(f"{name:28} {times[0]:9.3f} {step_ms:12.3f} {step_bytes:12,.0f}")
+
+
+if __name__ == "__main__":
+    main()

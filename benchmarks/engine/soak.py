@@ -1,0 +1,240 @@
+"""Minutes of mixed requests through one engine: random lengths, choices, sampling, seeds, aborts; nothing may go wrong.
+
+    python -m benchmarks.engine.soak --minutes 8 --model benchmarks/shapes/llama-3.1-8b --load-format dummy
+    python -m benchmarks.engine.soak --minutes 0.2  # the demo model on CPU
+
+Keeps the engine full, checks its books often, and ends with an empty pool. Prints throughput and memory a window; exits
+1 when a request got a token too many or too few, when blocks or memory leak, or when throughput falls. Drives the
+public Engine.
+"""
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+from tqdm import tqdm
+
+from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.record import Json, append, check_writable, circumstances
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.engine.build import build_engine
+from pdserve.engine.engine import Engine
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta, PromptScored
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
+
+CHECK_STEPS = 50  # steps between looks into the engine's books
+WARM_WINDOWS = 2  # caches fill and allocators grow in the first
+SLACK_BYTES = 256 << 20  # of host and of device memory, between the windows that count
+STEADY = 0.8  # the slowest window against the median
+STEADY_SECONDS = 10.0  # shorter windows see single prompts, and are not compared
+
+
+@dataclass
+class Live:
+    """A request in flight. position: the next token of each choice that is not over. dies_at: tokens after which one
+    choice, or all, are aborted.
+    """
+
+    position: dict[int, int]
+    max_tokens: int
+    dies_at: int | None
+    dies_whole: bool
+    seen: int = 0
+
+
+@dataclass
+class Totals:
+    """Of one window, then of the whole run."""
+
+    requests: int = 0
+    aborted: int = 0
+    tokens: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+class Soak:
+    """Keeps `concurrency` requests in flight. Prompts of one kind share a prefix, so that caching takes part."""
+
+    def __init__(self, engine: Engine, concurrency: int, longest: int, seed: int) -> None:
+        self.engine = engine
+        self.totals = Totals()
+        self._concurrency = concurrency
+        self._longest = min(longest, engine.max_request_tokens // 2)
+        self._rng = random.Random(seed)
+        self._live: dict[RequestKey, Live] = {}
+        self._names = itertools.count()
+        vocab = engine.spec.vocab_size
+        self._prefixes = [[self._rng.randrange(vocab) for _ in range(self._longest)] for _ in range(8)]
+
+    def run(self, seconds: float) -> Totals:
+        """Go on for so long; returns what happened since the last call."""
+        ends = time.monotonic() + seconds
+        self.totals = Totals()
+        step = 0
+        while time.monotonic() < ends:
+            while len(self._live) < self._concurrency:
+                self._submit()
+            self._step()
+            if step % CHECK_STEPS == 0:
+                self.engine.check_integrity()
+            step += 1
+        return self.totals
+
+    def finish(self) -> None:
+        """End what is there; AssertionError when blocks are left."""
+        for key in self._live:
+            self.engine.abort(key)
+        self._live.clear()
+        while self.engine.has_work:
+            self.engine.step()
+        self.engine.check_integrity()
+        blocks = self.engine.blocks
+        assert blocks.num_free == blocks.num_usable, f"{blocks.num_usable - blocks.num_free} blocks are lost"
+
+    def _submit(self) -> None:
+        rng, vocab = self._rng, self.engine.spec.vocab_size
+        length = min(int(rng.lognormvariate(5.5, 1.2)) + 1, self._longest)
+        prefix = rng.choice(self._prefixes)[: rng.choice([0, 0, length // 2, length])]
+        prompt = (*prefix, *(rng.randrange(vocab) for _ in range(length - len(prefix))))
+        max_tokens = rng.randint(1, min(400, self._longest))
+        sampling = self._sampling(max_tokens)
+        starts = tuple(map(Start, range(sampling.n)))
+        key = RequestKey("soak", 0, str(next(self._names)))
+        submit = Submit(key=key, phase="full", prompt_token_ids=prompt, sampling=sampling, starts=starts)
+        self.engine.add(self.engine.make_request(submit), starts)
+        dies_at = rng.randint(0, sampling.n * max_tokens) if rng.random() < 0.15 else None
+        self._live[key] = Live(dict.fromkeys(range(sampling.n), 0), max_tokens, dies_at, rng.random() < 0.5)
+        self.totals.requests += 1
+
+    def _sampling(self, max_tokens: int) -> SamplingParams:
+        rng = self._rng
+        more: dict[str, object] = {}
+        if rng.random() < 0.3:
+            more |= {"top_p": rng.uniform(0.5, 1.0), "top_k": rng.choice([0, 1, 40]), "min_p": rng.choice([0.0, 0.05])}
+        if rng.random() < 0.2:
+            more |= {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": rng.choice([1.0, 1.1])}
+        if rng.random() < 0.1:
+            more |= {"logprobs": rng.choice([0, 5]), "logit_bias": {rng.randrange(100): 2.0}}
+        if rng.random() < 0.02:
+            more |= {"prompt_logprobs": 1}
+        return SamplingParams(
+            n=rng.choice([1, 1, 1, 1, 2, 4]),
+            temperature=rng.choice([0.0, 0.7, 1.0]),
+            seed=rng.randrange(1 << 40),
+            max_tokens=max_tokens,
+            ignore_eos=rng.random() < 0.7,
+            **more,  # type: ignore[arg-type]
+        )
+
+    def _step(self) -> None:
+        for key, event in self.engine.step().events:
+            live = self._live.get(key)
+            if live is not None and isinstance(event, Delta):
+                self._take(key.request_id, live, event)
+            elif live is None and not isinstance(event, PromptScored):
+                self.totals.faults.append(f"{key.request_id}: an event of a request that is over")
+        for key, live in list(self._live.items()):  # behind the step: its other events were on their way already
+            if live.position and live.dies_at is not None and live.seen >= live.dies_at:
+                self._abort(key, live)
+            if not live.position:
+                del self._live[key]
+
+    def _take(self, name: str, live: Live, delta: Delta) -> None:
+        expected = live.position.get(delta.choice)
+        if expected != delta.position:
+            self.totals.faults.append(f"{name}/{delta.choice}: token {delta.position}, not {expected}")
+        live.position[delta.choice] = delta.position + len(delta.token_ids)
+        live.seen += len(delta.token_ids)
+        self.totals.tokens += len(delta.token_ids)
+        if delta.finish_reason == "length" and live.position[delta.choice] != live.max_tokens:
+            self.totals.faults.append(f"{name}/{delta.choice}: {live.position[delta.choice]} tokens")
+        if delta.finish_reason:
+            del live.position[delta.choice]
+
+    def _abort(self, key: RequestKey, live: Live) -> None:
+        live.dies_at = None
+        choices = None if live.dies_whole else (next(iter(live.position)),)
+        self.engine.abort(key, choices)
+        self.totals.aborted += 1
+        for choice in list(live.position) if choices is None else choices:
+            del live.position[choice]
+
+
+def window(engine: Engine, seconds: float, totals: Totals) -> Json:
+    """One line of the report."""
+    on_cuda = engine.device.type == "cuda"
+    free, total = torch.cuda.mem_get_info() if on_cuda else (0, 0)
+    return {
+        "seconds": round(seconds, 1),
+        "requests": totals.requests,
+        "aborted": totals.aborted,
+        "tokens_per_s": round(totals.tokens / seconds),
+        "preemptions": engine.scheduler.num_preemptions,
+        "host_mib": psutil.Process().memory_info().rss >> 20,
+        "device_mib": (total - free) >> 20,
+        "faults": len(totals.faults),
+    }
+
+
+def verdict(windows: list[Json]) -> list[str]:
+    """What is wrong with these windows, the first of which only warm up."""
+    counted = windows[WARM_WINDOWS:]
+    faults = [f"{w['faults']} requests went wrong" for w in windows if w["faults"]]
+    if len(counted) < 2:
+        return faults
+    for name in ("host_mib", "device_mib"):
+        growth = counted[-1][name] - counted[0][name]
+        if growth << 20 > SLACK_BYTES:
+            faults.append(f"{name} grew by {growth}")
+    rates = [w["tokens_per_s"] for w in counted if w["seconds"] >= STEADY_SECONDS]
+    if rates and min(rates) < STEADY * statistics.median(rates):
+        faults.append(f"throughput fell to {min(rates)} tok/s from a median of {statistics.median(rates):.0f}")
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--windows", type=int, default=16, help="lines of the report")
+    parser.add_argument("--concurrency", type=int, default=300, help="requests in flight")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens of the longest prompt")
+    parser.add_argument("--seed", type=int, default=0)
+    add_model_arguments(parser)
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    if options.minutes <= 0 or options.windows < 1 or options.concurrency < 1 or options.longest < 1:
+        parser.error("--minutes, --windows, --concurrency and --longest must be above 0")
+    try:
+        check_writable(options.out)
+        config = EngineConfig(**{**engine_fields(options), "enable_prefix_caching": True})
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    model = ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format)
+    engine = build_engine(model, config)
+    soak = Soak(engine, options.concurrency, options.longest, options.seed)
+    windows: list[Json] = []
+    seconds = options.minutes * 60 / options.windows
+    for _ in tqdm(range(options.windows), desc="soak", unit="window", leave=False):
+        began = time.monotonic()
+        totals = soak.run(seconds)
+        windows.append(window(engine, time.monotonic() - began, totals))
+        tqdm.write("  ".join(f"{name} {value}" for name, value in windows[-1].items()))
+        for fault in totals.faults[:5]:
+            tqdm.write(fault)
+    soak.finish()
+    faults = verdict(windows)
+    append(options.out, {"benchmark": "engine_soak", **circumstances(options.commit), "windows": windows})
+    print("\n".join(faults) or "no leak, no fault, steady throughput")
+    sys.exit(bool(faults))
+
+
+if __name__ == "__main__":
+    main()

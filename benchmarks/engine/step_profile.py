@@ -1,0 +1,253 @@
+"""Where a decode step and a prefill spend their time, beside the floor counted by hand.
+
+    python -m benchmarks.engine.step_profile --out benchmarks/results/step-profile-h200.jsonl
+    python -m benchmarks.engine.step_profile --decode 64 --context 8192 --prefill
+    python -m benchmarks.engine.step_profile --decode --prefill 2048
+
+Wall times are measured without the profiler; the split into parts comes from torch.profiler's device activities
+(CUPTI), over steps right behind. Host time is what the host needs for a step when it does not wait for the device.
+Drives the public Engine (`add`, `step`), so it knows nothing of how a step is made. Needs a CUDA device. Ceilings are
+an H200's: with another card pass its own.
+"""
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.engine.device_trace import Trace, busy_us, parts_of, read_trace, span_us
+from benchmarks.engine.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
+from benchmarks.support.places import SHAPES
+from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.record import Json, append, check_writable, circumstances
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.engine.build import build_engine
+from pdserve.engine.engine import Engine
+from pdserve.protocol.commands import Start, Submit
+from pdserve.protocol.events import Delta
+from pdserve.protocol.request_key import RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
+
+ROWS = (*PARTS, "copies", "other", "gaps")
+UNPROFILED_PROMPTS, PROFILED_PROMPTS = 3, 2
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One scenario; `trace` holds `num_profiled` units (decode steps, or prompts), floors and wall are of one."""
+
+    name: str
+    wall_s: float
+    profiled_wall_s: float
+    trace: Trace
+    num_profiled: int
+    floor: dict[str, float]
+
+    def row(self) -> Json:
+        """JSON-ready; milliseconds of one unit."""
+        kernels = self.trace.kernels
+        parts = parts_of([kernel.name for kernel in kernels])
+        spent: defaultdict[str, float] = defaultdict(float)
+        launches: Counter[str] = Counter()
+        unknown: defaultdict[str, float] = defaultdict(float)
+        for kernel, part in zip(kernels, parts, strict=True):
+            spent[part] += kernel.duration
+            launches[part] += 1
+            if part == "other":
+                unknown[kernel.name[:80]] += kernel.duration
+        spent["gaps"] = span_us(kernels) - busy_us(kernels)
+
+        slowest = sorted(unknown.items(), key=lambda item: -item[1])[:5]
+
+        def ms(microseconds: float) -> float:
+            return round(microseconds / 1e3 / self.num_profiled, 4)
+
+        return {
+            "benchmark": "step_profile",
+            "scenario": self.name,
+            "wall_ms": round(self.wall_s * 1e3, 4),
+            "device_ms": ms(span_us(kernels)),
+            "host_ms": ms(self.profiled_wall_s * 1e6 - self.trace.waiting_us),
+            "floor_ms": round(sum(self.floor.values()) * 1e3, 4),
+            "parts": {
+                part: {
+                    "ms": ms(spent[part]),
+                    "floor_ms": round(self.floor.get(part, 0.0) * 1e3, 4),
+                    "kernels": launches[part] / self.num_profiled,
+                }
+                for part in ROWS
+            },
+            "other_kernels": {name: ms(microseconds) for name, microseconds in slowest},
+        }
+
+
+class Profiler:
+    """An engine, and scenarios run on it."""
+
+    def __init__(self, engine: Engine, ceilings: Ceilings, num_steps: int) -> None:
+        self.engine = engine
+        self.ceilings = ceilings
+        self.num_steps = num_steps
+        self._itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[engine.layout.group.dtype]
+        self._rng = random.Random(0)
+        self._names = itertools.count()
+        self._num_generated: Counter[RequestKey] = Counter()
+
+    def decode(self, batch_sizes: Sequence[int], context: int) -> Iterator[Measured]:
+        """Steady decode steps of each batch size, the largest first: prompts are computed once, sequences leave."""
+        running: list[RequestKey] = []
+        for batch in sorted(batch_sizes, reverse=True):
+            if not running:
+                running = [self._add(context, self.engine.max_request_tokens - context) for _ in range(batch)]
+                self._step_until_all_run(set(running))
+            while len(running) > batch:
+                self.engine.abort(running.pop())
+            self._steps(self.num_steps)  # what was in flight is gone, graphs and kernels are warm
+            wall = self._timed(lambda: self._steps(self.num_steps)) / self.num_steps
+            profiled, trace = self._profiled(lambda: self._steps(self.num_steps))
+            now = [context + self._num_generated[key] - self.num_steps // 2 for key in running]
+            floor = self._floor([Chunk(tokens, 1) for tokens in now])
+            yield Measured(f"decode {batch} x {context}", wall, profiled, trace, self.num_steps, floor)
+        for key in running:
+            self.engine.abort(key)
+        self._drain()
+
+    def prefill(self, num_tokens: int) -> Measured:
+        """One prompt from its arrival to its first token."""
+
+        def prompts(count: int) -> None:
+            for _ in range(count):
+                self._step_until_all_run({self._add(num_tokens, 1)})
+
+        prompts(1)
+        wall = statistics.median(self._timed(lambda: prompts(1)) for _ in range(UNPROFILED_PROMPTS))
+        profiled, trace = self._profiled(lambda: prompts(PROFILED_PROMPTS))
+        steps = prompt_chunks(num_tokens, self.engine.config.max_num_batched_tokens)
+        floors = [self._floor([chunk]) for chunk in steps]
+        floor = {part: sum(floor[part] for floor in floors) for part in PARTS}
+        return Measured(f"prefill {num_tokens}", wall, profiled, trace, PROFILED_PROMPTS, floor)
+
+    def _floor(self, chunks: list[Chunk]) -> dict[str, float]:
+        return step_floor(self.engine.spec, self._itemsize, self.ceilings, chunks)
+
+    def _add(self, num_prompt: int, num_output: int) -> RequestKey:
+        vocab = range(self.engine.spec.vocab_size)
+        submit = Submit(
+            key=RequestKey("profile", 0, str(next(self._names))),
+            phase="full",
+            prompt_token_ids=tuple(self._rng.choices(vocab, k=num_prompt)),
+            sampling=SamplingParams(temperature=0, max_tokens=num_output, ignore_eos=True, seed=0),
+            starts=(Start(0),),
+        )
+        self.engine.add(self.engine.make_request(submit), submit.starts)
+        return submit.key
+
+    def _step_until_all_run(self, waiting: set[RequestKey]) -> None:
+        """Until each of them has a token."""
+        while waiting:
+            self._steps(1)
+            waiting = {key for key in waiting if not self._num_generated[key]}
+
+    def _steps(self, count: int) -> None:
+        results = [self.engine.step() for _ in range(count)]
+        for result in results:
+            self._num_generated.update(key for key, event in result.events if isinstance(event, Delta))
+
+    def _drain(self) -> None:
+        while self.engine.has_work:
+            self.engine.step()
+
+    def _timed(self, work: Callable[[], None]) -> float:
+        """Seconds of work, the device quiet before and after."""
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    def _profiled(self, work: Callable[[], None]) -> tuple[float, Trace]:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.cuda.synchronize()
+            with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+                seconds = self._timed(work)
+            path = Path(folder) / "trace.json"
+            profiler.export_chrome_trace(str(path))
+            return seconds, read_trace(path)
+
+
+def table(row: Json) -> str:
+    """One scenario as text."""
+    lines = [
+        f"{row['scenario']}: wall {row['wall_ms']:.3f} ms, device {row['device_ms']:.3f}, "
+        f"host {row['host_ms']:.3f}, floor {row['floor_ms']:.3f} ({row['floor_ms'] / row['wall_ms']:.0%} of wall)",
+        f"    {'part':<16}{'ms':>10}{'of device':>11}{'floor ms':>10}{'of floor':>10}{'kernels':>9}",
+    ]
+    for part, spent in row["parts"].items():
+        if spent["ms"] or spent["floor_ms"]:
+            reached = f"{spent['floor_ms'] / spent['ms']:.0%}" if spent["ms"] and spent["floor_ms"] else ""
+            share = spent["ms"] / row["device_ms"]
+            floor = f"{spent['floor_ms']:.3f}" if spent["floor_ms"] else ""
+            lines.append(
+                f"    {part:<16}{spent['ms']:>10.3f}{share:>11.1%}{floor:>10}{reached:>10}{spent['kernels']:>9.1f}"
+            )
+    lines += [f"    other: {ms:.3f} ms {name}" for name, ms in row["other_kernels"].items()]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--decode", type=int, nargs="*", default=[1, 64, 256], help="batch sizes (default 1 64 256)")
+    parser.add_argument("--context", type=int, default=1024, help="tokens each decoding sequence has (default 1024)")
+    parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192, 16000], help="prompt lengths")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps timed, and profiled (default 16)")
+    parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
+    parser.add_argument("--flop-ceiling", type=float, default=696.0, help="TFLOP/s of products")
+    add_model_arguments(parser)
+    parser.set_defaults(model=str(SHAPES / "llama-3.1-8b"), load_format="dummy")
+    parser.set_defaults(engine_max_num_batched_tokens="8192", engine_max_num_seqs="512")
+    add_output_arguments(parser)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("step_profile: needs a CUDA device, and torch sees none", file=sys.stderr)
+        return 2
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        print(f"step_profile: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(options: argparse.Namespace) -> None:
+    """Every scenario of the options: printed, and appended to --out."""
+    check_writable(options.out)
+    if min([*options.decode, *options.prefill, options.context, options.steps]) < 1:
+        raise ValueError("--decode, --context, --prefill and --steps must be at least 1")
+    model = ModelConfig(path=options.model, load_format=options.load_format, dtype=options.dtype)
+    engine = build_engine(model, EngineConfig(**engine_fields(options)))
+    if max(options.decode, default=0) > engine.config.max_num_seqs:
+        raise ValueError(f"--decode {max(options.decode)} is more than --max-num-seqs {engine.config.max_num_seqs}")
+    profiler = Profiler(engine, Ceilings(options.read_ceiling * 1e12, options.flop_ceiling * 1e12), options.steps)
+    scenarios = itertools.chain(
+        (profiler.prefill(num_tokens) for num_tokens in options.prefill),
+        profiler.decode(options.decode, options.context),
+    )
+    for measured in scenarios:
+        row = measured.row()
+        print(table(row), flush=True)
+        facts = {"model": Path(options.model).name, "device": torch.cuda.get_device_name(engine.device)}
+        append(options.out, row | facts | {"engine": engine_fields(options)} | circumstances(options.commit))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,125 @@
+"""What refusing late requests gives: requests a second that keep their TTFT target, for several `slo.refuse_beyond`.
+
+Two workers of `benchmarks.router.choosing` (a step takes the time that its rows would take on some device), a real
+router, prompts of 100 to 900 tokens at random moments: fewer than the workers can do, and more. Refused ones do not
+come again.
+
+    .venv/bin/python -m benchmarks.router.goodput --out benchmarks/results/goodput-cpu.jsonl
+"""
+
+import argparse
+import asyncio
+import logging
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from benchmarks.router.choosing import DEMO, FIRST_TOKEN, NUM_TOKENS, VOCAB, Arrival, PacedWorker
+from benchmarks.support.yardstick import bare_us_per_token, beside
+from pdserve.bench.record import append, check_writable, circumstances
+from pdserve.configs.router import RouterConfig, SloConfig
+from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.router.errors import ApiError
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.request.service import Service
+from pdserve.text.tokenizer import Tokenizer
+
+TTFT_MS = 500.0
+WARM_UP = 24  # requests, until workers have told their speed
+
+
+def arrivals(draw: random.Random, rate: float, seconds: float) -> list[Arrival]:
+    at, found = 0.0, []
+    while (at := at + draw.expovariate(rate)) < seconds:
+        found.append(Arrival(at, tuple(draw.choices(range(FIRST_TOKEN, VOCAB), k=draw.randint(100, 900)))))
+    return found
+
+
+async def measure(refuse_beyond: float | None, asked: Sequence[Arrival], seconds: float) -> dict[str, float]:
+    """Of all requests: a second in time, the shares in time, late and refused, and the others' TTFT in ms."""
+    workers = [PacedWorker(f"w{i}", 4096) for i in range(2)]
+    fleet, slo = Fleet(), SloConfig(ttft_ms=TTFT_MS, refuse_beyond=refuse_beyond)
+    service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(), "demo", slo=slo)
+    for worker in workers:
+        worker.start()
+        fleet.join(worker)
+    while len(fleet.workers) < len(workers):
+        await asyncio.sleep(0.01)
+    try:
+        for arrival in arrivals(random.Random(99), 1.0, 2 * WARM_UP)[:WARM_UP]:
+            await _ask(service, arrival.prompt)
+        await asyncio.sleep(1.5)
+        answers = await asyncio.gather(*(_after(arrival, service) for arrival in asked))
+    finally:
+        await fleet.close()
+        for worker in workers:
+            worker.stop()
+            await asyncio.to_thread(worker.join)
+    waits = sorted(answer for answer in answers if answer is not None)
+    in_time = sum(wait <= TTFT_MS for wait in waits)
+    return {
+        "goodput": in_time / seconds,
+        "in_time": in_time / len(answers),
+        "late": (len(waits) - in_time) / len(answers),
+        "refused": 1 - len(waits) / len(answers),
+        "ttft_p50_ms": statistics.median(waits),
+        "ttft_p99_ms": waits[len(waits) * 99 // 100],
+    }
+
+
+async def _after(arrival: Arrival, service: Service) -> float | None:
+    await asyncio.sleep(arrival.at)
+    return await _ask(service, arrival.prompt)
+
+
+async def _ask(service: Service, prompt: tuple[int, ...]) -> float | None:
+    """Milliseconds to the first token; None: refused."""
+    began, first = time.perf_counter(), 0.0
+    sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+    try:
+        async for _ in service.generate([prompt], sampling):
+            first = first or 1000 * (time.perf_counter() - began)
+    except ApiError as error:
+        assert error.code == "predicted_late", error
+        return None
+    return first
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rates", nargs="+", type=float, default=[15.0, 45.0], help="requests a second")
+    parser.add_argument("--limits", nargs="+", type=float, default=[0.0, 4.0, 2.0, 1.0, 0.5], help="0: never refuse")
+    parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--repeats", type=int, default=3, help="each another draw, of all limits in turn")
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    options = parser.parse_args()
+    check_writable(options.out)
+    torch.set_num_threads(1)
+    bare = bare_us_per_token()
+    print(beside(bare))
+    logging.getLogger("pdserve").setLevel(logging.ERROR)
+    for rate in options.rates:
+        runs: dict[float, list[dict[str, float]]] = {limit: [] for limit in options.limits}
+        for repeat in range(options.repeats):
+            asked = arrivals(random.Random(repeat), rate, options.seconds)
+            for limit in options.limits:
+                runs[limit].append(asyncio.run(measure(limit or None, asked, options.seconds)))
+        for limit, results in runs.items():
+            middle = {name: round(statistics.median(r[name] for r in results), 3) for name in results[0]}
+            spread = {
+                f"{name}_spread": [min(v), max(v)] for name in middle if (v := [round(r[name], 3) for r in results])
+            }
+            row = {"benchmark": "goodput", "rate": rate, "ttft_ms": TTFT_MS, "refuse_beyond": limit or None}
+            append(options.out, row | middle | spread | {"bare_us_per_token": bare} | circumstances())
+            print(
+                f"{rate:6.1f}/s  beyond {limit or None!s:5}" + "".join(f"  {k} {v:g}" for k, v in middle.items()),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()

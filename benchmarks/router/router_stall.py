@@ -1,0 +1,469 @@
+"""Whether one client can make a router stand still for all others, or take its memory.
+
+    .venv/bin/python -m benchmarks.router.router_stall --out benchmarks/results/router-stall-cpu.jsonl
+    .venv/bin/python -m benchmarks.router.router_stall --only chat-10mb stops
+    .venv/bin/python -m benchmarks.router.router_stall --list
+
+A router as `pdserve up` starts it (its own HTTP server, application and fleet, under uvloop) in a process of its own,
+with an engine on paper in another. A third process reads 8 streams of 50 tokens a second and asks for /health twenty
+times a second, each time on a new connection; a fourth sends the rows of hostile_requests.py. Each row has a fresh
+router, and is measured twice: without the request (control) and with it.
+
+    gap      longest time without a token of the 8 streams; wanted: at most 100 ms, or 50 ms above the control
+    health   longest time until /health answered
+    memory   peak of the router's resident memory above what it had before; wanted: at most 200 MB
+    refusal  from the request's last byte to the refusal's first; wanted: at most 1 s
+    witness  how late a timer came in the process that measures: what the machine itself adds
+    engine   how late a step of the engine on paper came
+
+Exit code 1 when a row misses. A row that misses on a busy machine is tried again, --attempts times in all; the last
+counts. Everything stays on 127.0.0.1, and the router may take --memory-gb at most.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any, cast
+
+import uvloop
+from tqdm import tqdm
+
+from benchmarks.router.hostile.sending import CONTEXT, MODEL, ROWS, Answer, Row
+from benchmarks.router.hostile_requests import run_sender, warm_up
+from benchmarks.router.router_cpu import Link
+from benchmarks.support.paced_engine import STEP_S, PacedEngine
+from benchmarks.support.places import DEMO
+from benchmarks.support.served_cluster import await_ready, free_port
+from benchmarks.support.yardstick import bare_us_per_token, beside
+from pdserve.background.garbage import GarbageCollector
+from pdserve.bench.option_values import POSITIVE, integer
+from pdserve.bench.record import append, check_writable, circumstances
+from pdserve.cluster.deployments.http_server import Address, HttpServer
+from pdserve.configs.router import RouterConfig
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.http.app import build_app
+from pdserve.text.tokenizer import Tokenizer
+
+NUM_STREAMS = 8
+HEALTH_PERIOD_S = 0.05
+WITNESS_PERIOD_S = 0.005
+SAMPLE_S = 0.004
+CALM_S = 0.5  # streams must have flowed for so long before a row ends
+GIVE_UP_S = 60.0  # a router that is still silent so long after the request's end stays so
+MAX_FILES = 16_384
+MAX_GAP_MS, MAX_ADDED_MS, MAX_MEMORY_MB, MAX_REFUSAL_S = 100.0, 50.0, 200.0, 1.0
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+# The processes that are measured: a router and its engine.
+
+
+class _WatchedEngine(PacedEngine):
+    """Notes in `late` (seconds) how late its worst step came."""
+
+    def __init__(self, address: str, late: Any) -> None:
+        super().__init__(address, "both", STEP_S, max_model_len=CONTEXT)
+        self._late = late
+        self._stepped_at = time.monotonic()
+
+    def _step(self) -> None:
+        now = time.monotonic()
+        self._late.value = max(self._late.value, now - self._stepped_at - STEP_S)
+        self._stepped_at = now
+        super()._step()
+
+
+def run_engine(address: str, late: Any) -> None:
+    _WatchedEngine(address, late).run()
+
+
+def run_router(address: str, port: int, log: str, memory_bytes: int) -> None:
+    """As a RouterReplica has them: HTTP server, application, fleet, log lines in a file."""
+    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
+    logging.basicConfig(filename=log, level=logging.INFO)
+    uvloop.run(_serve(address, port))
+
+
+async def _serve(address: str, port: int) -> None:
+    config = RouterConfig()
+    fleet = Fleet(config.worker_silence_s, drain_s=config.drain_s)
+    app = build_app(fleet, Tokenizer.load(DEMO), config, MODEL)
+    server = HttpServer(app, Address("127.0.0.1", port), config.client_timeout_s)
+    fleet.join(Link(address))
+    GarbageCollector().start()
+    server.start()
+    await asyncio.Event().wait()
+
+
+# The process that measures.
+
+
+@dataclass
+class Window:
+    """What was seen between two looks. Times in milliseconds; num_lost: streams that ended."""
+
+    gap_ms: float = 0.0
+    health_ms: float = 0.0
+    witness_ms: float = 0.0
+    num_tokens: int = 0
+    num_lost: int = 0
+    num_sick: int = 0
+
+
+class _Stream(asyncio.Protocol):
+    """One endless answer, read as it comes."""
+
+    def __init__(self, watcher: "_Watcher") -> None:
+        self._watcher = watcher
+        self.last_at = time.monotonic()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        writing = cast(asyncio.Transport, transport)  # uvloop's derive from no class of asyncio's
+        body = (
+            f'{{"model":"{MODEL}","prompt":[5,6,7],"max_tokens":{CONTEXT - 8},"stream":true,"ignore_eos":true}}'
+        ).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        writing.write(head.encode() + body)
+
+    def data_received(self, data: bytes) -> None:
+        now = time.monotonic()
+        window = self._watcher.window
+        window.gap_ms = max(window.gap_ms, 1000 * (now - self.last_at))
+        window.num_tokens += data.count(b"data: ")
+        self.last_at = now
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watcher.window.num_lost += 1
+
+
+class _Watcher:
+    """Answers "look" with what was seen since the last look, and "calm" with for how long all streams have flowed."""
+
+    def __init__(self, port: int, pipe: Connection) -> None:
+        self.window = Window()
+        self._port = port
+        self._pipe = pipe
+        self._streams: list[_Stream] = []
+        self._flowing_since = time.monotonic()
+
+    async def run(self) -> None:
+        loop = asyncio.get_running_loop()
+        ended = loop.create_future()
+        loop.add_reader(self._pipe.fileno(), lambda: self._asked(ended))
+        for _ in range(NUM_STREAMS):
+            await loop.create_connection(lambda: self._streams_new(), "127.0.0.1", self._port)
+        tasks = [asyncio.create_task(self._ask_health()), asyncio.create_task(self._witness())]
+        await ended
+        for task in tasks:
+            task.cancel()
+
+    def _streams_new(self) -> _Stream:
+        self._streams.append(_Stream(self))
+        return self._streams[-1]
+
+    def _asked(self, ended: "asyncio.Future[None]") -> None:
+        try:
+            question = self._pipe.recv()
+        except EOFError:
+            question = "end"
+        if question == "end":
+            if not ended.done():
+                ended.set_result(None)
+            return
+        now = time.monotonic()
+        self._unfinished(now)
+        if question == "calm":
+            self._pipe.send(now - self._flowing_since)
+        else:
+            window, self.window = self.window, Window()
+            self._pipe.send(window)
+
+    def _unfinished(self, now: float) -> None:
+        """Count the gaps that have not ended yet."""
+        for stream in self._streams:
+            self.window.gap_ms = max(self.window.gap_ms, 1000 * (now - stream.last_at))
+
+    async def _ask_health(self) -> None:
+        due = time.monotonic()
+        while True:
+            began = time.monotonic()
+            healthy = await self._healthy()
+            now = time.monotonic()
+            self.window.health_ms = max(self.window.health_ms, 1000 * (now - began))
+            self.window.num_sick += not healthy
+            due = max(due + HEALTH_PERIOD_S, now)
+            await asyncio.sleep(due - now)
+
+    async def _healthy(self) -> bool:
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            answer = await reader.read(-1)
+            writer.close()
+        except OSError:
+            return False
+        return answer.startswith(b"HTTP/1.1 200")
+
+    async def _witness(self) -> None:
+        before = time.monotonic()
+        while True:
+            await asyncio.sleep(WITNESS_PERIOD_S)
+            now = time.monotonic()
+            late = now - before - WITNESS_PERIOD_S
+            self.window.witness_ms = max(self.window.witness_ms, 1000 * late)
+            if any(now - stream.last_at > MAX_GAP_MS / 1000 for stream in self._streams):
+                self._flowing_since = now
+            before = now
+
+
+def run_watcher(port: int, pipe: Connection) -> None:
+    gc.disable()  # its own pauses are none of the router's
+    uvloop.run(_Watcher(port, pipe).run())
+
+
+# A row from start to end.
+
+
+class _Memory:
+    """Resident memory of a process: what it has, and the most that was seen."""
+
+    def __init__(self, pid: int) -> None:
+        self._path = f"/proc/{pid}/statm"
+        self._page = os.sysconf("SC_PAGE_SIZE")
+        self.peak_mb = 0.0
+
+    def sample(self) -> float:
+        """Megabytes; 0 when the process has ended."""
+        with contextlib.suppress(OSError), open(self._path) as file:
+            now_mb = int(file.read().split()[1]) * self._page / 1e6
+            self.peak_mb = max(self.peak_mb, now_mb)
+            return now_mb
+        return 0.0
+
+
+@dataclass
+class Result:
+    """One row. misses: what was not as wanted; empty: all was."""
+
+    row: str
+    gap_ms: float
+    control_gap_ms: float
+    health_ms: float
+    memory_mb: float
+    refusal_s: float | None
+    statuses: dict[str, int]
+    said: str
+    seconds: float
+    witness_ms: float
+    control_witness_ms: float
+    engine_late_ms: float
+    num_lost: int
+    misses: list[str]
+
+
+@contextlib.contextmanager
+def _process(target: Any, *args: Any) -> Iterator[BaseProcess]:
+    process = _spawn.Process(target=target, args=args, daemon=True)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+class Bench:
+    """Runs rows, one after the other. The process that sends is one for all of them."""
+
+    def __init__(self, control_s: float, memory_gb: float, folder: Path) -> None:
+        self._control_s = control_s
+        self._memory_bytes = int(memory_gb * 1e9)
+        self._folder = folder
+        self._sender_pipe, theirs = _spawn.Pipe()
+        self._sender = _spawn.Process(target=run_sender, args=(theirs,), daemon=True)
+        self._sender.start()
+
+    def close(self) -> None:
+        self._sender.kill()
+        self._sender.join()
+
+    def run(self, row: Row) -> Result:
+        self._sender_pipe.send(row.name)
+        address, port, log = f"ipc://{self._folder}/engine", free_port(), str(self._folder / "log")
+        late = _spawn.Value("d", 0.0)
+        with (
+            _process(run_engine, address, late),
+            _process(run_router, address, port, log, self._memory_bytes) as router,
+        ):
+            await_ready(router.is_alive, f"http://127.0.0.1:{port}", 60.0)
+            warm_up(port)
+            self._sender_pipe.recv()  # it is ready
+            ours, theirs = _spawn.Pipe()
+            with _process(run_watcher, port, theirs):
+                return self._measure(row, router, port, ours, late)
+
+    def _measure(self, row: Row, router: BaseProcess, port: int, watcher: Connection, late: Any) -> Result:
+        assert router.pid is not None
+        memory = _Memory(router.pid)
+        if not self._calm(watcher, router):
+            raise RuntimeError(f"{NUM_STREAMS} streams do not flow, before anything was sent beside them")
+        _look(watcher)
+        time.sleep(self._control_s)
+        control = _look(watcher)
+        base_mb = memory.sample()
+        late.value, began = 0.0, time.monotonic()
+        self._sender_pipe.send(port)
+        while not self._sender_pipe.poll(SAMPLE_S):
+            memory.sample()
+        answers: list[Answer] = self._sender_pipe.recv()
+        seconds = time.monotonic() - began
+        self._calm(watcher, router, memory)
+        seen = _look(watcher)
+        refusals = [answer.seconds for answer in answers if answer.refused]
+        result = Result(
+            row=row.name,
+            gap_ms=round(seen.gap_ms, 1),
+            control_gap_ms=round(control.gap_ms, 1),
+            health_ms=round(seen.health_ms, 1),
+            memory_mb=round(memory.peak_mb - base_mb, 1),
+            refusal_s=round(max(refusals), 3) if refusals else None,
+            statuses=dict(Counter(_shown(answer.status) for answer in answers)),
+            said=next((answer.head for answer in answers if answer.refused), ""),
+            seconds=round(seconds, 2),
+            witness_ms=round(seen.witness_ms, 1),
+            control_witness_ms=round(control.witness_ms, 1),
+            engine_late_ms=round(1000 * late.value, 1),
+            num_lost=seen.num_lost,
+            misses=[],
+        )
+        result.misses = misses(row, result, router.is_alive())
+        return result
+
+    def _calm(self, watcher: Connection, router: BaseProcess, memory: _Memory | None = None) -> bool:
+        """Wait until all streams have flowed for a while, from now on. False when they will not."""
+        began = time.monotonic()
+        while time.monotonic() < began + GIVE_UP_S and router.is_alive():
+            watcher.send("calm")
+            if min(watcher.recv(), time.monotonic() - began) >= CALM_S:
+                return True
+            until = time.monotonic() + 0.1
+            while time.monotonic() < until:
+                if memory is not None:
+                    memory.sample()
+                time.sleep(SAMPLE_S)
+        return False
+
+
+def _look(watcher: Connection) -> Window:
+    watcher.send("look")
+    window = watcher.recv()
+    assert isinstance(window, Window)
+    return window
+
+
+def _shown(status: int | None) -> str:
+    return {None: "open", 0: "closed"}.get(status, str(status))
+
+
+def misses(row: Row, result: Result, is_alive: bool) -> list[str]:
+    """What is not as wanted, in words."""
+    found = []
+    if not is_alive:
+        found.append("the router died")
+    if result.num_lost:
+        found.append(f"{result.num_lost} streams lost")
+    if result.gap_ms > max(MAX_GAP_MS, result.control_gap_ms + MAX_ADDED_MS):
+        found.append(f"gap {result.gap_ms:.0f} ms")
+    if result.memory_mb > MAX_MEMORY_MB:
+        found.append(f"memory {result.memory_mb:.0f} MB")
+    if result.refusal_s is not None and result.refusal_s > MAX_REFUSAL_S:
+        found.append(f"refused after {result.refusal_s:.1f} s")
+    if "500" in result.statuses:
+        found.append("HTTP 500")
+    if row.wanted != "open" and "open" in result.statuses:
+        found.append(f"no answer within {row.limit_s:g} s")
+    if row.wanted == "answered" and set(result.statuses) != {"200"}:
+        found.append(f"a fair request got {result.statuses}")
+    return found
+
+
+def table(results: Sequence[Result]) -> str:
+    """Markdown: a line a row."""
+    names = ("gap, ms", "control", "/health", "memory, MB", "refused, s", "witness, ms", "engine, ms")
+    lines = [f"| row | {' | '.join(names)} | answers | misses |", "|---|" + "---:|" * len(names) + "---|---|"]
+    for result in results:
+        cells = [
+            result.row,
+            f"{result.gap_ms:.0f}",
+            f"{result.control_gap_ms:.0f}",
+            f"{result.health_ms:.0f}",
+            f"{result.memory_mb:.0f}",
+            "" if result.refusal_s is None else f"{result.refusal_s:.2f}",
+            f"{result.witness_ms:.0f}",
+            f"{result.engine_late_ms:.0f}",
+            ", ".join(f"{count} x {status}" for status, count in result.statuses.items()),
+            "; ".join(result.misses),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help="these rows (--list)")
+    parser.add_argument("--list", action="store_true", help="print the rows and end")
+    parser.add_argument("--attempts", type=integer(1), default=2, help="of a row that misses")
+    parser.add_argument("--control-s", type=POSITIVE, default=3.0, help="seconds without the request")
+    parser.add_argument("--memory-gb", type=POSITIVE, default=6.0, help="of the router: more ends it, not the machine")
+    parser.add_argument("--out", type=Path, help="append JSON lines here")
+    options = parser.parse_args()
+    if options.list:
+        for row in ROWS.values():
+            print(f"{row.name:20} {row.what}")
+        return 0
+    check_writable(options.out)
+    bare = bare_us_per_token()
+    results = []
+    with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
+        bench = Bench(options.control_s, options.memory_gb, Path(folder))
+        try:
+            for row in (bar := tqdm([ROWS[name] for name in options.only or ROWS], unit="row")):
+                bar.set_description(row.name)
+                result = bench.run(row)
+                for _ in range(options.attempts - 1):
+                    result = bench.run(row) if result.misses else result
+                results.append(result)
+                figures = {"benchmark": "router_stall", "what": row.what, **asdict(result)}
+                machine = {"cores": os.cpu_count(), "bare_us_per_token": bare}
+                append(options.out, figures | machine | circumstances())
+                if result.misses:
+                    tqdm.write(f"{row.name}: {'; '.join(result.misses)}")
+        finally:
+            bench.close()
+    print(f"{table(results)}\n\n{beside(bare)}")
+    missed = [result.row for result in results if result.misses]
+    print(
+        f"{len(results) - len(missed)} of {len(results)} rows as wanted"
+        + (f"; not {', '.join(missed)}" if missed else "")
+    )
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

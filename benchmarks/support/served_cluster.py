@@ -1,0 +1,109 @@
+"""A `pdserve up` in a process of its own, for as long as a benchmark needs it.
+
+Used by targets.py and cluster_cpu.py, and for its small parts by others.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.support.places import REPOSITORY
+from pdserve.cluster.operate.ray_settings import settings
+
+CLI = [sys.executable, "-m", "pdserve.cluster.cli"]
+STOP_S = 60.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """pid: of `pdserve up`; all that Ray starts here descends from it."""
+
+    url: str
+    pid: int
+
+
+def free_port() -> int:
+    """A port of 127.0.0.1 that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(haproxy: bool = False) -> dict[str, str]:
+    """This process's, with the repository importable and with what `pdserve up` wants Ray to find.
+
+    `up` sets the latter itself, but a command that imports Ray before it calls `up` comes too late.
+    """
+    paths = [str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])]
+    own = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    return settings(haproxy) | os.environ | own
+
+
+@contextmanager
+def serving(
+    document: Mapping[str, Any],
+    port: int,
+    cli: Sequence[str] = CLI,
+    deadline_s: float = 300.0,
+    options: Sequence[str] = (),
+) -> Iterator[Server]:
+    """Serves the cluster.yaml `document`, whose HTTP port is `port`, until the context ends. cli: the words of the
+    `pdserve` command; options: of its `up`. ValueError, with the end of its log, when it is not ready in time.
+    """
+    with tempfile.TemporaryDirectory(prefix="pdserve-cluster-") as scratch:
+        cluster, log = Path(scratch) / "cluster.yaml", Path(scratch) / "log"
+        cluster.write_text(yaml.safe_dump(dict(document)))
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [*cli, "up", str(cluster), "--timeout", str(deadline_s), *options],
+                env=environment("--haproxy" in options),
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            url = f"http://127.0.0.1:{port}"
+            try:
+                await_ready(lambda: process.poll() is None, url, deadline_s)
+            except TimeoutError:
+                raise ValueError(f"`pdserve up` did not become ready:\n{log.read_text()[-2000:]}") from None
+            yield Server(url, process.pid)
+        finally:
+            stop(process)
+
+
+def await_ready(is_alive: Callable[[], bool], url: str, deadline_s: float) -> None:
+    """Until /health answers. TimeoutError when it does not in time, or the server has ended."""
+    deadline = time.monotonic() + deadline_s
+    while time.monotonic() < deadline and is_alive():
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=2):
+                return
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.25)
+    raise TimeoutError(f"{url} did not become ready within {deadline_s:g} s")
+
+
+def stop(process: subprocess.Popen[Any]) -> None:
+    """SIGTERM (a shell's background jobs ignore SIGINT), then whatever is left of the session it leads."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(STOP_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,0 +1,360 @@
+"""A prefill and a decode engine in processes of their own, a device each, and a router by hand: no Ray, no HTTP.
+
+Starts engine hosts as cluster.deployments.engine_actor does, introduces them, and sends what router.request.request_run
+would send, when it would. Says when each event arrived, by this process's perf_counter; measures nothing. Torch-free,
+so that the engines' processes choose their device before torch loads. Used by benchmarks/transfer/hand_off.py.
+"""
+
+import asyncio
+import contextlib
+import gc
+import itertools
+import multiprocessing
+import os
+import signal
+import tempfile
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import TypeVar
+
+from pdserve.configs.schema import WorkerConfig
+from pdserve.protocol.codec import decode_batch
+from pdserve.protocol.commands import Cancel, Command, ConnectPeer, Prepare, Start, Submit
+from pdserve.protocol.events import (
+    Arrived,
+    CacheChange,
+    CacheState,
+    Delta,
+    Event,
+    Failed,
+    Handoff,
+    Hello,
+    LegsWaiting,
+    PeerStatus,
+    PoolChange,
+    Snapshot,
+)
+from pdserve.protocol.handoff import Source, Ticket
+from pdserve.protocol.request_key import Phase, RequestKey
+from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.worker.engine_client import EngineClient, EngineGone
+
+ROUTER, SESSION = "benchmark", 1
+START_S = 300.0  # a model may have to be loaded
+ANSWER_S = 120.0
+STOP_S = 5.0
+
+E = TypeVar("E", bound=Event)
+_spawn = multiprocessing.get_context("spawn")
+
+
+class EngineProcess:
+    """A process with one engine host. gpu: what CUDA_VISIBLE_DEVICES says there; None leaves it alone."""
+
+    def __init__(self, config: WorkerConfig, name: str, gpu: str | None) -> None:
+        self.name = name
+        self._folder = tempfile.TemporaryDirectory(prefix="pdserve-engine-pair-")
+        self.address = f"ipc://{self._folder.name}/engine"
+        self._pipe, far_end = _spawn.Pipe()
+        worker_id = f"{name}-{time.time_ns()}"
+        self._process = _spawn.Process(target=_serve, args=(far_end, config, worker_id, self.address, gpu), daemon=True)
+        self._process.start()
+        far_end.close()
+
+    def wait_ready(self) -> None:
+        """ValueError when it does not come up."""
+        try:
+            trouble = self._pipe.recv() if self._pipe.poll(START_S) else f"not ready after {START_S:g} s"
+        except EOFError:
+            trouble = "its process ended with no word"
+        if trouble:
+            raise ValueError(f"engine {self.name} did not start: {trouble}")
+
+    def join(self) -> None:
+        """Wait for one that was told to stop."""
+        self._process.join(STOP_S)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self._pipe.close()
+        self._folder.cleanup()
+
+
+def _serve(parent: Connection, config: WorkerConfig, worker_id: str, address: str, gpu: str | None) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent ends us
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    from pdserve.worker.host import EngineHost
+
+    try:
+        host = EngineHost(config, worker_id, time.time_ns(), address)
+        host.start()
+    except (ValueError, OSError, RuntimeError) as error:
+        parent.send(str(error) or repr(error))
+        return
+    gc.collect()
+    gc.freeze()
+    parent.send("")
+    host.run()
+
+
+def _end_with(parent: Connection) -> None:
+    """However the parent ends, its end of the pipe closes."""
+    with contextlib.suppress(EOFError, OSError):
+        parent.recv()
+    os._exit(1)
+
+
+@contextmanager
+def engine_processes(configs: Sequence[WorkerConfig], gpus: Sequence[str | None]) -> Iterator[list[EngineProcess]]:
+    """Ready engines, named by their role; gone behind the context, whatever ends it. ValueError when one does not
+    start."""
+    started: list[EngineProcess] = []
+    try:
+        for config, gpu in zip(configs, gpus, strict=True):
+            started.append(EngineProcess(config, config.role, gpu))
+        for process in started:
+            process.wait_ready()
+        try:
+            yield started
+        finally:  # whoever used them has told them to stop
+            for process in started:
+                process.join()
+    finally:
+        for process in started:
+            process.close()
+
+
+@dataclass(eq=False)
+class Leg:
+    """One Submit (or its Prepare) at a worker: its events and when they arrived."""
+
+    key: RequestKey
+    worker: "Worker"
+    events: list[tuple[float, Event]] = field(default_factory=list)
+    woken: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def until(self, kind: type[E], test: Callable[[E], bool] = lambda event: True) -> tuple[float, E]:
+        """The first such event and its time, when it is there. ValueError when the leg fails or nothing comes."""
+        seen = 0
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                while True:
+                    self.woken.clear()
+                    for now, event in self.events[seen:]:
+                        if isinstance(event, kind) and test(event):
+                            return now, event
+                        if isinstance(event, Failed):
+                            raise ValueError(f"engine {self.worker.name} failed a request: {event.message}")
+                    seen = len(self.events)
+                    if self.worker.is_gone:
+                        raise ValueError(f"engine {self.worker.name} ended")
+                    await self.woken.wait()
+        except TimeoutError:
+            raise ValueError(f"engine {self.worker.name}: no {kind.__name__} in {ANSWER_S:g} s") from None
+
+
+class Worker:
+    """An engine's event stream, read as it comes. watch: also sees each batch of events, with its time."""
+
+    def __init__(self, process: EngineProcess) -> None:
+        self.name = process.name
+        self.is_gone = self._is_greeted = False
+        self.watch: Callable[[float, Sequence[Event]], None] | None = None
+        self._client = EngineClient(process.address)
+        self._own = Leg(RequestKey(ROUTER, SESSION, ""), self)  # what concerns no request
+        self._legs: dict[tuple[str, int], Leg] = {}
+        self._reader = asyncio.create_task(self._read())
+
+    async def greet(self) -> None:
+        """Until the engine said what it is."""
+        _, self.hello = await self._own.until(Hello)
+        _, self.snapshot = await self._own.until(Snapshot)
+        self._is_greeted = True
+
+    async def connect(self, peer: "Worker") -> PeerStatus:
+        """ValueError when it cannot pull from the peer."""
+        assert peer.hello.kv_cache is not None
+        self.send(ConnectPeer(meta=peer.hello.kv_cache))
+        _, status = await self._own.until(PeerStatus)
+        if not status.connected:
+            raise ValueError(f"engine {self.name} cannot pull from engine {peer.name}: {status.detail}")
+        return status
+
+    def send(self, command: Command) -> None:
+        try:
+            self._client.send(command)
+        except EngineGone as error:
+            raise ValueError(f"engine {self.name}: {error}") from error
+
+    def open_leg(self, request_id: str, attempt: int) -> Leg:
+        leg = Leg(RequestKey(ROUTER, SESSION, request_id, attempt), self)
+        self._legs[request_id, attempt] = leg
+        return leg
+
+    def end(self, leg: Leg, cancel: bool = False) -> None:
+        """Forget a leg; cancel: and have the worker drop what it holds."""
+        self._legs.pop((leg.key.request_id, leg.key.attempt), None)
+        if cancel:
+            self.send(Cancel(key=leg.key))
+
+    async def close(self) -> None:
+        """Tells the engine to stop."""
+        self._reader.cancel()
+        await asyncio.gather(self._reader, return_exceptions=True)
+        self._client.close()
+
+    async def _read(self) -> None:
+        try:
+            async for batch in self._client.subscribe(ROUTER, SESSION):
+                now = time.perf_counter()
+                events = decode_batch(batch).events
+                for event in events:
+                    self._take(now, event)
+                if self.watch is not None:
+                    self.watch(now, events)
+        finally:
+            self.is_gone = True
+            for leg in [self._own, *self._legs.values()]:
+                leg.woken.set()
+
+    def _take(self, now: float, event: Event) -> None:
+        if isinstance(event, (CacheChange, CacheState, LegsWaiting, PoolChange)):
+            return
+        if isinstance(event, (Hello, PeerStatus, Snapshot)):
+            leg: Leg | None = self._own
+            if isinstance(event, Snapshot) and self._is_greeted:
+                return  # one a second, for ever
+        else:
+            leg = self._legs.get((event.request_id, event.attempt))
+        if leg is not None:
+            leg.events.append((now, event))
+            leg.woken.set()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request. sent, times (one a token), handed (P's Handoff), arrived: perf_counter() seconds; the latter two of
+    split requests alone.
+    """
+
+    sent: float
+    times: list[float]
+    token_ids: list[int]
+    handed: float | None = None
+    arrived: tuple[float, Arrived] | None = None
+
+
+class Pair:
+    """P and D, connected. Every call is one request more."""
+
+    def __init__(self, p: Worker, d: Worker, status: PeerStatus) -> None:
+        self.p, self.d, self.status = p, d, status
+        self._ids = (f"r{i}" for i in itertools.count())
+
+    def submit(
+        self,
+        worker: Worker,
+        phase: Phase,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        first: tuple[int, ...] = (),
+        ticket: Ticket | None = None,
+    ) -> Leg:
+        """A request's only leg, in flight. first: tokens that it goes on behind."""
+        leg = worker.open_leg(next(self._ids), 1)
+        worker.send(_submit(leg, phase, prompt, sampling, first, ticket))
+        return leg
+
+    async def whole(self, worker: Worker, prompt: tuple[int, ...], sampling: SamplingParams) -> Answer:
+        """Prompt and answer on one engine."""
+        sent = time.perf_counter()
+        leg = self.submit(worker, "full", prompt, sampling)
+        await leg.until(Delta, _is_last)
+        worker.end(leg)
+        return Answer(sent, *_tokens(leg))
+
+    async def split(
+        self, prompt: tuple[int, ...], sampling: SamplingParams, announce: bool, overlap: bool = False
+    ) -> Answer:
+        """Prompt on P, answer on D. announce: D is prepared, and pulls what P publishes as it comes; overlap: for which
+        P cuts the last chunk short. ValueError when the rows did not come from P's memory."""
+        request_id = next(self._ids)
+        p_leg, d_leg = self.p.open_leg(request_id, 1), self.d.open_leg(request_id, 2)
+        sent = time.perf_counter()
+        self.p.send(_submit(p_leg, "prefill", prompt, sampling, overlap=overlap))
+        if announce:
+            assert self.p.hello.kv_cache is not None
+            source = Source(self.p.hello.kv_cache.engine_id, self.p.hello.kv_cache.incarnation, p_leg.key)
+            self.d.send(Prepare(submit=_submit(d_leg, "decode", prompt, sampling), source=source))
+        handed, handoff = await p_leg.until(Handoff)
+        first_times, first = _tokens(p_leg)
+        self.d.send(_submit(d_leg, "decode", prompt, sampling, tuple(first), handoff.ticket))
+        arrived = await self.arrival(d_leg)
+        self.p.end(p_leg)
+        await d_leg.until(Delta, _is_last)
+        self.d.end(d_leg)
+        times, token_ids = _tokens(d_leg)
+        return Answer(sent, first_times + times, first + token_ids, handed, arrived)
+
+    async def arrival(self, leg: Leg) -> tuple[float, Arrived]:
+        """When D had the rows. ValueError when they did not come from P's memory."""
+        now, arrived = await leg.until(Arrived)
+        if arrived.source != "p2p":
+            raise ValueError(
+                f"D came by rows through {arrived.source!r} instead of a transfer: {arrived.reason} {arrived.detail}"
+            )
+        return now, arrived
+
+
+@asynccontextmanager
+async def connected(processes: Sequence[EngineProcess]) -> AsyncIterator[Pair]:
+    """The pair of a prefill and a decode engine, which are told to stop at the end."""
+    workers = [Worker(process) for process in processes]
+    try:
+        for worker in workers:
+            await worker.greet()
+        p, d = workers
+        yield Pair(p, d, await d.connect(p))
+    finally:
+        for worker in workers:
+            await worker.close()
+
+
+def _submit(
+    leg: Leg,
+    phase: Phase,
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    first: tuple[int, ...] = (),
+    ticket: Ticket | None = None,
+    overlap: bool = False,
+) -> Submit:
+    return Submit(
+        key=leg.key,
+        phase=phase,
+        prompt_token_ids=prompt,
+        sampling=sampling,
+        starts=(Start(0, first),),
+        ticket=ticket,
+        overlap=overlap,
+    )
+
+
+def _is_last(delta: Delta) -> bool:
+    return delta.finish_reason is not None
+
+
+def _tokens(leg: Leg) -> tuple[list[float], list[int]]:
+    """Times and ids of the tokens that have come."""
+    deltas = [(now, event) for now, event in leg.events if isinstance(event, Delta)]
+    times = [now for now, delta in deltas for _ in delta.token_ids]
+    return times, [token for _, delta in deltas for token in delta.token_ids]

@@ -1,0 +1,314 @@
+"""The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a request costs and
+gives, and what transfers do to the steps of both engines.
+
+    python -m benchmarks.transfer.hand_off --model benchmarks/shapes/llama-3.1-8b --load-format dummy  # two GPUs
+    python -m benchmarks.transfer.hand_off --device cpu --tokens 256 1024 --context 128 --chunk 512 --batch 4  # here
+
+requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes (overlapped: P cuts the
+prompt for it; announced: it does not, but D pulls without waiting for the router), and split in sequence, round
+robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "lag": from P's last row written to
+D's last byte verified, by the clocks of both; "seen": from P's hand-off to D's Arrived as this process sees them (D
+sends it behind the step that its engine was in, or that the rows went into); "pull": D's own time from the Submit
+until the rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is not
+announced.
+
+decode: step time of a batch on D with and without transfers: D pulls, one behind the other, prompts of the longest
+--tokens that never join the batch (it fills D's slots). Pairs of intervals, neighbours in time, in changing order; a
+step is from token to token, and an interval counts with its mean. prefill: the same for prompts of --chunk tokens on P,
+which is being read.
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import signal
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from benchmarks.transfer.engine_pair import Answer, EngineProcess, Pair, connected, engine_processes
+from benchmarks.transfer.hand_off_plan import PARTS, Plan, batch_tokens, greedy, summary
+from benchmarks.transfer.hand_off_steps import measure_steps
+from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
+from pdserve.bench.option_values import SEED, integer
+from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.schema import Role, WorkerConfig
+from pdserve.configs.transfer import TransferConfig
+from pdserve.protocol.events import Arrived
+from pdserve.protocol.sampling_params import SamplingParams
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+WHOLE_P, WHOLE_D = "whole on P", "whole on D"
+OVERLAPPED, ANNOUNCED, SEQUENTIAL = "split, overlapped", "split, announced", "split, sequential"
+LEASE_S = 3600.0  # of the ticket that is pulled again and again
+
+
+def check(plan: Plan, pair: Pair) -> None:
+    """ValueError names the option that the engines cannot serve."""
+    hello = pair.d.hello
+    wanted = {"--tokens": max(plan.tokens) + plan.output_len}
+    if "decode" in plan.parts:
+        wanted["--context with --steps"] = batch_tokens(plan)
+    if "prefill" in plan.parts:
+        wanted["--chunk"] = plan.chunk + 1
+    for option, num_tokens in wanted.items():
+        if num_tokens > hello.max_request_tokens:
+            raise ValueError(
+                f"{option} asks for requests of {num_tokens} tokens, the engine takes {hello.max_request_tokens}"
+            )
+    if "decode" in plan.parts:
+
+        def blocks(num_tokens: int) -> int:
+            return -(-num_tokens // hello.block_size)
+
+        needed = plan.batch * blocks(batch_tokens(plan)) + plan.in_flight * blocks(max(plan.tokens))
+        if needed > pair.d.snapshot.total_blocks:
+            raise ValueError(
+                f"--batch {plan.batch} beside {plan.in_flight} transfers needs {needed} blocks of {hello.block_size} "
+                f"tokens, the engine has {pair.d.snapshot.total_blocks}: ask for less, or give it more memory"
+            )
+
+
+# --- requests ---
+
+
+def modes(pair: Pair, num_tokens: int) -> list[str]:
+    """Ways to serve a prompt of this length."""
+    is_long = 0 < pair.p.hello.parts_from <= num_tokens
+    return [WHOLE_P, WHOLE_D, *([OVERLAPPED, ANNOUNCED] if is_long else []), SEQUENTIAL]
+
+
+async def serve(pair: Pair, mode: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Answer:
+    if mode in (WHOLE_P, WHOLE_D):
+        return await pair.whole(pair.p if mode == WHOLE_P else pair.d, prompt, sampling)
+    return await pair.split(prompt, sampling, mode != SEQUENTIAL, mode == OVERLAPPED)
+
+
+async def measure_requests(plan: Plan, pair: Pair, num_tokens: int, tick: Callable[[], Any]) -> list[Json]:
+    """A row a mode. ValueError when answers differ that must not."""
+    names = modes(pair, num_tokens)
+    answers: dict[str, list[Answer]] = {mode: [] for mode in names}
+    for repeat in range(-1, plan.repeats):  # the first warms up
+        prompt = plan.prompt(num_tokens, pair.p.hello.vocab_size, f"request {repeat}")
+        first = repeat % len(names)
+        for mode in [*names[first:], *names[:first]]:
+            answer = await serve(pair, mode, prompt, greedy(plan.output_len))
+            if repeat >= 0:
+                answers[mode].append(answer)
+        tick()
+    expected = [answer.token_ids for answer in answers[WHOLE_P]]
+    rows = [request_row(num_tokens, mode, answers[mode], expected) for mode in names]
+    for row in rows:
+        if row["num_different"] and plan.must_agree:
+            raise ValueError(
+                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} answers differ from "
+                f"those {WHOLE_P}"
+            )
+    return rows
+
+
+def request_row(num_tokens: int, mode: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> Json:
+    pairs = zip(answers, expected, strict=True)
+    row: Json = {
+        "part": "requests",
+        "tokens": num_tokens,
+        "mode": mode,
+        "repeats": len(answers),
+        "output_len": len(answers[0].token_ids),
+        "num_different": sum(answer.token_ids != tokens for answer, tokens in pairs),
+        "ttft_ms": summary([answer.times[0] - answer.sent for answer in answers]),
+        "gap_ms": summary([answer.times[1] - answer.times[0] for answer in answers]),
+        "tpot_ms": summary([(a.times[-1] - a.times[0]) / (len(a.times) - 1) for a in answers]),
+    }
+    handed = [(answer.handed, *answer.arrived) for answer in answers if answer.handed and answer.arrived]
+    return row | hand_over_figures(handed) if handed else row
+
+
+def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
+    """(P's hand-off, D's Arrived, what that says) of some requests."""
+    arrived = [event for _, _, event in handed]
+    late = [(event, event.num_bytes - event.num_early_bytes) for event in arrived]
+    rates = [num_bytes / (event.seconds - event.wait_s) / 1e9 for event, num_bytes in late if num_bytes]
+    return {
+        "lag_ms": summary([event.lag_s for event in arrived]),
+        "seen_ms": summary([there - here for here, there, _ in handed]),
+        "pull_ms": summary([event.seconds for event in arrived]),
+        "bytes": arrived[0].num_bytes,
+        "early_share": round(statistics.median(event.num_early_bytes / event.num_bytes for event in arrived), 4),
+        "descriptors": statistics.median(event.num_descriptors for event in arrived),
+        "transport": "/".join(sorted({event.transport for event in arrived})),
+        "gb_per_s": round(statistics.median(rates), 2) if rates else None,
+    }
+
+
+# --- tables ---
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Markdown."""
+    return "\n".join(
+        ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(r) + " |" for r in rows)]
+    )
+
+
+def request_table(rows: Sequence[Json]) -> str:
+    """Times in ms: median / worst."""
+    head = ["tokens", "", "TTFT", "1st to 2nd token", "TPOT", "lag", "seen", "pull", "MiB", "early", "descriptors"]
+    lines = []
+    for row in rows:
+        cells = [f"{row['tokens']:,}", row["mode"], *(_times(row[name]) for name in ("ttft_ms", "gap_ms", "tpot_ms"))]
+        if "bytes" in row:
+            rate = "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
+            cells += [_times(row[name]) for name in ("lag_ms", "seen_ms", "pull_ms")] + [f"{row['bytes'] / 2**20:,.1f}"]
+            cells += [f"{row['early_share']:.0%}", f"{row['descriptors']:,.0f}", row["transport"], rate]
+        else:
+            cells += [""] * 8
+        lines.append([*cells, f"{row['num_different']} of {row['repeats']}"])
+    return table([*head, "transport", "GB/s", "other answers"], lines)
+
+
+def step_table(row: Json) -> str:
+    """One line."""
+    what = f"{row['batch']} x {row['context']:,}" if row["part"] == "decode" else f"{row['chunk']:,}"
+    ratio = row["ratio"]
+    cells = [what, f"{row['tokens']:,}", str(row["pairs"]), *(_times(row[name]) for name in ("off_ms", "on_ms"))]
+    cells += [f"{ratio['median']:.3f}", " to ".join(f"{value:.3f}" for value in ratio["quarters"])]
+    cells += [" to ".join(f"{value:.3f}" for value in ratio["range"]), str(row["num_transfers"])]
+    cells += [f"{row['gb_per_s']:.1f}", row["transport"]]
+    first = "D decodes" if row["part"] == "decode" else "P computes"
+    head = [first, "pulled prompt", "pairs", "step ms without", "with transfers", "ratio", "half of the pairs", "range"]
+    return table([*head, "transfers", "GB/s", "transport"], [cells])
+
+
+def _times(figures: Json) -> str:
+    return f"{figures['p50']:.2f} / {figures['worst']:.2f}"
+
+
+# --- the run ---
+
+
+async def run(plan: Plan, processes: Sequence[EngineProcess], record: Callable[[Json], None]) -> None:
+    """Measures what the plan says; each row is recorded when it is there, tables are printed."""
+    async with connected(processes) as pair:
+        check(plan, pair)
+        tqdm.write(f"self-test of the connection: {pair.status.transport}, {pair.status.bytes_per_s / 1e9:.1f} GB/s")
+        gc.collect()
+        gc.freeze()
+        with tqdm(total=plan.num_units, unit="round", leave=False) as bar:
+            if "requests" in plan.parts:
+                rows = []
+                for num_tokens in plan.tokens:
+                    for row in await measure_requests(plan, pair, num_tokens, bar.update):
+                        record(row)
+                        rows.append(row)
+                tqdm.write("\n" + request_table(rows))
+            for part in ("decode", "prefill"):
+                if part in plan.parts:
+                    row = await measure_steps(plan, pair, part, bar.update)
+                    record(row)
+                    tqdm.write("\n" + step_table(row))
+
+
+def find_gpus(device: str) -> list[str | None]:
+    """What each engine's CUDA_VISIBLE_DEVICES shall be; None on CPU. ValueError unless there are two."""
+    if device == "cpu":
+        return [None, None]
+    import torch  # here, and not in the engines' processes before these have chosen
+
+    count = torch.cuda.device_count()
+    if count == 0 and device == "auto":
+        return [None, None]
+    if count < 2:
+        raise ValueError(f"two engines need two GPUs, torch sees {count}: use --device cpu")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(visible.split(",")[:2]) if visible else ["0", "1"]
+
+
+def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
+    """D's slots are those of the batch: what it pulls beside a full batch waits, and never runs."""
+    fields = engine_fields(options)
+    if options.engine_max_num_seqs is not None:
+        raise ValueError("--max-num-seqs is --batch in this benchmark: leave it out")
+    if fields["enable_prefix_caching"]:
+        raise ValueError("--enable-prefix-caching: the same prompt is served several times, without a cache")
+    return WorkerConfig(
+        role=role,
+        model=ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format),
+        engine=EngineConfig(**fields | {"max_num_seqs": options.batch}),
+        transfer=TransferConfig(lease_s=LEASE_S),
+    )
+
+
+def make_plan(options: argparse.Namespace, must_agree: bool) -> Plan:
+    return Plan(
+        parts=tuple(options.parts),
+        tokens=tuple(options.tokens),
+        output_len=options.output_len,
+        repeats=options.repeats,
+        batch=options.batch,
+        context=options.context,
+        chunk=options.chunk,
+        pairs=options.pairs,
+        steps=options.steps,
+        in_flight=options.in_flight,
+        seed=options.seed,
+        must_agree=must_agree,
+    )
+
+
+def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--tokens", type=integer(1), nargs="+", default=[1024, 8192], help="prompts; default 1024 8192")
+    parser.add_argument("--output-len", type=integer(2), default=32, help="tokens of an answer (default 32)")
+    parser.add_argument("--repeats", type=integer(1), default=9, help="prompts of each length (default 9)")
+    parser.add_argument("--batch", type=integer(1), default=32, help="sequences that decode (default 32)")
+    parser.add_argument("--context", type=integer(1), default=1024, help="their prompts (default 1024)")
+    parser.add_argument("--chunk", type=integer(1), default=2048, help="prompts P computes while read (default 2048)")
+    parser.add_argument("--pairs", type=integer(1), default=20, help="of intervals (default 20)")
+    parser.add_argument("--steps", type=integer(1), default=64, help="decode steps of an interval (default 64)")
+    parser.add_argument("--in-flight", type=integer(1), default=2, help="transfers at once (default 2)")
+    parser.add_argument("--seed", type=SEED, default=0)
+    add_model_arguments(parser)
+    add_output_arguments(parser)
+    return parser, parser.parse_args()
+
+
+def main() -> int:
+    parser, options = parse()
+    try:
+        configs = [worker_config(options, role) for role in ROLES]
+        gpus = find_gpus(configs[0].engine.device)
+        check_writable(options.out)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    plan = make_plan(options, must_agree=gpus[0] is None)
+    engine = engine_fields(options) | {"max_num_seqs": options.batch}
+    common = {
+        "benchmark": "hand_off",
+        "model": Path(options.model).name,
+        "load_format": options.load_format,
+        "device": gpu_name() if gpus[0] is not None else "cpu",
+    }
+
+    def record(row: Json) -> None:
+        append(options.out, common | row | {"engine": engine} | circumstances(options.commit))
+
+    try:
+        with engine_processes(configs, gpus) as processes:
+            asyncio.run(run(plan, processes, record))
+    except ValueError as error:
+        print(f"hand_off: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # engines end with it
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""What benchmarks/transfer/hand_off.py measures, how its prompts are drawn and its times summed up.
+
+Knows no engine. Torch-free. Used by hand_off.py and hand_off_steps.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.bench.record import Json, percentiles
+from pdserve.bench.workload import Lengths, Shape, draw_work
+from pdserve.protocol.sampling_params import SamplingParams
+
+PARTS = ("requests", "decode", "prefill")
+SETTLE = 8  # steps between two intervals
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: the options."""
+
+    parts: tuple[str, ...]
+    tokens: tuple[int, ...]
+    output_len: int
+    repeats: int
+    batch: int
+    context: int
+    chunk: int
+    pairs: int
+    steps: int
+    in_flight: int
+    seed: int
+    must_agree: bool  # answers of one prompt: where arithmetic is the same on every way
+
+    def prompt(self, num_tokens: int, vocab_size: int, name: str) -> tuple[int, ...]:
+        lengths = Lengths(num_tokens, num_tokens)
+        [work] = draw_work(Shape(1, lengths, lengths), vocab_size, f"{self.seed}/{num_tokens}/{name}")
+        return tuple(work.prompt_token_ids)
+
+    @property
+    def num_units(self) -> int:
+        """Of progress."""
+        requests = len(self.tokens) * (self.repeats + 1) if "requests" in self.parts else 0
+        return requests + sum(self.pairs for part in ("decode", "prefill") if part in self.parts)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, seed=0)
+
+
+def batch_tokens(plan: Plan) -> int:
+    """Longest that a sequence of the batch may become: twice the steps that count, and as many for those that do not
+    (the first and last transfers of an interval)."""
+    return plan.context + 4 * plan.steps + 64 * SETTLE
+
+
+def summary(seconds: Sequence[float]) -> Json:
+    """Milliseconds."""
+    return percentiles(seconds) | {"worst": round(1e3 * max(seconds), 3)}
