@@ -21,13 +21,9 @@ counts. Everything stays on 127.0.0.1, and the router may take --memory-gb at mo
 """
 
 import argparse
-import asyncio
 import contextlib
-import gc
-import logging
 import multiprocessing
 import os
-import resource
 import sys
 import tempfile
 import time
@@ -37,204 +33,27 @@ from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-import uvloop
 from tqdm import tqdm
 
-from benchmarks.router.hostile.sending import CONTEXT, MODEL, ROWS, Answer, Row
+from benchmarks.router.hostile.sending import ROWS, Answer, Row
 from benchmarks.router.hostile_requests import run_sender, warm_up
-from benchmarks.router.router_cpu import Link
-from benchmarks.support.paced_engine import STEP_S, PacedEngine
-from benchmarks.support.places import DEMO
+from benchmarks.router.watched_router import run_engine, run_router
+from benchmarks.router.watcher import MAX_GAP_MS, NUM_STREAMS, Window, run_watcher
 from benchmarks.support.served_cluster import await_ready, free_port
 from benchmarks.support.yardstick import bare_us_per_token, beside
-from pdserve.background.garbage import GarbageCollector
 from pdserve.bench.option_values import POSITIVE, integer
 from pdserve.bench.record import append, check_writable, circumstances
-from pdserve.cluster.deployments.http_server import Address, HttpServer
-from pdserve.configs.router import RouterConfig
-from pdserve.router.fleet.fleet import Fleet
-from pdserve.router.http.app import build_app
-from pdserve.text.tokenizer import Tokenizer
 
-NUM_STREAMS = 8
-HEALTH_PERIOD_S = 0.05
-WITNESS_PERIOD_S = 0.005
 SAMPLE_S = 0.004
 CALM_S = 0.5  # streams must have flowed for so long before a row ends
 GIVE_UP_S = 60.0  # a router that is still silent so long after the request's end stays so
-MAX_FILES = 16_384
-MAX_GAP_MS, MAX_ADDED_MS, MAX_MEMORY_MB, MAX_REFUSAL_S = 100.0, 50.0, 200.0, 1.0
+MAX_ADDED_MS = 50.0
+MAX_MEMORY_MB = 200.0
+MAX_REFUSAL_S = 1.0
 
 _spawn = multiprocessing.get_context("spawn")
-
-
-# The processes that are measured: a router and its engine.
-
-
-class _WatchedEngine(PacedEngine):
-    """Notes in `late` (seconds) how late its worst step came."""
-
-    def __init__(self, address: str, late: Any) -> None:
-        super().__init__(address, "both", STEP_S, max_model_len=CONTEXT)
-        self._late = late
-        self._stepped_at = time.monotonic()
-
-    def _step(self) -> None:
-        now = time.monotonic()
-        self._late.value = max(self._late.value, now - self._stepped_at - STEP_S)
-        self._stepped_at = now
-        super()._step()
-
-
-def run_engine(address: str, late: Any) -> None:
-    _WatchedEngine(address, late).run()
-
-
-def run_router(address: str, port: int, log: str, memory_bytes: int) -> None:
-    """As a RouterReplica has them: HTTP server, application, fleet, log lines in a file."""
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (MAX_FILES, MAX_FILES))
-    logging.basicConfig(filename=log, level=logging.INFO)
-    uvloop.run(_serve(address, port))
-
-
-async def _serve(address: str, port: int) -> None:
-    config = RouterConfig()
-    fleet = Fleet(config.worker_silence_s, drain_s=config.drain_s)
-    app = build_app(fleet, Tokenizer.load(DEMO), config, MODEL)
-    server = HttpServer(app, Address("127.0.0.1", port), config.client_timeout_s)
-    fleet.join(Link(address))
-    GarbageCollector().start()
-    server.start()
-    await asyncio.Event().wait()
-
-
-# The process that measures.
-
-
-@dataclass
-class Window:
-    """What was seen between two looks. Times in milliseconds; num_lost: streams that ended."""
-
-    gap_ms: float = 0.0
-    health_ms: float = 0.0
-    witness_ms: float = 0.0
-    num_tokens: int = 0
-    num_lost: int = 0
-    num_sick: int = 0
-
-
-class _Stream(asyncio.Protocol):
-    """One endless answer, read as it comes."""
-
-    def __init__(self, watcher: "_Watcher") -> None:
-        self._watcher = watcher
-        self.last_at = time.monotonic()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        writing = cast(asyncio.Transport, transport)  # uvloop's derive from no class of asyncio's
-        body = (
-            f'{{"model":"{MODEL}","prompt":[5,6,7],"max_tokens":{CONTEXT - 8},"stream":true,"ignore_eos":true}}'
-        ).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        writing.write(head.encode() + body)
-
-    def data_received(self, data: bytes) -> None:
-        now = time.monotonic()
-        window = self._watcher.window
-        window.gap_ms = max(window.gap_ms, 1000 * (now - self.last_at))
-        window.num_tokens += data.count(b"data: ")
-        self.last_at = now
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._watcher.window.num_lost += 1
-
-
-class _Watcher:
-    """Answers "look" with what was seen since the last look, and "calm" with for how long all streams have flowed."""
-
-    def __init__(self, port: int, pipe: Connection) -> None:
-        self.window = Window()
-        self._port = port
-        self._pipe = pipe
-        self._streams: list[_Stream] = []
-        self._flowing_since = time.monotonic()
-
-    async def run(self) -> None:
-        loop = asyncio.get_running_loop()
-        ended = loop.create_future()
-        loop.add_reader(self._pipe.fileno(), lambda: self._asked(ended))
-        for _ in range(NUM_STREAMS):
-            await loop.create_connection(lambda: self._streams_new(), "127.0.0.1", self._port)
-        tasks = [asyncio.create_task(self._ask_health()), asyncio.create_task(self._witness())]
-        await ended
-        for task in tasks:
-            task.cancel()
-
-    def _streams_new(self) -> _Stream:
-        self._streams.append(_Stream(self))
-        return self._streams[-1]
-
-    def _asked(self, ended: "asyncio.Future[None]") -> None:
-        try:
-            question = self._pipe.recv()
-        except EOFError:
-            question = "end"
-        if question == "end":
-            if not ended.done():
-                ended.set_result(None)
-            return
-        now = time.monotonic()
-        self._unfinished(now)
-        if question == "calm":
-            self._pipe.send(now - self._flowing_since)
-        else:
-            window, self.window = self.window, Window()
-            self._pipe.send(window)
-
-    def _unfinished(self, now: float) -> None:
-        """Count the gaps that have not ended yet."""
-        for stream in self._streams:
-            self.window.gap_ms = max(self.window.gap_ms, 1000 * (now - stream.last_at))
-
-    async def _ask_health(self) -> None:
-        due = time.monotonic()
-        while True:
-            began = time.monotonic()
-            healthy = await self._healthy()
-            now = time.monotonic()
-            self.window.health_ms = max(self.window.health_ms, 1000 * (now - began))
-            self.window.num_sick += not healthy
-            due = max(due + HEALTH_PERIOD_S, now)
-            await asyncio.sleep(due - now)
-
-    async def _healthy(self) -> bool:
-        try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
-            writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
-            answer = await reader.read(-1)
-            writer.close()
-        except OSError:
-            return False
-        return answer.startswith(b"HTTP/1.1 200")
-
-    async def _witness(self) -> None:
-        before = time.monotonic()
-        while True:
-            await asyncio.sleep(WITNESS_PERIOD_S)
-            now = time.monotonic()
-            late = now - before - WITNESS_PERIOD_S
-            self.window.witness_ms = max(self.window.witness_ms, 1000 * late)
-            if any(now - stream.last_at > MAX_GAP_MS / 1000 for stream in self._streams):
-                self._flowing_since = now
-            before = now
-
-
-def run_watcher(port: int, pipe: Connection) -> None:
-    gc.disable()  # its own pauses are none of the router's
-    uvloop.run(_Watcher(port, pipe).run())
 
 
 # A row from start to end.

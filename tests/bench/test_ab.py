@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import ab
+from benchmarks.support.places import RESULTS
 from benchmarks.targets import sides as ab_sides
 from benchmarks.targets.comparison import Comparison, Figure, compared, figures_of, half_width
 from benchmarks.targets.table import read_rows
@@ -160,7 +161,7 @@ def test_figures_that_are_better_when_higher_are_turned_over() -> None:
 
 def test_figures_of_saved_rows() -> None:
     """Each kind of row that is compared, as the benchmarks wrote it."""
-    results = ab.TARGETS.parent / "results"
+    results = RESULTS
 
     def names(file: str, **fields: object) -> list[str]:
         lines = [json.loads(line) for line in (results / file).read_text().splitlines()]

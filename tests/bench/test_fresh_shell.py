@@ -29,7 +29,8 @@ for name in sys.argv[1:]:
 
 
 def is_command(path: Path) -> bool:
-    return '__name__ == "__main__"' in path.read_text()
+    text = path.read_text()
+    return '__name__ == "__main__"' in text or "\ndef main(" in text
 
 
 @pytest.mark.processes

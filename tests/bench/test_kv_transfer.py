@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.transfer import kv_transfer
+from benchmarks.transfer import kv_transfer, transfer_sides
 from pdserve.configs.kv_layout import KVLayout
 
 
@@ -76,12 +76,12 @@ def test_wrong_bytes_are_noticed() -> None:
     """By the check that every case begins with."""
     layout = KVLayout.uniform(num_layers=1, heads=(0,), head_dim=8, block_size=16, dtype="float32")
     case = kv_transfer.Case((layout, layout), 112, (16,), ("fresh",), 1, "cpu", None, 1000)
-    side = kv_transfer.Side(case, 1)
+    side = transfer_sides.Side(case, 1)
     try:
-        side.words[2] = kv_transfer.contents(torch.tensor([5]), side.words.shape[1])[0]
-        kv_transfer._check(side, [2], (5,), 16)
+        side.words[2] = transfer_sides.contents(torch.tensor([5]), side.words.shape[1])[0]
+        transfer_sides._check(side, [2], (5,), 16)
         side.words[2, -1] += 1
         with pytest.raises(ValueError, match="not those of the source"):
-            kv_transfer._check(side, [2], (5,), 16)
+            transfer_sides._check(side, [2], (5,), 16)
     finally:
         side.close()
