@@ -69,7 +69,7 @@ ORDER: dict[str, list[str]] = {
         "http",
     ],
     "cluster": [
-        "access links names",
+        "access links loop_thread names",
         "client placement",
         "scaling",
         "deployments",

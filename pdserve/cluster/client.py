@@ -6,10 +6,8 @@ pdserve calls it.
 """
 
 import asyncio
-import concurrent.futures
 import queue
-import threading
-from collections.abc import AsyncGenerator, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
@@ -38,6 +36,7 @@ from pdserve.cluster.links.handle_api import (
     decode_outcome,
     encode,
 )
+from pdserve.cluster.loop_thread import LoopThread
 from pdserve.cluster.names import ROUTER
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
@@ -105,14 +104,13 @@ class Client:
     """
 
     def __init__(self, app_name: str = APP_NAME) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._closed = asyncio.Event()
         self._slots = asyncio.Semaphore(MAX_IN_FLIGHT)
-        self._thread = threading.Thread(target=self._run, name="pdserve-client", daemon=True)
-        self._thread.start()
+        self._thread = LoopThread("pdserve-client", CLOSED)
         try:
-            self._handle: DeploymentHandle = self._do(_router_handle(app_name, method_name="generate", stream=True))
-            self._orders: Any = self._do(_router_handle(app_name, method_name="admin"))
+            self._handle: DeploymentHandle = self._thread.do(
+                _router_handle(app_name, method_name="generate", stream=True)
+            )
+            self._orders: Any = self._thread.do(_router_handle(app_name, method_name="admin"))
         except BaseException:
             self.close()
             raise
@@ -120,9 +118,7 @@ class Client:
     def close(self) -> None:
         """Cancel what still runs, and end the client's thread. What is called afterwards raises RuntimeError; to close
         twice is allowed."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._closed.set)
-            self._thread.join()
+        self._thread.close()
 
     def __enter__(self) -> Self:
         return self
@@ -137,7 +133,7 @@ class Client:
         **options: Any,
     ) -> list[RequestOutput]:
         """Whole answers, one a prompt, in order. A prompt is a text or a list of token ids."""
-        return self._do(self._generate(prompts, sampling_params, options))
+        return self._thread.do(self._generate(prompts, sampling_params, options))
 
     async def agenerate(
         self,
@@ -146,7 +142,7 @@ class Client:
         **options: Any,
     ) -> list[RequestOutput]:
         """`generate`; cancelling it cancels the requests."""
-        return await self._await(self._generate(prompts, sampling_params, options))
+        return await self._thread.result_of(self._generate(prompts, sampling_params, options))
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
@@ -167,7 +163,7 @@ class Client:
                 items.put(error)
                 raise
 
-        task = self._start(pump())
+        task = self._thread.start(pump())
         try:
             while (item := items.get()) is not None:
                 if isinstance(item, BaseException):
@@ -184,38 +180,38 @@ class Client:
         try:
             while True:
                 try:
-                    yield await self._await(anext(chunks))
+                    yield await self._thread.result_of(anext(chunks))
                 except StopAsyncIteration:
                     return
         finally:
-            await self._await(chunks.aclose())
+            await self._thread.result_of(chunks.aclose())
 
     def workers(self) -> ClusterReport:
         """Which workers there are, as one router knows them."""
-        return self._do(self._cluster(Look()))
+        return self._thread.do(self._cluster(Look()))
 
     async def aworkers(self) -> ClusterReport:
         """`workers` for asyncio."""
-        return await self._await(self._cluster(Look()))
+        return await self._thread.result_of(self._cluster(Look()))
 
     def set_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
         """Change what a worker is for: "prefill", "decode" or "both", while it serves. worker: its id, or the part
         behind `#`. Raises ClusterError 404 (no such worker) and 409: nobody would be left who can decode (force does it
         all the same)."""
-        return self._do(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
+        return self._thread.do(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
 
     async def aset_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
         """`set_role` for asyncio."""
-        return await self._await(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
+        return await self._thread.result_of(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
 
     def scale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> ClusterReport:
         """Change how many workers there are; what is None stays. Returns at once: `workers().counts` says how far it
         is. Raises ClusterError 409 when nobody might be left who can decode (force does it all the same)."""
-        return self._do(self._cluster(_scaling(prefill, decode, force)))
+        return self._thread.do(self._cluster(_scaling(prefill, decode, force)))
 
     async def ascale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> ClusterReport:
         """`scale` for asyncio."""
-        return await self._await(self._cluster(_scaling(prefill, decode, force)))
+        return await self._thread.result_of(self._cluster(_scaling(prefill, decode, force)))
 
     async def _cluster(self, order: Order) -> ClusterReport:
         report = (await self._order(order)).cluster
@@ -284,41 +280,6 @@ class Client:
         except (asyncio.CancelledError, GeneratorExit):
             response.cancel()
             raise
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._until_closed())
-
-    async def _until_closed(self) -> None:
-        await self._closed.wait()
-        running = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in running:
-            task.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        try:
-            return asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError as error:
-            work.close()
-            raise RuntimeError(CLOSED) from error
-
-    def _do(self, work: Coroutine[Any, Any, T]) -> T:
-        try:
-            return self._start(work).result()
-        except concurrent.futures.CancelledError:
-            raise RuntimeError(CLOSED) from None
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
-
-    async def _await(self, work: Any) -> Any:
-        async def wrapped() -> Any:
-            return await work
-
-        try:
-            return await asyncio.wrap_future(self._start(wrapped()))
-        except ExceptionGroup as group:
-            raise group.exceptions[0] from group
 
 
 async def _router_handle(app_name: str, **options: Any) -> DeploymentHandle:

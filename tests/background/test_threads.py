@@ -16,8 +16,8 @@ from pdserve.background.threads import FAILURES, KeptThread
 # Who starts threads otherwise, and who hears of their errors.
 OTHERS = {
     "background/threads.py": "the kept ones",
-    "cluster/client.py": "an event loop, which survives what its callbacks raise",
-    "engine/build.py": "whoever submits waits for the result",
+    "cluster/loop_thread.py": "an event loop, which survives what its callbacks raise",
+    "engine/components.py": "whoever submits waits for the result",
     "kvtransfer/pool/lmcache_server.py": "a thread of the server's process, which ends that process whatever happens",
     "router/request/prompts.py": "whoever submits awaits the result",
 }

@@ -1,0 +1,68 @@
+"""A thread with an event loop of its own, for callers that have none or another one.
+
+Knows nothing of what runs there. Used by the Python client.
+"""
+
+import asyncio
+import concurrent.futures
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class LoopThread:
+    """Runs until `close`. said_when_closed: text of the RuntimeError that whoever comes later gets."""
+
+    def __init__(self, name: str, said_when_closed: str) -> None:
+        self._said_when_closed = said_when_closed
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Cancel what still runs there, and end the thread; to close twice is allowed."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join()
+
+    def start(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Begin it there. RuntimeError when the thread was ended."""
+        try:
+            return asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError as error:
+            work.close()
+            raise RuntimeError(self._said_when_closed) from error
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Its result, which this thread waits for. Of a group of errors the first is raised."""
+        try:
+            return self.start(work).result()
+        except concurrent.futures.CancelledError:
+            raise RuntimeError(self._said_when_closed) from None
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    async def result_of(self, work: Any) -> Any:
+        """Its result, for another event loop. Of a group of errors the first is raised."""
+
+        async def wrapped() -> Any:
+            return await work
+
+        try:
+            return await asyncio.wrap_future(self.start(wrapped()))
+        except ExceptionGroup as group:
+            raise group.exceptions[0] from group
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._until_closed())
+
+    async def _until_closed(self) -> None:
+        await self._closed.wait()
+        running = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in running:
+            task.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
