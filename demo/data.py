@@ -45,7 +45,7 @@ def estimate_tokens(text: str) -> int:
     return text.count(" ") + 1 + sum(map(text.count, "0123456789")) + sum(map(text.count, '.,?!:"\n'))
 
 
-# --- facts and recall ---------------------------------------------------------------------------------------------
+# --- facts and recall -----------------------------------------------------------------------------
 
 
 def _code(rng: random.Random) -> Fact:
@@ -162,7 +162,7 @@ def recall_chat(rng: random.Random, num_tokens: int) -> str:
     return chat_text(turns, rng.random() < 0.5)
 
 
-# --- stories, sums, JSON, small talk ----------------------------------------------------------------------------------
+# --- stories, sums, JSON, small talk --------------------------------------------------------------
 
 
 def story(rng: random.Random) -> str:

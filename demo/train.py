@@ -117,7 +117,7 @@ def feeding(store: RowStore, settings: TrainSettings, num_workers: int) -> Itera
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """2.76 M parameters with tied embeddings; 8 query heads on 4 KV heads, so grouped-query attention is exercised."""
+    """2.76 M parameters with tied embeddings; 8 query heads on 4 KV heads exercise grouped-query attention."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,

@@ -1,7 +1,7 @@
 """Does the working tree answer as an earlier commit does, bit for bit? For changes that must change no behaviour.
 
-    python tests/golden.py OLD                  # OLD in a worktree of its own, against this tree (make golden OLD=…)
-    python tests/golden.py OLD --only split     # one kind of cases
+    python tests/golden.py OLD                # OLD in a worktree of its own, against this tree
+    python tests/golden.py OLD --only split   # one kind of cases
 
 Both sides run this file as they have it, so that what it imports may move, on the same machine: tokens, texts and the
 bits of every log-probability, engines alone (families, chunks, preemption, prefix hits, asynchronous steps), P and D

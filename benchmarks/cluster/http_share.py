@@ -15,7 +15,8 @@ counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a s
               (known to half a step: what comes during one is read behind it)
     host      the engine's Python between the device's steps
     device    the device was busy, with this request or others (on CPU: the steps themselves)
-    unreported transport and worker of requests whose worker was lost, or stopped by the router (a stop string)
+    unreported transport and worker of requests whose worker was lost, or stopped by the router
+               (a stop string)
 
 Before the loads, a bare uvicorn says what a streamed token costs this machine's CPU today.
 """

@@ -5,8 +5,8 @@ Sixteen prompts of 128 tokens, 64 tokens out each, greedy, end-of-sequence ignor
 rounds, so a busy machine hits all of them; the figure is the median of the rounds' ratios. Token ids must agree
 between all sides. Behind them, a bare uvicorn says how fast this machine is today.
 
-    .venv/bin/python -m benchmarks.engine.cpu_throughput                                    # LLM against transformers
-    .venv/bin/python -m benchmarks.engine.cpu_throughput --url http://127.0.0.1:8000        # and a running `make serve`
+    python -m benchmarks.engine.cpu_throughput                               # LLM against transformers
+    python -m benchmarks.engine.cpu_throughput --url http://127.0.0.1:8000   # and `make serve`
 """
 
 import argparse

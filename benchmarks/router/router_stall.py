@@ -9,7 +9,8 @@ with an engine on paper in another. A third process reads 8 streams of 50 tokens
 times a second, each time on a new connection; a fourth sends the rows of hostile_requests.py. Each row has a fresh
 router, and is measured twice: without the request (control) and with it.
 
-    gap      longest time without a token of the 8 streams; wanted: at most 100 ms, or 50 ms above the control
+    gap      longest time without a token of the 8 streams; wanted: at most 100 ms, or 50 ms above
+             the control
     health   longest time until /health answered
     memory   peak of the router's resident memory above what it had before; wanted: at most 200 MB
     refusal  from the request's last byte to the refusal's first; wanted: at most 1 s

@@ -4,7 +4,7 @@
     python -m benchmarks.targets --only offline --only http-32  # parts and single rows
     python -m benchmarks.targets --only pair  # two GPUs: 1P + 1D
     python -m benchmarks.targets --only pair --replicas  # or two whole workers
-    python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl  # the table again, nothing is run
+    python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl  # only the table
 
 Rows and figures are in targets.toml. The start row runs first, then the other offline rows with one engine, each in
 processes of their own, which leave the device when they are done; then HTTP against `pdserve up` with one aggregated

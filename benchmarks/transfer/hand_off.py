@@ -1,8 +1,10 @@
 """The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a request costs and
 gives, and what transfers do to the steps of both engines.
 
-    python -m benchmarks.transfer.hand_off --model benchmarks/shapes/llama-3.1-8b --load-format dummy  # two GPUs
-    python -m benchmarks.transfer.hand_off --device cpu --tokens 256 1024 --context 128 --chunk 512 --batch 4  # here
+    python -m benchmarks.transfer.hand_off --model benchmarks/shapes/llama-3.1-8b \\
+        --load-format dummy                                                  # two GPUs
+    python -m benchmarks.transfer.hand_off --device cpu --tokens 256 1024 --context 128 \\
+        --chunk 512 --batch 4                                                # here
 
 requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes (overlapped: P cuts the
 prompt for it; announced: it does not, but D pulls without waiting for the router), and split in sequence, round
@@ -12,10 +14,10 @@ sends it behind the step that its engine was in, or that the rows went into); "p
 until the rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is not
 announced.
 
-decode: step time of a batch on D with and without transfers: D pulls, one behind the other, prompts of the longest
---tokens that never join the batch (it fills D's slots). Pairs of intervals, neighbours in time, in changing order; a
-step is from token to token, and an interval counts with its mean. prefill: the same for prompts of --chunk tokens on P,
-which is being read.
+decode: step time of a batch on D with and without transfers: D pulls, one after the other, prompts
+of the longest --tokens that never join the batch (it fills D's slots). Pairs of intervals,
+neighbours in time, in changing order; a step is from token to token, and an interval counts with
+its mean. prefill: the same for prompts of --chunk tokens on P, which is being read.
 """
 
 import argparse

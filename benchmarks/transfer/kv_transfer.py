@@ -1,8 +1,10 @@
 """Bandwidth and latency of KV hand-overs between two engines' pools, beside a plain copy of as many bytes.
 
-    python -m benchmarks.transfer.kv_transfer --out benchmarks/results/kv-transfer-h200.jsonl  # two GPUs
-    python -m benchmarks.transfer.kv_transfer --device cpu --tokens 512 2048 --tls default tcp --ray  # here
-    python -m benchmarks.transfer.kv_transfer --device cpu --tokens 2048 --tls tcp --netns p d  # two `ip netns`
+    python -m benchmarks.transfer.kv_transfer --out benchmarks/results/kv-transfer-h200.jsonl
+    python -m benchmarks.transfer.kv_transfer --device cpu --tokens 512 2048 --tls default tcp --ray
+    python -m benchmarks.transfer.kv_transfer --device cpu --tokens 2048 --tls tcp --netns p d
+
+The first takes two GPUs, the others none; the last runs in two namespaces of `ip netns`.
 
 A source and a sink process, each with a pool and a connector, as engines have them. A hand-over is timed from `pull` to
 the event that says its bytes are there and its generations were verified. "aged" pools have served 2,000 random

@@ -6,9 +6,11 @@ something. A connector moves bytes and checks what they are; it does not know re
 runs next. `p2p/` implements sender and receiver over a transport, `pool/` the KV pool over a server; nothing here names
 one.
 
-    pull:      BEGUN -follows parts, reads and verifies them- COMPLETED -> PullDone | PullFailed(settled=True)
+    pull:      BEGUN -follows parts, reads and verifies them- COMPLETED
+                                                   -> PullDone | PullFailed(settled=True)
                deadline, cancel or loss while bytes may still land: PullFailed(settled=False) ... -> PullSettled
-               After PullFailed(settled=False) the blocks that are not verified stay quarantined until PullSettled.
+               After PullFailed(settled=False) the blocks that are not verified stay quarantined
+               until PullSettled.
 
     lookup:    PoolFound(0 tokens on any error)
     retrieve:  waiting -> copying -> PoolDone | PoolFailed(settled=True)

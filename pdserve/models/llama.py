@@ -1,7 +1,8 @@
 """The Llama family: Llama 2 and 3, Mistral (without window), Qwen2 and Qwen3; ModelSpec carries every difference.
 
     ids -> embedding
-        -> layers x [ norm, qkv (-> qk norm) -> attend -> o, add -> norm, gate_up, silu_mul -> down, add ]
+        -> layers x [ norm, qkv (-> qk norm) -> attend -> o, add
+                      -> norm, gate_up, silu_mul -> down, add ]
         -> norm -> hidden -> lm_head -> logits
 
 Tokens of all sequences of a step lie in one flat axis T. The model knows neither sequences, positions nor the KV cache:

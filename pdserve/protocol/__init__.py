@@ -5,8 +5,9 @@ carries the bytes is `worker.engine_client` and `cluster`. One rule rules them a
 authority on a request's tokens, so every message about a request carries its `RequestKey`, and messages of an older
 attempt are dropped.
 
-    router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer, Subscribe, Resync,
-                                      RouterLost, SetRole
-    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed, PeerStatus, LegsWaiting,
-                                      Snapshot, CacheChange, CacheState, PoolChange
+    router --Command--> worker        Submit, Prepare, Cancel, ConnectPeer, DisconnectPeer,
+                                      Subscribe, Resync, RouterLost, SetRole
+    worker --EventBatch--> router     Hello, Delta, PromptScored, Handoff, Arrived, Failed,
+                                      PeerStatus, LegsWaiting, Snapshot, CacheChange, CacheState,
+                                      PoolChange
 """

@@ -1,6 +1,7 @@
 """Tells routers what the engine's prefix cache holds: all of it to a router that is new, then numbered changes to all.
 
-    subscribe, resync -> CacheState in parts, one a turn            changes -> CacheChange, one a period at most
+    subscribe, resync -> CacheState in parts, one a turn
+    changes -> CacheChange, one a period at most
 
 Nothing happens per token: the block manager notes the last word on each digest, and this reads it now and then. Knows
 no sockets and no policies (docs/routing.md). Used by `worker.loop`.

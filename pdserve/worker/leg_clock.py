@@ -1,6 +1,7 @@
 """Where the time of one leg (one Submit) went at this worker: waiting, prompt, tokens, and the device's part of it.
 
-    arrived --queue--> first planned --prefill--> prompt computed --decode--> last token collected, or cancelled
+    arrived --queue--> first planned --prefill--> prompt computed --decode--> last token collected,
+                                                                              or cancelled
 
 Differences of this process's monotonic clock; nothing is compared between processes. The device's part is what steps
 took it between first plan and last token, whoever's rows they computed; the rest of that time is the engine's host.

@@ -180,7 +180,7 @@ def test_decode_demand_is_what_meets_the_tpot_target() -> None:
 
 
 def meeting_tpot(least: LeastInterval, num_workers: int, num_sequences: int, seconds: int) -> tuple[list[int], int]:
-    """ReplicaCounts as they change, and the seconds in which the target of 20 ms was missed: an interval is 4 ms and
+    """Counts as they change, and the seconds in which the target of 20 ms was missed: an interval is 4 ms and
     0.1 ms for each sequence."""
     scaler, counts, missed = Scaler(BOUNDS), [num_workers], 0
     for now in range(seconds):

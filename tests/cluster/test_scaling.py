@@ -1,4 +1,4 @@
-"""ReplicaCounts over a local Ray with fake engines: nobody else restarts, and streams that outlast a drain go on
+"""Counts over a local Ray with fake engines: nobody else restarts, and streams that outlast a drain go on
 elsewhere."""
 
 import os

@@ -168,7 +168,7 @@ def test_greedy_takes_the_first_of_the_best() -> None:
 
 
 def draw_many(logits: torch.Tensor, count: int, **sampling: Any) -> torch.Tensor:
-    """ReplicaCounts of `count` draws at different positions from one distribution."""
+    """Counts of `count` draws at different positions from one distribution."""
     rows = [row_of((), tuple([0] * i), seed=99, **sampling) for i in range(count)]
     return torch.bincount(torch.tensor(tokens(logits.expand(count, -1), rows)), minlength=logits.shape[-1]).double()
 

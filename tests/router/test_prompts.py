@@ -24,7 +24,7 @@ MEGABYTE = "fox " * 250_000
 
 
 class Watched(Tokenizer):
-    """ReplicaCounts what is tokenised: in all, and at once. gate: of the threads that tokenise."""
+    """Counts what is tokenised: in all, and at once. gate: of the threads that tokenise."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.__dict__.update(tokenizer.__dict__)

@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Turns:
-    """ReplicaCounts turns of the event loop, and what happens in each."""
+    """Counts turns of the event loop, and what happens in each."""
 
     def __init__(self) -> None:
         self.counts = [0]

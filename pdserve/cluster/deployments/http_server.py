@@ -13,8 +13,9 @@ streams are `router.http.app`'s business; and the kernel ends connections whose 
 A socket gives up to 256 KiB at once, which may be 14,000 requests, 60,000 headers or 40,000 pieces
 of a body, each with Python to run. So a connection's bytes are parsed a kilobyte at a time:
 
-    data --> rest --SLICE_BYTES--> parser, until a slice took SLICE_S, or an answer must be written first
-              ^ then no more is read of the socket; `_Turns` lets one such connection go on a turn of the loop
+    data --> rest --SLICE_BYTES--> parser, until a slice took SLICE_S, or an answer must be written
+              ^ then no more is read of the socket; `_Turns` lets one such connection go on in each
+                turn of the loop
 
 Where bytes come to many connections in one turn, those that come after TURN_S wait in the same way.
 """

@@ -36,9 +36,9 @@ class AttentionBatch:
     block.
 
     positions: int32 `[rows]`, each row's position in its own sequence. slot_mapping: int64 `[rows]`, block * block_size
-    + offset of each row. block_tables: int32 `[num_slots, max_blocks]`, of all slots; table_rows, context_lens: int32
-    `[sequences]`, the row of block_tables, and KV length including this step's rows; query_starts: int32 `[prefills +
-    1]`, offsets into the prefill rows.
+    plus offset of each row. block_tables: int32 `[num_slots, max_blocks]`, of all slots.
+    table_rows, context_lens: int32 `[sequences]`, the row of block_tables, and KV length including
+    this step's rows. query_starts: int32 `[prefills + 1]`, offsets into the prefill rows.
     """
 
     shape: StepShape

@@ -4,8 +4,9 @@ device.
 Every block but the null block 0 is in exactly one state, and the sums are checked:
 
     free (blank) --allocate--> owned --release--> free (blank, or cached while its content is known)
-    free (cached) --acquire--> owned                owned --quarantine--> quarantined --settle--> free (blank)
-    owned --release while steps are in flight--> retiring --the newest of those steps is done--> free
+    free (cached) --acquire--> owned
+    owned --quarantine--> quarantined --settle--> free (blank)
+    owned --release while steps are in flight--> retiring --the newest of them is done--> free
 
 The device is asynchronous: a step in flight may still write a block that nobody owns any more. Such a block is retiring
 and given to nobody new; only its content, if known, may be acquired again (later steps read behind the write).

@@ -53,7 +53,7 @@ class Sampler:
         self.max_edits = min(max_edits, vocab_size)  # they are of distinct tokens
         self.device = device
         self._staging = RowStaging(vocab_size, num_slots, self.max_edits)
-        # Both are made by warm_up, or when a request first needs them. ReplicaCounts: int32 [num_slots + 1, vocab].
+        # Both are made by warm_up, or when a request first needs them. Counts: int32 [num_slots + 1, vocab].
         self._counts: Tensor | None = None
         self._edits: _EditTables | None = None
 

@@ -1,4 +1,4 @@
-"""ReplicaCounts kernels that Triton compiles, or loads from its cache, after the engine said that it is warm.
+"""Counts kernels that Triton compiles, or loads from its cache, after the engine said that it is warm.
 
 Each costs the request that meets it tens of milliseconds to seconds, so there should be none: every one is logged with
 its name, once, and counted. Uses Triton's post-compile hook, of which a process has one. Called by the engine on CUDA.
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 
 class LateCompiles:
-    """ReplicaCounts from its creation on."""
+    """Counts from its creation on."""
 
     def __init__(self) -> None:
         import triton  # not on machines without a GPU's stack

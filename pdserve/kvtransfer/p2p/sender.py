@@ -4,8 +4,9 @@ A ticket is frozen when it is made, with the generations of that moment: whoever
 made anew, whose generations would be those of the blocks' next owner. Letters are handled on the mailbox's thread; one
 thread more waits for leases. Made by `build.py`, driven by the engine loop.
 
-    prompt:  followed or not -> parts, each replacing the one before -> published -> done | rejected | expired
-             (Unpinned each)  |  revoked at any time (silent)
+    prompt:  followed or not -> parts, each replacing the one before
+             -> published -> done | rejected | expired (Unpinned each)
+             |  revoked at any time (silent)
 """
 
 import heapq

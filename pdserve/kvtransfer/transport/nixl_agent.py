@@ -2,11 +2,11 @@
 `agent.TransferAgent`.
 
 Knows nothing of tickets and blocks. The only importer of nixl; made by `build.py`. What is known of NIXL 1.5.1 (tried):
-- its Python class sets pthrDelay=0, and then every agent's progress thread spins a whole core: `_create` sets it. Our
-own checks progress a read as well; beside a spinning thread they wait for its lock (1 GB over NVLink: 3.9 to 4.9 ms
-against 3.4 to 3.8);
-- a post over CMA (process_vm_readv) copies everything before it returns; the GIL is free meanwhile, the agent's lock
-is not;
+- its Python class sets pthrDelay=0, and then every agent's progress thread spins a whole core:
+  `_create` sets it. Our own checks progress a read as well; beside a spinning thread they wait for
+  its lock (1 GB over NVLink: 3.9 to 4.9 ms against 3.4 to 3.8);
+- a post over CMA (process_vm_readv) copies everything before it returns; the GIL is free meanwhile,
+  the agent's lock is not;
 - errors are exceptions; names come back as bytes or str;
 - neighbouring descriptors of one read are merged by NIXL itself (its telemetry shows it);
 - a child forked after an agent exists hangs: start processes by spawn;

@@ -2,7 +2,8 @@
 `PooledChunks`, what a KV pool was, and `PromptBlocks`, the keys to look a prompt up by.
 
     UNKNOWN --CacheState part 0--> FILLING --final part--> KNOWN --CacheChange number + 1--> KNOWN
-       ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'   (asks for a Resync)
+       ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'
+                  (asks for a Resync)
 
 Keys are the first bytes of the digests that engines find their blocks by (docs/routing.md). A wrong or missing key
 costs a guess, never an answer. Filled by `router.fleet.fleet`, read by `router.choosing.choose`.

@@ -1,9 +1,10 @@
 """Goodput: whether requests got what `slo` promises, as their users measured it.
 
-    answered --every target met--> none | ttft | tpot | both missed         failed --> failed      429 --> refused
+    answered --every target met--> none | ttft | tpot | both missed
+    failed --> failed      429 --> refused
     its client left --a target was missed by then--> as above; else it is not counted: nobody knows
 
-ReplicaCounts only; refuses nothing (`router.admission` does). Called once a prompt, by `router.request.request_run` or
+Only counts, and refuses nothing (`router.admission` does). Called once a prompt, by `router.request.request_run` or
 `router.request.service`.
 """
 
@@ -48,7 +49,7 @@ class Goodput:
 
     @contextmanager
     def refusals(self, num_prompts: int) -> Iterator[None]:
-        """ReplicaCounts what is refused within for lack of time (429): it was promised the same."""
+        """Counts what is refused within for lack of time (429): it was promised the same."""
         try:
             yield
         except ApiError as error:
