@@ -147,7 +147,7 @@ class PaperRunner:
         self.block_size = engine.config.block_size
         self.vocab_size = engine.spec.vocab_size
         self.ops = engine.runner.ops
-        self.pool = engine.kv_cache
+        self.kv_cache = engine.kv_cache
         self.rows = np.full((engine.blocks.num_blocks, self.block_size), -1, dtype=np.int64)
         self.plans: list[dict[Sequence, int]] = []
         self.num_copies = 0

@@ -97,7 +97,7 @@ def test_letter_survives_the_wire_and_nonsense_does_not() -> None:
 @pytest.mark.parametrize(
     ("pool", "generations", "message"),
     [
-        (torch.zeros(NUM_BLOCKS, 4), np.zeros(NUM_BLOCKS, np.int64), "pool must have the shape"),
+        (torch.zeros(NUM_BLOCKS, 4), np.zeros(NUM_BLOCKS, np.int64), "kv_cache must have the shape"),
         (
             torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape),
             np.zeros(NUM_BLOCKS, np.int32),
