@@ -105,7 +105,8 @@ class Engine:
 def pull_of(sink: Engine, pull_id: int) -> Any:
     """As the link knows it; None before it does."""
     links = list(sink.receiver._ranks[0]._links.values())
-    return next((link._pulls[pull_id] for link in links if pull_id in link._pulls), None)
+    pulls = [pull for link in links for pull in link.pulls.under_way if pull.pull_id == pull_id]
+    return next(iter(pulls), None)
 
 
 def expire(receiver: Any, pull_id: int, rank: int = 0) -> None:
@@ -113,7 +114,8 @@ def expire(receiver: Any, pull_id: int, rank: int = 0) -> None:
 
     def reading() -> list[Any]:
         links = list(receiver._ranks[rank]._links.values())
-        return [pull for link in links if (pull := link._pulls.get(pull_id)) is not None and pull.pieces]
+        pulls = [pull for link in links for pull in link.pulls.under_way]
+        return [pull for pull in pulls if pull.pull_id == pull_id and pull.pieces]
 
     until(reading)
     [pull] = reading()

@@ -176,7 +176,8 @@ class NetEngine:
     def has_posted(self, pull_id: int) -> bool:
         """Its first read is on its way, if nothing else went wrong."""
         links = list(self._receiver._ranks[0]._links.values())
-        return any((pull := link._pulls.get(pull_id)) is not None and pull.pieces for link in links)
+        pulls = [pull for link in links for pull in link.pulls.under_way]
+        return any(pull.pull_id == pull_id and pull.pieces for pull in pulls)
 
     def sever(self, agent_name: str) -> int:
         return self._receiver._ranks[0]._agent.sever(agent_name)

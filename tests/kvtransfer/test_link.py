@@ -9,7 +9,7 @@ from waiting import stays, until
 
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.p2p import peer_link
+from pdserve.kvtransfer.p2p.link import peer_link, self_test
 from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.events import PeerStatus
 
@@ -98,7 +98,7 @@ def test_pull_cancelled_before_the_self_test_ended_is_settled(sink: Engine, sour
 
 
 def test_self_test_that_never_ends(sink: Engine, source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer_link, "PROBE_DEADLINE_S", 0.2)
+    monkeypatch.setattr(self_test, "PROBE_DEADLINE_S", 0.2)
     ticket = source.publish(key("a"), [3])
     source.freeze()
     sink.receiver.connect(source.meta)
@@ -106,7 +106,7 @@ def test_self_test_that_never_ends(sink: Engine, source: LocalSource, monkeypatc
     assert sink.wait_for(PullFailed).settled
     status = sink.wait_for(PeerStatus)
     assert not status.connected and "self-test" in status.detail
-    monkeypatch.setattr(peer_link, "PROBE_DEADLINE_S", 300.0)
+    monkeypatch.setattr(self_test, "PROBE_DEADLINE_S", 300.0)
     sink.receiver.connect(source.meta)  # waits for the read that is still out
     sink.receiver.pull(2, ticket, [3], 0, 300.0)
     source.thaw()

@@ -25,7 +25,7 @@ from waiting import stays, until
 
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
-from pdserve.kvtransfer.p2p import peer_link
+from pdserve.kvtransfer.p2p.link import peer_link
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging, StagingRing
 from pdserve.kvtransfer.transport.agent import TransferError
 from pdserve.kvtransfer.transport.local_agent import LocalAgent

@@ -413,7 +413,7 @@ class HandOver(RuleBasedStateMachine):
         assert decode is not None
         reserved = {block for pull in decode._pulls.values() for block in pull.reservation.destination}
         for link in list(self.d.receiver._ranks[0]._links.values()):
-            for pull in list(link._pulls.values()):
+            for pull in link.pulls.under_way:
                 for piece in list(pull.pieces):
                     if piece.is_written:
                         written = piece.local_blocks

@@ -300,12 +300,12 @@ def all_links(pair: Pair) -> list:
 
 def links(pair: Pair) -> list:
     [link] = all_links(pair)
-    return list(link._pulls.values())
+    return link.pulls.under_way
 
 
 def max_verified(pair: Pair) -> int:
     """Blocks that have arrived, of the pull that has most."""
-    return max((pull.verified for link in all_links(pair) for pull in list(link._pulls.values())), default=0)
+    return max((pull.verified for link in all_links(pair) for pull in link.pulls.under_way), default=0)
 
 
 def test_p_dies_between_ticket_and_last_part(pair: Pair, llm: LLM) -> None:

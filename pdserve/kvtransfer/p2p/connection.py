@@ -1,7 +1,7 @@
 """What is prepared for one connected peer: descriptors, scratch memory, its use of the staging ring when its blocks
 have another size than ours; and whether its KV cache can be pulled at all.
 
-Made and closed by the thread of a `peer_link.PeerLink`, which posts the reads; nothing here reads or waits.
+Made and closed by the thread of a `link.peer_link.PeerLink`, which posts the reads; nothing here reads or waits.
 """
 
 import logging

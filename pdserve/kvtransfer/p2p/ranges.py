@@ -3,7 +3,7 @@ and no transport.
 
 A block is contiguous and its KV heads are its outermost axis (configs/kv_layout.py), so any run of heads is one range:
 `HeadRange`. With equal tensor parallelism there is one range, the whole block; with unequal, one per peer rank that
-holds some of our heads. Called by `connection.py` and `peer_link.py`.
+holds some of our heads. Called by `connection.py` and `link/link_pulls.py`.
 """
 
 from collections.abc import Sequence

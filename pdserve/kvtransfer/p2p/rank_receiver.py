@@ -1,8 +1,8 @@
 """One rank's receiver over a TransferAgent: finds the link of a pull, collects the links' events, counts them.
 
-Knows which incarnation of each engine is the living one. What happens on a link is `peer_link.py`; letters, and what an
-engine's ranks make of a pull together, are `engine_receiver.py`, the only caller. Made by `build.py`; no call waits for
-a transfer.
+Knows which incarnation of each engine is the living one. What happens on a link is `link/peer_link.py`; letters, and
+what an engine's ranks make of a pull together, are `engine_receiver.py`, the only caller. Made by `build.py`; no call
+waits for a transfer.
 """
 
 import logging
@@ -12,7 +12,8 @@ import time
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
 from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.connection import OwnKVCache, check_compatible
-from pdserve.kvtransfer.p2p.peer_link import LinkEvent, PeerLink, Pull
+from pdserve.kvtransfer.p2p.link.peer_link import LinkEvent, PeerLink
+from pdserve.kvtransfer.p2p.link.pull import Pull
 from pdserve.kvtransfer.p2p.ranges import BlockSizes
 from pdserve.kvtransfer.transport.agent import TransferAgent
 from pdserve.protocol.events import PeerStatus

@@ -2,7 +2,7 @@
 
 A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in ring blocks of that peer's block size,
 from before its read until its rows were moved on by `ops.repack`. Knows no pulls, tickets or generations. Made by
-`build.py`; used by the threads of `peer_link.PeerLink`, each through a `Staging` of its own.
+`build.py`; used by the threads of `link.peer_link.PeerLink`, each through a `Staging` of its own.
 
     run:  free -take-> taken: read into -> repacked from -give_back-> free
 

@@ -1,0 +1,72 @@
+"""Reads that try out a new connection and say how fast it is, before any pull uses it.
+
+Knows no pulls. `peer_link.PeerLink` runs it once per connection and asks it, turn by turn, whether
+it takes too long.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.kvtransfer.p2p.connection import Connection
+from pdserve.kvtransfer.p2p.link.flights import Flights
+from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
+
+PROBE_DEADLINE_S = 10.0
+LONG_PROBE_FROM = 10e9  # bytes a second; below, one read of PROBE_BYTES tells the rate well enough
+LONG_PROBE_READS = 16
+
+
+class SelfTest:
+    """The self-test of one link. lost: called when a read cannot be made, or takes too long."""
+
+    def __init__(self, agent: TransferAgent, flights: Flights, lost: Callable[[TransferError], None]) -> None:
+        self._agent, self._flights, self._lost = agent, flights, lost
+        self._deadline = 0.0
+
+    def run(self, connection: Connection, passed: Callable[[str, float], None]) -> None:
+        """Begin it. passed: called with the transport's name and bytes a second, maybe before this
+        returns."""
+        self._deadline = time.monotonic() + PROBE_DEADLINE_S
+        mark = self._agent.transport_mark()
+
+        def done(rate: float) -> None:
+            passed(self._agent.transport_since(mark, connection.memory), rate)
+
+        self._probe(connection, connection.probes, done)
+
+    def check_deadline(self) -> None:
+        """Give the connection up when the test takes too long; called only while it runs."""
+        if time.monotonic() > self._deadline:
+            self._lost(TransferError("error", f"the self-test read did not end within {PROBE_DEADLINE_S:g} s"))
+
+    def _probe(self, connection: Connection, probes: Sequence[Any], done: Callable[[float], None]) -> None:
+        """Read once by each of `probes`, one after another, then measure.
+
+        The first read of each of the peer's ranks sets up endpoints; the last of all, from a rank
+        that was read before, is the timed one. On a fast link that is mostly latency: a longer one
+        follows.
+        """
+        if probes:
+            self._post(connection, probes[0], 1, lambda _: self._probe(connection, probes[1:], done))
+            return
+
+        def timed(rate: float) -> None:
+            if rate < LONG_PROBE_FROM:
+                done(rate)
+            else:
+                self._post(connection, connection.probes[0], LONG_PROBE_READS, done)
+
+        self._post(connection, connection.probes[0], 1, timed)
+
+    def _post(self, connection: Connection, remote: Any, count: int, done: Callable[[float], None]) -> None:
+        """Post `count` reads of the same bytes at once; done(bytes a second)."""
+        ids = [0] * count
+        try:
+            handle = self._agent.make_read(connection.probe_local, ids, remote, ids)
+        except TransferError as error:
+            self._lost(error)
+            return
+        began = time.monotonic()
+        num_bytes = count * connection.probe_bytes
+        self._flights.post(handle, lambda: done(num_bytes / max(time.monotonic() - began, 1e-9)))
