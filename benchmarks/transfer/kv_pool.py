@@ -1,4 +1,4 @@
-"""The KV pool: lookup, store and retrieve through an LMCache server started here, beside a plain copy of as many bytes.
+"""The KV pool: store and retrieve through an LMCache server started here, beside a plain copy of as many bytes.
 
     python -m benchmarks.transfer.kv_pool --out benchmarks/results/kv-pool.jsonl --tokens 256 4096
 
@@ -26,7 +26,7 @@ from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.build import build_pool
-from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolFound, PoolStored, unchanged
+from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolFailed, PoolStored, unchanged
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 DEADLINE_S = 30.0
@@ -79,21 +79,17 @@ def measure(writer: Side, reader: Side, num_tokens: int, repeats: int, layout: K
         def store(ids: list[int] = here, tokens: list[int] = tokens, still: Callable[[], bool] = still) -> None:
             writer.pool.store(next(op_ids), tokens, "", ids, still)
 
-        def look_up(salt: str, tokens: list[int] = tokens) -> None:
-            reader.pool.lookup(next(op_ids), tokens, salt)
+        def retrieve(ids: list[int] = there, tokens: list[int] = tokens) -> None:
+            reader.pool.retrieve(next(op_ids), tokens, "", 0, ids, DEADLINE_S)
 
-        note("lookup_miss", PoolFound, reader.timed(lambda: look_up("")))
+        note("miss", PoolFailed, reader.timed(retrieve))
         note("store", PoolStored, writer.timed(store))
         note("store_again", PoolStored, writer.timed(store))
-        found = note("lookup_hit", PoolFound, reader.timed(lambda: look_up("")))
-        if found.num_tokens != num_tokens:
-            raise RuntimeError(f"{found}: {num_tokens} were stored")
         for what in ("retrieve", "retrieve_again"):
             reader.blocks.zero_()
-            took = reader.timed(
-                lambda t=tokens, b=there: reader.pool.retrieve(next(op_ids), t, "", 0, b, DEADLINE_S)  # type: ignore[misc]
-            )
-            note(what, PoolDone, took)
+            done = note(what, PoolDone, reader.timed(retrieve))
+            if done.num_tokens != num_tokens:
+                raise RuntimeError(f"{done}: {num_tokens} were stored")
             if not torch.equal(reader.blocks[there], writer.blocks[here]):
                 raise RuntimeError("the rows that came are not those that were stored")
     return {name: round(statistics.median(values), 3) for name, values in seen.items()}

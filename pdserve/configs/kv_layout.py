@@ -87,18 +87,6 @@ class KVLayout(BaseModel):
         """Bytes of KV one token costs on this rank."""
         return self.block_bytes // self.block_size
 
-    def head_range(self, heads: tuple[int, ...]) -> tuple[int, int]:
-        """`(offset, bytes)` inside a block of the contiguous run of global KV heads `heads`; ValueError if not stored
-        so.
-        """
-        stored = self.group.heads
-        if not heads or heads[0] not in stored:
-            raise ValueError(f"KV heads {heads} are not stored here (stored: {stored})")
-        first = stored.index(heads[0])
-        if stored[first : first + len(heads)] != heads:
-            raise ValueError(f"KV heads {heads} are not contiguous in {stored}")
-        return first * self.head_bytes, len(heads) * self.head_bytes
-
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` rows."""
         return -(-num_tokens // self.block_size)

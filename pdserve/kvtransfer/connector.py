@@ -12,7 +12,6 @@ one.
                After PullFailed(settled=False) the blocks that are not verified stay quarantined
                until PullSettled.
 
-    lookup:    PoolFound(0 tokens on any error)
     retrieve:  waiting -> copying -> PoolDone | PoolFailed(settled=True)
                deadline or cancel while rows are being copied: PoolFailed(settled=False) ... -> PoolSettled
     store:     waiting -> copying -> PoolStored | PoolFailed, as above
@@ -191,14 +190,6 @@ StillValid = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class PoolFound:
-    """The pool holds the rows of the first `num_tokens` tokens; nothing is reserved."""
-
-    op_id: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
 class PoolDone:
     """The rows of tokens [skip_tokens, num_tokens) are in the local blocks; num_tokens may be less than was asked."""
 
@@ -234,7 +225,7 @@ class PoolSettled:
     op_id: int
 
 
-PoolEvent = PoolFound | PoolDone | PoolStored | PoolFailed | PoolSettled
+PoolEvent = PoolDone | PoolStored | PoolFailed | PoolSettled
 
 
 class KVPool(Protocol):
@@ -247,10 +238,6 @@ class KVPool(Protocol):
         """False while asking is known to be useless: not connected, or the breaker is open."""
         ...
 
-    def lookup(self, op_id: int, token_ids: Sequence[int], salt: str) -> None:
-        """One PoolFound follows within the request deadline: how many tokens, in whole chunks, the pool holds."""
-        ...
-
     def retrieve(
         self,
         op_id: int,
@@ -261,7 +248,7 @@ class KVPool(Protocol):
         deadline_s: float,
     ) -> None:
         """Copy what the pool has of the rows behind the first `skip_tokens` (whole blocks) into `local_blocks`, which
-        belong to the tokens from skip_tokens on. Needs no lookup before. One PoolDone or PoolFailed follows within
+        belong to the tokens from skip_tokens on. One PoolDone or PoolFailed follows within
         deadline_s. ValueError when the arguments do not fit together."""
         ...
 
@@ -275,7 +262,7 @@ class KVPool(Protocol):
         ...
 
     def cancel(self, op_id: int) -> None:
-        """End an operation early: PoolFailed("cancelled"), or PoolFound(0), unless it has ended."""
+        """End an operation early: PoolFailed("cancelled"), unless it has ended."""
         ...
 
     def poll(self) -> list[PoolEvent]: ...

@@ -41,7 +41,7 @@ class TransferMetrics:
 
 
 class PoolMetrics:
-    """operation: lookup, retrieve, store; outcome: "done", "miss", or the reason of a PoolFailed or of a refusal."""
+    """operation: retrieve, store; outcome: "done", "miss", or the reason of a PoolFailed or of a refusal."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(

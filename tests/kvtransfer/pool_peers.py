@@ -18,7 +18,7 @@ from waiting import until
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.build import build_pool
-from pdserve.kvtransfer.connector import KVCacheMemory, PoolEvent, unchanged
+from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolEvent, PoolFailed, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
@@ -110,11 +110,6 @@ class Engine:
     def untouched(self, block_ids: Iterable[int]) -> bool:
         return bool((self.blocks[list(block_ids)] == EMPTY).all())
 
-    def begin_lookup(self, tokens: Sequence[int], salt: str = "") -> int:
-        op_id = next(self.op_ids)
-        self.pool.lookup(op_id, tokens, salt)
-        return op_id
-
     def begin_retrieve(
         self, tokens: Sequence[int], blocks: Sequence[int], *, skip: int = 0, salt: str = "", deadline_s: float = 300.0
     ) -> int:
@@ -140,8 +135,15 @@ class Engine:
         assert event.op_id == op_id, (event, self.events)
         return event
 
-    def lookup(self, tokens: Sequence[int], salt: str = "") -> int:
-        return self.next_event(self.begin_lookup(tokens, salt)).num_tokens  # type: ignore[union-attr]
+    def find(self, tokens: Sequence[int], salt: str = "") -> int:
+        """Number of tokens whose rows the pool has. They are retrieved into the last blocks, which are then as
+        before."""
+        scratch = range(NUM_BLOCKS - len(tokens) // SIZE, NUM_BLOCKS)
+        before = self.blocks[list(scratch)].clone()
+        event = self.retrieve(tokens, scratch, salt=salt)
+        assert isinstance(event, PoolDone) or (isinstance(event, PoolFailed) and event.settled), event
+        self.blocks[list(scratch)] = before
+        return event.num_tokens if isinstance(event, PoolDone) else 0
 
     def retrieve(self, tokens: Sequence[int], blocks: Sequence[int], **options: Any) -> PoolEvent:
         return self.next_event(self.begin_retrieve(tokens, blocks, **options))

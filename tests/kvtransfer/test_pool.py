@@ -32,7 +32,7 @@ from waiting import stays, until
 
 from pdserve.background import tasks
 from pdserve.configs.transfer import PoolConfig
-from pdserve.kvtransfer.connector import PoolDone, PoolEvent, PoolFailed, PoolFound, PoolSettled, PoolStored, unchanged
+from pdserve.kvtransfer.connector import PoolDone, PoolEvent, PoolFailed, PoolSettled, PoolStored, unchanged
 from pdserve.kvtransfer.pool import lmcache_backend
 from pdserve.kvtransfer.pool.breaker import Breaker
 from pdserve.kvtransfer.pool.chunks import Chunks, Shard, runs
@@ -81,7 +81,7 @@ def test_rows_come_back_bit_equal_in_other_blocks(engines: tuple[Engine, Engine]
     writer, reader = engines
     tokens = prompt(3 * CHUNK)
     writer.keep(tokens, [40, 3, 2, 1, 17, 18, 19, 20, 60, 59, 5, 6])
-    assert reader.lookup(tokens) == 3 * CHUNK
+    assert reader.find(tokens) == 3 * CHUNK
     into = [7, 8, 9, 30, 29, 28, 63, 0, 11, 50, 51, 52]
     event = reader.retrieve(tokens, into)
     assert isinstance(event, PoolDone)
@@ -97,9 +97,9 @@ def test_only_whole_chunks_are_stored(engines: tuple[Engine, Engine]) -> None:
     writer.compute(tokens, range(9))
     event = writer.store(tokens, range(9))
     assert event == PoolStored(event.op_id, 2 * CHUNK, 8 * writer.blocks[0].nbytes)
-    assert reader.lookup(tokens) == 2 * CHUNK
-    assert reader.lookup(tokens[: 2 * CHUNK - 1]) == CHUNK
-    assert reader.lookup(tokens[: CHUNK - 1]) == 0
+    assert reader.find(tokens) == 2 * CHUNK
+    assert reader.find(tokens[: 2 * CHUNK - 1]) == CHUNK
+    assert reader.find(tokens[: CHUNK - 1]) == 0
     assert writer.begin_store(tokens[: CHUNK - 1], range(4)) is None
     assert writer.begin_store(tokens, range(3)) is None, "three blocks are no chunk"
 
@@ -109,13 +109,13 @@ def test_a_hit_may_be_shorter_than_asked(engines: tuple[Engine, Engine]) -> None
     stored = prompt(2 * CHUNK)
     writer.keep(stored, range(8))
     longer = prompt(4 * CHUNK, like=stored)
-    assert reader.lookup(longer) == 2 * CHUNK
+    assert reader.find(longer) == 2 * CHUNK
     event = reader.retrieve(longer, range(20, 36))
     assert isinstance(event, PoolDone) and event.num_tokens == 2 * CHUNK
     assert reader.holds(longer, range(20, 28))
     assert reader.untouched(range(28, 36))
     forked = prompt(2 * CHUNK, like=stored[: CHUNK + 1])
-    assert reader.lookup(forked) == CHUNK
+    assert reader.find(forked) == CHUNK
 
 
 @pytest.mark.parametrize("skip_blocks", [1, 4, 6, 8, 11])
@@ -155,13 +155,13 @@ def test_salt_and_model_keep_apart(engines: tuple[Engine, Engine], server: Serve
     writer, reader = engines
     tokens = prompt(2 * CHUNK)
     writer.keep(tokens, range(8), salt="tenant/a@1")
-    assert reader.lookup(tokens, salt="tenant/a@1") == 2 * CHUNK
-    assert reader.lookup(tokens, salt="tenant/a@2") == 0
-    assert reader.lookup(tokens) == 0
+    assert reader.find(tokens, salt="tenant/a@1") == 2 * CHUNK
+    assert reader.find(tokens, salt="tenant/a@2") == 0
+    assert reader.find(tokens) == 0
     event = reader.retrieve(tokens, range(8), salt="tenant/b")
     assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("miss", True)
     other = Engine(server, fingerprint="another model")
-    assert other.lookup(tokens, salt="tenant/a@1") == 0
+    assert other.find(tokens, salt="tenant/a@1") == 0
     other.close()
     assert reader.untouched(range(64))
 
@@ -170,14 +170,14 @@ def test_shards_of_a_tensor_parallel_group_keep_apart(server: Server) -> None:
     ranks = [Engine(server, shard=Shard(2, rank)) for rank in range(2)]
     tokens = prompt(2 * CHUNK)
     for engine, rows in zip(ranks, (tokens, prompt(2 * CHUNK)), strict=True):
-        assert engine.lookup(tokens) == 0
+        assert engine.find(tokens) == 0
         engine.compute(rows, range(8))
         assert isinstance(engine.store(tokens, range(8)), PoolStored)
         done = engine.retrieve(tokens, range(20, 28))
         assert isinstance(done, PoolDone) and done.num_tokens == 2 * CHUNK
         assert engine.holds(rows, range(20, 28))
     whole = Engine(server)
-    assert whole.lookup(tokens) == 0
+    assert whole.find(tokens) == 0
     for engine in (*ranks, whole):
         engine.close()
 
@@ -205,7 +205,7 @@ def test_a_block_reused_during_a_store_is_not_found(engines: tuple[Engine, Engin
     gate.copies_frozen = False
     event = writer.next_event(op_id)
     assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("reused", True)
-    assert reader.lookup(tokens) == 0
+    assert reader.find(tokens) == 0
     event = reader.retrieve(tokens, range(8))
     assert isinstance(event, PoolFailed) and event.reason == "miss"
     assert reader.untouched(range(64))
@@ -283,7 +283,7 @@ def test_cancelled_while_it_waits_settles_at_once(engines: tuple[Engine, Engine]
     gate.copies_frozen = False
     assert isinstance(reader.next_event(first), PoolDone)
     reader.pool.cancel(first)
-    assert reader.lookup(tokens) == CHUNK
+    assert reader.find(tokens) == CHUNK
     assert reader.untouched(range(8, 12))
 
 
@@ -308,16 +308,11 @@ def test_everything_is_counted(engines: tuple[Engine, Engine]) -> None:
     writer, reader = engines
     tokens = prompt(CHUNK)
     writer.keep(tokens, range(4))
-    reader.lookup(tokens)
-    reader.lookup(prompt(CHUNK))
     reader.retrieve(tokens, range(4))
     reader.retrieve(prompt(CHUNK), range(4))
-    seen = {
-        (operation, outcome): reader.counted("requests_total", operation=operation, outcome=outcome)
-        for operation in ("lookup", "retrieve")
-        for outcome in ("done", "miss")
-    }
-    assert set(seen.values()) == {1.0}
+    for outcome in ("done", "miss"):
+        assert reader.counted("requests_total", operation="retrieve", outcome=outcome) == 1
+    assert writer.counted("requests_total", operation="store", outcome="done") == 1
     assert reader.counted("bytes_total", operation="retrieve") == 4 * reader.blocks[0].nbytes
     assert reader.counted("seconds_count", operation="retrieve") == 2
     assert reader.counted("breaker_open") == 0
@@ -332,8 +327,8 @@ def test_close_ends_everything(server: Server) -> None:
     engine.close()
     assert not engine.pool.available
     assert engine.begin_store(tokens, range(4)) is None
-    op_id = engine.begin_lookup(tokens)
-    assert engine.pool.poll() == [PoolFound(op_id, 0)]
+    op_id = engine.begin_retrieve(tokens, range(4))
+    assert engine.pool.poll() == [PoolFailed(op_id, "closed", "", settled=True)]
     until(lambda: len(threading.enumerate()) <= before)
 
 
@@ -351,12 +346,9 @@ def twin() -> Iterator[tuple[LocalPoolServer, Engine]]:
 
 def open_breaker(engine: Engine, tokens: list[int]) -> None:
     """Three errors in a row from a server that does not answer an impatient engine; each settles at once."""
-    for attempt in range(3):
-        if attempt == 1:
-            event = engine.retrieve(tokens, range(40, 44))
-            assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("timeout", True)
-        else:
-            assert engine.lookup(tokens) == 0
+    for _ in range(3):
+        event = engine.retrieve(tokens, range(40, 44))
+        assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("timeout", True)
     until(lambda: not engine.pool.available)
 
 
@@ -373,16 +365,15 @@ def test_the_breaker_opens_probes_and_closes(twin: tuple[LocalPoolServer, Engine
     with engine.impatient():
         open_breaker(engine, tokens)
         assert engine.counted("breaker_open") == 1
-        assert engine.lookup(tokens) == 0
-        assert engine.counted("requests_total", operation="lookup", outcome="breaker-open") == 1, "nobody was asked"
         event = engine.retrieve(tokens, range(4))
         assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("breaker-open", True)
+        assert engine.counted("requests_total", operation="retrieve", outcome="breaker-open") == 1, "nobody was asked"
         assert engine.begin_store(tokens, range(4)) is None
         stays_closed_to_all(engine)
     server.faults.frozen = False
     engine.wait_available()
     assert engine.counted("breaker_open") == 0
-    assert engine.lookup(tokens) == CHUNK
+    assert engine.find(tokens) == CHUNK
 
 
 def test_an_answer_in_between_keeps_the_breaker_closed(twin: tuple[LocalPoolServer, Engine]) -> None:
@@ -393,9 +384,9 @@ def test_an_answer_in_between_keeps_the_breaker_closed(twin: tuple[LocalPoolServ
         server.faults.frozen = True
         with engine.impatient():
             for _ in range(2):
-                assert engine.lookup(tokens) == 0
+                assert engine.find(tokens) == 0
         server.faults.frozen = False
-        until(lambda: engine.lookup(tokens) == CHUNK)
+        until(lambda: engine.find(tokens) == CHUNK)
     assert engine.pool.available
 
 
@@ -436,7 +427,7 @@ def test_a_slow_and_a_dead_server(twin: tuple[LocalPoolServer, Engine]) -> None:
     tokens = prompt(CHUNK)
     server.faults.delay_s = 0.1
     engine.keep(tokens, range(4))
-    assert engine.lookup(tokens) == CHUNK
+    assert engine.find(tokens) == CHUNK
     server.faults.frozen = True
     op_id = engine.begin_retrieve(tokens, range(4))
     server.die()
@@ -444,7 +435,7 @@ def test_a_slow_and_a_dead_server(twin: tuple[LocalPoolServer, Engine]) -> None:
     assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("not-connected", True)
     assert not engine.pool.available
     server.faults.dead = server.faults.frozen = False
-    assert engine.lookup(tokens) == 0
+    assert engine.find(tokens) == 0
 
 
 def test_an_error_of_our_own_is_a_miss(twin: tuple[LocalPoolServer, Engine]) -> None:
@@ -472,11 +463,9 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
     results: dict[int, list] = {}
 
     def begin() -> None:
-        tokens, kind = dice.choice(prompts), dice.choice(["lookup", "retrieve", "store"])
+        tokens, kind = dice.choice(prompts), dice.choice(["retrieve", "store"])
         want = len(tokens) // CHUNK
-        if kind == "lookup":
-            results[engine.begin_lookup(tokens)] = []
-        elif len(free) >= want:
+        if len(free) >= want:
             blocks = [block for _ in range(want) for block in free.pop(dice.randrange(len(free)))]
             if kind == "retrieve":
                 engine.blocks[blocks] = EMPTY
@@ -553,7 +542,7 @@ def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, rea
     finally:
         os.kill(real_server.process.pid, signal.SIGCONT)
     real.wait_available()
-    until(lambda: real.lookup(tokens) == 2 * CHUNK)
+    until(lambda: real.find(tokens) == 2 * CHUNK)
     assert real.untouched(range(40, 44)), "late answers copy nothing"
     assert isinstance(real.retrieve(tokens, range(20, 28)), PoolDone)
     assert real.holds(tokens, range(20, 28))
@@ -593,7 +582,8 @@ def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
     with real.pool._backend.writing(prefix, 0, 2, time.monotonic() + 60.0) as writing:
         assert list(writing.buffers) == [1]
         writing.commit()
-    assert real.lookup(tokens) == 2 * CHUNK, "the server believes it"
+    with real.pool._backend.reading(prefix, 0, time.monotonic() + 60.0) as buffers:
+        assert len(buffers) == 2, "the server believes it"
     event = real.retrieve(tokens, range(20, 28))
     assert isinstance(event, PoolDone) and event.num_tokens == CHUNK
     assert real.untouched(range(24, 28))
@@ -606,7 +596,7 @@ def test_an_uncommitted_reservation_is_not_committed_by_our_leaving(real_server:
     assert leaver.pool.store(1, tokens, "", range(4), lambda: False)
     assert isinstance(leaver.next_event(1), PoolFailed)
     leaver.close()
-    assert stayer.lookup(tokens) == 0
+    assert stayer.find(tokens) == 0
     stayer.close()
 
 
@@ -614,7 +604,7 @@ def test_a_server_that_does_not_fit_is_named(real_server: PoolServer, caplog: py
     engine = Engine(real_server, config=CONFIG.model_copy(update={"chunk_tokens": 2 * CHUNK}), connect=False)
     until(lambda: "pool.chunk_tokens" in caplog.text)
     assert f"has chunks of {CHUNK} tokens, pool.chunk_tokens is {2 * CHUNK}" in caplog.text
-    assert engine.lookup(prompt(2 * CHUNK)) == 0
+    assert engine.find(prompt(2 * CHUNK)) == 0
     assert not engine.pool.available
     engine.close()
 
@@ -623,8 +613,8 @@ def test_no_server_is_a_miss_at_once() -> None:
     with socket.socket() as closed:
         closed.bind(("127.0.0.1", 0))
         engine = Engine(f"127.0.0.1:{closed.getsockname()[1]}", connect=False)
-        assert engine.lookup(prompt(CHUNK)) == 0
-        assert engine.counted("requests_total", operation="lookup", outcome="not-connected") == 1, "nobody waited"
+        assert engine.find(prompt(CHUNK)) == 0
+        assert engine.counted("requests_total", operation="retrieve", outcome="not-connected") == 1, "nobody waited"
         assert engine.begin_store(prompt(CHUNK), range(4)) is None
         engine.close()
 
@@ -650,16 +640,16 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         ends = {event.op_id: event for event in drain(engine, 2)}
         assert isinstance(ends[reads], PoolDone) and engine.holds(tokens, range(20, 28))
         assert ends[stores] == PoolFailed(stores, "not-connected", "the pool server is gone", settled=True)
-        assert engine.lookup(tokens) == 0, "well before the deadline"
+        assert engine.find(tokens) == 0, "well before the deadline"
         servers[0].close()
         servers.append(PoolServer(config.model_copy(update={"address": servers[0].address})))
         servers[1].wait_ready()
         engine.wait_available()
         monkeypatch.setattr("pdserve.kvtransfer.pool.lmcache_backend.PREFETCH_MARGIN", 0.0)
-        engine.lookup(tokens)  # gives up while the server loads, unless that took no time
+        engine.find(tokens)  # gives up while the server loads, unless that took no time
         monkeypatch.undo()
-        until(lambda: engine.lookup(tokens) == 2 * CHUNK)
-        assert engine.lookup(other) == 0, "what was never committed"
+        until(lambda: engine.find(tokens) == 2 * CHUNK)
+        assert engine.find(other) == 0, "what was never committed"
         engine.blocks.fill_(EMPTY)
         assert isinstance(engine.retrieve(tokens, range(40, 48)), PoolDone)
         assert engine.holds(tokens, range(40, 48))

@@ -40,10 +40,6 @@ class PoolBackend(Protocol):
     @property
     def connected(self) -> bool: ...
 
-    def finding(self, prefix: Prefix, until: float) -> AbstractContextManager[int]:
-        """The number of chunks the pool has in a row."""
-        ...
-
     def reading(self, prefix: Prefix, first: int, until: float) -> AbstractContextManager[list[torch.Tensor]]:
         """Buffers of the chunks from `first` on that the pool has in a row; they stay as they are inside the
         context."""

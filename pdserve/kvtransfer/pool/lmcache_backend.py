@@ -399,11 +399,6 @@ class LMCacheBackend:
         return self._link.session is not None
 
     @contextmanager
-    def finding(self, prefix: Prefix, until: float) -> Iterator[int]:
-        with self._talking(self._session(), prefix, until) as talk:
-            yield talk.find()
-
-    @contextmanager
     def reading(self, prefix: Prefix, first: int, until: float) -> Iterator[list[torch.Tensor]]:
         with self._talking(self._session(), prefix, until) as talk:
             found = talk.find()

@@ -72,11 +72,6 @@ class LocalPoolBackend:
         return not self._server.faults.dead
 
     @contextmanager
-    def finding(self, prefix: Prefix, until: float) -> Iterator[int]:
-        with self._answering(until):
-            yield len(self._found(prefix, 0))
-
-    @contextmanager
     def reading(self, prefix: Prefix, first: int, until: float) -> Iterator[list[torch.Tensor]]:
         with self._answering(until):
             found = self._found(prefix, first)

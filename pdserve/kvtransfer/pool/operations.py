@@ -1,9 +1,9 @@
 """KVPool over a PoolBackend: threads, deadlines, the breaker, and who may touch which block when.
 
-A thread (lane) for each kind of operation, so that a lookup never waits behind a copy, and a clock that ends what is
-late. An operation is over when its one result was reported, by its lane, by the clock or by `cancel`; it has settled
-when it is over and no copy of it runs. Knows no server and no requests. Made by `local_backend.py` and
-`lmcache_backend.py`.
+A thread (lane) for each kind of operation and one for the breaker's probe, so that a probe never waits behind a copy,
+and a clock that ends what is late. An operation is over when its one result was reported, by its lane, by the clock or
+by `cancel`; it has settled when it is over and no copy of it runs. Knows no server and no requests. Made by
+`local_backend.py` and `lmcache_backend.py`.
 """
 
 import logging
@@ -24,7 +24,6 @@ from pdserve.kvtransfer.connector import (
     PoolDone,
     PoolEvent,
     PoolFailed,
-    PoolFound,
     PoolSettled,
     PoolStored,
     StillValid,
@@ -41,7 +40,8 @@ CLOSE_TIMEOUT_S = 2.0
 STORE_PIECE_BYTES = 64 << 20
 """A store reserves, copies and commits about so much at a time: what a crash or a reused block can waste."""
 
-Kind = Literal["lookup", "retrieve", "store"]
+Kind = Literal["retrieve", "store"]
+Lane = Kind | Literal["probe"]
 Run = Callable[["_Operation", Prefix], None]
 
 
@@ -83,8 +83,8 @@ class ThreadedKVPool:
         self._events: list[PoolEvent] = []
         self._stored_blocks = 0
         self._closed = False
-        self._lanes: dict[Kind, queue.SimpleQueue[Callable[[], None] | None]] = {
-            kind: queue.SimpleQueue() for kind in ("lookup", "retrieve", "store")
+        self._lanes: dict[Lane, queue.SimpleQueue[Callable[[], None] | None]] = {
+            kind: queue.SimpleQueue() for kind in ("retrieve", "store", "probe")
         }
         self._threads = [KeptThread(f"kv pool {kind}", partial(self._work, lane)) for kind, lane in self._lanes.items()]
         self._threads.append(KeptThread("kv pool clock", self._watch_clock))
@@ -92,10 +92,6 @@ class ThreadedKVPool:
     @property
     def available(self) -> bool:
         return self._refusal() is None
-
-    def lookup(self, op_id: int, token_ids: Sequence[int], salt: str) -> None:
-        num_chunks, deadline_s = len(token_ids) // self.chunk_tokens, self._config.request_deadline_s
-        self._submit(self._operation(op_id, "lookup", token_ids, salt, num_chunks, deadline_s), self._look_up)
 
     def retrieve(
         self,
@@ -204,19 +200,17 @@ class ThreadedKVPool:
         else:
             self._lanes[operation.kind].put(partial(self._run, operation, run))
 
-    def _end(self, operation: _Operation, event: PoolDone | PoolStored | PoolFound | PoolFailed) -> None:
+    def _end(self, operation: _Operation, event: PoolDone | PoolStored | PoolFailed) -> None:
         """Report the one result of an operation, unless it has one."""
         with self._lock:
             if operation.over:
                 return
             operation.over = True
+            outcome = "done"
             if isinstance(event, PoolFailed):
                 outcome = event.reason
                 event = PoolFailed(event.op_id, event.reason, event.detail, settled=not operation.touching)
-            else:
-                outcome = "miss" if isinstance(event, PoolFound) and not event.num_tokens else "done"
-            found_nothing = isinstance(event, PoolFailed) and operation.kind == "lookup"
-            self._events.append(PoolFound(event.op_id, 0) if found_nothing else event)
+            self._events.append(event)
             if not operation.touching:
                 self._let_go(operation)
             elif isinstance(event, PoolFailed):
@@ -301,7 +295,7 @@ class ThreadedKVPool:
                 probe = self._breaker.probe_at <= now
                 if probe:
                     self._breaker.begin_probe()
-                    self._lanes["lookup"].put(self._probe)
+                    self._lanes["probe"].put(self._probe)
                 if not late and not probe:
                     self._lock.wait(self._next_alarm(now))
             for operation in late:
@@ -326,10 +320,6 @@ class ThreadedKVPool:
                 self._lock.notify_all()
 
     # -- the operations, each on its lane
-
-    def _look_up(self, operation: _Operation, prefix: Prefix) -> None:
-        with self._backend.finding(prefix, self._until(operation)) as num_chunks:
-            self._end(operation, PoolFound(operation.op_id, num_chunks * self.chunk_tokens))
 
     def _retrieve(self, operation: _Operation, prefix: Prefix) -> None:
         per_chunk = self._chunks.blocks_per_chunk
