@@ -59,7 +59,7 @@ ORDER: dict[str, list[str]] = {
         "build",
         "llm",
     ],
-    "kvtransfer": ["connector metrics transport", "p2p pool", "build"],
+    "kvtransfer": ["connector transport", "p2p pool", "build"],
     "router": [
         "errors held_bytes times",
         "fleet",

@@ -11,7 +11,8 @@ from metrics_table import Row, written
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.router import RouterConfig, SloConfig
-from pdserve.kvtransfer.metrics import PoolMetrics, TransferMetrics
+from pdserve.kvtransfer.p2p.metrics import TransferMetrics
+from pdserve.kvtransfer.pool.metrics import PoolMetrics
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.request.service import Service
 from pdserve.worker.metrics import WorkerMetrics

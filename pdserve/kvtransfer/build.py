@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.configs.transfer import PoolConfig, TransferConfig
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, Wake
-from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.connection import OwnKVCache
 from pdserve.kvtransfer.p2p.engine_receiver import EngineReceiver
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
+from pdserve.kvtransfer.p2p.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
 from pdserve.kvtransfer.p2p.sender import Sender
 from pdserve.kvtransfer.p2p.staging import StagingRing

@@ -22,7 +22,7 @@ from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolEvent, Poo
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
-from pdserve.kvtransfer.pool.operations import ThreadedKVPool
+from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 
 SIZE = LAYOUT.block_size
 CHUNK = 4 * SIZE
@@ -158,12 +158,12 @@ class Engine:
         assert type(event).__name__ == "PoolStored", event
 
     def until_copying(self, *op_ids: int | None) -> None:
-        until(lambda: all(self.pool._operations[op_id].touching for op_id in op_ids))
+        until(lambda: all(self.pool._operations.unsettled[op_id].touching for op_id in op_ids))
 
     def expire(self, op_id: int) -> None:
         """The deadline of an operation is now."""
         with self.pool._lock:
-            self.pool._operations[op_id].deadline = 0.0
+            self.pool._operations.unsettled[op_id].deadline = 0.0
             self.pool._lock.notify_all()
 
     def counted(self, name: str, **labels: str) -> float:

@@ -33,9 +33,9 @@ from waiting import stays, until
 from pdserve.background import tasks
 from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.connector import PoolDone, PoolEvent, PoolFailed, PoolSettled, PoolStored, unchanged
-from pdserve.kvtransfer.pool import lmcache_backend
 from pdserve.kvtransfer.pool.breaker import Breaker
 from pdserve.kvtransfer.pool.chunks import Chunks, Shard, runs
+from pdserve.kvtransfer.pool.lmcache_connection import ServerConnection
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults
 
@@ -199,7 +199,7 @@ def test_a_block_reused_during_a_store_is_not_found(engines: tuple[Engine, Engin
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(tokens, range(8))
-    until(lambda: writer.pool._operations[op_id].touching)
+    until(lambda: writer.pool._operations.unsettled[op_id].touching)
     writer.generations[6] += 1
     writer.blocks[6] = 0.5
     gate.copies_frozen = False
@@ -512,7 +512,7 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
     for events in results.values():
         unsettled = isinstance(events[0], PoolFailed) and not events[0].settled
         assert [type(e) for e in events[1:]] == [PoolSettled] * unsettled, events
-    assert engine.pool._stored_blocks == 0 and not engine.pool._operations
+    assert engine.pool._operations.num_stored_blocks == 0 and not engine.pool._operations.unsettled
     engine.close()
 
 
@@ -645,7 +645,7 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         servers.append(PoolServer(config.model_copy(update={"address": servers[0].address})))
         servers[1].wait_ready()
         engine.wait_available()
-        monkeypatch.setattr("pdserve.kvtransfer.pool.lmcache_backend.PREFETCH_MARGIN", 0.0)
+        monkeypatch.setattr("pdserve.kvtransfer.pool.lmcache_talk.PREFETCH_MARGIN", 0.0)
         engine.find(tokens)  # gives up while the server loads, unless that took no time
         monkeypatch.undo()
         until(lambda: engine.find(tokens) == 2 * CHUNK)
@@ -678,7 +678,7 @@ def test_late_answers_go_on_being_paid_after_one_that_cannot_be(monkeypatch: pyt
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
     engine = Engine(LocalPoolServer())
     chunks = Chunks(engine.memory, 4, Shard())
-    link = lmcache_backend._ServerConnection("127.0.0.1:1", chunks, torch.device("cpu"))
+    link = ServerConnection("127.0.0.1:1", chunks, torch.device("cpu"))
     paid = threading.Event()
     asked: list[str] = []
 
@@ -746,7 +746,7 @@ def test_a_server_that_cannot_start_says_why() -> None:
 
 def test_a_server_ends_with_its_parent() -> None:
     code = (
-        "from pdserve.configs.schema import PoolConfig\n"
+        "from pdserve.configs.transfer import PoolConfig\n"
         "from pdserve.kvtransfer.pool.lmcache_server import PoolServer\n"
         "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1, start_deadline_s=300)); s.wait_ready()\n"
         "print(s.process.pid, s._memory, flush=True)\n"

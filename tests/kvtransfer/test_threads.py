@@ -145,14 +145,14 @@ def test_a_probe_that_fails_in_an_unknown_way_is_followed_by_another(
     assert failures("kv pool probe") == 1
 
 
-@pytest.mark.parametrize("method", ["_next_alarm", "_end", "_wake"])
+@pytest.mark.parametrize("method", ["_next_alarm", "end", "_wake"], ids=["_next_alarm", "_end", "_wake"])
 def test_deadlines_of_the_pool_go_on(
     method: str, pool: tuple[LocalPoolServer, PoolEngine], failures: Callable[[str], float]
 ) -> None:
     _, engine = pool
     release = threading.Event()
     engine.pool._lanes["retrieve"].put(release.wait)  # so that the clock alone can end what comes behind
-    inject(engine.pool, method)
+    inject(engine.pool if method == "_next_alarm" else engine.pool._operations, method)
     ids = [engine.begin_retrieve(prompt(CHUNK), range(4), deadline_s=0.1) for _ in range(2)]
     ended: list[Any] = []
     until(lambda: len(ended) == 2, doing=lambda: ended.extend(engine.pool.poll()))

@@ -10,7 +10,7 @@ from pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, pro
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
-from pdserve.kvtransfer.pool.operations import ThreadedKVPool
+from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 from pdserve.protocol.commands import RouterLost
 from pdserve.protocol.events import Arrived, PromptScored
 from pdserve.protocol.request_key import RequestKey
@@ -51,7 +51,7 @@ def stored(server: LocalPoolServer, pair: Pair, count: int) -> None:
 def expire(pool: ThreadedKVPool) -> None:
     """The deadline of all that is under way is now."""
     with pool._lock:
-        for operation in pool._operations.values():
+        for operation in pool._operations.unsettled.values():
             operation.deadline = 0.0
         pool._lock.notify_all()
 
@@ -179,7 +179,7 @@ def test_blocks_wait_for_a_copy_that_does_not_end(pairs: list[Pair], server: Loc
     server.faults.copies_frozen = True
     key, pool = whole(second, prompt), second.d.pool
     assert pool is not None
-    second.until(lambda: any(operation.touching for operation in pool._operations.values()))
+    second.until(lambda: any(operation.touching for operation in pool._operations.unsettled.values()))
     expire(pool)
     assert second.finish(key, 1) == expected(llm, prompt, GREEDY), "computed on other blocks"
     assert second.d.engine.blocks.num_quarantined == 6

@@ -10,10 +10,10 @@ import threading
 import time
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, ReceiverEvent, Wake
-from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.connection import OwnKVCache, check_compatible
 from pdserve.kvtransfer.p2p.link.peer_link import LinkEvent, PeerLink
 from pdserve.kvtransfer.p2p.link.pull import Pull
+from pdserve.kvtransfer.p2p.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.ranges import BlockSizes
 from pdserve.kvtransfer.transport.agent import TransferAgent
 from pdserve.protocol.events import PeerStatus

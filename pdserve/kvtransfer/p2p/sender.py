@@ -22,9 +22,9 @@ import numpy as np
 
 from pdserve.background.threads import KeptThread
 from pdserve.kvtransfer.connector import Outcome, Unpinned, Wake
-from pdserve.kvtransfer.metrics import TransferMetrics
 from pdserve.kvtransfer.p2p.letters import Done, Follow, Part, Party, Rejected, Renew
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
+from pdserve.kvtransfer.p2p.metrics import TransferMetrics
 from pdserve.kvtransfer.transport.agent import TransferAgent
 from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 from pdserve.protocol.request_key import RequestKey

@@ -1,6 +1,6 @@
 """What the KV pool's operations need from a server: blocking calls with a deadline, in chunks.
 
-`lmcache_backend.py` and `local_backend.py` implement it; nothing here names a server. Called by `operations.py` from
+`lmcache_backend.py` and `local_backend.py` implement it; nothing here names a server. Called by `threaded_pool.py` from
 the pool's threads.
 """
 

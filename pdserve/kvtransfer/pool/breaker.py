@@ -2,7 +2,7 @@
 
     CLOSED --`limit` errors in a row--> OPEN --`open_s` later, one probe--> CLOSED | OPEN
 
-Pure bookkeeping without a clock or a lock of its own; `operations.py` drives it.
+Pure bookkeeping without a clock or a lock of its own; `threaded_pool.py` drives it.
 """
 
 import math

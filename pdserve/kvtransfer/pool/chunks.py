@@ -3,7 +3,7 @@
 A chunk is `blocks_per_chunk` whole blocks of consecutive tokens, byte for byte, and behind them a seal: the digest of
 everything the rows depend on. The seal is cleared before the first byte is written and set after the last, so memory
 that was never finished, was reused while it was read, or belongs to another prompt is known by its seal, whatever the
-server says. Knows no server. Called by `operations.py` from the pool's threads.
+server says. Knows no server. Called by `threaded_pool.py` from the pool's threads.
 """
 
 from array import array

@@ -1,7 +1,7 @@
 """The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a ThreadedKVPool over it.
 
 For setups of one process and for tests, which can make the server slow, frozen, dead or wrong (`PoolFaults`) and so
-drive every branch of `operations.py`. Pools of one process share chunks when they share the server.
+drive every branch of `threaded_pool.py`. Pools of one process share chunks when they share the server.
 """
 
 import threading
@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.connector import KVCacheMemory, Wake
-from pdserve.kvtransfer.metrics import PoolMetrics
 from pdserve.kvtransfer.pool.backend import PoolError
 from pdserve.kvtransfer.pool.chunks import BlockCopier, BlockIds, Chunks, Prefix, Shard
-from pdserve.kvtransfer.pool.operations import ThreadedKVPool
+from pdserve.kvtransfer.pool.metrics import PoolMetrics
+from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 
 POLL_S = 0.001
 
@@ -62,7 +62,7 @@ class _LocalWriting:
 
 
 class LocalPoolBackend:
-    """See `pool.PoolBackend`."""
+    """See `backend.PoolBackend`."""
 
     def __init__(self, server: LocalPoolServer, chunks: Chunks) -> None:
         self._server, self.chunks = server, chunks

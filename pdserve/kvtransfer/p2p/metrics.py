@@ -1,11 +1,14 @@
-"""Counters of the KV connector, in a registry that the caller owns and exposes."""
+"""Counters of hand-offs: pulls, tickets and parts, in a registry that the caller owns and exposes.
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+Made by `kvtransfer.build`; the receivers and the sender count in it.
+"""
+
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
 
 class TransferMetrics:
-    """outcome of a transfer: "done" or the reason of its PullFailed; of a ticket: published, done, rejected, expired,
-    revoked."""
+    """outcome of a transfer: "done" or the reason of its PullFailed; of a ticket: published, done,
+    rejected, expired, revoked."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.transfers = Counter(
@@ -38,33 +41,3 @@ class TransferMetrics:
         )
         self.tickets = Counter("pdserve_kv_tickets", "Tickets by event.", ["event"], registry=registry)
         self.parts = Counter("pdserve_kv_parts", "Parts of prompts published before their end.", registry=registry)
-
-
-class PoolMetrics:
-    """operation: retrieve, store; outcome: "done", "miss", or the reason of a PoolFailed or of a refusal."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "pdserve_kv_pool_requests",
-            "Operations on the KV pool by how they ended.",
-            ["operation", "outcome"],
-            registry=registry,
-        )
-        self.bytes = Counter(
-            "pdserve_kv_pool_bytes", "Bytes copied from and to the KV pool.", ["operation"], registry=registry
-        )
-        self.seconds = Histogram(
-            "pdserve_kv_pool_seconds",
-            "From the call to the result.",
-            ["operation"],
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5),
-            registry=registry,
-        )
-        self.unsettled = Counter(
-            "pdserve_kv_pool_unsettled", "Operations given up while blocks were being copied.", registry=registry
-        )
-        self.breaker_open = Gauge(
-            "pdserve_kv_pool_breaker_open",
-            "1 while the KV pool is not asked, after errors in a row.",
-            registry=registry,
-        )
