@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from clock import Clock
 
-from pdserve.decode import decode_phase
+from pdserve.decode import decode_phase, kv_import, pulls
 from pdserve.engine.llm import LLM
 from pdserve.worker import loop
 
@@ -20,6 +20,6 @@ def llm(tiny_llama: Path) -> LLM:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of worker loops and decode phases stands still but for what the test makes pass."""
     clock = Clock(time.monotonic())
-    for module in (loop, decode_phase):
+    for module in (loop, decode_phase, kv_import, pulls):
         monkeypatch.setattr(module, "time", clock)
     return clock

@@ -411,7 +411,7 @@ class HandOver(RuleBasedStateMachine):
         """Blocks that reads may still write are a pull's, or in quarantine."""
         decode, blocks = self.d.loop.decode, self.d.engine.blocks
         assert decode is not None
-        reserved = {block for pull in decode._pulls.values() for block in pull.reservation.destination}
+        reserved = {block for pull in decode.pulls.under_way.values() for block in pull.reservation.destination}
         for link in list(self.d.receiver._ranks[0]._links.values()):
             for pull in link.pulls.under_way:
                 for piece in list(pull.pieces):

@@ -256,10 +256,10 @@ def test_an_import_leaves_running_sequences_a_block_each_to_grow_into(
     taken = engine.blocks.allocate(engine.blocks.num_free - 4)
     monkeypatch.setattr(engine, "reserve", lambda *_: "reserved")
     item: Any = SimpleNamespace(request=SimpleNamespace(num_prompt_tokens=4 * engine.config.block_size), starts=())
-    assert phase._reserve(item) is None
+    assert phase.pulls.reserve(item) is None
     engine.blocks.release(taken[:1])
     pair.until(lambda: engine.blocks.num_free >= 5)
-    assert phase._reserve(item) is not None
+    assert phase.pulls.reserve(item) is not None
     engine.blocks.release(taken[1:])
 
 

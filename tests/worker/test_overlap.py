@@ -284,7 +284,7 @@ def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
     pair.d.until(lambda: all(pull.pieces == type(pull.pieces)() for pull in links(pair)))
     pair.p.faults.dead = True
     pair.p.sender.publish_part(request.p_key, list(range(1, 9)), engine.content(decode._imports[request.d_key].request))
-    pair.until(lambda: not decode._pulls)
+    pair.until(lambda: not decode.pulls.under_way)
     cancel(pair.d, request.d_key)
     key = RequestKey(ROUTER, SESSION, request.d_key.request_id, 3)
     pair.d.command(submit(key, "full", request.prompt, GREEDY))
@@ -343,7 +343,7 @@ def test_prepared_blocks_go_to_running_sequences_first(tiny_llama: Path, llm: LL
     pair.d.command(submit(running, "full", prompt_of(40, 5), long))
     pair.until(lambda: pair.d.engine.scheduler.running != [])
     request = Overlapped(pair, prompt_of(180), GREEDY)
-    pair.until(lambda: bool(pair.d.decode._pulls))
+    pair.until(lambda: bool(pair.d.decode.pulls.under_way))
     preemptions = pair.d.engine.scheduler.num_preemptions
     assert pair.finish(running) == expected(llm, prompt_of(40, 5), long)
     assert pair.d.engine.scheduler.num_preemptions == preemptions, "the hint gave way"
@@ -357,7 +357,7 @@ def test_prepared_blocks_go_to_submitted_imports_first(tiny_llama: Path, llm: LL
     for index in range(3):
         announce(pair, f"never-{index}", prompt_of(70, 50 + index))
     pair.turn()
-    assert pair.d.decode.num_reserved_blocks == 10, "hints have half of the budget"
+    assert pair.d.decode.pulls.num_reserved_blocks == 10, "hints have half of the budget"
     for seed in range(3):
         request = Overlapped(pair, prompt_of(200, seed), GREEDY, prepare=False)
         announce(pair, f"never-again-{seed}", prompt_of(70, 60 + seed))
@@ -431,7 +431,7 @@ def test_a_stream_of_hints_keeps_nobody_out(tiny_llama: Path, llm: LLM, runs: bo
             announce(pair, f"hint-{(name := next(names))}", prompt_of(100, name))
         return bool(deltas(pair.d, whole))
 
-    pair.until(lambda: turn() or pair.d.decode.num_reserved_blocks > 0)
+    pair.until(lambda: turn() or pair.d.decode.pulls.num_reserved_blocks > 0)
     pair.d.command(submit(whole, "full", prompt_of(350, 5), GREEDY))
     pair.until(turn)
     assert len(deltas(pair.d, running)) < 60
@@ -480,7 +480,7 @@ def test_a_hint_that_failed_unseen_costs_no_recompute(pair: Pair, llm: LLM) -> N
     """The link has given it up, the loop has not heard of it yet, and the Submit comes."""
     request = Overlapped(pair, prompt_of(150), GREEDY)
     pair.until(lambda: request.handoff is not None)
-    [pull_id] = pair.d.decode._pulls
+    [pull_id] = pair.d.decode.pulls.under_way
     pair.d.receiver.cancel(pull_id)
     until(lambda: not links(pair))
     assert request.run() == expected(llm, request.prompt, GREEDY)
