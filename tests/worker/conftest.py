@@ -8,7 +8,7 @@ from clock import Clock
 
 from pdserve.decode import decode_phase, kv_import, pulls
 from pdserve.engine.llm import LLM
-from pdserve.worker import loop
+from pdserve.worker import legs, loop, status
 
 
 @pytest.fixture(scope="module")
@@ -20,6 +20,6 @@ def llm(tiny_llama: Path) -> LLM:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The time of worker loops and decode phases stands still but for what the test makes pass."""
     clock = Clock(time.monotonic())
-    for module in (loop, decode_phase, kv_import, pulls):
+    for module in (loop, legs, status, decode_phase, kv_import, pulls):
         monkeypatch.setattr(module, "time", clock)
     return clock

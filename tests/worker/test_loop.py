@@ -14,6 +14,8 @@ from pdserve.protocol.events import EventBatch, LegsWaiting
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker import loop as worker_loop
+from pdserve.worker import status
+from pdserve.worker.outbox import ALL_ROUTERS
 
 
 @pytest.fixture
@@ -63,11 +65,11 @@ def test_a_large_piece_of_scores_is_a_message_of_its_own(
     messages: list[list[str]] = []
 
     def sent(target: str, batch: EventBatch) -> None:
-        if target != worker_loop.ALL_ROUTERS:
+        if target != ALL_ROUTERS:
             messages.append([type(event).__name__ for event in batch.events])
 
     monkeypatch.setattr(collect, "SCORES_PER_EVENT", 48)
-    monkeypatch.setattr(pair.d.loop, "_send", sent)
+    monkeypatch.setattr(pair.d.loop._outbox, "_send", sent)
     sampling = SamplingParams(max_tokens=1, seed=1, ignore_eos=True, prompt_logprobs=2)
     pair.d.command(submit(RequestKey(ROUTER, SESSION, "a"), "full", prompt_of(40), sampling))
     pair.d.command(submit(RequestKey(ROUTER, SESSION, "b"), "full", prompt_of(10), sampling))
@@ -85,7 +87,7 @@ def told_waiting(worker: Worker, session: int = SESSION) -> list[tuple[tuple[str
 @pytest.fixture
 def narrow(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     """D runs one sequence at a time, computes 16 tokens per step, and reports with every turn."""
-    monkeypatch.setattr(worker_loop, "SNAPSHOT_PERIOD_S", 0.0)
+    monkeypatch.setattr(status, "SNAPSHOT_PERIOD_S", 0.0)
     pair = Pair(tiny_llama, d={"max_num_seqs": 1, "max_num_batched_tokens": 16})
     yield pair
     pair.close()
@@ -137,7 +139,7 @@ def test_a_queue_that_does_not_move_is_no_reason_to_wait(narrow: Pair, monkeypat
 
 
 def test_an_import_that_waits_for_blocks_is_told(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_loop, "SNAPSHOT_PERIOD_S", 0.0)
+    monkeypatch.setattr(status, "SNAPSHOT_PERIOD_S", 0.0)
     pair = Pair(tiny_llama, d={"num_kv_blocks": 8})
     try:
         sampling = SamplingParams(max_tokens=4, seed=1, ignore_eos=True)

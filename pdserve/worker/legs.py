@@ -1,0 +1,139 @@
+"""The legs at this worker: which requests routers have here, since when, and what was cancelled
+before it came.
+
+A leg is one Submit. Each has a `LegClock`; a Cancel that comes before its Submit leaves a
+tombstone. Asks the engine which legs it holds; knows no phases, and sends nothing. Used by
+`loop.WorkerLoop`, once a turn, never per token.
+"""
+
+import time
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Set
+
+import msgspec
+
+from pdserve.engine.engine import Engine
+from pdserve.protocol.commands import Submit
+from pdserve.protocol.events import Delta, LegsWaiting, PromptScored
+from pdserve.protocol.request_key import RequestKey
+from pdserve.worker.leg_clock import LegClock
+from pdserve.worker.metrics import WorkerMetrics
+from pdserve.worker.outbox import Session
+
+TOMBSTONE_S = 60.0
+
+
+class WorkerLegs:
+    """The legs of all sessions, and how long the device computed for them."""
+
+    def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
+        self._engine, self._metrics = engine, metrics
+        self._clocks: dict[Session, dict[RequestKey, LegClock]] = defaultdict(dict)
+        self._device_seconds = 0.0
+        self._num_steps_told = 0
+        self._tombstones: OrderedDict[RequestKey, tuple[float, tuple[int, ...] | None]] = OrderedDict()
+
+    def is_here(self, key: RequestKey) -> bool:
+        """Begun, and not forgotten yet."""
+        return key in self._clocks.get((key.router_id, key.session), ())
+
+    def is_over(self, key: RequestKey) -> bool:
+        """Cancelled, wholly or in part, before it came."""
+        return key in self._tombstones
+
+    def without_cancelled(self, submit: Submit) -> Submit | None:
+        """The Submit with the choices that were not cancelled before it came; None when none is
+        left. Ends the tombstone."""
+        cancelled = self._tombstones.pop(submit.key, None)
+        if cancelled is None:
+            return submit
+        choices = cancelled[1]
+        starts = () if choices is None else tuple(s for s in submit.starts if s.choice not in choices)
+        return msgspec.structs.replace(submit, starts=starts) if starts else None
+
+    def begin(self, submit: Submit, arrived: float) -> None:
+        """arrived: monotonic seconds."""
+        key = submit.key
+        clock = LegClock(arrived, [s.choice for s in submit.starts], submit.phase)
+        self._clocks[key.router_id, key.session][key] = clock
+
+    def forget(self, key: RequestKey) -> None:
+        """It could not begin."""
+        del self._clocks[key.router_id, key.session][key]
+
+    def bury(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
+        """Remember for a while that these choices (None: all) of a leg that is not here were
+        cancelled."""
+        now = time.monotonic()
+        while self._tombstones and next(iter(self._tombstones.values()))[0] < now - TOMBSTONE_S:
+            self._tombstones.popitem(last=False)
+        known = self._tombstones.pop(key, None)
+        if known is not None and choices is not None:
+            choices = None if known[1] is None else (*known[1], *choices)
+        self._tombstones[key] = now, choices
+
+    def cancelled(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
+        """Count these choices (None: all) of a leg that is here; it is forgotten later, as others
+        are."""
+        self._count_cancelled(self._clocks[key.router_id, key.session][key], choices)
+
+    def lose(self, session: Session) -> Iterator[RequestKey]:
+        """Forget the legs of a lost router, counting each as cancelled before it is yielded."""
+        for key, clock in self._clocks.pop(session, {}).items():
+            self._count_cancelled(clock, None)
+            yield key
+
+    def admitted(self, key: RequestKey, now: float) -> None:
+        """Its first rows went into a step."""
+        clock = self._clocks.get((key.router_id, key.session), {}).get(key)
+        if clock is not None:
+            clock.planned(now, self._device_seconds)
+
+    def computed(self, seconds: float) -> None:
+        """The device computed a step for so long."""
+        self._device_seconds += seconds
+
+    def timed(self, key: RequestKey, event: Delta | PromptScored) -> Delta | PromptScored:
+        """The event, with the leg's times when it is the last of a choice."""
+        clock = self._clocks.get((key.router_id, key.session), {}).get(key)
+        times = clock.see(event, time.monotonic(), self._device_seconds) if clock is not None else None
+        if clock is None or times is None:
+            return event
+        if clock.done:
+            self._metrics.leg_done(times, clock.stages)
+        return msgspec.structs.replace(event, times=times)
+
+    def waiting(self, kept: Set[RequestKey]) -> Iterator[tuple[Session, LegsWaiting]]:
+        """One message per session that has legs of which nothing is to be heard for good reason.
+
+        kept: those that a phase keeps, within deadlines of its own.
+        """
+        goes_on = self._engine.stats.num_steps > self._num_steps_told
+        self._num_steps_told = self._engine.stats.num_steps
+        for session, clocks in self._clocks.items():
+            legs = tuple(
+                (key.request_id, key.attempt)
+                for key, clock in clocks.items()
+                if key in kept or self._is_in_order(key, clock, goes_on)
+            )
+            if legs:
+                yield session, LegsWaiting(legs=legs)
+
+    def forget_finished(self, kept: Set[RequestKey]) -> None:
+        """Forget the legs that neither the engine nor a phase holds any more. kept: those that a
+        phase does."""
+        for clocks in self._clocks.values():
+            for key in [key for key in clocks if key not in kept and not self._engine.knows(key)]:
+                del clocks[key]
+
+    def _is_in_order(self, key: RequestKey, clock: LegClock, goes_on: bool) -> bool:
+        """A leg at the engine waits in a queue that moves, or its prompt got further than it ever
+        was."""
+        if self._engine.waits(key):
+            return goes_on
+        return clock.advanced(self._engine.num_prompt_rows(key))
+
+    def _count_cancelled(self, clock: LegClock, choices: tuple[int, ...] | None) -> None:
+        times = clock.cancel(choices, time.monotonic(), self._device_seconds)
+        if times is not None:
+            self._metrics.leg_done(times, clock.stages)
