@@ -101,3 +101,10 @@ def test_the_list_is_read_and_checked(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ValueError, match="must change something"):
             read_list(path)
+
+
+def test_every_mutation_of_the_list_finds_its_text_once() -> None:
+    root = Path(__file__).parent.parent
+    mutations = read_list(root / "tests" / "mutations.toml")
+    assert len(mutations) > 50
+    assert [each.name for each in mutations if each.mutated(root) is None] == []
