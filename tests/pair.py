@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from local_transfer import LocalTransferConfig
 from waiting import until
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
@@ -122,7 +123,7 @@ class Pair:
         shared: LocalPoolServer | None = None,
         **transfer: object,
     ) -> None:
-        config = TransferConfig(connector="local", **{"lease_s": 300.0, "pull_deadline_s": 300.0, **transfer})
+        config = LocalTransferConfig(**{"lease_s": 300.0, "pull_deadline_s": 300.0, **transfer})
         common = {"device": "cpu", "num_kv_blocks": 128, "shared": shared}
         suffix = next(_incarnations)
         self.p = Worker(model, f"P{suffix}", "prefill", config, **{**common, **(p or {})})

@@ -83,7 +83,7 @@ class TransferConfig(Config):
     such peer connects. pool: a pool of KV shared through LMCache's server.
     """
 
-    connector: Literal["nixl", "local"] = "nixl"
+    connector: Literal["nixl"] = "nixl"
     overlap: bool | Literal["auto"] = "auto"
     lease_s: float = Field(30.0, gt=0)
     pull_deadline_s: float = Field(10.0, gt=0)

@@ -5,6 +5,7 @@ KV cache and the generation table are allocated for good (and after CUDA graph c
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import msgspec
 import torch
@@ -25,6 +26,14 @@ from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.handoff import KVCacheMeta, RankMemory
 
 
+@dataclass(frozen=True)
+class Transport:
+    """make_agent: from an agent's name. in_process: whether all peers, and so their letters, stay in this process."""
+
+    make_agent: Callable[[str, TransferConfig], TransferAgent]
+    in_process: bool
+
+
 def _nixl(name: str, config: TransferConfig) -> TransferAgent:
     from pdserve.kvtransfer.transport.nixl_agent import NixlAgent
 
@@ -35,7 +44,8 @@ def _local(name: str, config: TransferConfig) -> TransferAgent:
     return LocalAgent(name)
 
 
-AGENTS: dict[str, Callable[[str, TransferConfig], TransferAgent]] = {"nixl": _nixl, "local": _local}
+# "local" is for tests, which make a configuration of their own for it.
+TRANSPORTS = {"nixl": Transport(_nixl, False), "local": Transport(_local, True)}
 
 
 def build_connector(
@@ -52,7 +62,7 @@ def build_connector(
     has something. host: this machine's address, which peers' letters go to. registry: where the counters go. ValueError
     when the memory is not what KVCacheMemory says."""
     agent, meta, own = _registered(config, memory, engine_id, incarnation, 0)
-    mailbox = Mailbox(engine_id, incarnation, None if config.connector == "local" else host)
+    mailbox = Mailbox(engine_id, incarnation, None if TRANSPORTS[config.connector].in_process else host)
     meta = msgspec.structs.replace(meta, mailbox=mailbox.party.mailbox)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
     sender = Sender(agent, mailbox, meta, memory.generations, config.lease_s, wake, metrics)
@@ -82,7 +92,7 @@ def _registered(
 ) -> tuple[TransferAgent, KVCacheMeta, OwnKVCache]:
     """An agent that knows the memory, how peers are told of it, and what receivers make of it."""
     _check_memory(memory)
-    agent = AGENTS[config.connector](f"{engine_id}/{incarnation}/{rank}", config)
+    agent = TRANSPORTS[config.connector].make_agent(f"{engine_id}/{incarnation}/{rank}", config)
     agent.register(memory.kv_cache)
     agent.register(torch.from_numpy(memory.generations))
     compat = memory.layout.compat_digest(memory.model_fingerprint)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from kvtransfer.kv_peers import key
+from local_transfer import transfer_config
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig
@@ -21,7 +22,7 @@ from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, Ticket
 
 HEADS, BLOCK_SIZE, NUM_TOKENS = 4, 16, 24 * 16
-CONFIG = {name: TransferConfig(connector=name, lease_s=600.0) for name in ("local", "nixl")}
+CONFIG = {name: transfer_config(name, lease_s=600.0) for name in ("local", "nixl")}
 
 
 def content(block_size: int = BLOCK_SIZE) -> torch.Tensor:

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, Source, key, pattern
+from local_transfer import is_local, transfer_config
 from prometheus_client import CollectorRegistry
 
 from pdserve.configs.transfer import TransferConfig
@@ -22,12 +23,12 @@ _names = itertools.count()
 
 @pytest.fixture(scope="module", params=["local", "nixl"])
 def config(request: pytest.FixtureRequest) -> TransferConfig:
-    return TransferConfig(connector=request.param, lease_s=600.0)
+    return transfer_config(request.param, lease_s=600.0)
 
 
 @pytest.fixture(scope="module")
 def source(config: TransferConfig) -> Iterator[Source]:
-    make = LocalSource if config.connector == "local" else ProcessSource
+    make = LocalSource if is_local(config) else ProcessSource
     source = make("p", config, seed=7, incarnation=20)
     yield source
     source.close()
@@ -73,7 +74,7 @@ def pull(
 def test_self_test_names_a_transport_and_a_bandwidth(sink: Engine, source: Source, config: TransferConfig) -> None:
     status = sink.connect(source.meta)
     assert status.connected and status.engine_id == "p" and status.incarnation == 20
-    assert status.transport == ("local" if config.connector == "local" else "cma")
+    assert status.transport == ("local" if is_local(config) else "cma")
     assert status.bytes_per_s > 1e6
 
 
@@ -256,7 +257,7 @@ def test_connect_then_pull_at_once_waits_for_the_self_test(sink: Engine, source:
 def test_metrics_count_what_moved(
     sink: Engine, source: Source, registry: CollectorRegistry, config: TransferConfig
 ) -> None:
-    label = {"transport": "local" if config.connector == "local" else "cma"}
+    label = {"transport": "local" if is_local(config) else "cma"}
 
     def value(name: str, **labels: str) -> float:
         return registry.get_sample_value(name, {**label, **labels}) or 0.0

@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, expire, key, pattern, until_posted
+from local_transfer import LocalTransferConfig, is_local
 from waiting import stays
 
 from pdserve.configs.transfer import TransferConfig
@@ -15,7 +16,7 @@ from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.protocol.events import PeerStatus
 
 CONFIGS = {
-    "local": TransferConfig(connector="local"),
+    "local": LocalTransferConfig(),
     # Over CMA a frozen peer is read all the same and a pull ends inside the post; over TCP it takes part in every read.
     "nixl-tcp": TransferConfig(connector="nixl", ucx_tls="tcp"),
 }
@@ -34,7 +35,7 @@ def sink(config: TransferConfig) -> Iterator[Engine]:
 
 
 def make_source(config: TransferConfig, incarnation: int) -> Source:
-    make = LocalSource if config.connector == "local" else ProcessSource
+    make = LocalSource if is_local(config) else ProcessSource
     return make("p", config, incarnation=incarnation, seed=incarnation)
 
 
@@ -48,7 +49,7 @@ def source(config: TransferConfig, sink: Engine) -> Iterator[Source]:
 def test_transport_is_the_one_asked_for(sink: Engine, source: Source, config: TransferConfig) -> None:
     status = sink.connect(source.meta)
     assert status.connected
-    assert status.transport == ("local" if config.connector == "local" else "tcp")
+    assert status.transport == ("local" if is_local(config) else "tcp")
 
 
 def test_deadline_of_a_frozen_peer_settles_after_the_thaw(sink: Engine, source: Source) -> None:

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, expire, key, until_posted
+from local_transfer import LocalTransferConfig
 from waiting import stays, until
 
-from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p.link import peer_link, self_test
 from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.events import PeerStatus
 
-CONFIG = TransferConfig(connector="local")
+CONFIG = LocalTransferConfig()
 
 
 @pytest.fixture

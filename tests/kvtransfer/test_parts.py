@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
+from local_transfer import LocalTransferConfig
 
-from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.letters import Done, Letter, Party, decode_letter, encode_letter
@@ -118,4 +118,4 @@ def test_letter_survives_the_wire_and_nonsense_does_not() -> None:
 def test_wrong_memory_is_refused(pool: torch.Tensor, generations: np.ndarray, message: str) -> None:
     memory = KVCacheMemory(pool, generations, LAYOUT, "model")
     with pytest.raises(ValueError, match=message):
-        build_connector(TransferConfig(connector="local"), memory, "e", len(message), lambda: None)
+        build_connector(LocalTransferConfig(), memory, "e", len(message), lambda: None)

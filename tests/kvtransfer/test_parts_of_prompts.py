@@ -8,6 +8,7 @@ import pytest
 import torch
 import zmq
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, until_posted, until_verified
+from local_transfer import LocalTransferConfig, is_local, transfer_config
 from waiting import stays, until
 
 from pdserve.configs.transfer import TransferConfig
@@ -24,12 +25,12 @@ _names, _pull_ids = itertools.count(), itertools.count(1)
 
 @pytest.fixture(scope="module", params=["local", "nixl"])
 def config(request: pytest.FixtureRequest) -> TransferConfig:
-    return TransferConfig(connector=request.param, lease_s=600.0)
+    return transfer_config(request.param, lease_s=600.0)
 
 
 @pytest.fixture(scope="module")
 def source(config: TransferConfig) -> Iterator[LocalSource | ProcessSource]:
-    source = (LocalSource if config.connector == "local" else ProcessSource)("p", config, seed=5, incarnation=3)
+    source = (LocalSource if is_local(config) else ProcessSource)("p", config, seed=5, incarnation=3)
     yield source
     source.close()
 
@@ -52,14 +53,14 @@ def sink(connected: Engine) -> Engine:
 @pytest.fixture
 def local() -> Iterator[LocalSource]:
     """A source in this process, to be tampered with."""
-    source = LocalSource("tampered", TransferConfig(connector="local", lease_s=600.0), seed=5)
+    source = LocalSource("tampered", LocalTransferConfig(lease_s=600.0), seed=5)
     yield source
     source.close()
 
 
 @pytest.fixture
 def local_sink(local: LocalSource) -> Iterator[Engine]:
-    engine = Engine(f"d{next(_names)}", TransferConfig(connector="local"))
+    engine = Engine(f"d{next(_names)}", LocalTransferConfig())
     assert engine.connect(local.meta).connected
     yield engine
     engine.close()

@@ -21,9 +21,9 @@ from kvtransfer.kv_peers import (
     rows,
     until_posted,
 )
+from local_transfer import LocalTransferConfig, transfer_config
 from waiting import stays, until
 
-from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p.link import peer_link
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging, StagingRing
@@ -36,7 +36,7 @@ from pdserve.protocol.request_key import RequestKey
 RUN_TOKENS = 64
 RING_BYTES = NUM_RUNS * RUN_TOKENS * LAYOUT.token_bytes
 SIZES = [(16, 64), (64, 16), (16, 32), (32, 16)]
-LOCAL = TransferConfig(connector="local", lease_s=600.0, staging_bytes=RING_BYTES)
+LOCAL = LocalTransferConfig(lease_s=600.0, staging_bytes=RING_BYTES)
 _names, _pull_ids = itertools.count(), itertools.count(1)
 
 
@@ -81,7 +81,7 @@ def has_rows(sink: Engine, local: Sequence[int], wanted: torch.Tensor) -> bool:
 @pytest.fixture(scope="module", params=[(kind, *sizes) for kind in ("local", "nixl") for sizes in SIZES[:2]], ids=str)
 def joined(request: pytest.FixtureRequest) -> Iterator[tuple[LocalSource | ProcessSource, Engine]]:
     kind, theirs, ours = request.param
-    config = TransferConfig(connector=kind, lease_s=600.0, staging_bytes=RING_BYTES)
+    config = transfer_config(kind, lease_s=600.0, staging_bytes=RING_BYTES)
     made = (LocalSource if kind == "local" else ProcessSource)("joined", config, seed=5, block_size=theirs)
     engine = Engine(f"d{next(_names)}", config, block_size=ours)
     status = engine.connect(made.meta)

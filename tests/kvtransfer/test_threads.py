@@ -10,11 +10,12 @@ import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, key
 from kvtransfer.pool_peers import CHUNK, CONFIG, prompt
 from kvtransfer.pool_peers import Engine as PoolEngine
+from local_transfer import LocalTransferConfig
 from waiting import until
 
 from pdserve.background import tasks
 from pdserve.background.threads import FAILURES
-from pdserve.configs.transfer import PoolConfig, TransferConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.connector import PoolDone, PoolFailed, PoolStored, PullDone, Unpinned
 from pdserve.kvtransfer.p2p.letters import Done
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
@@ -23,7 +24,7 @@ from pdserve.kvtransfer.pool.lmcache_server import SharedServer
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.events import PeerStatus
 
-SHORT_LEASES = TransferConfig(connector="local", lease_s=0.05)
+SHORT_LEASES = LocalTransferConfig(lease_s=0.05)
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +94,7 @@ def test_letters_go_on_coming(failures: Callable[[str], float]) -> None:
 
 
 def test_a_link_answers_and_connects_again(failures: Callable[[str], float]) -> None:
-    config = TransferConfig(connector="local")
+    config = LocalTransferConfig()
     sink, source = Engine("d", config), LocalSource("p", config)
     assert sink.connect(source.meta).connected
     [link] = sink.receiver._ranks[0]._links.values()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+from local_transfer import LocalTransferConfig
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.schema import StartConfig, WorkerConfig
@@ -48,7 +49,7 @@ def test_a_host_registers_its_memory_last(tiny_llama: Path) -> None:
     config = WorkerConfig(
         model=ModelConfig(path=str(tiny_llama)),
         engine=EngineConfig(device="cpu", num_kv_blocks=8),
-        transfer=TransferConfig(connector="local"),
+        transfer=LocalTransferConfig(),
     )
     host = EngineHost(config, "Decode#x", 1, "inproc://start-progress")
     try:

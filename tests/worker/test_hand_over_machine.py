@@ -32,10 +32,11 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from local_transfer import LocalTransferConfig
 from pair import Worker, owned, submit
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
-from pdserve.configs.transfer import PoolConfig, TransferConfig
+from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.scheduling.step_plan import StepPlan
@@ -53,8 +54,7 @@ pytestmark = pytest.mark.lengthy
 EXAMPLES = int(os.environ.get("PDSERVE_MACHINE_EXAMPLES", "25"))
 POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1)
 ROW_BYTES = 8
-TRANSFER = TransferConfig(
-    connector="local",
+TRANSFER = LocalTransferConfig(
     lease_s=0.4,
     pull_deadline_s=0.2,
     max_reserved_fraction=0.7,

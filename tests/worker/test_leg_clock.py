@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 from clock import Clock
+from local_transfer import LocalTransferConfig
 from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, submit
 from waiting import until
 
-from pdserve.configs.transfer import TransferConfig
 from pdserve.protocol.codec import decode_batch
 from pdserve.protocol.commands import RouterLost
 from pdserve.protocol.events import Delta, EventBatch, LegTimes, PromptScored
@@ -121,7 +121,7 @@ def test_waiting_for_a_slot_is_queue_time(tiny_llama: Path) -> None:
 
 
 def test_a_command_that_came_during_a_step_has_waited(tiny_llama: Path, clock: Clock) -> None:
-    worker = Worker(tiny_llama, "W", "decode", TransferConfig(connector="local"), device="cpu", num_kv_blocks=64)
+    worker = Worker(tiny_llama, "W", "decode", LocalTransferConfig(), device="cpu", num_kv_blocks=64)
     assert worker.loop._arrival() == clock()
     worker.command(submit(RequestKey("router", 7, "a", 1), "full", list(range(40)), GREEDY))
     worker.loop.turn()
@@ -143,7 +143,7 @@ def long(num_choices: int) -> SamplingParams:
 
 def alone(tiny_llama: Path, **engine: object) -> Worker:
     options: dict[str, Any] = {"device": "cpu", "num_kv_blocks": 128} | engine
-    return Worker(tiny_llama, "W", "both", TransferConfig(connector="local"), **options)
+    return Worker(tiny_llama, "W", "both", LocalTransferConfig(), **options)
 
 
 def turn_until(worker: Worker, done: Callable[[], bool]) -> None:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from local_transfer import LocalTransferConfig
 from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, expected, of, owned, prompt_of, submit
 from waiting import until
 
-from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.llm import LLM
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.p2p.letters import Follow, Notice, Part, Party
@@ -443,7 +443,7 @@ def test_a_stream_of_hints_keeps_nobody_out(tiny_llama: Path, llm: LLM, runs: bo
 
 def test_the_hint_of_a_frozen_peer_holds_up_no_other(tiny_llama: Path) -> None:
     pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, max_quarantined_fraction=0.02, pull_deadline_s=3.0)
-    second = Worker(tiny_llama, "second", "prefill", TransferConfig(connector="local"), device="cpu", num_kv_blocks=64)
+    second = Worker(tiny_llama, "second", "prefill", LocalTransferConfig(), device="cpu", num_kv_blocks=64)
     pair.d.command(ConnectPeer(meta=second.sender.meta()))
     pair.until(lambda: sum(isinstance(e, PeerStatus) and e.connected for e in pair.d.events) == 2)
     decode = pair.d.decode
