@@ -1,6 +1,6 @@
 """How much a router takes on: prompts at once, and prompt tokens that no worker has computed yet.
 
-Refuses with 429 and a Retry-After that follows from how fast places became free lately. ReplicaCounts only; knows no
+Refuses with 429 and a Retry-After that follows from how fast places became free lately. Counts only; knows no
 workers, no HTTP and no text. `router.request.service` takes seats, a request's run gives them back.
 
     enter (before tokenising) --fill--> queued --computed--> running --leave--> free      (leave: from any of them)

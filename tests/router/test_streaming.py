@@ -14,7 +14,7 @@ from pdserve.router.held_bytes import Held
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
 from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, event_bytes
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
-from pdserve.router.request.request_run import OutputChunk
+from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.service import Generation
 from pdserve.text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ import msgspec
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
-from pdserve.router.request.request_run import OutputChunk
+from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
 
 

@@ -35,8 +35,8 @@ from pdserve.router.http.openai.openapi import openapi_document
 from pdserve.router.http.openai.requests import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
 from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, JsonPieces, Responder, event_bytes
 from pdserve.router.metrics_page import exposition
+from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.request_log import log_of
-from pdserve.router.request.request_run import OutputChunk
 from pdserve.router.request.service import Generation, Service
 from pdserve.text.tokenizer import Tokenizer
 

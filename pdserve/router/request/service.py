@@ -29,9 +29,11 @@ from pdserve.router.errors import ApiError, RequestFailed, value_error
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.held_bytes import EVENT_BYTES, Account, Held, size_of
 from pdserve.router.metrics import RouterMetrics
+from pdserve.router.request.chunks import OutputChunk
+from pdserve.router.request.job import Dispatcher, Job
 from pdserve.router.request.prompts import Lengths, Limits, Prompt, Prompts, context_length_error
 from pdserve.router.request.request_log import RequestLog
-from pdserve.router.request.request_run import Dispatcher, Job, OutputChunk, RequestRun
+from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.slo import Goodput
 from pdserve.router.request.timeline import PromptTimeline
 from pdserve.text.stop import StopStrings
@@ -108,11 +110,11 @@ class Generation:
 
     def served(self) -> None:
         """The answer's last byte is out: count what it took."""
-        self._runs[0].served(alone=len(self._runs) == 1)
+        self._runs[0].report.served(alone=len(self._runs) == 1)
 
     def timelines(self) -> Iterator[PromptTimeline]:
         """Where time and bytes went up to now, one a prompt."""
-        return (run.timeline() for run in self._runs)
+        return (run.report.timeline() for run in self._runs)
 
     def forget_prompts(self) -> None:
         """The answer shows none of them."""

@@ -3,8 +3,8 @@
     answered --every target met--> none | ttft | tpot | both missed         failed --> failed      429 --> refused
     its client left --a target was missed by then--> as above; else it is not counted: nobody knows
 
-ReplicaCounts only; refuses nothing (`router.admission` does). Called once a prompt, by `router.request.request_run` or
-`router.request.service`.
+Counts only; refuses nothing (`router.admission` does). Called once a prompt, by
+`router.request.run_report` or `router.request.service`.
 """
 
 from collections.abc import Iterator

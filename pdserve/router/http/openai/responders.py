@@ -18,7 +18,7 @@ import msgspec
 from pdserve.background.pace import Pace
 from pdserve.protocol.events import TokenLogprob
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
-from pdserve.router.request.request_run import OutputChunk
+from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.service import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
