@@ -19,7 +19,7 @@ AWAITED = {
     "cluster/deployments/engine_start.py",
     "cluster/deployments/worker_replica.py",
     "router/http/app.py",
-    "router/request/service.py",
+    "router/request/generation.py",
 }
 
 

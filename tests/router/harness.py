@@ -17,7 +17,8 @@ from pdserve.protocol.events import EventBatch, PackedScores, PromptScored
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.fleet.fleet import TICK_S, Fleet
 from pdserve.router.http.app import build_app
-from pdserve.router.request.service import ChoiceResult, Service
+from pdserve.router.request.generation import ChoiceResult
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "demo"

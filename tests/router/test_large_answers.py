@@ -16,7 +16,7 @@ from pdserve.router.held_bytes import Held
 from pdserve.router.http.app import SEND_BYTES
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
 from pdserve.router.http.openai.responders import SHARED_BYTES, ChatResponder, CompletionResponder, JsonPieces
-from pdserve.router.request.service import ChoiceResult, Generation
+from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]

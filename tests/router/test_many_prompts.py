@@ -18,8 +18,8 @@ from pdserve.router.fleet import fleet
 from pdserve.router.fleet.fleet import EVENT_BYTES, EVENTS_AT_ONCE
 from pdserve.router.fleet.wakes import WAKES_AT_ONCE
 from pdserve.router.fleet.worker_state import Inbox, Lost
+from pdserve.router.request.generation import RUNS_AT_ONCE, Generation
 from pdserve.router.request.request_run import RequestRun
-from pdserve.router.request.service import RUNS_AT_ONCE, Generation
 
 Make = Callable[..., Harness]
 PROMPTS = [[5, 6 + number % 300] for number in range(600)]

@@ -15,7 +15,7 @@ from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, 
 from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, event_bytes
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
 from pdserve.router.request.chunks import OutputChunk
-from pdserve.router.request.service import Generation
+from pdserve.router.request.generation import Generation
 from pdserve.text.tokenizer import Tokenizer
 
 

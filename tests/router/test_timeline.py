@@ -17,7 +17,7 @@ from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Arrived, Delta, Event, LegTimes
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
-from pdserve.router.request.service import Generation
+from pdserve.router.request.generation import Generation
 from pdserve.router.request.timeline import LegReport, PromptTimeline, Timeline
 
 PROMPT = tuple(range(10, 30))

@@ -33,7 +33,7 @@ class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole choice; the fields of `router.request.service.ChoiceResult`."""
+    """One whole choice; the fields of `router.request.generation.ChoiceResult`."""
 
     index: int
     text: str

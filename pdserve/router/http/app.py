@@ -36,8 +36,10 @@ from pdserve.router.http.openai.requests import LONG_BODY, ChatRequest, Completi
 from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, JsonPieces, Responder, event_bytes
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.chunks import OutputChunk
+from pdserve.router.request.generation import Generation
+from pdserve.router.request.request_checks import check_num_choices
 from pdserve.router.request.request_log import log_of
-from pdserve.router.request.service import Generation, Service
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -188,7 +190,7 @@ class _Api:
 
     async def _admit_completion(self, request: Request, call: CompletionRequest, received: float) -> Generation:
         self._check_model(call.model)
-        self.service.check_num_choices(call.n or 1)
+        check_num_choices(self.service.config, call.n or 1)
         return await self.service.admit(
             call.prompts(),
             call.sampling(self.service.sampling_defaults),
@@ -203,7 +205,7 @@ class _Api:
 
     async def _admit_chat(self, request: Request, call: ChatRequest, received: float) -> Generation:
         self._check_model(call.model)
-        self.service.check_num_choices(call.n or 1)
+        check_num_choices(self.service.config, call.n or 1)
         sampling = call.sampling(self.service.sampling_defaults)
         prompt = await self.service.chat_prompt(
             call.messages, call.add_generation_prompt is not False, call.tools, call.chat_template_kwargs

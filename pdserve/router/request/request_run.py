@@ -6,7 +6,8 @@
 
 Every new token goes through the record first. Nothing here waits for a worker but the inbox, and `close` works from a
 cancelled task. Decides what happens; the parts beside it do it: `legs` (what workers have), `chunks` (text),
-`request_clock` and `run_report`. Knows no HTTP. Called by `router.request.service`, one RequestRun per prompt.
+`request_clock` and `run_report`. Knows no HTTP. Made by `router.request.service`, one per prompt, and read by
+`router.request.generation`.
 """
 
 import asyncio

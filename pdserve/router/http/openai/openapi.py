@@ -22,7 +22,7 @@ from pdserve.protocol.sampling_params import (
 )
 from pdserve.router.http.openai.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
 from pdserve.router.request.prompts import MAX_MESSAGES
-from pdserve.router.request.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
+from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
 

@@ -19,7 +19,7 @@ from pdserve.background.pace import Pace
 from pdserve.protocol.events import TokenLogprob
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.request.chunks import OutputChunk
-from pdserve.router.request.service import ChoiceResult, Generation
+from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
