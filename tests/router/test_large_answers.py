@@ -13,7 +13,7 @@ from pdserve.background import pace
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import TokenLogprob
 from pdserve.router.held_bytes import Held
-from pdserve.router.http.app import SEND_BYTES
+from pdserve.router.http.answers import SEND_BYTES
 from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
 from pdserve.router.http.openai.responders import SHARED_BYTES, ChatResponder, CompletionResponder, JsonPieces
 from pdserve.router.request.generation import ChoiceResult, Generation

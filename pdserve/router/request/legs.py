@@ -53,7 +53,8 @@ class Legs:
 
     def begin(self, assignment: Assignment) -> None:
         """Open an attempt's first legs."""
-        prefill, decode = assignment.prefill, assignment.decode
+        prefill = assignment.prefill
+        decode = assignment.decode
         self._prefill = prefill
         self._await(decode if prefill is not None else None)
         if prefill is None:

@@ -62,7 +62,8 @@ class RunReport:
     def served(self, alone: bool) -> None:
         """The answer's last byte is out. alone: it was the call's only prompt; several share their time."""
         if self._record.finished:
-            total_s, timeline = time.perf_counter() - self._job.received, self._timeline
+            timeline = self._timeline
+            total_s = time.perf_counter() - self._job.received
             self._shared.metrics.e2e.observe(total_s)
             if alone:
                 self._shared.metrics.took(total_s, self._admission_s, timeline.times, timeline.complete)
