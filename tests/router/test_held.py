@@ -18,8 +18,9 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet.worker_state import JOINED_BYTES, UNJOINED, Inbox, Leg
 from pdserve.router.held_bytes import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
-from pdserve.router.http.openai.requests import CompletionRequest, parse
-from pdserve.router.http.openai.responders import SCORE_BYTES, CompletionResponder
+from pdserve.router.http.openai.body_parsing import parse
+from pdserve.router.http.openai.completions import SCORE_BYTES, CompletionResponder
+from pdserve.router.http.openai.requests import CompletionRequest
 from pdserve.text.choice import ChoiceText
 from pdserve.text.tokenizer import Tokenizer
 

@@ -14,7 +14,7 @@ from pdserve.protocol.events import Delta, Event
 from pdserve.router.fleet.fleet import EVENTS_AT_ONCE
 from pdserve.router.http import app
 from pdserve.router.http.answers import CHUNKS_AT_ONCE
-from pdserve.router.http.openai.responders import CompletionResponder
+from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.run_report import RunReport

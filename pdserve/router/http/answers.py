@@ -3,14 +3,16 @@
     begun --all sent--> served        begun --the client left, reads nothing, or is cut off--> ended
 
 Whatever ends an answer, what was held for it is given back; a stream closes its generation too.
-Knows no routes, and leaves to `router.http.openai` what the bytes are. Made by `router.http.app`.
+Knows no routes; what the bytes are a Responder says (`router.http.openai`), but for a stream's errors
+and its last event. Made by `router.http.app`.
 """
 
 import asyncio
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -18,9 +20,9 @@ from starlette.types import Receive, Scope, Send
 from pdserve.router.errors import ApiError, internal_error
 from pdserve.router.held_bytes import Account
 from pdserve.router.http.client_watch import ClientGone, ClientWatch
-from pdserve.router.http.openai.responders import JsonPieces, Responder, event_bytes
+from pdserve.router.http.json_pieces import JsonPieces, event_bytes
 from pdserve.router.request.chunks import OutputChunk
-from pdserve.router.request.generation import Generation
+from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.router.request.request_log import log_of
 
 logger = logging.getLogger(__name__)
@@ -28,6 +30,29 @@ logger = logging.getLogger(__name__)
 CHUNKS_AT_ONCE = 4  # encoded between two looks at how much they are; each may repeat a long prompt
 COUNTED_BYTES = 1 << 12  # of a stream's events that count while they are being sent; fewer fit into any buffer
 SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
+
+
+class Responder(Protocol):
+    """How one endpoint writes its answers."""
+
+    def stream(self, chunk: OutputChunk) -> bytes:
+        """The server-sent events that one chunk makes; empty when it shows nothing yet."""
+        ...
+
+    async def prepare(self, chunk: OutputChunk) -> None:
+        """Make what is long of the chunk's events, for `stream` to use. Needed only where `prepares`."""
+        ...
+
+    @property
+    def prepares(self) -> bool: ...
+
+    async def ending(self) -> bytes:
+        """The event after the last chunk; empty when nobody asked for usage or timeline."""
+        ...
+
+    async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
+        """The JSON of the whole answer."""
+        ...
 
 
 @contextmanager

@@ -24,14 +24,17 @@ from pdserve.router.admin import Admin
 from pdserve.router.errors import ApiError
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.http.admin_api import admin_routes
-from pdserve.router.http.answers import EventStream, WholeAnswer, closing_on_error
+from pdserve.router.http.answers import EventStream, Responder, WholeAnswer, closing_on_error
 from pdserve.router.http.auth import ApiKeys
 from pdserve.router.http.bodies import Bodies
 from pdserve.router.http.client_watch import ClientWatch
 from pdserve.router.http.endpoints import REQUEST_ID, Endpoints, json_response
+from pdserve.router.http.json_pieces import JsonPieces
+from pdserve.router.http.openai.body_parsing import LONG_BODY, parse, parse_long
+from pdserve.router.http.openai.chat import ChatResponder
+from pdserve.router.http.openai.completions import CompletionResponder
 from pdserve.router.http.openai.openapi import openapi_document
-from pdserve.router.http.openai.requests import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
-from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, JsonPieces, Responder
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.generation import Generation
 from pdserve.router.request.request_checks import check_num_choices
