@@ -16,8 +16,8 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
 from pdserve.router.fleet import fleet
 from pdserve.router.fleet.fleet import EVENT_BYTES, EVENTS_AT_ONCE
+from pdserve.router.fleet.inbox import Inbox, Lost
 from pdserve.router.fleet.wakes import WAKES_AT_ONCE
-from pdserve.router.fleet.worker_state import Inbox, Lost
 from pdserve.router.request.generation import RUNS_AT_ONCE, Generation
 from pdserve.router.request.request_run import RequestRun
 

@@ -40,11 +40,12 @@ from pdserve.protocol.events import (
     Snapshot,
 )
 from pdserve.protocol.request_key import RequestKey
+from pdserve.router.fleet.inbox import Inbox, Lost, Silent
 from pdserve.router.fleet.link import WorkerLink, WorkerLost
 from pdserve.router.fleet.peers import Introducer
 from pdserve.router.fleet.prefix_index import PooledChunks
 from pdserve.router.fleet.wakes import Wakes
-from pdserve.router.fleet.worker_state import Inbox, Leg, Lost, Silent, WorkerState
+from pdserve.router.fleet.worker_state import Leg, WorkerState
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +165,7 @@ class Fleet:
         worker: WorkerState,
         request_id: str,
         attempt: int,
-        inbox: Inbox,
+        inbox: Inbox[Leg],
         tokens: int,
         make_command: Callable[[RequestKey], Submit | Prepare],
     ) -> Leg:

@@ -18,8 +18,9 @@ from pdserve.protocol.handoff import Source, Ticket
 from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.router.choosing.choose import Assignment, note_sent
 from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.inbox import Inbox
 from pdserve.router.fleet.prefix_index import PromptBlocks
-from pdserve.router.fleet.worker_state import Inbox, Leg, WorkerState
+from pdserve.router.fleet.worker_state import Leg, WorkerState
 from pdserve.router.request.job import Job
 from pdserve.router.request.record import RequestRecord
 from pdserve.router.request.timeline import Timeline
@@ -38,7 +39,7 @@ class Legs:
         prompt: PromptBlocks,
         record: RequestRecord,
         timeline: Timeline,
-        inbox: Inbox,
+        inbox: Inbox[Leg],
     ) -> None:
         """inbox: where the events of all legs go."""
         self.open: list[Leg] = []

@@ -20,16 +20,9 @@ from pdserve.router.admission import Seat
 from pdserve.router.choosing.choose import Assignment, Chooser, Demand, NoWorker
 from pdserve.router.choosing.predict import Forecast, Predictor
 from pdserve.router.errors import FailureKind, RequestFailed
+from pdserve.router.fleet.inbox import JOINED_BYTES, Inbox, LegEvent, Lost, Silent
 from pdserve.router.fleet.prefix_index import PromptBlocks
-from pdserve.router.fleet.worker_state import (
-    JOINED_BYTES,
-    Inbox,
-    Leg,
-    LegEvent,
-    Lost,
-    Silent,
-    WorkerState,
-)
+from pdserve.router.fleet.worker_state import Leg, WorkerState
 from pdserve.router.held_bytes import Account
 from pdserve.router.request.chunks import ChoiceTexts, OutputChunk
 from pdserve.router.request.job import Dispatcher, Job
@@ -64,7 +57,7 @@ class RequestRun:
         self._prompt = prompt = PromptBlocks(job.prompt_token_ids, job.cache_salt)
         self._clock = clock = RequestClock(dispatcher.metrics, sampling.n, job.received)
         self._timeline = timeline = Timeline()
-        self._inbox = Inbox(account)
+        self._inbox: Inbox[Leg] = Inbox(account)
         self._legs = Legs(dispatcher.fleet, job, prompt, record, timeline, self._inbox)
         self.report = RunReport(dispatcher, job, prompt, record, clock, timeline)
         self._assignment: Assignment | None = None
