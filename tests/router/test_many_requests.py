@@ -11,7 +11,7 @@ from router.turns import Turns
 from pdserve.background import pace
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import Delta, Event
-from pdserve.router.fleet.fleet import EVENTS_AT_ONCE
+from pdserve.router.fleet.streams import EVENTS_AT_ONCE
 from pdserve.router.http import app
 from pdserve.router.http.answers import CHUNKS_AT_ONCE
 from pdserve.router.http.openai.completions import CompletionResponder

@@ -1,6 +1,6 @@
 """What the router knows of one worker, and one leg: a Submit that the worker has, and the inbox of its events.
 
-State, and the small parts that keep some of it (`prefix_index`, `prompt_queue`, `stall_budget`): `router.fleet.fleet`
+State, and the small parts that keep some of it (`prefix_index`, `prompt_queue`, `stall_budget`): `router.fleet.intake`
 fills it with what the worker says, `router.choosing.choose` with what is sent there; `predict`, `choose` and `peers`
 read it.
 """
