@@ -1,7 +1,7 @@
-"""Those who wait for the fleet to change: a worker joined, left, changed its role, or has a new peer.
+"""Those who wait for the fleet to change: a worker joined, left, changed its role, or got a peer.
 
-Knows no workers. Owned by `router.fleet.fleet`, which says when there was a change; a few of those who
-wait go on in each turn of the event loop (`router.fleet.wakes`).
+Knows no workers. Owned by `router.fleet.fleet`, which says when there was a change; a few of those
+who wait go on in each turn of the event loop (`router.fleet.wakes`).
 """
 
 import asyncio

@@ -1,15 +1,17 @@
 """All workers this router sees: who is here, which legs they have, and how they come and go.
 
-    join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends, or drain_s later: its legs are told
-                                 -> lost: stream ended, broken, or silent (sooner, if it left); its legs are told
+    join -> (Hello) in the fleet -> leave: draining, gone when its last leg ends, or drain_s later
+                                 -> lost: stream ended, broken, or silent (sooner, if it left)
+            (in both cases the legs that it still has are told)
 
     leg: sent -> waits (its worker says so, once a second) -> works: events -> ended
-           '-------------'---------------------------------------'--> silent: its worker lives, but said nothing of it
+           '-------------'---------------------------------------'--> silent: its worker lives, but
+                                                                      said nothing of it
 
-The parts: `streams` reads, `intake` sorts what was read, `sends` writes, `watch` looks at the clock, `changes` knows
-who waits for better times. Knows no tokens and no policies. A lost worker is forgotten; whoever watches the running set
-(`cluster/`) calls `join` again for every running worker, as often as it likes. One object a router process, used from
-its event loop only.
+The parts: `streams` reads, `intake` sorts what was read, `sends` writes, `watch` looks at the
+clock, `changes` knows who waits for better times. Knows no tokens and no policies. A lost worker is
+forgotten; whoever watches the running set (`cluster/`) calls `join` again for every running worker,
+as often as it likes. One object a router process, used from its event loop only.
 """
 
 import asyncio
@@ -40,7 +42,8 @@ from pdserve.router.fleet.worker_state import Leg, WorkerState
 
 logger = logging.getLogger(__name__)
 
-# Routers hear at slightly different times that a worker leaves: so much after drain_s none has legs there.
+# Routers hear at slightly different times that a worker leaves: so much after drain_s none has legs
+# there.
 DRAIN_SLACK_S = 5.0
 
 
@@ -53,9 +56,10 @@ class Fleet:
         attempt_deadline_s: float = 300.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """worker_silence_s: a worker that pushes nothing for so long is lost. router_id: unique per process by
-        default. drain_s: so long may the legs of a worker that leaves go on there. attempt_deadline_s: a leg that
-        neither waits nor has events for so long at a living worker is told that it is Silent."""
+        """worker_silence_s: a worker that pushes nothing for so long is lost. router_id: unique per
+        process by default. drain_s: so long may the legs of a worker that leaves go on there.
+        attempt_deadline_s: a leg that neither waits nor has events for so long at a living worker
+        is told that it is Silent."""
         self.router_id = router_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._drain_s = drain_s
         self._now = now
@@ -87,7 +91,8 @@ class Fleet:
 
     @property
     def worker_ids(self) -> set[str]:
-        """All that joined and did not leave or get lost, also those whose Hello is still awaited."""
+        """All that joined and did not leave or get lost, also those whose Hello is still
+        awaited."""
         return self._streams.worker_ids
 
     @property
@@ -110,7 +115,8 @@ class Fleet:
         return self.changes.next()
 
     def join(self, link: WorkerLink) -> None:
-        """Open the worker's event stream. Does nothing for a worker that is here, but that a drain is called off."""
+        """Open the worker's event stream. Does nothing for a worker that is here, but that a drain
+        is called off."""
         self.watch.start()
         if link.worker_id not in self._streams:
             self._streams.open(link)
@@ -118,7 +124,8 @@ class Fleet:
             self._workers[link.worker_id].left_at = None
 
     def leave(self, worker_id: str) -> None:
-        """The worker shall stop: send it nothing new, let its legs end, for drain_s, then close its stream."""
+        """The worker shall stop: send it nothing new, let its legs end, for drain_s, then close its
+        stream."""
         worker = self._workers.get(worker_id)
         if worker is None:
             self._streams.close(worker_id)
@@ -130,7 +137,8 @@ class Fleet:
             self._retire_when_idle(worker)
 
     async def close(self) -> None:
-        """Deliver what is on its way (a second at most), then close all streams; the workers abort what is left."""
+        """Deliver what is on its way (a second at most), then close all streams; the workers abort
+        what is left."""
         if on_their_way := self._sends.tasks | self._streams.closing:
             await asyncio.wait(on_their_way, timeout=1.0)
         for worker in self.workers:
@@ -150,7 +158,8 @@ class Fleet:
         tokens: int,
         make_command: Callable[[RequestKey], Submit | Prepare],
     ) -> Leg:
-        """Open a leg and send its Submit, or its Prepare, in the background; a failure arrives in the inbox as Lost."""
+        """Open a leg and send its Submit, or its Prepare, in the background; a failure arrives in
+        the inbox as Lost."""
         key = RequestKey(self.router_id, worker.session, request_id, attempt)
         command = make_command(key)
         is_prepared = isinstance(command, Prepare)
@@ -177,8 +186,8 @@ class Fleet:
         leg.tokens = 0
 
     def end(self, leg: Leg, cancel: bool) -> None:
-        """Forget a leg; later events of it are dropped. cancel: the worker may still hold something for it.
-        Idempotent."""
+        """Forget a leg; later events of it are dropped. cancel: the worker may still hold something
+        for it. Idempotent."""
         if leg.worker.legs.pop((leg.key.request_id, leg.key.attempt), None) is None:
             return
         self.unload(leg)
@@ -213,7 +222,8 @@ class Fleet:
         self.changes.notify()
 
     def _tell(self, leg: Leg, event: Lost | Silent) -> None:
-        """Something that may be told to thousands of legs at once, and makes each of them choose anew."""
+        """Something that may be told to thousands of legs at once, and makes each of them choose
+        anew."""
         self._wakes.later(partial(leg.inbox.put, leg, event))
 
     def _lose(self, worker: WorkerState, reason: str) -> None:
@@ -223,7 +233,8 @@ class Fleet:
             self._streams.close(worker.worker_id)
 
     def _move_legs(self, worker: WorkerState) -> None:
-        """It has had its time to finish: what is left goes on elsewhere, before somebody kills it."""
+        """It has had its time to finish: what is left goes on elsewhere, before somebody kills
+        it."""
         logger.info("worker %s leaves: moving %d legs", worker.worker_id, len(worker.legs))
         self._forget(worker, f"it leaves, and was not done within {self._drain_s:g} s", "drained")
         self._streams.close(worker.worker_id)
@@ -253,7 +264,7 @@ class Fleet:
             self._sends.spawn(self._close_after_sends(worker))
 
     async def _close_after_sends(self, worker: WorkerState) -> None:
-        """Let the last Cancels go out before the stream closes (closing it would abort the same, but not as
-        exactly)."""
+        """Let the last Cancels go out before the stream closes (closing it would abort the same,
+        but not as exactly)."""
         await asyncio.sleep(0)
         self._streams.close(worker.worker_id)

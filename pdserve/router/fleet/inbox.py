@@ -1,9 +1,9 @@
 """The events of one prompt's legs that nobody has read yet, and what the router itself tells a leg.
 
-    put --> waits, or is joined to what waits of the same choice --pop--> taken --done, or pass_on--> not counted
+    put --> waits, or is joined to what waits of its choice --pop--> taken --done--> not counted
 
-A slow reader finds long events instead of many. Knows no workers: a leg is whoever has a key. Filled by
-`router.fleet`, read by `router.request.request_run`, one per prompt.
+A slow reader finds long events instead of many. Knows no workers: a leg is whoever has a key.
+Filled by `router.fleet`, read by `router.request.request_run`, one per prompt.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ class Lost:
 
 @dataclass(frozen=True, slots=True)
 class Silent:
-    """The worker lives, but for so long it neither sent an event of the leg nor said that the leg waits."""
+    """The worker lives, but for so long it neither sent an event of the leg nor said that the leg
+    waits."""
 
     seconds: float
 
@@ -50,8 +51,9 @@ L = TypeVar("L", bound=Keyed)
 
 
 class Inbox(Generic[L]):
-    """Events of all legs of one request, in order of arrival; one reader. account: log-probabilities count there, and
-    what else waits for a reader who is slow, until he says that he has done with what he took; None: nowhere."""
+    """Events of all legs of one request, in order of arrival; one reader. account:
+    log-probabilities count there, and what else waits for a reader who is slow, until he says that
+    he has done with what he took; None: nowhere."""
 
     def __init__(self, account: Account | None = None) -> None:
         self._items: deque[tuple[L, LegEvent | _Joined]] = deque()
@@ -82,7 +84,8 @@ class Inbox(Generic[L]):
         self._wake()
 
     def close(self) -> None:
-        """Nobody will read any more. The error of `fail` refers, by its traceback, to who read it."""
+        """Nobody will read any more. The error of `fail` refers, by its traceback, to who read
+        it."""
         self.clear()
         self._error = None
 
@@ -120,7 +123,8 @@ class Inbox(Generic[L]):
             self._account.add(-num_bytes)
 
     def pass_on(self) -> int:
-        """The bytes of what was taken. They count on, until the caller takes them off the account."""
+        """The bytes of what was taken. They count on, until the caller takes them off the
+        account."""
         num_bytes = self.num_taken_bytes
         self.num_taken_bytes = 0
         return num_bytes
@@ -156,7 +160,8 @@ class Inbox(Generic[L]):
 
 
 class _Joined:
-    """Events of one choice that follow each other, as one; or a lone event of another kind. place: the choice."""
+    """Events of one choice that follow each other, as one; or a lone event of another kind. place:
+    the choice."""
 
     __slots__ = ("_parts", "num_bytes", "place")
 

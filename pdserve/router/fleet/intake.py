@@ -1,7 +1,7 @@
-"""What workers say, brought to where it counts: events to their legs, reports to the workers' states.
+"""Brings what workers say to where it counts: events to their legs, reports to their states.
 
-    event of a leg --the leg is known--> its inbox        (of an ended one: counted, and dropped)
-    any other event ------------------> WorkerState, and the introducer where it is about a peer
+    event of a leg --> its inbox            (the leg has ended: counted, and dropped)
+    other events ----> its WorkerState, and the introducer where it is about a peer
 
 Knows no streams and loses no worker. Called by `router.fleet.streams` for all events of a worker.
 """
@@ -30,7 +30,8 @@ logger = logging.getLogger(__name__)
 
 
 class Intake:
-    """num_stale_events: events of legs that had ended. num_resyncs: questions for a whole cache state."""
+    """num_stale_events: events of legs that had ended. num_resyncs: questions for a whole cache
+    state."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Commands on their way to workers, each in a task of its own: nobody waits for a worker to take one.
+"""Commands on their way to workers, each in a task of its own: nobody waits for a worker.
 
     posted --the link took it--> delivered
       |----WorkerLost----------> the worker is lost

@@ -1,10 +1,10 @@
 """The event streams of all workers: one reader per worker, from its Hello to the stream's end.
 
-    opened --first batch, with a Hello--> entered --batches--> entered --ends, breaks, or is closed--> ended
-       '------------------------no Hello, another protocol, or the stream ends------------------------^
+    opened --first batch, with a Hello--> entered --the stream ends, breaks, or is closed--> ended
+       '---------------no Hello, another protocol, or the stream ends------------------------^
 
-Decodes batches and hands their events on, at most EVENTS_AT_ONCE in a turn of the event loop. Knows no
-legs, and does not say who is lost. Owned by `router.fleet.fleet`.
+Decodes batches and hands their events on, at most EVENTS_AT_ONCE in a turn of the event loop. Knows
+no legs, and does not say who is lost. Owned by `router.fleet.fleet`.
 """
 
 import asyncio
@@ -41,7 +41,8 @@ class WorkerStreams:
         end: Callable[[WorkerState, str], None],
     ) -> None:
         """enter: a worker has said Hello; gets its link, the stream's session and the worker's
-        incarnation. take: events of a worker that has entered. end: its stream has ended, and why."""
+        incarnation. take: events of a worker that has entered. end: its stream has ended, and
+        why."""
         self.closing: set[asyncio.Task[None]] = set()
         self._router_id = router_id
         self._enter = enter
@@ -78,7 +79,8 @@ class WorkerStreams:
             reader.add_done_callback(self.closing.discard)
 
     def forgive(self, worker_id: str) -> None:
-        """It has left for good: should it come back and end without a Hello, that is worth a warning again."""
+        """It has left for good: should it come back and end without a Hello, that is worth a
+        warning again."""
         self._unready.discard(worker_id)
 
     async def _read(self, link: WorkerLink) -> None:

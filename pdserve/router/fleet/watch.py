@@ -1,7 +1,8 @@
-"""What time alone brings: silent workers and legs, drains that are over, pairs to be introduced again.
+"""Looks for what time alone brings: silent workers and legs, and drains that are over.
 
-Looks at all workers a few times per deadline. When this process itself stood still, everybody has as much
-more time. Loses and moves nobody by itself: it says so to `router.fleet.fleet`, which owns it.
+Looks at all workers a few times per deadline, and has pairs introduced again. When this process
+itself stood still, everybody has as much more time. Loses and moves nobody by itself: it says so to
+`router.fleet.fleet`, which owns it.
 """
 
 import asyncio
@@ -17,8 +18,8 @@ logger = logging.getLogger(__name__)
 
 TICK_S = 0.5
 
-# Workers push once a second. Of one that has left the running set, silence says that it did not leave but is dead: its
-# node may have vanished without closing a connection.
+# Workers push once a second. Of one that has left the running set, silence says that it did not
+# leave but is dead: its node may have vanished without closing a connection.
 LEFT_SILENCE_S = 3.0
 
 
@@ -38,8 +39,9 @@ class Watch:
         deadline_s: float,
         now: Callable[[], float],
     ) -> None:
-        """workers: the fleet's own, by id. lose: a worker pushed nothing for silence_s. move_legs: it leaves, and its
-        drain_s are over. tell: a leg neither waited nor had events for deadline_s."""
+        """workers: the fleet's own, by id. lose: a worker pushed nothing for silence_s. move_legs:
+        it leaves, and its drain_s are over. tell: a leg neither waited nor had events for
+        deadline_s."""
         self.ticker: asyncio.Task[None] | None = None
         self._workers = workers
         self._introducer = introducer
@@ -73,7 +75,7 @@ class Watch:
             self.look()
 
     def look(self) -> None:
-        """Called by the tick."""
+        """What a tick does."""
         now = self._now()
         late_s = now - self._looked_at - self._period_s
         self._looked_at = now
@@ -99,8 +101,8 @@ class Watch:
                 leg.last_sign = min(now, leg.last_sign + late_s)
 
     def _end_silent_legs(self, worker: WorkerState) -> None:
-        """Those of which the worker, when it last reported, had said nothing for the deadline. One that was handed off
-        or only prepared need not say anything."""
+        """Those of which the worker, when it last reported, had said nothing for the deadline. One
+        that was handed off or only prepared need not say anything."""
         for leg in worker.legs.values():
             if worker.reported_at - leg.last_sign > self._deadline_s and not (leg.handed_off or leg.prepared):
                 leg.last_sign = worker.last_seen  # said once per deadline

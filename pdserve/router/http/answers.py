@@ -3,8 +3,8 @@
     begun --all sent--> served        begun --the client left, reads nothing, or is cut off--> ended
 
 Whatever ends an answer, what was held for it is given back; a stream closes its generation too.
-Knows no routes; what the bytes are a Responder says (`router.http.openai`), but for a stream's errors
-and its last event. Made by `router.http.app`.
+Knows no routes; what the bytes are a Responder says (`router.http.openai`), but for a stream's
+errors and its last event. Made by `router.http.app`.
 """
 
 import asyncio
@@ -40,7 +40,8 @@ class Responder(Protocol):
         ...
 
     async def prepare(self, chunk: OutputChunk) -> None:
-        """Make what is long of the chunk's events, for `stream` to use. Needed only where `prepares`."""
+        """Make what is long of the chunk's events, for `stream` to use. Needed only where
+        `prepares`."""
         ...
 
     @property
@@ -57,7 +58,8 @@ class Responder(Protocol):
 
 @contextmanager
 def closing_on_error(generation: Generation, watch: ClientWatch) -> Iterator[None]:
-    """Nothing of it stays at workers, nor its places in admission, when no response comes to own it."""
+    """Nothing of it stays at workers, nor its places in admission, when no response comes to own
+    it."""
     try:
         yield
     except BaseException:
@@ -67,8 +69,8 @@ def closing_on_error(generation: Generation, watch: ClientWatch) -> Iterator[Non
 
 
 class _Answer(Response, ABC):
-    """An answer on its way. It ends when the client leaves, or takes nothing for timeout_s, or when too much is held
-    for clients and most for this one. account: what is held for it."""
+    """An answer on its way. It ends when the client leaves, or takes nothing for timeout_s, or when
+    too much is held for clients and most for this one. account: what is held for it."""
 
     def __init__(
         self, request_id: str, account: Account, watch: ClientWatch, timeout_s: float, headers: dict[str, str]
@@ -134,8 +136,9 @@ class _Answer(Response, ABC):
 class EventStream(_Answer):
     """Server-sent events of one generation. Ends it, whatever ends the stream.
 
-    While the client does not read, `send` waits, once the connection's buffers are full. What the generation makes
-    meanwhile is kept, counts against max_held_bytes, and is sent in few large events.
+    While the client does not read, `send` waits, once the connection's buffers are full. What the
+    generation makes meanwhile is kept, counts against max_held_bytes, and is sent in few large
+    events.
     """
 
     media_type = "text/event-stream"

@@ -1,8 +1,8 @@
 """The OpenAI-compatible HTTP server: Starlette routes over `router.request.service`.
 
 Reads bodies, has their calls admitted, and stops what is being made as soon as the client is gone;
-`endpoints` turns errors into OpenAI's form, `answers` sends what was made. Knows no workers. Built by
-`cluster/` (Serve ingress) and by tests.
+`endpoints` turns errors into OpenAI's form, `answers` sends what was made. Knows no workers. Built
+by `cluster/` (Serve ingress) and by tests.
 """
 
 import asyncio
@@ -44,7 +44,8 @@ from pdserve.text.tokenizer import Tokenizer
 R = TypeVar("R", CompletionRequest, ChatRequest)
 Admit = Callable[[Request, R, float], Awaitable[Generation]]  # the float: perf_counter() when the call came
 
-# bodies that are decoded and made into prompts at once: larger ones one at a time, other long ones a few
+# bodies that are decoded and made into prompts at once: larger ones one at a time, other long ones
+# a few
 ALONE_BYTES = 1 << 20
 LONG_AT_ONCE = 4
 
@@ -58,10 +59,11 @@ def build_app(
     admin: Admin | None = None,
     names_requests: bool = True,
 ) -> Starlette:
-    """model_name: what clients send as `model`. service: to share one with a Python handle; made here by default.
-    admin: with it there are the operator's routes; only where no proxy hides who asks. names_requests: answers have the
-    header x-request-id; False where the server around this app adds it, as Serve's does. Raises ValueError when the API
-    keys that the configuration speaks of cannot be read."""
+    """model_name: what clients send as `model`. service: to share one with a Python handle; made
+    here by default. admin: with it there are the operator's routes; only where no proxy hides who
+    asks. names_requests: answers have the header x-request-id; False where the server around this
+    app adds it, as Serve's does. Raises ValueError when the API keys that the configuration speaks
+    of cannot be read."""
     service = service or Service(fleet, tokenizer, config, model_name)
     keys = ApiKeys(config)
     api = _Api(service, keys)
@@ -74,7 +76,8 @@ def build_app(
         Route("/v1/models/{name:path}", endpoint(api.model), methods=["GET"]),
         # open: load balancers have no keys, and learn a yes or no
         Route("/health", endpoint(api.health, is_open=True), methods=["GET"]),
-        # open by default, as with vLLM: scrapers have no keys, and the page has counts, but nothing of any request
+        # open by default, as with vLLM: scrapers have no keys, and the page has counts, but nothing
+        # of any request
         Route("/metrics", endpoint(api.metrics, is_open=not config.metrics_need_key), methods=["GET"]),
         Route("/openapi.json", endpoint(api.openapi, is_open=True), methods=["GET"]),
     ]
@@ -130,7 +133,8 @@ class _Api:
     async def _admit_long(
         self, request: Request, body: bytearray, kind: type[R], admit: Admit[R], received: float
     ) -> tuple[R, Generation]:
-        """A few at a time, since a body's values, texts and token ids may take several times its size."""
+        """A few at a time, since a body's values, texts and token ids may take several times its
+        size."""
         async with self._alone if len(body) > ALONE_BYTES else self._few:
             with self.service.pacer.pace() as pace:
                 call = await parse_long(body, kind, self.service.lengths(), pace)
@@ -185,7 +189,8 @@ class _Api:
 
     async def metrics(self, request: Request) -> Response:
         with self.service.pacer.pace() as pace:
-            # A page takes a millisecond: of many who ask at once, one is served in a turn of the loop.
+            # A page takes a millisecond: of many who ask at once, one is served in a turn of the
+            # loop.
             await pace.rest()
             page = exposition(self.service.metrics, self.service.fleet)
         return PlainTextResponse(page, media_type="text/plain; version=0.0.4")
@@ -241,7 +246,8 @@ class _Api:
 
 
 def _request_id(request: Request, prefix: str) -> str:
-    """The request's name after the prefix. Raises ApiError when the client gave one that cannot be."""
+    """The request's name after the prefix. Raises ApiError when the client gave one that cannot
+    be."""
     given = request.headers.get(REQUEST_ID)
     try:
         return f"{prefix}-{request.state.name if given is None else check_request_id(given)}"

@@ -20,7 +20,8 @@ class ClientGone(Exception):
 
 
 class ClientWatch:
-    """Knows when the client goes away. Listens from the moment the body is read; there must be only one listener."""
+    """Knows when the client goes away. Listens from the moment the body is read; there must be only
+    one listener."""
 
     def __init__(self, receive: Receive) -> None:
         self._gone = asyncio.create_task(_wait_disconnect(receive))
@@ -28,8 +29,9 @@ class ClientWatch:
     async def unless_gone(
         self, work: Coroutine[Any, Any, T] | Awaitable[T], undo: Callable[[T], None] = lambda result: None
     ) -> T:
-        """The result of work, which is cancelled, with ClientGone raised, when the client leaves before. undo: gets
-        the result when there is one, but the caller was cancelled before it could get it."""
+        """The result of work, which is cancelled, with ClientGone raised, when the client leaves
+        before. undo: gets the result when there is one, but the caller was cancelled before it
+        could get it."""
         task = asyncio.ensure_future(work)
         try:
             await asyncio.wait({task, self._gone}, return_when=asyncio.FIRST_COMPLETED)

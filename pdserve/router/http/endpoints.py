@@ -1,6 +1,7 @@
-"""What all endpoints have in common: who may call them, the name of each request, and the form of errors.
+"""What all endpoints have in common: who may call them, the name of each request, and the form of
+errors.
 
-    called --has a key, or needs none--> handler --returns, or raises--> a response, with x-request-id
+    called --has a key, or needs none--> handler --returns, or raises--> a response, which is named
 
 Knows no paths and no bodies. Used by `router.http.app`, once per app.
 """
@@ -41,7 +42,8 @@ class Endpoints:
         self._names_requests = names_requests
 
     def endpoint(self, handler: Endpoint, is_open: bool = False) -> Endpoint:
-        """The handler, for those who have a key, with its errors in OpenAI's form. is_open: for everybody."""
+        """The handler, for those who have a key, with its errors in OpenAI's form. is_open: for
+        everybody."""
 
         async def call(request: Request) -> Response:
             request.state.name = _name_of(request)

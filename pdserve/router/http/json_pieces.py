@@ -1,4 +1,5 @@
-"""JSON of answers: values as bytes, long arrays made in slices of time, long answers kept in pieces.
+"""JSON of answers: values as bytes, long arrays made in slices of time, long answers kept in
+pieces.
 
     JsonPieces: filled by `add` --> taken by `take`, piece by piece
 

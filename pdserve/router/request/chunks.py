@@ -16,8 +16,9 @@ from pdserve.text.tokenizer import Tokenizer
 
 
 class OutputChunk(msgspec.Struct):
-    """What became certain of one choice since its last chunk. index: prompt * n + choice. The last chunk of a choice
-    has a finish_reason; stop_reason is the stop token's id or the stop string that matched."""
+    """What became certain of one choice since its last chunk. index: prompt * n + choice. The last
+    chunk of a choice has a finish_reason; stop_reason is the stop token's id or the stop string
+    that matched."""
 
     index: int
     prompt: int
@@ -55,7 +56,8 @@ class ChoiceTexts:
         self._record = record
 
     def show(self, accepted: Accepted, chunks: dict[int, OutputChunk]) -> bool:
-        """Turn new tokens into text, in the choice's entry of chunks. Whether a stop string ended the choice."""
+        """Turn new tokens into text, in the choice's entry of chunks. Whether a stop string ended
+        the choice."""
         choice = accepted.choice
         text, stop, length = self._texts[choice].push(accepted.token_ids, accepted.finish_reason)
         tokens, logprobs = accepted.token_ids, accepted.logprobs

@@ -1,9 +1,10 @@
-"""An admitted call: the runs of its prompts, merged into one stream, and what is held for its client.
+"""An admitted call: the runs of its prompts, merged into one stream, and what is held for its
+client.
 
     admitted --stream or collect--> ended --close--> closed      (close: from any of them)
 
-Knows neither how a call was checked nor what its answer looks like. Made by `router.request.service`;
-read by `router.http` and by the Python handle.
+Knows neither how a call was checked nor what its answer looks like. Made by
+`router.request.service`; read by `router.http` and by the Python handle.
 """
 
 import asyncio
@@ -37,7 +38,8 @@ class ChoiceResult:
 
 
 class Generation:
-    """An admitted request of one or several prompts. Iterate `stream` once, or `collect`; `close` stops it at once."""
+    """An admitted request of one or several prompts. Iterate `stream` once, or `collect`; `close`
+    stops it at once."""
 
     def __init__(
         self,
@@ -48,7 +50,8 @@ class Generation:
         pacer: Pacer,
         account: Account,
     ) -> None:
-        """account: what is held for the client. on_cut, which may be set: called when that is cut off."""
+        """account: what is held for the client. on_cut, which may be set: called when that is cut
+        off."""
         self.request_id = request_id
         self.n = n
         self.prompts = tuple(prompts)
@@ -65,7 +68,8 @@ class Generation:
         self.on_cut: Callable[[], None] = _nothing
 
     def prompt_logprobs(self, prompt: int) -> Iterator[TokenLogprob | None] | None:
-        """One a prompt token (the first is None), when they were asked for; there before the prompt's first chunk."""
+        """One a prompt token (the first is None), when they were asked for; there before the
+        prompt's first chunk."""
         return self._runs[prompt].record.prompt_logprobs()
 
     def forget_prompt_logprobs(self, prompt: int) -> None:
@@ -95,14 +99,15 @@ class Generation:
         self.prompts = ()
 
     def hold(self, num_bytes: int) -> None:
-        """Count num_bytes more as held for the client, until `close`. RequestFailed when that was too much."""
+        """Count num_bytes more as held for the client, until `close`. RequestFailed when that was
+        too much."""
         self.account.add(num_bytes)
         if self._is_cut:
             raise _too_much_held()
 
     def close(self) -> None:
-        """Cancel everything at the workers; many prompts in the background. Idempotent; does not wait,
-        so it works from a task that is being cancelled."""
+        """Cancel everything at the workers; many prompts in the background. Idempotent; does not
+        wait, so it works from a task that is being cancelled."""
         if self._closed:
             return
         self._closed = True
@@ -149,7 +154,8 @@ class Generation:
             run.close()
 
     def stream(self) -> AsyncGenerator[list[OutputChunk], None]:
-        """Everything that became certain at one moment, until all choices are finished. Raises RequestFailed."""
+        """Everything that became certain at one moment, until all choices are finished. Raises
+        RequestFailed."""
         return self._runs[0].stream() if len(self._runs) == 1 else self._merged()
 
     async def collect(self) -> list[ChoiceResult]:

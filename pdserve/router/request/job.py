@@ -21,10 +21,11 @@ from pdserve.text.tokenizer import Tokenizer
 @dataclass(slots=True)
 class Job:
     """One prompt of a call. sampling: as workers are told, so its seed is set, and it holds no stop
-    strings: the router looks for these itself. stops: the call's, None when it has none. open_ended:
-    a choice ends by length where its worker has no more room, even before max_tokens, which may be
-    None. request_id: never used before in this process. prompt: its number within the call. received:
-    perf_counter() when the call came. Nobody sets a field later but `forget_prompt`."""
+    strings: the router looks for these itself. stops: the call's, None when it has none.
+    open_ended: a choice ends by length where its worker has no more room, even before max_tokens,
+    which may be None. request_id: never used before in this process. prompt: its number within the
+    call. received: perf_counter() when the call came. Nobody sets a field later but
+    `forget_prompt`."""
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -38,7 +39,8 @@ class Job:
     open_ended: bool = False
 
     def forget_prompt(self) -> None:
-        """Free it once the run has ended: the call keeps its runs, and others of them may take long."""
+        """Free it once the run has ended: the call keeps its runs, and others of them may take
+        long."""
         self.prompt_token_ids = ()
 
 

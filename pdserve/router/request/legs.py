@@ -25,7 +25,8 @@ from pdserve.router.request.job import Job
 from pdserve.router.request.record import RequestRecord
 from pdserve.router.request.timeline import Timeline
 
-# a sequence being decoded weighs its context plus this many tokens; its real length is not known beforehand
+# a sequence being decoded weighs its context plus this many tokens; its real length is not known
+# beforehand
 DECODE_WEIGHT = 128
 
 
@@ -71,7 +72,8 @@ class Legs:
         return leg.worker is self._prefill
 
     def hand_over(self, worker: WorkerState, ticket: Ticket) -> None:
-        """Send the unfinished choices to this D, by the leg that was prepared there or by a new one."""
+        """Send the unfinished choices to this D, by the leg that was prepared there or by a new
+        one."""
         prepared = next((leg for leg in self.open if leg.prepared), None)
         if prepared is not None and prepared.worker is worker:
             self._timeline.submitted(prepared.key.attempt, time.perf_counter())
@@ -84,14 +86,16 @@ class Legs:
         self._await(None)
 
     def stop_choice(self, leg: Leg, choice: int) -> None:
-        """A stop string ended a choice that the worker still generates. (P's leg ends by itself or as a whole.)"""
+        """A stop string ended a choice that the worker still generates. (P's leg ends by itself or
+        as a whole.)"""
         if choice in leg.pending and not self.is_prefill(leg):
             leg.pending.discard(choice)
             self._timeline.owes_times(leg.key.attempt)
             self._fleet.post(leg.worker, Cancel(key=leg.key, choices=(choice,)))
 
     def end_handed_over(self, cancel: bool) -> None:
-        """The decode worker needs the blocks of P no longer. cancel: P was not told so by that worker."""
+        """The decode worker needs the blocks of P no longer. cancel: P was not told so by that
+        worker."""
         for leg in [leg for leg in self.open if leg.handed_off]:
             self._timeline.ended(leg.key.attempt, "handed over", time.perf_counter())
             self._end(leg, cancel)
@@ -115,7 +119,8 @@ class Legs:
         self._await(None)
 
     def _await(self, decode: WorkerState | None) -> None:
-        """Have the planned D stay until the hand-off, though it leaves. None: it need not any more."""
+        """Have the planned D stay until the hand-off, though it leaves. None: it need not any
+        more."""
         before, self._awaiting = self._awaiting, decode
         if decode is not None:
             self._fleet.expect_leg(decode)
@@ -173,7 +178,8 @@ class Legs:
         )
 
     def _end(self, leg: Leg, cancel: bool) -> None:
-        """cancel False: the worker has nothing left. A decode leg whose choices all ended there has nothing either."""
+        """cancel False: the worker has nothing left. A decode leg whose choices all ended there has
+        nothing either."""
         ran_out = not leg.prepared and (self._record.finished or not leg.pending)
         self._timeline.ended(leg.key.attempt, "finished" if ran_out else "cancelled", time.perf_counter())
         self.open.remove(leg)

@@ -36,7 +36,8 @@ def check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
 
 
 def check_scores(sampling: SamplingParams, num_tokens: int) -> None:
-    """Raises ApiError (400) when the log-probabilities of all prompts, as every choice repeats them, are too many."""
+    """Raises ApiError (400) when the log-probabilities of all prompts, as every choice repeats
+    them, are too many."""
     if sampling.prompt_logprobs is None:
         return
     count = num_tokens * sampling.n * (sampling.prompt_logprobs + 1)
@@ -70,7 +71,8 @@ def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> Non
 
 
 def check_sampling(config: RouterConfig, sampling: SamplingParams, num_prompts: int) -> None:
-    """Raises ApiError (400) when a list of ids is too long for so many choices, or log-probabilities are too many."""
+    """Raises ApiError (400) when a list of ids is too long for so many choices, or
+    log-probabilities are too many."""
     bias, num_choices = sampling.logit_bias or {}, sampling.n * num_prompts
     num_ids = len(bias) + len(sampling.stop_token_ids)
     if num_ids * num_choices > MAX_EDITS:

@@ -1,13 +1,13 @@
-"""Runs one prompt through the fleet: choose workers, P's leg, hand-off, D's leg; fails over; leaves nothing behind.
+"""Runs one prompt through the fleet: chooses workers, hands over, fails over, cleans up.
 
-    choose --split--> P leg --Handoff--> D leg --> finished     (D leg of a long prompt: prepared beside P's)
+    choose --split--> P leg --Handoff--> D leg --> finished     (long prompt: prepared beside P's)
       |  --whole-------------------------^  |
       +<---- recover: cancel all legs, exclude the failed worker, resume with forced tokens ----+
 
-Every new token goes through the record first. Nothing here waits for a worker but the inbox, and `close` works from a
-cancelled task. Decides what happens; the parts beside it do it: `legs` (what workers have), `chunks` (text),
-`request_clock` and `run_report`. Knows no HTTP. Made by `router.request.service`, one per prompt, and read by
-`router.request.generation`.
+Every new token goes through the record first. Nothing here waits for a worker but the inbox, and
+`close` works from a cancelled task. Decides what happens; the parts beside it do it: `legs` (what
+workers have), `chunks` (text), `request_clock` and `run_report`. Knows no HTTP. Made by
+`router.request.service`, one per prompt, and read by `router.request.generation`.
 """
 
 import asyncio
@@ -65,8 +65,8 @@ class RequestRun:
         self._fingerprint: str | None = None
 
     async def stream(self) -> AsyncGenerator[list[OutputChunk], None]:
-        """What became certain, as it comes, until every choice is finished. Raises RequestFailed. Whoever stops early
-        calls `close` (closing the iterator does)."""
+        """What became certain, as it comes, until every choice is finished. Raises RequestFailed.
+        Whoever stops early calls `close` (closing the iterator does)."""
         failures, accepted_before, outcome = 0, 0, "internal"
         self._clock.begin(self._prompt.num_tokens)
         turn = self._shared.pacer.turn
@@ -113,8 +113,9 @@ class RequestRun:
             self._prompt.forget()
 
     def forecast(self, chooser: Chooser, share_ahead: float, unsent_tokens: int) -> Forecast | None:
-        """Of its first token, if it began now where `chooser` says. unsent_tokens: that wait in this router, for all
-        workers. None: nothing is known yet of how fast workers are. Raises NoWorker."""
+        """Of its first token, if it began now where `chooser` says. unsent_tokens: that wait in
+        this router, for all workers. None: nothing is known yet of how fast workers are. Raises
+        NoWorker."""
         workers = self._shared.fleet.workers
         assignment = chooser.choose(workers, self._demand(set()))
         predictor = Predictor(workers, self._prompt, self._prompt.num_tokens, time.monotonic())
@@ -132,7 +133,8 @@ class RequestRun:
         self._inbox.fail(error)
 
     def close(self) -> None:
-        """End all legs and tell every worker that may still hold something. Idempotent, never waits."""
+        """End all legs and tell every worker that may still hold something. Idempotent, never
+        waits."""
         self._seat.leave()
         self._inbox.clear()
         self._legs.close()
@@ -161,8 +163,8 @@ class RequestRun:
         self._legs.begin(assignment)
 
     def _drain(self) -> tuple[list[OutputChunk], _LegFailed | None]:
-        """Handle what has arrived, at most so much that it takes a moment; what several messages say of one choice
-        becomes one OutputChunk."""
+        """Handle what has arrived, at most so much that it takes a moment; what several messages
+        say of one choice becomes one OutputChunk."""
         chunks: dict[int, OutputChunk] = {}
         for _ in range(DRAINED_EVENTS):
             if not self._inbox or self.record.finished or self._inbox.num_taken_bytes >= DRAINED_BYTES:
@@ -195,7 +197,8 @@ class RequestRun:
             self._broken(leg, event)
 
     def _score(self, event: PackedScores) -> None:
-        """Log-probabilities of the prompt are held until the answer is made, or come again from the start."""
+        """Log-probabilities of the prompt are held until the answer is made, or come again from the
+        start."""
         before = self.record.num_score_bytes
         self.record.score(event)
         self._seat.computed()
@@ -203,8 +206,8 @@ class RequestRun:
             self._account.add(self.record.num_score_bytes - before)
 
     def pass_on(self) -> int:
-        """Bytes of the last batch, which count on until the caller takes them off the account; without this they
-        count until the next batch is asked for."""
+        """Bytes of the last batch, which count on until the caller takes them off the account;
+        without this they count until the next batch is asked for."""
         return self._inbox.pass_on()
 
     def _accept(self, leg: Leg, accepted: Accepted, chunks: dict[int, OutputChunk]) -> None:
@@ -226,7 +229,8 @@ class RequestRun:
         self._legs.hand_over(self._decode_of(self._assignment, leg), ticket)
 
     def _decode_of(self, assignment: Assignment, prefill_leg: Leg) -> WorkerState:
-        """The planned D, though it leaves by now; or another one when it is gone or lost its connection."""
+        """The planned D, though it leaves by now; or another one when it is gone or lost its
+        connection."""
         workers = self._shared.fleet.workers
         if assignment.decode in workers and assignment.decode.is_connected_to(prefill_leg.worker):
             return assignment.decode
@@ -236,8 +240,8 @@ class RequestRun:
             raise _LegFailed(prefill_leg.worker, "internal", "lost", str(error)) from error
 
     def _arrived(self, event: Arrived) -> None:
-        """D needs P's blocks no longer. D has told P so, but that needs a living connection between the two:
-        Cancel does not."""
+        """D needs P's blocks no longer. D has told P so, but that needs a living connection between
+        the two: Cancel does not."""
         self._shared.metrics.arrivals.labels(event.source).inc()
         self._timeline.arrived(event)
         self._legs.end_handed_over(cancel=event.source == "recompute")
@@ -260,8 +264,8 @@ class RequestRun:
         raise _LegFailed(leg.worker, event.kind, event.kind, event.message)
 
     async def _recover(self, failure: _LegFailed, failures: int) -> list[OutputChunk]:
-        """The next attempt, on other workers where there are some. Raises RequestFailed when it is not worth one
-        more. Returns the ends of choices that no worker can go on with."""
+        """The next attempt, on other workers where there are some. Raises RequestFailed when it is
+        not worth one more. Returns the ends of choices that no worker can go on with."""
         self._legs.give_up(f"{failure.reason}: {failure}")
         if failures >= self._shared.config.max_attempts:
             raise RequestFailed(failure.kind, f"gave up after {failures} attempts: {failure}")
@@ -283,8 +287,8 @@ class RequestRun:
         return ended
 
     def _end_full(self) -> list[OutputChunk]:
-        """An open-ended choice may have as many tokens as its worker has room for. When that worker is lost and
-        no other has more room than the choice has tokens, it has reached its length."""
+        """An open-ended choice may have as many tokens as its worker has room for. When that worker
+        is lost and no other has more room than the choice has tokens, it has reached its length."""
         sampling, workers = self._job.sampling, self._shared.fleet.decode_workers
         limits = [worker.token_limit for worker in workers if worker.hello.model_fingerprint == self._fingerprint]
         if not self._job.open_ended or not limits:

@@ -1,4 +1,5 @@
-"""What is said of one prompt when it has ended: its report, its line in the log, whether it met the SLO.
+"""What is said of one prompt when it has ended: its report, its line in the log, whether it met the
+SLO.
 
 Reads the record, the clock and the timeline; changes none of them, and knows no workers. Kept by
 `router.request.request_run`, one per prompt.
@@ -60,7 +61,8 @@ class RunReport:
         )
 
     def served(self, alone: bool) -> None:
-        """The answer's last byte is out. alone: it was the call's only prompt; several share their time."""
+        """The answer's last byte is out. alone: it was the call's only prompt; several share their
+        time."""
         if self._record.finished:
             timeline = self._timeline
             total_s = time.perf_counter() - self._job.received

@@ -1,7 +1,8 @@
 """The router of one model, without HTTP: prompts and SamplingParams in, a Generation out.
 
-Has every part of a call checked before any worker hears of it, draws the seed, and makes a run of each prompt. Knows no
-OpenAI forms and no framework. Called by `router.http.app` and by the Python handle (`cluster/client.py`).
+Has every part of a call checked before any worker hears of it, draws the seed, and makes a run of
+each prompt. Knows no OpenAI forms and no framework. Called by `router.http.app` and by the Python
+handle (`cluster/client.py`).
 """
 
 import itertools
@@ -56,8 +57,9 @@ class Service:
         logs: LogConfig | None = None,
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
-        """resume_wait_s: how long a request whose worker was lost waits for another one to join. sampling_defaults: the
-        model's, of SamplingParams' names, for what requests do not say; ValueError for one that cannot be."""
+        """resume_wait_s: how long a request whose worker was lost waits for another one to join.
+        sampling_defaults: the model's, of SamplingParams' names, for what requests do not say;
+        ValueError for one that cannot be."""
         self.fleet = fleet
         self.tokenizer = tokenizer
         self.config = config
@@ -109,16 +111,17 @@ class Service:
         tenant: str = "",
         open_ended: bool = False,
     ) -> Generation:
-        """Check everything and prepare. No worker hears of it before the first iteration. The caller must iterate or
-        `close` it, as it holds places in `admission`.
+        """Check everything and prepare. No worker hears of it before the first iteration. The
+        caller must iterate or `close` it, as it holds places in `admission`.
 
-        sampling: None takes the model's defaults. open_ended: where fewer than sampling.max_tokens fit the worker that
-        decodes, as many as fit will do; always so without sampling, and without max_tokens. request_id: what answers
-        and the workers' logs name it by; it need not be unique, and is a new one by default. received: perf_counter()
-        when the call came; now by default. named: what errors call the prompt. tenant: shares cached prefixes with
-        itself only, whatever the salt. session_id: prompts of one session go to one worker where nothing speaks
-        against it. Raises ApiError: 400 naming the parameter, 429 when there is too much to do, 503 when no worker is
-        there."""
+        sampling: None takes the model's defaults. open_ended: where fewer than sampling.max_tokens
+        fit the worker that decodes, as many as fit will do; always so without sampling, and without
+        max_tokens. request_id: what answers and the workers' logs name it by; it need not be
+        unique, and is a new one by default. received: perf_counter() when the call came; now by
+        default. named: what errors call the prompt. tenant: shares cached prefixes with itself
+        only, whatever the salt. session_id: prompts of one session go to one worker where nothing
+        speaks against it. Raises ApiError: 400 naming the parameter, 429 when there is too much to
+        do, 503 when no worker is there."""
         received = time.perf_counter() if received is None else received
         request_id = request_id or f"gen-{uuid.uuid4().hex}"
         open_ended = open_ended or sampling is None or sampling.max_tokens is None
@@ -141,7 +144,8 @@ class Service:
                 check_room(sampling, open_ended, max(map(len, ids)), limits.max_tokens)
                 check_scores(sampling, sum(map(len, ids)))
                 stops = StopStrings(sampling.stop) if sampling.stop else None
-                # this router looks for them, workers do not; a copy is checked again, which takes 50 us
+                # this router looks for them, workers do not; a copy is checked again, which takes
+                # 50 us
                 sent = msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling
                 runs, account = [], self.held.account()
                 with self.pacer.pace() as pace:
@@ -175,7 +179,8 @@ class Service:
     async def generate(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
     ) -> AsyncGenerator[OutputChunk, None]:
-        """Chunks of all choices as they become certain; options as in `admit`. Close the iterator to cancel."""
+        """Chunks of all choices as they become certain; options as in `admit`. Close the iterator
+        to cancel."""
         with closing(await self.admit(prompts, sampling, **options)) as generation:
             async with aclosing(generation.stream()) as batches:
                 async for batch in batches:
@@ -185,7 +190,8 @@ class Service:
     async def collect(
         self, prompts: Sequence[Prompt], sampling: SamplingParams | None, **options: Any
     ) -> list[ChoiceResult]:
-        """All choices, complete; options as in `admit`. Cancelling the awaiting task cancels the request."""
+        """All choices, complete; options as in `admit`. Cancelling the awaiting task cancels the
+        request."""
         with closing(await self.admit(prompts, sampling, **options)) as generation:
             return await generation.collect()
 
@@ -207,8 +213,8 @@ class Service:
             return await self.prompts.render(messages, add_generation_prompt, tools, variables, self.limits())
 
     def _check_lateness(self, run: RequestRun, priority: int, received: float) -> Forecast | None:
-        """The forecast, if there can be one. ApiError (429) when the first token would come too late, by what workers
-        say of their queues."""
+        """The forecast, if there can be one. ApiError (429) when the first token would come too
+        late, by what workers say of their queues."""
         admission = self.admission
         if not admission.foresees:
             return None

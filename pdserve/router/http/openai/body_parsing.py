@@ -1,8 +1,9 @@
 """Bodies of OpenAI's requests: JSON in, checked request objects out; long bodies piece by piece.
 
-Takes every parameter that vLLM takes and that pdserve has. Any other is refused with its name and a cure, unless it
-is null, has the value that changes nothing, or is one of OpenAI's that ask nothing of a model (user, metadata ...).
-Knows no workers and no HTTP framework. Called by `router.http.app`.
+Takes every parameter that vLLM takes and that pdserve has. Any other is refused with its name and a
+cure, unless it is null, has the value that changes nothing, or is one of OpenAI's that ask nothing
+of a model (user, metadata ...). Knows no workers and no HTTP framework. Called by
+`router.http.app`.
 """
 
 import difflib
@@ -76,8 +77,8 @@ def parse(body: bytes | bytearray, kind: type[R]) -> R:
 
 
 async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pace) -> R:
-    """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is refused
-    before it is decoded."""
+    """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is
+    refused before it is decoded."""
     members = await outline(body, pace)
     prompt: str | list[Any] | None = None
     data: dict[str, Any] = {}
@@ -142,7 +143,8 @@ async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: 
 
 
 def _flat_item(items: bytearray) -> Member | None:
-    """The one item of an array of arrays, when it holds numbers at most: it may be cut at any comma."""
+    """The one item of an array of arrays, when it holds numbers at most: it may be cut at any
+    comma."""
     start, end = items.find(b"[", 1), items.rfind(b"]", 0, -1) + 1
     is_alone = 0 < start < end and not (items[1:start] + items[end:-1]).strip()
     is_flat = items.count(b"[") == 2 and not any(mark in items for mark in (b'"', b"{"))

@@ -163,7 +163,8 @@ class CompletionResponder(BaseResponder):
 
 @dataclass(slots=True)
 class _Scores:
-    """Completions' log-probabilities of some tokens in a row, of one choice. end: characters up to there."""
+    """Completions' log-probabilities of some tokens in a row, of one choice. end: characters up to
+    there."""
 
     tokens: list[str] = field(default_factory=list)
     values: list[float | None] = field(default_factory=list)

@@ -1,8 +1,8 @@
 """OpenAI's requests: the parameters of both endpoints, and the SamplingParams that they ask for.
 
-What a request's parameters say about each other is checked here; whether a body holds such a request
-is `body_parsing`'s business. Knows no workers and no HTTP framework. Used by `router.http.app` and by
-the responders.
+What a request's parameters say about each other is checked here; whether a body holds such a
+request is `body_parsing`'s business. Knows no workers and no HTTP framework. Used by
+`router.http.app` and by the responders.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,8 @@ _SHARED = tuple(name for name in SamplingParams.__struct_fields__ if name in Bas
 
 
 class CompletionRequest(BaseRequest, kw_only=True):
-    """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt only."""
+    """prompt: a text, token ids, or a list of either. max_tokens 0 with echo scores the prompt
+    only."""
 
     prompt: str | list[int | str | tuple[int, ...]]
     logprobs: int | None = None
@@ -95,8 +96,8 @@ class CompletionRequest(BaseRequest, kw_only=True):
 
 
 class ChatRequest(BaseRequest, kw_only=True):
-    """max_tokens and max_completion_tokens are the same; without them a choice may fill the context of the worker that
-    decodes it, within the model's own default."""
+    """max_tokens and max_completion_tokens are the same; without them a choice may fill the context
+    of the worker that decodes it, within the model's own default."""
 
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None

@@ -1,8 +1,9 @@
-"""What both endpoints' answers have in common: chunks and whole choices of a Generation in, JSON out.
+"""What both endpoints' answers have in common: chunks and whole choices of a Generation in, JSON
+out.
 
-One object per HTTP request, since log-probabilities and echoed prompts need to know what was already
-sent. vLLM's extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no HTTP. The base
-of `completions` and `chat`; `router.http.answers` calls what its Responder names.
+One object per HTTP request, since log-probabilities and echoed prompts need to know what was
+already sent. vLLM's extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no
+HTTP. The base of `completions` and `chat`; `router.http.answers` calls what its Responder names.
 """
 
 import time
@@ -18,7 +19,8 @@ from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
-# stand for a chunk's text and token ids while a frame is made; in JSON, nothing behind the text looks like them
+# stand for a chunk's text and token ids while a frame is made; in JSON, nothing behind the text
+# looks like them
 _MARK = "\0"
 _MARK_ID = -1
 
@@ -54,16 +56,17 @@ class BaseResponder(ABC):
     @property
     @abstractmethod
     def _varies_little(self) -> bool:
-        """Whether the events of a choice, but for its first and last, differ in text and token ids alone."""
+        """Whether the events of a choice, but for its first and last, differ in text and token ids
+        alone."""
 
     @property
     @abstractmethod
     def _returns_token_ids(self) -> bool: ...
 
     def stream(self, chunk: OutputChunk) -> bytes:
-        """As `answers.Responder` says. A choice's events between its first and last are a frame, made once, around the
-        text (and the token ids): nearly all events are such, and encoding the text alone takes a quarter of the
-        time."""
+        """As `answers.Responder` says. A choice's events between its first and last are a frame,
+        made once, around the text (and the token ids): nearly all events are such, and encoding the
+        text alone takes a quarter of the time."""
         frame = self._frames.get(chunk.index)
         if frame is not None and chunk.finish_reason is None:
             before, between, after = frame
@@ -76,7 +79,8 @@ class BaseResponder(ABC):
         return data
 
     def _frame(self, chunk: OutputChunk) -> tuple[bytes, bytes | None, bytes]:
-        """What surrounds the text, and the token ids where they are shown: the same bytes as without frames."""
+        """What surrounds the text, and the token ids where they are shown: the same bytes as
+        without frames."""
         *_, event = self.chunks(OutputChunk(chunk.index, chunk.prompt, _MARK, (_MARK_ID,), (), None, None))
         before, _, after = event_bytes(event).rpartition(json_bytes(_MARK))
         if not self._returns_token_ids:
@@ -144,8 +148,8 @@ class BaseResponder(ABC):
         return event | {"usage": None} if self._include_usage else event
 
     async def _prompt_logprobs(self, prompt: int, pace: Pace) -> list[bytes]:
-        """vLLM's form as JSON: per prompt token a dict of token id -> logprob, rank and text. The same
-        pieces for all of a prompt's choices."""
+        """vLLM's form as JSON: per prompt token a dict of token id -> logprob, rank and text. The
+        same pieces for all of a prompt's choices."""
         if prompt not in self._scores_of_prompts:
             scored = self._generation.prompt_logprobs(prompt)
             if scored is None:
