@@ -23,8 +23,8 @@ from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.metrics import RouterMetrics
 from pdserve.router.metrics_page import exposition
 from pdserve.router.request.record import RequestRecord
+from pdserve.router.request.request_clock import RequestClock
 from pdserve.router.request.request_log import RequestLog
-from pdserve.router.request.request_run import _Clock
 from pdserve.router.request.timeline import PromptTimeline, Timeline
 
 REPEATS = 7
@@ -80,11 +80,11 @@ def log_line_us(form: str) -> float:
 
 async def measure() -> dict[str, float]:
     metrics, fleet, record = RouterMetrics("m"), Fleet(), RequestRecord(1)
-    clock = _Clock(metrics, 1, time.perf_counter())
+    clock = RequestClock(metrics, 1, time.perf_counter())
     gauge = Gauge("pdserve_bench_seconds_bucket", "", ("le", "worker", "role"))
 
     def prompt() -> None:
-        clock = _Clock(metrics, 1, time.perf_counter())
+        clock = RequestClock(metrics, 1, time.perf_counter())
         clock.begin(100)
         clock.end("ok", record)
 

@@ -2,7 +2,7 @@
 
 A process that was stopped, suspended or frozen finds all its deadlines missed when it goes on, although the answers it
 waited for may have come long ago. `patience` is `asyncio.timeout` without that time. Knows nobody who is waited for.
-Used by `cluster.links.serve_links`; `router.fleet.fleet` does the same for silence, once per tick for all workers.
+Used by `cluster.links.serve_links`; `router.fleet.watch` does the same for silence, once per tick for all workers.
 """
 
 import asyncio

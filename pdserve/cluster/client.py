@@ -41,7 +41,7 @@ from pdserve.cluster.names import ROUTER
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
-from pdserve.router.request.request_run import OutputChunk
+from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
 
 APP_NAME = "pdserve"

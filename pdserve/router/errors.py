@@ -64,6 +64,11 @@ class RequestFailed(ApiError):
         self.failure = failure
 
 
+def internal_error() -> ApiError:
+    """What the client is told of an error that only the log explains."""
+    return ApiError("the server failed; its log says why", status=500, kind="internal_error")
+
+
 def value_error(error: ValueError, names: Iterable[str]) -> ApiError:
     """An ApiError for a ValueError whose message begins with the parameter's name, as all of ours do."""
     words = str(error).split()

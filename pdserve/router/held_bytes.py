@@ -2,8 +2,8 @@
 
 Each request has an account. When all accounts together hold too much, the one that holds most is cut off, as often as
 it takes. Sizes are estimates of Python's objects. Knows no requests. What is held counts from a worker's event
-(`router.fleet.worker_state`) until its bytes are sent (`router.http.app`), and so does what a request keeps beside it
-(`router.request.request_run`, `router.request.service`, `router.http.openai.responders`).
+(`router.fleet.inbox`) until its bytes are sent (`router.http.answers`), and so does what a request keeps beside
+it (`router.request.request_run`, `router.request.generation`, `router.http.openai.responder`).
 """
 
 import asyncio

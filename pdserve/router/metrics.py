@@ -144,8 +144,8 @@ class RouterMetrics:
 
     def look_at(self, fleet: Fleet) -> None:
         """Take over what the fleet counts by itself; before a page is made."""
-        self.stale_events.value = float(fleet.num_stale_events)
-        self.cache_resyncs.value = float(fleet.num_resyncs)
+        self.stale_events.value = float(fleet.intake.num_stale_events)
+        self.cache_resyncs.value = float(fleet.intake.num_resyncs)
         for role in ("prefill", "decode", "both"):
             self.workers.labels(role).set(sum(worker.role == role for worker in fleet.workers))
 

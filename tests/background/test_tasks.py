@@ -18,8 +18,8 @@ AWAITED = {
     "cluster/client.py",
     "cluster/deployments/engine_start.py",
     "cluster/deployments/worker_replica.py",
-    "router/http/app.py",
-    "router/request/service.py",
+    "router/http/client_watch.py",
+    "router/request/generation.py",
 }
 
 

@@ -12,8 +12,7 @@ from text.backends import TEMPLATE, byte_level_backend
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.router.choosing import choose
 from pdserve.router.http import app
-from pdserve.router.request import request_run as dispatch
-from pdserve.router.request import service
+from pdserve.router.request import legs, request_clock, request_run, run_report, service
 from pdserve.text.tokenizer import Tokenizer
 
 
@@ -30,7 +29,7 @@ def tokenizer() -> Tokenizer:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """The router's time stands still but for what the test makes pass. Fleets need it, too: make(..., now=clock)."""
     clock = Clock()
-    for module in (app, choose, dispatch, service, workers):
+    for module in (app, choose, legs, request_clock, request_run, run_report, service, workers):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

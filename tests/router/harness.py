@@ -15,9 +15,11 @@ from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.protocol.codec import decode_routed, encode
 from pdserve.protocol.events import EventBatch, PackedScores, PromptScored
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.router.fleet.fleet import TICK_S, Fleet
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.watch import TICK_S
 from pdserve.router.http.app import build_app
-from pdserve.router.request.service import ChoiceResult, Service
+from pdserve.router.request.generation import ChoiceResult
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 MODEL = "demo"
@@ -78,7 +80,7 @@ class Harness:
             for worker in self.world.workers.values():
                 worker.report()
             await settle()
-            self.fleet.look()
+            self.fleet.watch.look()
             await settle()
 
     async def collect(self, prompt: Any, sampling: SamplingParams) -> list[ChoiceResult]:

@@ -371,7 +371,7 @@ async def test_duplicated_and_stale_events_change_nothing(make: Make) -> None:
     harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 5 else None
     for _ in range(3):
         harness.check(await harness.collect(PROMPT, sampling(n=2)), PROMPT, sampling(n=2))
-    assert harness.fleet.num_stale_events > 0
+    assert harness.fleet.intake.num_stale_events > 0
     assert await harness.world.settled() == 0
 
 
@@ -387,7 +387,7 @@ async def test_reordered_events_are_a_failure_of_the_leg_not_of_the_answer(make:
             return events
         if (
             any(isinstance(event, Delta) and event.position == 4 for event in events)
-            and harness.fleet.num_stale_events == 0
+            and harness.fleet.intake.num_stale_events == 0
         ):
             kept.extend(events)
             return []

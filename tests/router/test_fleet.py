@@ -19,7 +19,7 @@ from pdserve.protocol.commands import ConnectPeer, DisconnectPeer
 from pdserve.protocol.events import EventBatch, PeerStatus
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Chooser, Demand, NoWorker
-from pdserve.router.fleet import fleet
+from pdserve.router.fleet import fleet, watch
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.worker_state import WorkerState
 
@@ -145,7 +145,7 @@ async def test_a_worker_that_left_and_is_silent_is_lost_sooner(make: Make, clock
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: harness.decodes[0].submits())
     harness.add("d9", "decode")
-    await harness.pass_time(clock, fleet.LEFT_SILENCE_S + 1)
+    await harness.pass_time(clock, watch.LEFT_SILENCE_S + 1)
     assert "d0" in harness.fleet.worker_ids
     harness.fleet.leave("d0")
     await harness.pass_time(clock, 1)
@@ -407,13 +407,13 @@ async def test_an_error_in_the_tick_ends_neither_silence_nor_introductions(
 ) -> None:
     """Each tick takes a hundredth of the time after which a worker is silent."""
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
-    monkeypatch.setattr(fleet, "TICK_S", 0.01)
+    monkeypatch.setattr(watch, "TICK_S", 0.01)
     harness, num_ticks = make(0, 2, worker_silence_s=1.0, now=clock), 0
     introduce = harness.fleet._introducer.introduce
 
     def sometimes(workers: Iterable[WorkerState]) -> None:
         nonlocal num_ticks
-        if asyncio.current_task() is harness.fleet._ticker:
+        if asyncio.current_task() is harness.fleet.watch.ticker:
             clock.seconds += 0.01
             num_ticks += 1
             if num_ticks in (1, 2, 4):
@@ -425,7 +425,7 @@ async def test_an_error_in_the_tick_ends_neither_silence_nor_introductions(
     await until(lambda: num_ticks > 5)
     assert len(harness.fleet.workers) == 2
     await until(lambda: not harness.fleet.worker_ids)
-    assert harness.fleet._ticker is not None and not harness.fleet._ticker.done()
+    assert harness.fleet.watch.ticker is not None and not harness.fleet.watch.ticker.done()
 
 
 async def test_an_error_while_a_worker_is_forgotten_keeps_it_from_nothing(

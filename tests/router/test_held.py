@@ -16,10 +16,12 @@ from pdserve.protocol.events import Delta, Handoff, LegTimes, PromptScored, Toke
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
-from pdserve.router.fleet.worker_state import JOINED_BYTES, UNJOINED, Inbox, Leg
+from pdserve.router.fleet.inbox import JOINED_BYTES, UNJOINED, Inbox
+from pdserve.router.fleet.worker_state import Leg
 from pdserve.router.held_bytes import LET_GO_AT_ONCE, LOGPROB_BYTES, TOKEN_BYTES, Held, size_of
-from pdserve.router.http.openai.requests import CompletionRequest, parse
-from pdserve.router.http.openai.responders import SCORE_BYTES, CompletionResponder
+from pdserve.router.http.openai.body_parsing import parse
+from pdserve.router.http.openai.completions import SCORE_BYTES, CompletionResponder
+from pdserve.router.http.openai.requests import CompletionRequest
 from pdserve.text.choice import ChoiceText
 from pdserve.text.tokenizer import Tokenizer
 
@@ -28,7 +30,7 @@ PROMPT = list(range(10, 30))
 LONG = {"model": MODEL, "prompt": PROMPT, "seed": 1, "ignore_eos": True, "stream": True}
 
 
-def leg(attempt: int, inbox: Inbox) -> Leg:
+def leg(attempt: int, inbox: Inbox[Leg]) -> Leg:
     worker: Any = None
     return Leg(RequestKey("r", 1, "x", attempt), worker, inbox, 1, {0}, 0.0)
 
@@ -37,7 +39,7 @@ def delta(position: int, choice: int = 0, tokens: int = 1, **ends: Any) -> Delta
     return Delta("x", 0, choice, position, tuple(range(position, position + tokens)), **ends)
 
 
-def drained(inbox: Inbox) -> list[Any]:
+def drained(inbox: Inbox[Leg]) -> list[Any]:
     items = []
     while inbox:
         items.append(inbox.pop()[1])
@@ -68,7 +70,7 @@ def test_the_one_that_holds_most_is_cut_off() -> None:
 
 def test_who_reads_in_time_costs_nothing() -> None:
     held = Held(1, lambda count: pytest.fail("cut"))
-    inbox = Inbox(held.account())
+    inbox: Inbox[Leg] = Inbox(held.account())
     one = leg(0, inbox)
     for position in range(1000):
         inbox.put(one, delta(position))
@@ -81,7 +83,7 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
         return (TokenLogprob(position, -0.5, 1, ((1, 0.1), (2, 0.2))),) if with_logprobs else None
 
     held = Held(1 << 30, lambda count: pytest.fail("cut"))
-    inbox = Inbox(held.account())
+    inbox: Inbox[Leg] = Inbox(held.account())
     one, count = leg(0, inbox), 3000
     for position in range(count):
         for choice in (0, 1):
@@ -113,7 +115,7 @@ SCORES_BYTES = 10 * 21 * LOGPROB_BYTES
 def test_log_probabilities_count_from_the_first_event_until_their_reader_has_done() -> None:
     """Thousands of prompts may have a few events each, and each of these megabytes."""
     held = Held(1 << 30, lambda count: pytest.fail("cut"))
-    inbox = Inbox(held.account())
+    inbox: Inbox[Leg] = Inbox(held.account())
     one = leg(0, inbox)
     inbox.put(one, delta(0, tokens=10, logprobs=SCORES))
     assert SCORES_BYTES < held.num_bytes < 1.2 * SCORES_BYTES
@@ -141,8 +143,9 @@ def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPat
         passed += 1
         return size_of(*args)
 
-    monkeypatch.setattr("pdserve.router.fleet.worker_state.size_of", counting)
-    inbox, count = Inbox(), 30_000
+    monkeypatch.setattr("pdserve.router.fleet.inbox.size_of", counting)
+    inbox: Inbox[Leg] = Inbox()
+    count = 30_000
     one = leg(0, inbox)
     for position in range(count):
         inbox.put(one, delta(2 * position))  # none follows the one before
@@ -150,7 +153,7 @@ def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPat
 
 
 def test_only_what_follows_each_other_is_joined() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Leg] = Inbox()
     first, second = leg(0, inbox), leg(1, inbox)
     scored: Any = routed(PromptScored(request_id="x", attempt=0, cached_tokens=0))
     events: list[tuple[Leg, Any]] = [
@@ -182,7 +185,8 @@ def test_only_what_follows_each_other_is_joined() -> None:
 def test_whenever_it_is_read_each_choice_has_its_events_in_order(seed: int) -> None:
     """And what is no token of a choice stays where it was among them."""
     chance, held = random.Random(seed), Held(1 << 30, lambda count: pytest.fail("cut"))
-    inbox, positions = Inbox(held.account()), [0, 0, 0]
+    inbox: Inbox[Leg] = Inbox(held.account())
+    positions = [0, 0, 0]
     one, found = leg(0, inbox), list[Any]()
     expected: list[list[int]] = [[], [], []]
     for number in range(3000):
@@ -211,7 +215,7 @@ def test_whenever_it_is_read_each_choice_has_its_events_in_order(seed: int) -> N
 
 
 async def test_what_nobody_wants_is_freed_in_several_turns() -> None:
-    inbox = Inbox()
+    inbox: Inbox[Leg] = Inbox()
     one = leg(0, inbox)
     for position in range(5 * LET_GO_AT_ONCE):
         inbox.put(one, delta(2 * position))

@@ -13,10 +13,13 @@ from pdserve.background import pace
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import TokenLogprob
 from pdserve.router.held_bytes import Held
-from pdserve.router.http.app import SEND_BYTES
-from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
-from pdserve.router.http.openai.responders import SHARED_BYTES, ChatResponder, CompletionResponder, JsonPieces
-from pdserve.router.request.service import ChoiceResult, Generation
+from pdserve.router.http.answers import SEND_BYTES
+from pdserve.router.http.json_pieces import SHARED_BYTES, JsonPieces
+from pdserve.router.http.openai.body_parsing import parse
+from pdserve.router.http.openai.chat import ChatResponder
+from pdserve.router.http.openai.completions import CompletionResponder
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
+from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
 
 Make = Callable[..., Harness]

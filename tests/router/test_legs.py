@@ -175,10 +175,10 @@ async def test_a_router_that_stood_still_blames_nobody(
     sent = submits(harness)
     for _ in range(3):
         clock.seconds += LONG_S
-        harness.fleet.look()
+        harness.fleet.watch.look()
         harness.decodes[0].report()  # the tick may come before what the other one said
         await settle()
-        harness.fleet.look()
+        harness.fleet.watch.look()
         await settle()
         assert harness.fleet.worker_ids == {"d0", "d1"} and submits(harness) == sent
     assert "stood still" in caplog.text
@@ -205,7 +205,7 @@ async def test_a_router_that_stood_still_blames_no_leg(
     if is_heard_first:
         decode.report()
         await settle()
-    harness.fleet.look()
+    harness.fleet.watch.look()
     await harness.pass_time(clock, DEADLINE_S - 1)
     assert failovers(harness) == {} and not running.done()
     decode.hangs_at = None

@@ -20,8 +20,9 @@ from pdserve.router.http import app, json_outline
 from pdserve.router.http.app import ALONE_BYTES, LONG_AT_ONCE
 from pdserve.router.http.bodies import Bodies
 from pdserve.router.http.json_outline import outline
-from pdserve.router.http.openai import requests
-from pdserve.router.http.openai.requests import LONG_BODY, ChatRequest, CompletionRequest, parse, parse_long
+from pdserve.router.http.openai import body_parsing
+from pdserve.router.http.openai.body_parsing import LONG_BODY, parse, parse_long
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.request.prompts import Lengths, Limits, SharedIds
 from pdserve.router.request.service import Service
 
@@ -70,7 +71,7 @@ def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(json_outline, "WINDOW", request.param)
         monkeypatch.setattr(json_outline, "PIECE_BYTES", request.param)
         monkeypatch.setattr(json_outline, "LEAVES_BYTES", 2 * request.param)
-        monkeypatch.setattr(requests, "LONG_ITEM", request.param)
+        monkeypatch.setattr(body_parsing, "LONG_ITEM", request.param)
 
 
 @pytest.mark.usefixtures("window")
@@ -117,7 +118,7 @@ async def test_mutilated_bodies_give_no_other_answer(seed: int, monkeypatch: pyt
     monkeypatch.setattr(json_outline, "WINDOW", chance.randint(2, 40))
     monkeypatch.setattr(json_outline, "PIECE_BYTES", chance.randint(1, 40))
     monkeypatch.setattr(json_outline, "LEAVES_BYTES", chance.randint(1, 80))
-    monkeypatch.setattr(requests, "LONG_ITEM", chance.randint(1, 40))
+    monkeypatch.setattr(body_parsing, "LONG_ITEM", chance.randint(1, 40))
     for _ in range(60):
         body = bytearray(completion(chance.choice(PROMPTS), ',"stop":["x","]"],"user":{"a":[1]}'))
         for _ in range(chance.choice([0, 1, 1, 2])):
@@ -323,7 +324,7 @@ async def test_errors_are_made_without_searching_what_was_sent(
     make: Make, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[int] = []
-    search, similar = requests.re.search, requests.difflib.get_close_matches
+    search, similar = body_parsing.re.search, body_parsing.difflib.get_close_matches
 
     def searching(pattern: Any, text: str) -> Any:
         searched.append(len(text))
@@ -333,8 +334,8 @@ async def test_errors_are_made_without_searching_what_was_sent(
         searched.append(len(word) if names else 0)
         return similar(word, names, **options)
 
-    monkeypatch.setattr(requests.re, "search", searching)
-    monkeypatch.setattr(requests.difflib, "get_close_matches", comparing)
+    monkeypatch.setattr(body_parsing.re, "search", searching)
+    monkeypatch.setattr(body_parsing.difflib, "get_close_matches", comparing)
     harness = await make(0, 1).start()
     body = {"model": MODEL, "prompt": [5]} | change
     answer = await harness.http().post("/v1/completions", json=body)

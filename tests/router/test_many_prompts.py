@@ -14,12 +14,12 @@ from pdserve.protocol.commands import Cancel
 from pdserve.protocol.events import Delta, Event, PromptScored, RoutedBatch, TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
-from pdserve.router.fleet import fleet
-from pdserve.router.fleet.fleet import EVENT_BYTES, EVENTS_AT_ONCE
+from pdserve.router.fleet import streams
+from pdserve.router.fleet.inbox import Inbox, Lost
+from pdserve.router.fleet.streams import EVENT_BYTES, EVENTS_AT_ONCE
 from pdserve.router.fleet.wakes import WAKES_AT_ONCE
-from pdserve.router.fleet.worker_state import Inbox, Lost
+from pdserve.router.request.generation import RUNS_AT_ONCE, Generation
 from pdserve.router.request.request_run import RequestRun
-from pdserve.router.request.service import RUNS_AT_ONCE, Generation
 
 Make = Callable[..., Harness]
 PROMPTS = [[5, 6 + number % 300] for number in range(600)]
@@ -189,10 +189,10 @@ async def test_messages_that_wait_are_read_a_few_at_a_time(
         turns.note()
         return decode_routed(data)
 
-    monkeypatch.setattr(fleet, "decode_routed", decode)
+    monkeypatch.setattr(streams, "decode_routed", decode)
     for _ in range(num_messages):
         stream.put_nowait(message)
-    await until(lambda: harness.fleet.num_stale_events == num_messages, 20)
+    await until(lambda: harness.fleet.intake.num_stale_events == num_messages, 20)
     assert sum(turns.counts) == num_messages and max(turns.counts) <= at_once
     turns.close()
 
@@ -234,14 +234,14 @@ async def test_those_that_wait_for_a_worker_go_on_a_few_at_a_time(make: Make, mo
     harness = make(0, 1, resume_wait_s=30.0)
     generation, reading = await begun(harness)
     harness.decodes[0].die()
-    await until(lambda: len(harness.fleet._awaiting) == len(PROMPTS), 20)
+    await until(lambda: harness.fleet.changes.num_awaiting == len(PROMPTS), 20)
     turns = Turns()
     noted(turns, monkeypatch, "_begin")
     joined = harness.add("d9", "decode")
     joined.step_s = 30.0
     await until(lambda: joined.held() == len(PROMPTS), 20)
     assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= WAKES_AT_ONCE
-    assert not harness.fleet._awaiting
+    assert not harness.fleet.changes.num_awaiting
     turns.close()
     await ended(generation, reading)
 
@@ -252,7 +252,7 @@ async def test_those_that_wait_in_vain_leave_nothing(make: Make) -> None:
     harness.decodes[0].die()
     await asyncio.wait_for(asyncio.wait([reading]), 20)
     assert isinstance(reading.exception(), RequestFailed)
-    await until(lambda: not harness.fleet._awaiting)
+    await until(lambda: not harness.fleet.changes.num_awaiting)
 
 
 async def test_silent_legs_go_on_elsewhere_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,11 +11,13 @@ from router.turns import Turns
 from pdserve.background import pace
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import Delta, Event
-from pdserve.router.fleet.fleet import EVENTS_AT_ONCE
+from pdserve.router.fleet.streams import EVENTS_AT_ONCE
 from pdserve.router.http import app
-from pdserve.router.http.app import CHUNKS_AT_ONCE
-from pdserve.router.http.openai.responders import CompletionResponder
-from pdserve.router.request.request_run import OutputChunk, RequestRun
+from pdserve.router.http.answers import CHUNKS_AT_ONCE
+from pdserve.router.http.openai.completions import CompletionResponder
+from pdserve.router.request.chunks import OutputChunk
+from pdserve.router.request.request_run import RequestRun
+from pdserve.router.request.run_report import RunReport
 
 Make = Callable[..., Harness]
 COUNT = 60
@@ -58,7 +60,7 @@ async def test_what_begins_in_one_turn_shares_its_slice(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize(
     ("owner", "name"),
-    [(app, "parse"), (RequestRun, "__init__"), (RequestRun, "_choose"), (RequestRun, "_log")],
+    [(app, "parse"), (RequestRun, "__init__"), (RequestRun, "_choose"), (RunReport, "log")],
     ids=["parsed", "made", "begun", "ended"],
 )
 @pytest.mark.parametrize("stream", [False, True])
@@ -88,7 +90,7 @@ async def test_requests_that_one_message_ends(make: Make, monkeypatch: pytest.Mo
     [worker] = harness.fleet.workers
     ends: list[Event] = [Delta(name, attempt, 0, 0, tuple(range(3, 53)), "length") for name, attempt in worker.legs]
     turns = Turns()
-    noting(turns, monkeypatch, RequestRun, "_log")
+    noting(turns, monkeypatch, RunReport, "log")
     for queue in harness.decodes[0]._streams.values():
         queue.put_nowait(harness.decodes[0]._batch(ends))
     answers = await asyncio.gather(*asked)

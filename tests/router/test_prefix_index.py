@@ -130,10 +130,10 @@ async def test_the_fleet_asks_a_worker_for_what_it_missed(make: Make) -> None:
     await until(lambda: len(seen.cached) == 12)
     worker.push(None, [CacheChange(number=4, stored=b"", dropped=b"")])
     await until(lambda: any(isinstance(command, Resync) for command in worker.commands))
-    assert len(seen.cached) == 0 and harness.fleet.num_resyncs == 1
+    assert len(seen.cached) == 0 and harness.fleet.intake.num_resyncs == 1
     worker.push(None, [state(stored(), number=4)])
     await until(lambda: len(seen.cached) == 12)
     worker.cache_number = 4
     worker.push(None, [worker.snapshot()])
     await asyncio.sleep(0.02)
-    assert len(seen.cached) == 12 and harness.fleet.num_resyncs == 1
+    assert len(seen.cached) == 12 and harness.fleet.intake.num_resyncs == 1

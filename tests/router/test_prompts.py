@@ -12,7 +12,8 @@ from router.harness import MODEL, Harness, until
 
 from pdserve.background.pace import Pacer
 from pdserve.router.errors import ApiError
-from pdserve.router.http.openai.requests import CompletionRequest, parse_long
+from pdserve.router.http.openai.body_parsing import parse_long
+from pdserve.router.http.openai.requests import CompletionRequest
 from pdserve.router.request import prompts
 from pdserve.router.request.prompts import FEW_IDS, Lengths, Limits, Prompts, SharedIds
 from pdserve.text.tokenizer import Tokenizer

@@ -11,11 +11,14 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from pdserve.background.pace import Pacer
 from pdserve.protocol.events import LegTimes
 from pdserve.router.held_bytes import Held
-from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest, parse
-from pdserve.router.http.openai.responders import ChatResponder, CompletionResponder, event_bytes
+from pdserve.router.http.json_pieces import event_bytes
+from pdserve.router.http.openai.body_parsing import parse
+from pdserve.router.http.openai.chat import ChatResponder
+from pdserve.router.http.openai.completions import CompletionResponder
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.metrics import QuickCounter, QuickHistogram, RouterMetrics
-from pdserve.router.request.request_run import OutputChunk
-from pdserve.router.request.service import Generation
+from pdserve.router.request.chunks import OutputChunk
+from pdserve.router.request.generation import Generation
 from pdserve.text.tokenizer import Tokenizer
 
 

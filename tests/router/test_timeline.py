@@ -17,7 +17,7 @@ from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Arrived, Delta, Event, LegTimes
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import RequestFailed
-from pdserve.router.request.service import Generation
+from pdserve.router.request.generation import Generation
 from pdserve.router.request.timeline import LegReport, PromptTimeline, Timeline
 
 PROMPT = tuple(range(10, 30))
@@ -311,7 +311,7 @@ async def test_only_on_demand(start: MakeRunning, path: str, body: dict[str, Any
 async def test_without_the_header_not_a_byte_differs(start: MakeRunning, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against what is sent when timelines cannot be shown at all."""
     harness = await start(1, 1)
-    monkeypatch.setattr("pdserve.router.http.openai.responders.time.time", lambda: 1.0)
+    monkeypatch.setattr("pdserve.router.http.openai.responder.time.time", lambda: 1.0)
     http, headers = harness.http(), {"x-request-id": "r"}
 
     async def bodies() -> list[bytes]:

@@ -8,7 +8,7 @@ a node listen on one port, and the kernel spreads connections among them. Knows 
 Clients may be slow on purpose, or send what takes long to read. uvicorn limits neither the size of
 headers, nor their number, nor the time they take, so `_Guarded` does; it drops trailers, which uvicorn
 would add to the headers, and limits what is no part of a body between and after its pieces. Bodies and
-streams are `router.http.app`'s business; and the kernel ends connections whose peer takes no bytes.
+streams are `router.http`'s business; and the kernel ends connections whose peer takes no bytes.
 
 A socket gives up to 256 KiB at once, which may be 14,000 requests, 60,000 headers or 40,000 pieces
 of a body, each with Python to run. So a connection's bytes are parsed a kilobyte at a time:

@@ -52,8 +52,9 @@ from pdserve.router.errors import ApiError
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.held_bytes import size_of
 from pdserve.router.http.app import build_app
-from pdserve.router.http.openai.responders import PACED_POSITIONS
-from pdserve.router.request.service import Generation, Service
+from pdserve.router.http.openai.completions import PACED_POSITIONS
+from pdserve.router.request.generation import Generation
+from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 # So long a starting router waits for a worker. Behind it, it answers 503, which says more than a refused connection.

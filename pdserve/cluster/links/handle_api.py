@@ -10,7 +10,7 @@ import msgspec
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.admin import ClusterReport, WorkerReport
-from pdserve.router.request.request_run import OutputChunk
+from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.timeline import PromptTimeline
 
 
@@ -33,7 +33,7 @@ class OutputChunks(msgspec.Struct, frozen=True, tag="chunks"):
 
 
 class Choice(msgspec.Struct, frozen=True, kw_only=True):
-    """One whole choice; the fields of `router.request.service.ChoiceResult`."""
+    """One whole choice; the fields of `router.request.generation.ChoiceResult`."""
 
     index: int
     text: str

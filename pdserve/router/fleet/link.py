@@ -1,6 +1,6 @@
 """How the router reaches one worker, whatever carries the bytes: Serve handles (cluster/), zmq (tests, LocalLink).
 
-Knows no Ray, no tokens, no policies. `router.fleet.fleet` owns the links and reads their event streams.
+Knows no Ray, no tokens, no policies. `router.fleet.sends` and `router.fleet.streams` use the links.
 """
 
 from collections.abc import AsyncIterator

@@ -7,8 +7,8 @@ need it.
 
 A lost stream may be this router's trouble alone, while other routers use the pair: only a worker that has left the
 running set is disconnected. One that this router is done with may still hand over to others' requests, for as long as a
-drain takes: only then is it. Knows no requests. Called by `router.fleet.fleet` when workers come, go or report, and at
-its tick.
+drain takes: only then is it. Knows no requests. Called by `router.fleet.fleet` when workers come and go, by `intake`
+when they report, and by `watch` at its tick.
 """
 
 from collections.abc import Callable, Iterable

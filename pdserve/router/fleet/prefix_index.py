@@ -6,7 +6,7 @@
                   (asks for a Resync)
 
 Keys are the first bytes of the digests that engines find their blocks by (docs/routing.md). A wrong or missing key
-costs a guess, never an answer. Filled by `router.fleet.fleet`, read by `router.choosing.choose`.
+costs a guess, never an answer. Filled by `router.fleet.intake`, read by `router.choosing.choose`.
 """
 
 from collections import OrderedDict

@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from pdserve.router.admin import Admin
 from pdserve.router.errors import ApiError
+from pdserve.router.http.endpoints import Endpoint
 
 T = TypeVar("T", bound=msgspec.Struct)
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class RoleChange(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -3,7 +3,7 @@
 A JSON library decodes a body in one piece, with the GIL held: 32 MB take from 30 ms to 3 s and up to
 800 MB, which depends on what the client wrote. The outline says where each member's value is and how
 much a library would make of it, so that too much is refused and the rest can be decoded piece by piece.
-It does not check that values are valid JSON: their decoding does. Called by `router.http.openai.requests`.
+It does not check that values are valid JSON: their decoding does. Called by `router.http.openai.body_parsing`.
 """
 
 import re

@@ -4,8 +4,8 @@
     failed --> failed      429 --> refused
     its client left --a target was missed by then--> as above; else it is not counted: nobody knows
 
-Only counts, and refuses nothing (`router.admission` does). Called once a prompt, by `router.request.request_run` or
-`router.request.service`.
+Counts only; refuses nothing (`router.admission` does). Called once a prompt, by
+`router.request.run_report` or `router.request.service`.
 """
 
 from collections.abc import Iterator
@@ -49,7 +49,7 @@ class Goodput:
 
     @contextmanager
     def refusals(self, num_prompts: int) -> Iterator[None]:
-        """Counts what is refused within for lack of time (429): it was promised the same."""
+        """ReplicaCounts what is refused within for lack of time (429): it was promised the same."""
         try:
             yield
         except ApiError as error:

@@ -1,8 +1,8 @@
 """The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers; GET /openapi.json.
 
-Fields come from the request types of `router.http.openai.requests`, ranges from where they are checked, so that neither
-can be forgotten here. What depends on two fields (min_tokens <= max_tokens) or on the workers (context length) is in
-words. Knows no workers. Called by `router.http.app`.
+Fields come from the request types of `router.http.openai.requests`, ranges from where they are checked, so that
+neither can be forgotten here. What depends on two fields (min_tokens <= max_tokens) or on the workers (context length)
+is in words. Knows no workers. Called by `router.http.app`.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,10 @@ from pdserve.protocol.sampling_params import (
     MAX_STOPS,
     NUMBERS,
 )
-from pdserve.router.http.openai.requests import IGNORED, NEUTRAL, ChatRequest, CompletionRequest
+from pdserve.router.http.openai.body_parsing import IGNORED, NEUTRAL
+from pdserve.router.http.openai.requests import ChatRequest, CompletionRequest
 from pdserve.router.request.prompts import MAX_MESSAGES
-from pdserve.router.request.service import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
+from pdserve.router.request.request_checks import MAX_PRIORITY, MAX_SALT_CHARS, MAX_SESSION_CHARS
 
 Json = dict[str, Any]
 

@@ -1,0 +1,106 @@
+"""Brings what workers say to where it counts: events to their legs, reports to their states.
+
+    event of a leg --> its inbox            (the leg has ended: counted, and dropped)
+    other events ----> its WorkerState, and the introducer where it is about a peer
+
+Knows no streams and loses no worker. Called by `router.fleet.streams` for all events of a worker.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pdserve.protocol.commands import Command, Resync
+from pdserve.protocol.events import (
+    CacheChange,
+    CacheState,
+    Delta,
+    Hello,
+    LegsWaiting,
+    PeerStatus,
+    PoolChange,
+    RoutedEvent,
+    Snapshot,
+)
+from pdserve.router.fleet.changes import Changes
+from pdserve.router.fleet.peers import Introducer
+from pdserve.router.fleet.worker_state import WorkerState
+
+logger = logging.getLogger(__name__)
+
+
+class Intake:
+    """num_stale_events: events of legs that had ended. num_resyncs: questions for a whole cache
+    state."""
+
+    def __init__(
+        self,
+        router_id: str,
+        introducer: Introducer,
+        changes: Changes,
+        post: Callable[[WorkerState, Command], None],
+        role_changed: Callable[[], None],
+        now: Callable[[], float],
+    ) -> None:
+        self.num_stale_events = 0
+        self.num_resyncs = 0
+        self._router_id = router_id
+        self._introducer = introducer
+        self._changes = changes
+        self._post = post
+        self._role_changed = role_changed
+        self._now = now
+
+    def take(self, worker: WorkerState, events: Sequence[RoutedEvent]) -> None:
+        worker.last_seen = self._now()
+        for event in events:
+            if isinstance(event, Delta):  # first: nearly all events are
+                self.route(worker, event)
+            elif isinstance(event, LegsWaiting):
+                self._wait_on(worker, event)
+            elif isinstance(event, Snapshot):
+                self._update(worker, event)
+            elif isinstance(event, PeerStatus):
+                worker.peers[event.engine_id, event.incarnation] = event
+                self._introducer.reported(worker, event)
+                self._changes.notify()
+            elif isinstance(event, CacheChange):
+                worker.cached.changed(event)
+                self._keep_whole(worker, None)
+            elif isinstance(event, CacheState):
+                worker.cached.filled(event, worker.last_seen)
+            elif isinstance(event, PoolChange):
+                if worker.pooled is not None:
+                    worker.pooled.changed(event)
+            elif not isinstance(event, Hello):
+                self.route(worker, event)
+
+    def route(self, worker: WorkerState, event: Any) -> None:
+        """To the event's leg, if it has not ended."""
+        leg = worker.legs.get((event.request_id, event.attempt))
+        if leg is None:
+            self.num_stale_events += 1
+        else:
+            leg.last_sign = worker.last_seen
+            leg.inbox.put(leg, event)
+
+    def _wait_on(self, worker: WorkerState, waiting: LegsWaiting) -> None:
+        for name in waiting.legs:
+            leg = worker.legs.get(name)
+            if leg is not None:
+                leg.last_sign = worker.last_seen
+
+    def _update(self, worker: WorkerState, snapshot: Snapshot) -> None:
+        role, worker.snapshot, worker.reported_at = worker.role, snapshot, worker.last_seen
+        worker.queue.reported(snapshot.queue_tokens, worker.last_seen)
+        worker.num_others = max(0, snapshot.num_running + snapshot.num_waiting - len(worker.legs))
+        self._keep_whole(worker, snapshot.cache_number)
+        if snapshot.role != role:
+            self._role_changed()
+
+    def _keep_whole(self, worker: WorkerState, cache_number: int | None) -> None:
+        """Ask for the whole cache state again when what came of it has a gap."""
+        if worker.cached.wants_resync(cache_number, worker.last_seen):
+            self.num_resyncs += 1
+            logger.info("asking worker %s for the state of its prefix cache", worker.worker_id)
+            self._post(worker, Resync(router_id=self._router_id, session=worker.session))

@@ -1,0 +1,100 @@
+"""What all endpoints have in common: who may call them, the name of each request, and the form of
+errors.
+
+    called --has a key, or needs none--> handler --returns, or raises--> a response, which is named
+
+Knows no paths and no bodies. Used by `router.http.app`, once per app.
+"""
+
+import logging
+import secrets
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from pdserve.protocol.request_key import check_request_id
+from pdserve.router.errors import ApiError, internal_error
+from pdserve.router.http.auth import ApiKeys
+from pdserve.router.http.client_watch import ClientGone
+from pdserve.router.request.request_log import log_of
+from pdserve.router.request.service import Service
+
+logger = logging.getLogger(__name__)
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+REQUEST_ID = "x-request-id"
+
+# nginx's status for a client that went away; nobody reads it but the access log
+CLIENT_CLOSED = 499
+
+
+class Endpoints:
+    def __init__(self, service: Service, keys: ApiKeys, names_requests: bool) -> None:
+        """names_requests: answers have the header x-request-id."""
+        self._service = service
+        self._keys = keys
+        self._names_requests = names_requests
+
+    def endpoint(self, handler: Endpoint, is_open: bool = False) -> Endpoint:
+        """The handler, for those who have a key, with its errors in OpenAI's form. is_open: for
+        everybody."""
+
+        async def call(request: Request) -> Response:
+            request.state.name = _name_of(request)
+            return self._named(await answer(request), request.state.name)
+
+        async def answer(request: Request) -> Response:
+            try:
+                if not is_open:
+                    request.state.tenant = self._keys.check(request.headers.get("authorization"))
+                return await handler(request)
+            except ApiError as error:
+                self._service.metrics.rejections.labels(str(error.status), error.reason).inc()
+                if not error.logged:
+                    self._service.request_log.refused(request.state.name, error)
+                return _error(error)
+            except (ClientGone, ClientDisconnect):
+                return Response(status_code=CLIENT_CLOSED)
+            except Exception:
+                path, name = request.url.path, request.state.name
+                log_of(logger, logging.ERROR, name, "%s failed, x-request-id %s", path, name, exc_info=True)
+                return _error(internal_error())
+
+        return call
+
+    def _named(self, response: Response, name: str) -> Response:
+        if self._names_requests:
+            response.headers[REQUEST_ID] = name
+        return response
+
+    async def http_error(self, request: Request, error: Exception) -> Response:
+        """Unknown paths and methods."""
+        assert isinstance(error, HTTPException)
+        kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
+        message = f"{request.method} {request.url.path}: {error.detail}"
+        return self._named(_error(ApiError(message, status=error.status_code, kind=kind)), _name_of(request))
+
+
+def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(data), status_code=status, headers=headers, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return json_response(error.body(), error.status, headers)
+
+
+def _name_of(request: Request) -> str:
+    """The client's x-request-id, or a new one, also where the client's cannot be."""
+    if given := request.headers.get(REQUEST_ID):
+        with suppress(ValueError):
+            return check_request_id(given)
+    return secrets.token_hex(16)

@@ -1,0 +1,240 @@
+"""Bodies of OpenAI's requests: JSON in, checked request objects out; long bodies piece by piece.
+
+Takes every parameter that vLLM takes and that pdserve has. Any other is refused with its name and a
+cure, unless it is null, has the value that changes nothing, or is one of OpenAI's that ask nothing
+of a model (user, metadata ...). Knows no workers and no HTTP framework. Called by
+`router.http.app`.
+"""
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from pdserve.background.pace import Pace
+from pdserve.router.errors import ApiError
+from pdserve.router.http.json_outline import PIECE_BYTES, Member, arrays, least_chars, outline
+from pdserve.router.http.openai.requests import BaseRequest, CompletionRequest
+from pdserve.router.request.prompts import Lengths, SharedIds
+
+R = TypeVar("R", bound=BaseRequest)
+
+LONG_BODY = 1 << 15  # bytes: a shorter body is decoded in about a millisecond, whatever it holds
+MAX_OTHER_BYTES = 1 << 20  # of a value that is neither prompt nor messages
+MAX_ITEMS = 1 << 17  # texts, lists, objects and commas of such a value, and of messages
+MAX_PROMPTS = 1 << 14
+LONG_ITEM = 2 * PIECE_BYTES  # bytes of JSON: a prompt that is longer is looked at before it is decoded, alone
+ITEM_CHARS = 256  # of a text, list or object in messages, that need not be in the prompt: names, spaces
+LONGEST_TYPO = 64
+LONGEST_PLACE = 400
+
+# asked of a platform, not of a model: accepted and ignored
+IGNORED = frozenset(
+    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+)
+
+# not supported, but these values ask for nothing
+NEUTRAL: dict[str, Any] = {
+    "allowed_token_ids": [],
+    "bad_words": [],
+    "continue_final_message": False,
+    "early_stopping": False,
+    "functions": [],
+    "length_penalty": 1.0,
+    "modalities": ["text"],
+    "response_format": {"type": "text"},
+    "spaces_between_special_tokens": True,
+    "suffix": "",
+    "tool_choice": "none",
+    "tools": [],
+    "use_beam_search": False,
+}
+
+_CURES = {
+    "audio": "this server answers with text only",
+    "best_of": "ask for n choices and pick the best yourself",
+    "functions": "tool calls are not parsed; describe the functions in the messages",
+    "guided_json": "constrained decoding is not supported; ask for the format in the prompt",
+    "guided_regex": "constrained decoding is not supported; ask for the format in the prompt",
+    "modalities": "this server answers with text only",
+    "reasoning_effort": "what the model's template understands goes into chat_template_kwargs",
+    "response_format": "constrained decoding is not supported; ask for the format in the prompt",
+    "structured_outputs": "constrained decoding is not supported; ask for the format in the prompt",
+    "suffix": "insertion is not supported; write the model's own fill-in tokens into the prompt",
+    "truncate_prompt_tokens": "shorten the prompt before sending it",
+    "use_beam_search": "beam search is not supported; ask for n choices",
+}
+
+
+def parse(body: bytes | bytearray, kind: type[R]) -> R:
+    """Of a short body, at once. Raises ApiError (400) naming the parameter."""
+    data = _decoded(body)
+    if not isinstance(data, dict):
+        raise ApiError("the body must be a JSON object", code="invalid_json")
+    return _checked(data, kind)
+
+
+async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pace) -> R:
+    """The same for a long body, piece by piece. A prompt or a conversation that cannot fit is
+    refused before it is decoded."""
+    members = await outline(body, pace)
+    prompt: str | list[Any] | None = None
+    data: dict[str, Any] = {}
+    for name, member in members.items():
+        if pace.is_due:
+            await pace.rest()
+        if name == "prompt" and issubclass(kind, CompletionRequest):
+            data[name] = prompt = await _long_prompt(body, member, lengths, pace)
+            continue
+        await _check_size(body, name, member, lengths, pace)
+        data[name] = _decoded(body[member.start : member.end])
+    if not isinstance(prompt, list):
+        return _checked(data, kind)
+    call = _checked(data | {"prompt": []}, kind)  # its items were checked piece by piece
+    cast(CompletionRequest, call).prompt = prompt
+    return call
+
+
+async def _check_size(body: bytearray, name: str, member: Member, lengths: Lengths, pace: Pace) -> None:
+    if name == "messages":
+        chars = await least_chars(body, member, pace)
+        lengths.check_chars(max(0, chars - ITEM_CHARS * member.num_values), name)
+    elif member.end - member.start > MAX_OTHER_BYTES:
+        message = f"{name} takes {member.end - member.start} bytes of the body, more than {MAX_OTHER_BYTES}: shorten it"
+        raise ApiError(message, param=name, code="too_long")
+    if member.num_values + member.num_commas > MAX_ITEMS:
+        message = f"{name} holds more than {MAX_ITEMS} values: send less in a request"
+        raise ApiError(message, param=name, code="too_many_values")
+
+
+async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> str | list[Any] | None:
+    first = bytes(body[member.start : member.start + 1])
+    if first == b'"':
+        await _check_text(body, member, lengths, pace)
+    if first != b"[":
+        return cast("str | None", _decoded(body[member.start : member.end]))
+    if member.num_values == 1:
+        lengths.check(member.num_commas + 1, "prompt")
+    elif len(member.ends) > MAX_PROMPTS:
+        message = f"prompt holds {len(member.ends)} prompts, more than {MAX_PROMPTS}: spread them over several requests"
+        raise ApiError(message, param="prompt", code="too_many_prompts")
+    kind = _kind_of_prompts(body, member)
+    prompts: list[Any] = []
+    for items in arrays(body, member):
+        if len(items) > LONG_ITEM:  # one item
+            if kind == list[str]:
+                await _check_text(items, Member(0, len(items)), lengths, pace)
+            else:
+                lengths.check(items.count(b",") + 1, "prompt")
+                if (item := _flat_item(items)) is not None:
+                    prompts.append(await _long_ids(items, item, lengths, pace))
+                    continue
+        decoded = _items(items, kind)
+        if kind == list[list[int]]:
+            decoded = [_shared(ids, lengths) for ids in decoded]
+        elif kind == list[int]:
+            decoded = lengths.shared_ids(decoded, "prompt")
+        prompts += decoded
+        if pace.is_due:
+            await pace.rest()
+    return [_shared_already(prompts, lengths)] if kind == list[int] and prompts else prompts
+
+
+def _flat_item(items: bytearray) -> Member | None:
+    """The one item of an array of arrays, when it holds numbers at most: it may be cut at any
+    comma."""
+    start, end = items.find(b"[", 1), items.rfind(b"]", 0, -1) + 1
+    is_alone = 0 < start < end and not (items[1:start] + items[end:-1]).strip()
+    is_flat = items.count(b"[") == 2 and not any(mark in items for mark in (b'"', b"{"))
+    return Member(start, end) if is_alone and is_flat else None
+
+
+async def _long_ids(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> SharedIds:
+    """One long prompt, piece by piece."""
+    ids: list[int] = []
+    for items in arrays(body, member):
+        ids += lengths.shared_ids(_items(items, list[int]), "prompt")
+        if pace.is_due:
+            await pace.rest()
+    return _shared_already(ids, lengths)
+
+
+def _shared(ids: Sequence[int], lengths: Lengths) -> SharedIds:
+    return _shared_already(lengths.shared_ids(ids, "prompt"), lengths)
+
+
+def _shared_already(ids: Sequence[int], lengths: Lengths) -> SharedIds:
+    return SharedIds(tuple(ids), lengths.limits.vocab_size)
+
+
+def _items(items: bytearray, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(items, type=kind)
+    except msgspec.ValidationError as error:
+        raise ApiError(f"prompt: {str(error).split(' - at ')[0]}", param="prompt") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _not_json(error) from error
+
+
+async def _check_text(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> None:
+    if member.end - member.start > lengths.max_chars:
+        lengths.check_chars(await least_chars(body, member, pace), "prompt")
+
+
+def _kind_of_prompts(body: bytearray, member: Member) -> Any:
+    first = body[member.start + 1 : member.start + PIECE_BYTES].lstrip()[:1]
+    return list[str] if first == b'"' else list[list[int]] if first == b"[" else list[int]
+
+
+def _decoded(data: bytes | bytearray) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _not_json(error) from error
+
+
+def _not_json(error: Exception) -> ApiError:
+    return ApiError(f"the body is not valid JSON: {error}", code="invalid_json")
+
+
+def _checked(data: dict[str, Any], kind: type[R]) -> R:
+    given = {name: _whole(value) for name, value in data.items() if value is not None}
+    for name in given.keys() - kind.__struct_fields__ - IGNORED:
+        if name not in NEUTRAL or not _same(given.pop(name), NEUTRAL[name]):
+            raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")
+    try:
+        return msgspec.convert(given, kind, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise _invalid(error) from error
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """In JSON true is no 1, nor false a 0."""
+    return bool(value == neutral) and isinstance(value, bool) == isinstance(neutral, bool)
+
+
+def _whole(value: Any) -> Any:
+    """JSON knows one kind of number: 2.0 is an integer."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _unknown(name: str, kind: type[BaseRequest]) -> str:
+    if name in _CURES:
+        return f"{name} is not supported: {_CURES[name]}"
+    names = kind.__struct_fields__ if len(name) <= LONGEST_TYPO else ()
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"{name} is not supported: " + (f"did you mean {near[0]}?" if near else "remove it")
+
+
+def _invalid(error: msgspec.ValidationError) -> ApiError:
+    """msgspec says where at the end: "Expected `int`, got `str` - at `$.max_tokens`", or which
+    required field is missing. What comes before may repeat what was sent."""
+    what, _, where = str(error).rpartition(" - at ")
+    place = re.search(r"`\$\.(\w+)", where[:LONGEST_PLACE]) or re.search(
+        r"required field `(\w+)`", where[:LONGEST_PLACE]
+    )
+    param = place.group(1) if place else None
+    message = what or where
+    return ApiError(f"{param}: {message}" if param else message, param=param)

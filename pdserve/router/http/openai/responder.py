@@ -1,0 +1,169 @@
+"""What both endpoints' answers have in common: chunks and whole choices of a Generation in, JSON
+out.
+
+One object per HTTP request, since log-probabilities and echoed prompts need to know what was
+already sent. vLLM's extensions (stop_reason, token_ids, prompt_logprobs) are included. Knows no
+HTTP. The base of `completions` and `chat`; `router.http.answers` calls what its Responder names.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from pdserve.background.pace import Pace
+from pdserve.protocol.events import TokenLogprob
+from pdserve.router.http.json_pieces import Json, JsonPieces, event_bytes, finite, json_array, json_bytes
+from pdserve.router.request.chunks import OutputChunk
+from pdserve.router.request.generation import ChoiceResult, Generation
+from pdserve.text.tokenizer import Tokenizer
+
+# stand for a chunk's text and token ids while a frame is made; in JSON, nothing behind the text
+# looks like them
+_MARK = "\0"
+_MARK_ID = -1
+
+
+class BaseResponder(ABC):
+    """An `answers.Responder`, but for the form of a choice, which each endpoint has of its own."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        model: str,
+        kind: str,
+        include_usage: bool,
+        shows_timeline: bool,
+        shows_prompts: bool,
+    ) -> None:
+        if not shows_prompts:
+            generation.forget_prompts()
+        self._generation = generation
+        self._tokenizer = tokenizer
+        self._include_usage = include_usage
+        self._shows_timeline = shows_timeline
+        self._frames: dict[int, tuple[bytes, bytes | None, bytes]] = {}
+        self._ids_of_prompts: dict[int, msgspec.Raw] = {}
+        self._scores_of_prompts: dict[int, list[bytes]] = {}
+        self._head = {"id": generation.request_id, "object": kind, "created": int(time.time()), "model": model}
+
+    @abstractmethod
+    def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
+        """The stream events that one chunk makes; none when it shows nothing yet."""
+
+    @property
+    @abstractmethod
+    def _varies_little(self) -> bool:
+        """Whether the events of a choice, but for its first and last, differ in text and token ids
+        alone."""
+
+    @property
+    @abstractmethod
+    def _returns_token_ids(self) -> bool: ...
+
+    def stream(self, chunk: OutputChunk) -> bytes:
+        """As `answers.Responder` says. A choice's events between its first and last are a frame,
+        made once, around the text (and the token ids): nearly all events are such, and encoding the
+        text alone takes a quarter of the time."""
+        frame = self._frames.get(chunk.index)
+        if frame is not None and chunk.finish_reason is None:
+            before, between, after = frame
+            if between is not None:
+                return before + json_bytes(chunk.text) + between + json_bytes(chunk.token_ids) + after
+            return before + json_bytes(chunk.text) + after if chunk.text else b""
+        data = b"".join([event_bytes(event) for event in self.chunks(chunk)])
+        if self._varies_little and chunk.finish_reason is None:
+            self._frames[chunk.index] = self._frame(chunk)
+        return data
+
+    def _frame(self, chunk: OutputChunk) -> tuple[bytes, bytes | None, bytes]:
+        """What surrounds the text, and the token ids where they are shown: the same bytes as
+        without frames."""
+        *_, event = self.chunks(OutputChunk(chunk.index, chunk.prompt, _MARK, (_MARK_ID,), (), None, None))
+        before, _, after = event_bytes(event).rpartition(json_bytes(_MARK))
+        if not self._returns_token_ids:
+            return before, None, after
+        between, _, after = after.partition(json_bytes([_MARK_ID]))
+        return before, between, after
+
+    def usage(self) -> Json:
+        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
+        }
+
+    @property
+    def prepares(self) -> bool:
+        return False
+
+    async def prepare(self, chunk: OutputChunk) -> None:
+        return None
+
+    async def ending(self) -> bytes:
+        usage: Json = {"usage": self.usage()} if self._include_usage else {}
+        with self._generation.pacer.pace() as pace:
+            extra = usage | await self._timeline(pace)
+        return event_bytes(self._head | {"choices": []} | extra) if extra else b""
+
+    async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
+        pieces, hold = JsonPieces(), self._generation.hold
+        hold(pieces.add([json_bytes(self._head)[:-1], b',"choices":[']))
+        with self._generation.pacer.pace() as pace:
+            for number, result in enumerate(results):
+                if pace.is_due:
+                    await pace.rest()
+                hold(pieces.add([b","] if number else []))
+                hold(pieces.add(await self._whole_choice(result, pace)))
+            hold(pieces.add([b"],", *await self._behind_choices(pace)]))
+        return pieces
+
+    @abstractmethod
+    async def _whole_choice(self, result: ChoiceResult, pace: Pace) -> list[bytes]:
+        """One choice of a whole answer, in pieces of JSON."""
+
+    async def _behind_choices(self, pace: Pace) -> list[bytes]:
+        """The members after the choices, and the end."""
+        return [json_bytes({"usage": self.usage()} | await self._timeline(pace))[1:]]
+
+    async def _timeline(self, pace: Pace) -> Json:
+        if not self._shows_timeline:
+            return {}
+        return {"timeline": msgspec.Raw(await json_array(self._generation.timelines(), pace))}
+
+    def _prompt_ids(self, prompt: int) -> msgspec.Raw:
+        """Its token ids as JSON, which is made once for all of its choices."""
+        if prompt not in self._ids_of_prompts:
+            data = json_bytes(self._generation.prompts[prompt])
+            self._ids_of_prompts[prompt] = msgspec.Raw(data)
+            self._generation.hold(len(data))
+        return self._ids_of_prompts[prompt]
+
+    def _event(self, choice: Json) -> Json:
+        event = self._head | {"choices": [choice]}
+        return event | {"usage": None} if self._include_usage else event
+
+    async def _prompt_logprobs(self, prompt: int, pace: Pace) -> list[bytes]:
+        """vLLM's form as JSON: per prompt token a dict of token id -> logprob, rank and text. The
+        same pieces for all of a prompt's choices."""
+        if prompt not in self._scores_of_prompts:
+            scored = self._generation.prompt_logprobs(prompt)
+            if scored is None:
+                return [b"null"]
+            ranked = (None if position is None else self._ranked(position) for position in scored)
+            self._scores_of_prompts[prompt] = [await json_array(ranked, pace)]
+            self._generation.forget_prompt_logprobs(prompt)
+        return self._scores_of_prompts[prompt]
+
+    def _ranked(self, position: TokenLogprob) -> Json:
+        ranks = {token: (logprob, rank + 1) for rank, (token, logprob) in enumerate(position.top)}
+        ranks[position.token_id] = (position.logprob, position.rank)
+        text = self._tokenizer.token_text
+        return {
+            str(token): {"logprob": finite(logprob), "rank": rank, "decoded_token": text(token)}
+            for token, (logprob, rank) in ranks.items()
+        }

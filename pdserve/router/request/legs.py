@@ -1,0 +1,187 @@
+"""The legs of one prompt: which Submits its workers have, opened, handed over, and ended.
+
+    begin --split--> P leg, and D's beside it when the prompt is long --hand_over--> D leg --> ended
+      '-----whole-----------------------------------------------------------------> D leg --> ended
+
+All sends are in the background, so nothing here waits for a worker. Chooses no worker and reads no
+event: `router.request.request_run`, which has one Legs per prompt, says what to open and to end.
+"""
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from pdserve.protocol.commands import Cancel, Prepare, Start, Submit
+from pdserve.protocol.handoff import Source, Ticket
+from pdserve.protocol.request_key import Phase, RequestKey
+from pdserve.router.choosing.choose import Assignment, note_sent
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.inbox import Inbox
+from pdserve.router.fleet.prefix_index import PromptBlocks
+from pdserve.router.fleet.worker_state import Leg, WorkerState
+from pdserve.router.request.job import Job
+from pdserve.router.request.record import RequestRecord
+from pdserve.router.request.timeline import Timeline
+
+# a sequence being decoded weighs its context plus this many tokens; its real length is not known
+# beforehand
+DECODE_WEIGHT = 128
+
+
+class Legs:
+    """open: the legs that have not ended, in the order in which they were opened."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        job: Job,
+        prompt: PromptBlocks,
+        record: RequestRecord,
+        timeline: Timeline,
+        inbox: Inbox[Leg],
+    ) -> None:
+        """inbox: where the events of all legs go."""
+        self.open: list[Leg] = []
+        self._fleet = fleet
+        self._job = job
+        self._prompt = prompt
+        self._record = record
+        self._timeline = timeline
+        self._inbox = inbox
+        self._prefill: WorkerState | None = None  # the P of the last assignment
+        self._awaiting: WorkerState | None = None  # the planned D, from P's start to the hand-off
+
+    def begin(self, assignment: Assignment) -> None:
+        """Open an attempt's first legs."""
+        prefill = assignment.prefill
+        decode = assignment.decode
+        self._prefill = prefill
+        self._await(decode if prefill is not None else None)
+        if prefill is None:
+            self._submit(decode, "full")
+        elif 0 < prefill.hello.parts_from <= self._prompt.num_tokens:
+            link = decode.peer_status(prefill)
+            is_slow = link is not None and link.bytes_per_s < prefill.hello.cut_below
+            self._prepare(decode, prefill, self._submit(prefill, "prefill", overlap=is_slow))
+        else:
+            self._submit(prefill, "prefill")
+
+    def is_prefill(self, leg: Leg) -> bool:
+        return leg.worker is self._prefill
+
+    def hand_over(self, worker: WorkerState, ticket: Ticket) -> None:
+        """Send the unfinished choices to this D, by the leg that was prepared there or by a new
+        one."""
+        prepared = next((leg for leg in self.open if leg.prepared), None)
+        if prepared is not None and prepared.worker is worker:
+            self._timeline.submitted(prepared.key.attempt, time.perf_counter())
+            submit = self._command("decode", ticket, False, self._record.starts(), prepared.key)
+            self._fleet.submit_prepared(prepared, submit)
+        else:
+            if prepared is not None:
+                self._end(prepared, cancel=True)
+            self._submit(worker, "decode", ticket)
+        self._await(None)
+
+    def stop_choice(self, leg: Leg, choice: int) -> None:
+        """A stop string ended a choice that the worker still generates. (P's leg ends by itself or
+        as a whole.)"""
+        if choice in leg.pending and not self.is_prefill(leg):
+            leg.pending.discard(choice)
+            self._timeline.owes_times(leg.key.attempt)
+            self._fleet.post(leg.worker, Cancel(key=leg.key, choices=(choice,)))
+
+    def end_handed_over(self, cancel: bool) -> None:
+        """The decode worker needs the blocks of P no longer. cancel: P was not told so by that
+        worker."""
+        for leg in [leg for leg in self.open if leg.handed_off]:
+            self._timeline.ended(leg.key.attempt, "handed over", time.perf_counter())
+            self._end(leg, cancel)
+
+    def end_early(self, leg: Leg, cancel: bool) -> None:
+        """End a leg before its worker is done; timings since its last report are lost."""
+        if leg.pending and not leg.handed_off and not leg.prepared:
+            self._timeline.owes_times(leg.key.attempt)
+        self._end(leg, cancel)
+
+    def give_up(self, reason: str) -> None:
+        """End the attempt: its legs are cancelled for this reason."""
+        for leg in list(self.open):
+            self._timeline.ended(leg.key.attempt, "cancelled", time.perf_counter(), reason)
+            self.end_early(leg, cancel=True)
+
+    def close(self) -> None:
+        """End all legs and tell every worker that may still hold something. Idempotent."""
+        for leg in list(self.open):
+            self._end(leg, cancel=True)
+        self._await(None)
+
+    def _await(self, decode: WorkerState | None) -> None:
+        """Have the planned D stay until the hand-off, though it leaves. None: it need not any
+        more."""
+        before, self._awaiting = self._awaiting, decode
+        if decode is not None:
+            self._fleet.expect_leg(decode)
+        if before is not None:
+            self._fleet.unexpect_leg(before)
+
+    def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None = None, overlap: bool = False) -> Leg:
+        make_command = partial(self._command, phase, ticket, overlap, self._record.starts())
+        leg = self._open(worker, phase, make_command)
+        self._timeline.submitted(leg.key.attempt, time.perf_counter())
+        return leg
+
+    def _prepare(self, worker: WorkerState, prefill: WorkerState, leg: Leg) -> None:
+        """Let D pull what P has computed of a long prompt while it computes the rest."""
+        assert prefill.kv_cache is not None
+        source = Source(prefill.kv_cache.engine_id, prefill.kv_cache.incarnation, leg.key)
+        starts = self._record.starts()
+
+        def make_command(key: RequestKey) -> Prepare:
+            return Prepare(submit=self._command("decode", None, False, starts, key), source=source)
+
+        announced = self._open(worker, "decode", make_command)
+        self._timeline.prepared(announced.key.attempt, time.perf_counter())
+
+    def _open(self, worker: WorkerState, phase: Phase, make_command: Callable[[RequestKey], Submit | Prepare]) -> Leg:
+        attempt, weight = self._record.open_leg(), self._weight(phase)
+        note_sent(self._fleet.workers, worker, self._prompt, phase)
+        self._timeline.opened(attempt, worker.worker_id, worker.role, phase)
+        leg = self._fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make_command)
+        self.open.append(leg)
+        return leg
+
+    def _weight(self, phase: Phase) -> int:
+        prompt = self._prompt.num_tokens
+        if phase == "prefill":
+            return prompt
+        return prompt + sum(DECODE_WEIGHT + len(start.forced) for start in self._record.starts())
+
+    def _command(
+        self, phase: Phase, ticket: Ticket | None, overlap: bool, starts: tuple[Start, ...], key: RequestKey
+    ) -> Submit:
+        sampling = self._job.sampling
+        if self._record.is_scored:
+            sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
+        return Submit(
+            key=key,
+            phase=phase,
+            prompt_token_ids=self._job.prompt_token_ids,
+            sampling=sampling,
+            starts=starts,
+            ticket=ticket,
+            priority=self._job.priority,
+            cache_salt=self._job.cache_salt,
+            overlap=overlap,
+        )
+
+    def _end(self, leg: Leg, cancel: bool) -> None:
+        """cancel False: the worker has nothing left. A decode leg whose choices all ended there has
+        nothing either."""
+        ran_out = not leg.prepared and (self._record.finished or not leg.pending)
+        self._timeline.ended(leg.key.attempt, "finished" if ran_out else "cancelled", time.perf_counter())
+        self.open.remove(leg)
+        self._record.close_leg(leg.key.attempt)
+        self._fleet.end(leg, cancel and (bool(leg.pending) or self.is_prefill(leg)))
