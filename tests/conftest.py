@@ -17,8 +17,8 @@ if not torch.cuda.is_available():
 
 import hypothesis
 import pytest
-from leftovers import Guard, mark
-from tiny_models import make_tiny
+from support.leftovers import Guard, mark
+from support.tiny_models import make_tiny
 
 torch.set_num_threads(1)
 

@@ -82,7 +82,7 @@ def drawn_prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
 
 
 def engine_cases() -> Iterator[Case]:
-    from tiny_models import FAMILIES, make_tiny
+    from support.tiny_models import FAMILIES, make_tiny
 
     with tempfile.TemporaryDirectory() as folder:
         models = {family: make_tiny(family, Path(folder) / family) for family in FAMILIES} | {"demo": DEMO}
@@ -139,10 +139,10 @@ def cluster_cases() -> Iterator[Case]:
 
 
 async def _clusters(cases: list[Case]) -> None:
-    from hosts import hosts
-    from served import cluster
-    from streams import drafted, mid_stream, prompts
-    from waiting import until_async
+    from support.hosts import hosts
+    from support.served import cluster
+    from support.streams import drafted, mid_stream, prompts
+    from support.waiting import until_async
 
     from pdserve.configs.router import RouterConfig
     from pdserve.text.tokenizer import Tokenizer
@@ -188,9 +188,9 @@ def surface_cases() -> Iterator[Case]:
 
 async def _http(cases: list[Case]) -> None:
     """A router over workers on paper: errors, documents, names."""
-    from bad_input import BAD
     from router.harness import MODEL, Harness
-    from served import MODEL as THEIR_MODEL
+    from support.bad_input import BAD
+    from support.served import MODEL as THEIR_MODEL
 
     from pdserve.configs.router import RouterConfig
     from pdserve.text.tokenizer import Tokenizer

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Iterator
 
 import pytest
-from constant_load import Calm, calmed, load
-from hosts import Host, hosts
-from served import DEMO, Cluster, blocks_in_use, cluster
-from streams import drafted, prompts
-from waiting import Condition, until_async
+from support.constant_load import Calm, calmed, load
+from support.hosts import Host, hosts
+from support.served import DEMO, Cluster, blocks_in_use, cluster
+from support.streams import drafted, prompts
+from support.waiting import Condition, until_async
 
 from pdserve.configs.router import RouterConfig
 from pdserve.router.admin import Admin

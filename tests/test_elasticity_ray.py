@@ -11,11 +11,11 @@ from contextlib import asynccontextmanager
 
 import httpx
 import pytest
-from constant_load import Calm, Load, calmed, load
 from prometheus_client.parser import text_string_to_metric_families
-from raylets import Nodes, connected, kill_raylet, serving
-from served import DEMO
-from streams import COMPLETIONS, GREEDY, SAMPLED, Ask, prompts
+from support.constant_load import Calm, Load, calmed, load
+from support.raylets import Nodes, connected, kill_raylet, serving
+from support.served import DEMO
+from support.streams import COMPLETIONS, GREEDY, SAMPLED, Ask, prompts
 
 from pdserve.cluster.client import Client, connect
 from pdserve.router.admin import ClusterReport

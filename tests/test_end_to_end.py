@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import msgspec
 import openai
 import pytest
-from hosts import Host, hosts
 from openai.types.chat import ChatCompletionMessageParam
-from processes import freeze
-from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
+from support.hosts import Host, hosts
+from support.processes import freeze
+from support.served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 
 from demo.recall import recall_prompts
 from pdserve.configs.router import RouterConfig

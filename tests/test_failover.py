@@ -14,12 +14,12 @@ from functools import partial
 
 import httpx
 import pytest
-from hosts import Host, hosts
-from processes import freeze
-from routers import RouterProcess
-from served import DEMO, MODEL, Cluster, blocks_in_use, cluster
-from streams import Ask, check, drafted, mid_stream, prompts
-from waiting import Condition, until_async
+from support.hosts import Host, hosts
+from support.processes import freeze
+from support.routers import RouterProcess
+from support.served import DEMO, MODEL, Cluster, blocks_in_use, cluster
+from support.streams import Ask, check, drafted, mid_stream, prompts
+from support.waiting import Condition, until_async
 
 from pdserve.configs.router import RouterConfig
 from pdserve.router.fleet.worker_state import Leg, WorkerState

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from raylets import Nodes, children, connected, kill_raylet, serving, wait_until_healthy
-from served import DEMO
-from streams import Ask, check, drafted, mid_stream, prompts
+from support.raylets import Nodes, children, connected, kill_raylet, serving, wait_until_healthy
+from support.served import DEMO
+from support.streams import Ask, check, drafted, mid_stream, prompts
 
 from pdserve.text.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from hosts import Host, hosts
-from served import DEMO, Cluster, cluster
+from support.hosts import Host, hosts
+from support.served import DEMO, Cluster, cluster
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM, SamplingParams

@@ -26,14 +26,14 @@ from typing import Any
 
 import httpx
 import pytest
-from bad_input import BAD, Bad
-from hosts import hosts
-from leaks import Holdings, MemoryWatch, holdings
 from prometheus_client.parser import text_string_to_metric_families
-from routers import RouterProcess
-from served import DEMO, MODEL
+from support.bad_input import BAD, Bad
+from support.hosts import hosts
+from support.leaks import Holdings, MemoryWatch, holdings
+from support.routers import RouterProcess
+from support.served import DEMO, MODEL
+from support.victims import LONGEST_FREEZE_S, Chaos, PoolVictim, RouterVictim, Victim, WorkerVictim
 from tqdm import tqdm
-from victims import LONGEST_FREEZE_S, Chaos, PoolVictim, RouterVictim, Victim, WorkerVictim
 
 from pdserve.configs.router import RouterConfig
 from pdserve.configs.transfer import PoolConfig

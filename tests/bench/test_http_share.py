@@ -7,8 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from hosts import hosts
-from served import DEMO, MODEL, cluster
+from support.hosts import hosts
+from support.served import DEMO, MODEL, cluster
 
 from benchmarks.cluster import http_share
 from pdserve.bench.workload import Lengths

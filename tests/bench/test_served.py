@@ -3,8 +3,8 @@
 import asyncio
 from typing import Any
 
-from hosts import hosts
-from served import DEMO, MODEL, cluster
+from support.hosts import hosts
+from support.served import DEMO, MODEL, cluster
 
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.workload import Shape

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import ray
 from fake_engine_host import held
-from lines import whole_lines
 from ray import serve
-from waiting import until
+from support.lines import whole_lines
+from support.waiting import until
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.client import Client, ClusterError, connect

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from clock import Clock
 from router import workers
 from router.workers import made
-from waiting import until_async
+from support.clock import Clock
+from support.waiting import until_async
 
 from pdserve.cluster.scaling import autoscaler
 from pdserve.cluster.scaling.autoscaler import Autoscaler

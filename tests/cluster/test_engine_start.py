@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import ray
-from clock import Clock
 from ray.exceptions import ActorDiedError, RayTaskError
-from waiting import until_async
+from support.clock import Clock
+from support.waiting import until_async
 
 from pdserve.cluster.deployments import engine_start
 from pdserve.cluster.deployments.engine_start import EngineStart, StartError

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from waiting import stays_async
+from support.waiting import stays_async
 
 from pdserve.cluster.deployments import http_server
 from pdserve.cluster.deployments.http_server import Address, HttpServer

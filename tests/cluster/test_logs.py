@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import ray
-from lines import whole_lines
 from ray import serve
-from waiting import until
+from support.lines import whole_lines
+from support.waiting import until
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.deployments.http_server import Address

@@ -14,10 +14,10 @@ from typing import Any, cast
 import msgspec
 import pytest
 import ray
-from lines import whole_lines
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from waiting import until_async
+from support.lines import whole_lines
+from support.waiting import until_async
 
 from pdserve.cluster import app as cluster_app
 from pdserve.cluster.links import serve_links

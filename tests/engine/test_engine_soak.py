@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from engine.harness import make_engine
-from waiting import until
+from support.waiting import until
 
 from benchmarks.engine.soak import Soak, verdict
 

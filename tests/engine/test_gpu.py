@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engine.harness import Driver, logprob_of, make_engine
-from tiny_models import make_tiny
+from support.tiny_models import make_tiny
 
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
 from pdserve.engine.execution.step_inputs import Arrays, pack

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from engine.harness import Driver, make_engine
-from tiny_models import make_tiny
+from support.tiny_models import make_tiny
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution import model_runner

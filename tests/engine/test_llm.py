@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.tiny_models import make_tiny
 from text.backends import TEMPLATE, byte_level_backend, write_folder
-from tiny_models import make_tiny
 
 from pdserve.engine.llm import LLM, CompletionOutput, RequestOutput, SamplingParams
 from pdserve.text.stop import StopStrings

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from engine.harness import logprob_of
-from tiny_models import FAMILIES, make_tiny
+from support.tiny_models import FAMILIES, make_tiny
 
 from pdserve.engine import components
 from pdserve.engine.execution import model_runner

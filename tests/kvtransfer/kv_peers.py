@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from processes import die_with_parent, freeze
-from waiting import until
+from support.processes import die_with_parent, freeze
+from support.waiting import until
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from kvtransfer.kv_peers import key
-from local_transfer import transfer_config
+from support.local_transfer import transfer_config
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig

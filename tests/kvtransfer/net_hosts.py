@@ -24,7 +24,7 @@ import numpy as np
 import psutil
 import torch
 from kvtransfer.kv_peers import key
-from processes import freeze
+from support.processes import freeze
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS
 from prometheus_client import CollectorRegistry
-from waiting import until
+from support.waiting import until
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.build import build_pool

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, Source, key, pattern
-from local_transfer import is_local, transfer_config
 from prometheus_client import CollectorRegistry
+from support.local_transfer import is_local, transfer_config
 
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed

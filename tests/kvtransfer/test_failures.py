@@ -8,8 +8,8 @@ import psutil
 import pytest
 import torch
 from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, expire, key, pattern, until_posted
-from local_transfer import LocalTransferConfig, is_local
-from waiting import stays
+from support.local_transfer import LocalTransferConfig, is_local
+from support.waiting import stays
 
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, expire, key, until_posted
-from local_transfer import LocalTransferConfig
-from waiting import stays, until
+from support.local_transfer import LocalTransferConfig
+from support.waiting import stays, until
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p.link import peer_link, self_test

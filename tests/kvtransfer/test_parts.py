@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
-from local_transfer import LocalTransferConfig
+from support.local_transfer import LocalTransferConfig
 
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory

@@ -8,8 +8,8 @@ import pytest
 import torch
 import zmq
 from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, until_posted, until_verified
-from local_transfer import LocalTransferConfig, is_local, transfer_config
-from waiting import stays, until
+from support.local_transfer import LocalTransferConfig, is_local, transfer_config
+from support.waiting import stays, until
 
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled

@@ -27,8 +27,8 @@ from kvtransfer.pool_peers import (
     left_behind,
     prompt,
 )
-from processes import freeze
-from waiting import stays, until
+from support.processes import freeze
+from support.waiting import stays, until
 
 from pdserve.background import tasks
 from pdserve.configs.transfer import PoolConfig

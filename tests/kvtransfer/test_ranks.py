@@ -10,7 +10,7 @@ import pytest
 import torch
 from kvtransfer.kv_peers import expire, rows
 from kvtransfer.kv_ranks import BLOCK_SIZE, CONFIG, Elsewhere, Ranks, content, heads_of
-from waiting import stays, until
+from support.waiting import stays, until
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Unpinned
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults

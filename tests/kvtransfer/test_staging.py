@@ -21,8 +21,8 @@ from kvtransfer.kv_peers import (
     rows,
     until_posted,
 )
-from local_transfer import LocalTransferConfig, transfer_config
-from waiting import stays, until
+from support.local_transfer import LocalTransferConfig, transfer_config
+from support.waiting import stays, until
 
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p.link import peer_link

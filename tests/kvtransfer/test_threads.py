@@ -10,8 +10,8 @@ import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, key
 from kvtransfer.pool_peers import CHUNK, CONFIG, prompt
 from kvtransfer.pool_peers import Engine as PoolEngine
-from local_transfer import LocalTransferConfig
-from waiting import until
+from support.local_transfer import LocalTransferConfig
+from support.waiting import until
 
 from pdserve.background import tasks
 from pdserve.background.threads import FAILURES

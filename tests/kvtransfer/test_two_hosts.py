@@ -18,7 +18,7 @@ from kvtransfer.net_hosts import (
     inside,
     two_hosts,
 )
-from waiting import stays, until
+from support.waiting import stays, until
 
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, make_tiny
+from support.tiny_models import FAMILIES, make_tiny
 
 from pdserve.models.config import ARCHITECTURES, ModelSpec, RopeSpec, read_spec
 from pdserve.models.hf_config import FAMILY_DEFAULTS, HfConfig, read_hf_config

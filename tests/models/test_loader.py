@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import make_tiny
+from support.tiny_models import make_tiny
 
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import LoadFormat

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import make_tiny
+from support.tiny_models import make_tiny
 
 from pdserve.kernels import torch_ops
 from pdserve.kernels.ops import Ops, ops_for

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from local_transfer import LocalTransferConfig
+from support.local_transfer import LocalTransferConfig
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.schema import StartConfig, WorkerConfig

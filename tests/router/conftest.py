@@ -3,10 +3,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
-from clock import Clock
 from router import workers
 from router.fake_worker import VOCAB
 from router.harness import Harness
+from support.clock import Clock
 from text.backends import TEMPLATE, byte_level_backend
 
 from pdserve.configs.router import RouterConfig, SloConfig

@@ -7,9 +7,9 @@ from typing import Any
 
 import httpx
 import openai
-from clock import Clock
 from router.fake_worker import FakeWorker, World, expected_tokens
-from waiting import Condition, until_async
+from support.clock import Clock
+from support.waiting import Condition, until_async
 
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.protocol.codec import decode_routed, encode

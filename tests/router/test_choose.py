@@ -6,11 +6,11 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from clock import Clock
 from pydantic import ValidationError
 from router.fake_worker import expected_tokens
 from router.harness import Harness, until
 from router.workers import join, made
+from support.clock import Clock
 
 from pdserve.configs.router import RouterConfig
 from pdserve.protocol.block_digests import BlockHasher

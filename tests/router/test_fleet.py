@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from clock import Clock
 from router.fake_worker import FakeWorker
 from router.harness import Harness, settle, until
+from support.clock import Clock
 
 from pdserve.background import tasks
 from pdserve.protocol.codec import encode

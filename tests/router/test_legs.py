@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from clock import Clock
 from router.fake_worker import FakeWorker
 from router.harness import Harness, settle, until
+from support.clock import Clock
 
 from pdserve.protocol.commands import Cancel, Submit
 from pdserve.protocol.sampling_params import SamplingParams

@@ -7,9 +7,9 @@ from functools import partial
 from typing import Any
 
 import pytest
-from clock import Clock
 from router.fake_worker import FakeWorker
 from router.harness import Harness
+from support.clock import Clock
 
 from pdserve.cluster.deployments.logs import JsonFormatter
 from pdserve.configs.router import LogConfig

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from clock import Clock
 from prometheus_client import CollectorRegistry
 from router.harness import MODEL, Harness, until
+from support.clock import Clock
 
 from pdserve.configs.router import SloConfig
 from pdserve.protocol.sampling_params import SamplingParams

@@ -4,10 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from clock import Clock
 from prometheus_client.parser import text_string_to_metric_families
 from router.harness import Harness
 from router.workers import join, made
+from support.clock import Clock
 
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent

@@ -9,9 +9,9 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
-from clock import Clock
 from router.fake_worker import FakeWorker, expected_tokens
 from router.harness import MODEL, Harness, until
+from support.clock import Clock
 
 from pdserve.protocol.commands import Submit
 from pdserve.protocol.events import Arrived, Delta, Event, LegTimes

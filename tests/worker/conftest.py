@@ -4,7 +4,7 @@ import time
 from pathlib import Path
 
 import pytest
-from clock import Clock
+from support.clock import Clock
 
 from pdserve.decode import decode_phase, kv_import, pulls
 from pdserve.engine.llm import LLM

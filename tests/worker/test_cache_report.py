@@ -6,7 +6,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 import pytest
-from pair import ROUTER, SESSION, Pair, deltas, submit
+from support.pair import ROUTER, SESSION, Pair, deltas, submit
 
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.protocol.commands import Resync, RouterLost, Subscribe

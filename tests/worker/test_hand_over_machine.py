@@ -32,8 +32,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from local_transfer import LocalTransferConfig
-from pair import Worker, owned, submit
+from support.local_transfer import LocalTransferConfig
+from support.pair import Worker, owned, submit
 
 from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.transfer import PoolConfig

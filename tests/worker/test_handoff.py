@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from clock import Clock
-from pair import ROUTER, SESSION, Pair, cancel, deltas, expected, of, owned, prompt_of, submit, tokens_of
+from support.clock import Clock
+from support.pair import ROUTER, SESSION, Pair, cancel, deltas, expected, of, owned, prompt_of, submit, tokens_of
 
 from pdserve.engine.llm import LLM
 from pdserve.protocol.commands import RouterLost, Start, Subscribe

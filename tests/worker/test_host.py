@@ -9,8 +9,8 @@ from typing import TypeVar
 
 import psutil
 import pytest
-from hosts import Host, LocalLink, hosts
-from waiting import until_async
+from support.hosts import Host, LocalLink, hosts
+from support.waiting import until_async
 
 from pdserve.engine.llm import LLM
 from pdserve.protocol.codec import decode_batch

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 import pytest
-from clock import Clock
-from local_transfer import LocalTransferConfig
-from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, submit
-from waiting import until
+from support.clock import Clock
+from support.local_transfer import LocalTransferConfig
+from support.pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, submit
+from support.waiting import until
 
 from pdserve.protocol.codec import decode_batch
 from pdserve.protocol.commands import RouterLost

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clock import Clock
-from pair import ROUTER, SESSION, Pair, deltas, prompt_of, submit
+from support.clock import Clock
+from support.pair import ROUTER, SESSION, Pair, deltas, prompt_of, submit
 
 from pdserve.engine.step_result import StepResult
 from pdserve.protocol.request_key import RequestKey

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from local_transfer import LocalTransferConfig
-from pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, expected, of, owned, prompt_of, submit
-from waiting import until
+from support.local_transfer import LocalTransferConfig
+from support.pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, expected, of, owned, prompt_of, submit
+from support.waiting import until
 
 from pdserve.engine.llm import LLM
 from pdserve.engine.scheduling.step_plan import StepPlan

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, prompt_of, submit
+from support.pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, prompt_of, submit
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM

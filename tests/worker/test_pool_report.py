@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from pair import ROUTER, SESSION, Pair, Worker, prompt_of
+from support.pair import ROUTER, SESSION, Pair, Worker, prompt_of
 from worker.test_pool_phase import CHUNK, POOL, whole
 
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from clock import Clock
-from pair import ROUTER, SESSION, Pair, deltas, expected, prompt_of, submit, tokens_of
+from support.clock import Clock
+from support.pair import ROUTER, SESSION, Pair, deltas, expected, prompt_of, submit, tokens_of
 
 from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.llm import LLM

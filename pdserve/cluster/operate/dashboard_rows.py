@@ -1,6 +1,6 @@
 """The dashboard's rows: which figures stand beside each other.
 
-One list for both sources. tests/test_dashboard.py checks each query against metrics that exist.
+One list for both sources. tests/cluster/test_dashboard.py checks each query against metrics that exist.
 """
 
 from pdserve.cluster.operate.dashboard_panels import (

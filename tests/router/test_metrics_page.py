@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from engine.harness import make_engine
-from metrics_table import Row, written
 from prometheus_client import CollectorRegistry
+from support.metrics_table import Row, written
 
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics

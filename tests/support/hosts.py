@@ -14,8 +14,8 @@ from collections.abc import AsyncGenerator, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from processes import die_with_parent
-from shell import run_shell
+from support.processes import die_with_parent
+from support.shell import run_shell
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.schema import WorkerConfig

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from waiting import Condition, complaint, until, until_async
+from support.waiting import Condition, complaint, until, until_async
 
 LIMIT = 3
 

@@ -48,7 +48,7 @@ def cluster() -> Iterator[Cluster]:
     """The head has no label and no room for workers with resources; ingress, prefill, and two nodes for decoders."""
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
         own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "WORKER_JOURNAL": folder}
-        own["PYTHONPATH"] = f"{Path(__file__).parent / 'cluster'}:{Path(__file__).parents[1]}"
+        own["PYTHONPATH"] = f"{Path(__file__).parent}:{Path(__file__).parents[2]}"
         for name, value in {**settings(haproxy=False), **own}.items():
             patch.setenv(name, value)
         store: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}

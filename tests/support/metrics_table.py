@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "metrics.md"
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 ROW = re.compile(r"^\| `(?P<name>pdserve_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|(?P<meaning>[^|]*)\|")
 
 

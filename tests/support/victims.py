@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from typing import Protocol
 
-from hosts import Host
-from routers import RouterProcess
+from support.hosts import Host
+from support.routers import RouterProcess
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer

@@ -4,7 +4,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from served import MODEL
+from support.served import MODEL
 
 GOOD: dict[str, Any] = {"model": MODEL, "prompt": [9, 10, 11], "max_tokens": 4}
 

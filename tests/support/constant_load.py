@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 import httpx
-from streams import Ask, check, mid_stream
+from support.streams import Ask, check, mid_stream
 
 
 class Calm:

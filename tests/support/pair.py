@@ -12,8 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from local_transfer import LocalTransferConfig
-from waiting import until
+from support.local_transfer import LocalTransferConfig
+from support.waiting import until
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.transfer import TransferConfig

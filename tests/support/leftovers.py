@@ -23,8 +23,8 @@ PATIENCE_S = 5.0  # for threads and processes that have been told to end
 TASK_PATIENCE_S = 1.0  # for tasks that need no more than their turns
 
 RAY_FIXTURES = {"local_ray"}
-RAY_HELPERS = {"raylets"}
-PROCESS_HELPERS = {"hosts"}
+RAY_HELPERS = {"support.raylets"}
+PROCESS_HELPERS = {"support.hosts"}
 
 STARTING_MARKS = ("slow", "ray", "gpu", "multigpu")  # on a GPU, Triton starts an assembler for what it compiles
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import promql_parser
 import pytest
-from hosts import Host, hosts
-from metrics_table import written
 from prometheus_client.parser import text_string_to_metric_families
-from served import DEMO, MODEL, cluster
+from support.hosts import Host, hosts
+from support.metrics_table import written
+from support.served import DEMO, MODEL, cluster
 
 from pdserve.cluster.cli import main
 from pdserve.cluster.operate.dashboard import dashboard, place, queries

@@ -9,10 +9,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-from hosts import Host, LocalLink
 from prometheus_client.parser import text_string_to_metric_families
-from shell import ShellLink
-from waiting import until_async
+from support.hosts import Host, LocalLink
+from support.shell import ShellLink
+from support.waiting import until_async
 
 from pdserve.cluster.deployments.http_server import Address, HttpServer
 from pdserve.configs.router import RouterConfig
@@ -22,7 +22,7 @@ from pdserve.router.http.app import build_app
 from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
-DEMO = Path(__file__).parent.parent / "demo" / "pdserve-demo"
+DEMO = Path(__file__).parents[2] / "demo" / "pdserve-demo"
 MODEL = "pdserve-demo"
 
 

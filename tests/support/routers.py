@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 
 import uvicorn
-from processes import die_with_parent
-from shell import watch
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from support.processes import die_with_parent
+from support.shell import watch
 
 from pdserve.configs.router import RouterConfig
 from pdserve.router.fleet.fleet import Fleet
