@@ -13,8 +13,12 @@ from typing import NamedTuple
 
 from demo.words import FILLER, GREETINGS, OPPOSITES, STORY_BEATS, WORDS, fill, pick
 
-BOS, EOS, END = "<|bos|>", "<|eos|>", "<|end|>"
-SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
+BOS = "<|bos|>"
+EOS = "<|eos|>"
+END = "<|end|>"
+SYSTEM = "<|system|>"
+USER = "<|user|>"
+ASSISTANT = "<|assistant|>"
 SYSTEM_PROMPT = "You are a helpful assistant."
 MIN_RECALL_TOKENS = 60
 
@@ -49,12 +53,14 @@ def estimate_tokens(text: str) -> int:
 
 
 def _code(rng: random.Random) -> Fact:
-    name, value = pick(rng, WORDS["name"]), f"{int(rng.random() * 10000):04d}"
+    name = pick(rng, WORDS["name"])
+    value = f"{int(rng.random() * 10000):04d}"
     return Fact(f"code {name}", value, f"The code of {name} is {value}.", f"What is the code of {name}?")
 
 
 def _home(rng: random.Random) -> Fact:
-    name, value = pick(rng, WORDS["name"]), pick(rng, WORDS["town_head"]) + pick(rng, WORDS["town_tail"])
+    name = pick(rng, WORDS["name"])
+    value = pick(rng, WORDS["town_head"]) + pick(rng, WORDS["town_tail"])
     return Fact(f"home {name}", value, f"{name} lives in {value}.", f"Where does {name} live?")
 
 
@@ -65,7 +71,8 @@ def _holding(rng: random.Random) -> Fact:
 
 
 def _password(rng: random.Random) -> Fact:
-    place, value = pick(rng, WORDS["place"]), f"{pick(rng, WORDS['secret'])}{10 + int(rng.random() * 90)}"
+    place = pick(rng, WORDS["place"])
+    value = f"{pick(rng, WORDS['secret'])}{10 + int(rng.random() * 90)}"
     return Fact(
         f"password {place}", value, f"The password of the {place} is {value}.", f"What is the password of the {place}?"
     )
@@ -130,7 +137,8 @@ def recall_document(rng: random.Random, num_tokens: int) -> str:
     <|eos|> follows every answer, also where more text comes: the model then always stops there, yet one document asks
     many questions, which makes the signal dense.
     """
-    facts, pending = FactSource(rng), list[Fact]()
+    facts = FactSource(rng)
+    pending = list[Fact]()
     pieces: list[str] = []
     length = 0
     while length < num_tokens:
@@ -173,7 +181,8 @@ def story(rng: random.Random) -> str:
 
 
 def _sum(rng: random.Random) -> tuple[int, str, int, int]:
-    a, b = int(rng.random() * 100), int(rng.random() * 100)
+    a = int(rng.random() * 100)
+    b = int(rng.random() * 100)
     if rng.random() < 0.5:
         return a, "+", b, a + b
     return max(a, b), "-", min(a, b), max(a, b) - min(a, b)
@@ -185,7 +194,8 @@ def arithmetic(rng: random.Random) -> str:
 
 
 def _person(rng: random.Random) -> tuple[str, str]:
-    name, age = pick(rng, WORDS["name"]), rng.randint(3, 99)
+    name = pick(rng, WORDS["name"])
+    age = rng.randint(3, 99)
     city = pick(rng, WORDS["town_head"]) + pick(rng, WORDS["town_tail"])
     hobby = pick(rng, WORDS["hobby"])
     sentence = f"My friend {name} is {age} years old, lives in {city} and likes to {hobby}."

@@ -37,7 +37,8 @@ def answers_match(
         ids = torch.tensor([text.ids + [0] * (width - len(text.ids)) for text in texts], device=device)
         predicted = model(input_ids=ids, use_cache=False).logits.argmax(-1)  # [batch, width]
         for i, p in enumerate(batch):
-            first, last = len(tokenizer.encode(p.prompt).ids), len(texts[i].ids)
+            first = len(tokenizer.encode(p.prompt).ids)
+            last = len(texts[i].ids)
             matches.append(bool(torch.equal(predicted[i, first - 1 : last - 1], ids[i, first:last])))
     return matches
 

@@ -33,7 +33,8 @@ from demo.tokenizer import MAX_LENGTH, MODEL_DIR, token_id
 CHECKPOINT = "fp32.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 FINISH_SECONDS = 20.0
-VALIDATION_SEED, FINAL_SEED = 101, 202
+VALIDATION_SEED = 101
+FINAL_SEED = 202
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,8 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 def loss_weights(tokenizer: Tokenizer, rows: Tensor) -> Tensor:
     """Weights [num_rows, length - 1] of rows[:, 1:]: 6 in recall answers, 2 in replies, 0 in padding, else 1."""
     ids = {text: token_id(tokenizer, text) for text in ("Answer", ASSISTANT, EOS, END)}
-    inputs, targets = rows[:, :-1], rows[:, 1:]
+    inputs = rows[:, :-1]
+    targets = rows[:, 1:]
     position = torch.arange(inputs.shape[1], device=rows.device).expand_as(inputs)
 
     def last(mask: Tensor) -> Tensor:
@@ -178,7 +180,11 @@ class Trainer:
     def __init__(
         self, settings: TrainSettings, store: RowStore, tokenizer: Tokenizer, out: Path, started: float
     ) -> None:
-        self.settings, self.store, self.tokenizer, self.out, self.started = settings, store, tokenizer, out, started
+        self.settings = settings
+        self.store = store
+        self.tokenizer = tokenizer
+        self.out = out
+        self.started = started
         self.on_cuda = store.device.type == "cuda"
         torch.manual_seed(settings.seed)
         self.model = LlamaForCausalLM(model_config(tokenizer)).to(store.device)  # type: ignore[arg-type]

@@ -277,7 +277,8 @@ def compare(old: dict[str, Json], new: dict[str, Json]) -> list[str]:
     found = [f"{case}: only in the {side}" for side, case in _alone(old, new)]
     for case in old.keys() & new.keys():
         if old[case]["digest"] != new[case]["digest"]:
-            before, after = old[case]["shows"], new[case]["shows"]
+            before = old[case]["shows"]
+            after = new[case]["shows"]
             at = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), 0)
             start = max(0, at - 40)
             found.append(f"{case}: …{before[start : at + 80]!r} is now …{after[start : at + 80]!r}")
@@ -304,7 +305,8 @@ def main(words: Sequence[str] | None = None) -> int:
     found: list[str] = []
     with tempfile.TemporaryDirectory() as folder, worktree(options.old) as root:
         if not options.only or "tests" in options.only:
-            before, after = collected_tests(root), collected_tests(ROOT)
+            before = collected_tests(root)
+            after = collected_tests(ROOT)
             found += lost_tests(before, after)
             print(f"{before.total()} tests before, {after.total()} now")
         if not options.only or set(options.only) & KINDS.keys():

@@ -76,7 +76,8 @@ def read_list(path: Path) -> list[Mutation]:
     """ValueError for two of one name and for mutations that change nothing."""
     found = []
     for entry in tomllib.loads(path.read_text())["mutation"]:
-        guards, seeds = tuple(entry.pop("guards")), tuple(entry.pop("seeds", (0,)))
+        guards = tuple(entry.pop("guards"))
+        seeds = tuple(entry.pop("seeds", (0,)))
         found.append(Mutation(**entry, guards=guards, seeds=seeds))
     names = [mutation.name for mutation in found]
     wrong = {name for name in names if names.count(name) > 1}

@@ -22,10 +22,16 @@ from pdserve.router.admin import ClusterReport
 
 pytestmark = pytest.mark.slow
 
-APP, PORT = "elastic", 8127
-LONG, NUM_LONG, SHORT, NUM_SHORT = 1900, 6, 64, 12  # tokens, and clients
+APP = "elastic"
+PORT = 8127
+# tokens, and clients
+LONG = 1900
+NUM_LONG = 6
+SHORT = 64
+NUM_SHORT = 12
 GAP_S = 5.0
-CHANGE_S, LOAD_S = 90.0, 240.0
+CHANGE_S = 90.0
+LOAD_S = 240.0
 CONFIG = {
     "model": {"path": str(DEMO)},
     "engine": {"device": "cpu", "num_kv_blocks": 4096},

@@ -102,7 +102,10 @@ async def begin(running: Cluster, asks: list[Ask], p: Host, successor: Host, *me
 
 
 async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None:
-    p, first, second, third = stage["P0"], stage["D0"], stage["D1"], stage["D2"]
+    p = stage["P0"]
+    first = stage["D0"]
+    second = stage["D1"]
+    third = stage["D2"]
     async with cluster(p, first, config=CONFIG) as running:
         freeze(p.pid)
         async with under_way(running, stage) as asks:
@@ -126,7 +129,9 @@ async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None
 
 async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: Stage) -> None:
     """Some prompts wait, one is being computed, some are on their way to D, some are there."""
-    p, successor, d = stage["P0"], stage["P1"], stage["D2"]
+    p = stage["P0"]
+    successor = stage["P1"]
+    d = stage["D2"]
     async with cluster(p, d, config=CONFIG) as running:
         freeze(p.pid)
         async with under_way(running, stage) as asks:
@@ -141,7 +146,8 @@ async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: S
 
 
 async def test_a_prefill_worker_dies_when_all_is_handed_over_and_nothing_arrived(stage: Stage) -> None:
-    p, d = stage["P1"], stage["D2"]
+    p = stage["P1"]
+    d = stage["D2"]
     async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
         await all_handed_over(running, asks, p, d)
         p.kill()
@@ -151,7 +157,9 @@ async def test_a_prefill_worker_dies_when_all_is_handed_over_and_nothing_arrived
 
 
 async def test_both_workers_die_between_hand_off_and_arrival(stage: Stage) -> None:
-    p, d, successor = stage["P2"], stage["D3"], stage["D2"]
+    p = stage["P2"]
+    d = stage["D3"]
+    successor = stage["D2"]
     async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
         await all_handed_over(running, asks, p, d)
         running.join(successor)
@@ -196,7 +204,9 @@ async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> 
 
 async def test_attempts_end_when_one_worker_after_the_other_dies(stage: Stage) -> None:
     """The successors stand still, so nobody makes progress."""
-    first, second, third = stage["D2"], stage["D4"], stage["D5"]
+    first = stage["D2"]
+    second = stage["D4"]
+    third = stage["D5"]
     async with cluster(first, config=CONFIG) as running:
         asks = stage.asks()
         tasks = [asyncio.create_task(ask.run(running.client)) for ask in asks]

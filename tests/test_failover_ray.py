@@ -19,9 +19,11 @@ from pdserve.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.slow
 
-APP, PORT = "failover", 8126
+APP = "failover"
+PORT = 8126
 NUM_TOKENS = 256
-LONGEST_GAP_S, VANISHED_S = 5.0, 8.0
+LONGEST_GAP_S = 5.0
+VANISHED_S = 8.0
 REQUEST_S = 90.0
 CONFIG = {
     "model": {"path": str(DEMO)},

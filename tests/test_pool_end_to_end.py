@@ -68,10 +68,12 @@ async def test_the_next_turn_of_a_chat_finds_the_ones_before(workers: list[Host]
     """Every turn runs on other workers than the one before: these are told to leave out all others."""
     rng = random.Random(11)
     llm = LLM(str(DEMO), device="cpu")
-    chat, known = words(rng, 300), 0
+    chat = words(rng, 300)
+    known = 0
     for turn in range(TURNS):
         async with cluster(workers[turn % 2], workers[2 + turn % 2]) as running:
-            before, generated_before = await computed(running), await generated(running)
+            before = await computed(running)
+            generated_before = await generated(running)
             found = await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve")
             answer = await running.complete(prompt=chat, seed=1, return_token_ids=True, **GREEDY)
             tokens = answer["choices"][0]["token_ids"]

@@ -42,14 +42,18 @@ from pdserve.engine.llm import LLM, SamplingParams
 SEED = int(os.environ.get("PDSERVE_SOAK_SEED", "1"))
 NUM_REQUESTS = int(os.environ.get("PDSERVE_SOAK_REQUESTS", "10000"))
 MINUTES = float(os.environ.get("PDSERVE_SOAK_MINUTES", "30"))
-NUM_WORKERS, NUM_ROUTERS, CONCURRENCY, RETRIES = 4, 2, 12, 4
+NUM_WORKERS = 4
+NUM_ROUTERS = 2
+CONCURRENCY = 12
+RETRIES = 4
 POOL = {"num_kv_blocks": 96, "max_num_seqs": 16, "max_num_batched_tokens": 128}
 PULL_DEADLINE_S = 1.0
 TRANSFER = {"pull_deadline_s": PULL_DEADLINE_S, "lease_s": 3.0, "ucx_tls": os.environ.get("PDSERVE_SOAK_TLS")}
 ROUTER = RouterConfig(
     split="always", worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3, max_concurrent_prompts=40
 )
-BURST, BURST_PAUSE_S = 120, (10.0, 30.0)
+BURST = 120
+BURST_PAUSE_S = (10.0, 30.0)
 BAD_PAUSE_S = (0.1, 1.0)
 SAMPLE_S = 5.0
 RESUME_WAIT_S = 10.0
@@ -107,7 +111,8 @@ class Clients:
     """Asks the routers in turn; keeps how every request ended."""
 
     def __init__(self, routers: list[RouterProcess], expected: dict[int, Tokens]) -> None:
-        self._routers, self._expected = routers, expected
+        self._routers = routers
+        self._expected = expected
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
         self._http = httpx.AsyncClient(timeout=LIMIT_S, limits=limits)
         self.ends: dict[str, list[float]] = defaultdict(list)
@@ -174,7 +179,8 @@ class Clients:
         counts = [0] * len(expected)
         async for event in self._events(router, self._body(request) | {"stream": True}):
             for choice in event["choices"]:
-                index, tokens = choice["index"], choice["token_ids"]
+                index = choice["index"]
+                tokens = choice["token_ids"]
                 assert tokens == expected[index][counts[index] : counts[index] + len(tokens)], f"seed {request[1]}"
                 counts[index] += len(tokens)
         assert counts == [len(tokens) for tokens in expected]
@@ -369,7 +375,8 @@ async def run(
             for task in (asking, striking, *endless):
                 task.cancel()
             await asyncio.gather(asking, striking, *endless, return_exceptions=True)
-    seconds, asked = time.monotonic() - began, sum(len(times) for times in clients.ends.values())
+    seconds = time.monotonic() - began
+    asked = sum(len(times) for times in clients.ends.values())
     print(f"{asked} requests in {seconds:.0f} s: {asked / seconds:.1f} requests/s")
     print(f"strikes: {dict(sorted(chaos.struck.items()))}\n{watch.table()}")
     finished = sum(len(times) for end, times in clients.ends.items() if end.startswith("finished"))
@@ -391,7 +398,8 @@ async def all_of_them(
     async def client() -> None:
         while (number := next(indices)) < len(requests) or time.monotonic() < ends:
             index = number % len(requests)
-            streams, patience = rng.random() < 0.5, rng.uniform(0.01, 0.6) if rng.random() < 0.2 else None
+            streams = rng.random() < 0.5
+            patience = rng.uniform(0.01, 0.6) if rng.random() < 0.2 else None
             await clients.ask(index, requests[index], streams, patience)
             progress.update()
 

@@ -31,7 +31,8 @@ PAPER_CLI = [
     "import sys, pdserve.cluster.app as app, pdserve.cluster.cli as cli; "
     "app.ENGINE_HOST = 'benchmarks.support.paced_engine:PacedEngineHost'; sys.exit(cli.main())",
 ]
-WANTED_US, WANTED_MS = 95.0, 5.0
+WANTED_US = 95.0
+WANTED_MS = 5.0
 
 
 def document(mode: str, port: int, split: str) -> dict[str, Any]:
@@ -45,12 +46,14 @@ def document(mode: str, port: int, split: str) -> dict[str, Any]:
 
 
 def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:
-    before, began = cpu_seconds(server.pid), time.monotonic()
+    before = cpu_seconds(server.pid)
+    began = time.monotonic()
     time.sleep(options.idle_s)
     idle_share = sum(spent(before, cpu_seconds(server.pid)).values()) / (time.monotonic() - began)
     first = LoadConfig(server.url, Shape.parse(f"{options.first_tokens}x{PROMPT_TOKENS}x2"), clients=1)
     ttft = run_load(first, progress=False).figures()["ttft_ms"]
-    rounds, bare_us = [], []
+    rounds = []
+    bare_us = []
     for number in range(options.rounds):
         rounds.append(stream_round(server, options.streams, options.tokens, idle_share))
         bare_us.append(stream_round(bare, options.streams, options.tokens, 0.0)["us_per_token"])
@@ -91,7 +94,8 @@ def main() -> int:
     except ValueError as error:
         print(f"cluster_cpu: {error}", file=sys.stderr)
         return 2
-    us, ttft = figures["us_per_token"], figures["ttft_ms"]
+    us = figures["us_per_token"]
+    ttft = figures["ttft_ms"]
     shape = {"mode": options.mode, "haproxy": options.haproxy, "streams": options.streams, "tokens": options.tokens}
     append(options.out, {"benchmark": "cluster_cpu", **shape, **figures, "cores": os.cpu_count(), **circumstances()})
     print(

@@ -42,7 +42,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="append a JSON line here")
     args = parser.parse_args()
     check_writable(args.out)
-    replicas, engines = titled(*REPLICAS), titled(ENGINE)
+    replicas = titled(*REPLICAS)
+    engines = titled(ENGINE)
     if not replicas or len(replicas) != len(engines):
         raise SystemExit(
             f"found {len(replicas)} workers and {len(engines)} engines: start `make serve` first, and once"

@@ -58,9 +58,11 @@ def stream_round(server: Server, streams: int, tokens: int, idle_share: float) -
     load = LoadConfig(
         server.url, Shape.parse(f"{streams}x{PROMPT_TOKENS}x{tokens}"), clients=streams, num_warmups=0, model=DEMO.name
     )
-    before, began = cpu_seconds(server.pid), time.monotonic()
+    before = cpu_seconds(server.pid)
+    began = time.monotonic()
     result = run_load(load, progress=False)
-    seconds, by_kind = time.monotonic() - began, spent(before, cpu_seconds(server.pid))
+    seconds = time.monotonic() - began
+    by_kind = spent(before, cpu_seconds(server.pid))
     if len(result.finished) != streams:
         raise ValueError(f"{streams - len(result.finished)} of {streams} streams failed: {dict(result.errors)}")
     num_tokens = sum(outcome.num_tokens for outcome in result.finished)

@@ -28,7 +28,9 @@ from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, git_commit
 from pdserve.engine.llm import LLM, SamplingParams
 
-NUM_PROMPTS, PROMPT_TOKENS, OUTPUT_TOKENS = 16, 128, 64
+NUM_PROMPTS = 16
+PROMPT_TOKENS = 128
+OUTPUT_TOKENS = 64
 Side = Callable[[list[list[int]]], list[list[int]]]
 
 

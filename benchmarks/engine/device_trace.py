@@ -91,10 +91,12 @@ def parts_of(names: Sequence[str]) -> list[str]:
             window.append(i)
         elif kind == "product + activation":
             _name_products(parts, [*window, i], "attention", "activation")
-            window, before = [], "activation"
+            window = []
+            before = "activation"
         elif kind in ("attention", "activation") and not (kind == before and not window):
             _name_products(parts, window, before, kind)
-            window, before = [], kind
+            window = []
+            before = kind
     _name_products(parts, window, before, "")
     return _resolve(parts)
 
@@ -116,7 +118,9 @@ def _resolve(parts: list[str]) -> list[str]:
     sampling.
     """
     resolved: list[str] = []
-    product, behind_head, last = "other", False, "other"
+    product = "other"
+    behind_head = False
+    last = "other"
     for part in parts:
         if part == "reduction":
             part = product
@@ -125,7 +129,8 @@ def _resolve(parts: list[str]) -> list[str]:
         elif part == "other" and behind_head:
             part = "sampling"
         if part in ("qkv", "o", "gate-up", "down", "head"):
-            product, behind_head = part, part == "head"
+            product = part
+            behind_head = part == "head"
         last = part
         resolved.append(part)
     return resolved
@@ -133,7 +138,8 @@ def _resolve(parts: list[str]) -> list[str]:
 
 def busy_us(kernels: Sequence[Kernel]) -> float:
     """Time during which at least one kernel ran; kernels in order of start."""
-    busy, reached = 0.0, float("-inf")
+    busy = 0.0
+    reached = float("-inf")
     for kernel in kernels:
         busy += max(0.0, kernel.end - max(kernel.start, reached))
         reached = max(reached, kernel.end)

@@ -32,7 +32,8 @@ from pdserve.parallel.dims import ParallelDims
 
 SHAPE = SHAPES / "llama-3.1-8b"
 LLAMA_8B = read_spec(str(SHAPE), "dummy").model_copy(update={"max_position": 8192})
-BLOCK_SIZE, MAX_BLOCKS = 128, 32
+BLOCK_SIZE = 128
+MAX_BLOCKS = 32
 CONTEXT = 1000  # of a decode
 ROUNDS = 41  # of a staircase
 Case = tuple[int, tuple[int, ...]]  # number of decodes, lengths of fresh prompts
@@ -88,7 +89,8 @@ class Step:
         def ints(*values: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self._device)
 
-        num_rows, num_seqs = num_decodes + sum(prompts), num_decodes + len(prompts)
+        num_rows = num_decodes + sum(prompts)
+        num_seqs = num_decodes + len(prompts)
         num_blocks = max(MAX_BLOCKS, -(-max(prompts) // BLOCK_SIZE))
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         starts = [sum(prompts[:i]) for i in range(len(prompts) + 1)]

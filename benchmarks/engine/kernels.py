@@ -26,7 +26,13 @@ from pdserve.kernels.attention.prefill import launch_prefill
 from pdserve.kernels.attention.tiles import AttentionTiles
 from pdserve.protocol.sampling_params import MAX_LOGIT_BIAS
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INTERMEDIATE, LAYERS, VOCAB = 32, 8, 128, 4096, 14336, 4, 128256
+HEADS = 32
+KV_HEADS = 8
+HEAD_DIM = 128
+HIDDEN = 4096
+INTERMEDIATE = 14336
+LAYERS = 4
+VOCAB = 128256
 MODEL_LEN = 131072
 DTYPE = torch.bfloat16
 QKV_HEADS = HEADS + 2 * KV_HEADS
@@ -110,7 +116,9 @@ def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
     def step() -> None:
         for layer in range(LAYERS):
             kv = inputs.pool[:, :, layer]
-            tables, rows, lens = inputs.block_tables, inputs.table_rows, inputs.context_lens
+            tables = inputs.block_tables
+            rows = inputs.table_rows
+            lens = inputs.context_lens
             triton_ops.paged_decode(q, kv, tables, rows, lens, HEAD_DIM**-0.5, MODEL_LEN)
 
     step()
@@ -134,7 +142,9 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
         q = random(num_seqs * length, QKV_HEADS, HEAD_DIM)[:, :HEADS]
         out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
-        tables, rows, lens = inputs.block_tables, inputs.table_rows, inputs.context_lens
+        tables = inputs.block_tables
+        rows = inputs.table_rows
+        lens = inputs.context_lens
         args = (q, inputs.kv, tables, rows, lens, starts, length, HEAD_DIM**-0.5)
         work = prefill_work(num_seqs, length, past)
         name = f"prefill {num_seqs} x {length} behind {past}, blocks of {block_size}"
@@ -174,7 +184,8 @@ def dense_cases() -> Iterator[Case]:
 
 def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     """Each reads its inputs and writes its outputs once; the work counts those bytes."""
-    x, weight = random(num_tokens, HIDDEN), random(HIDDEN)
+    x = random(num_tokens, HIDDEN)
+    weight = random(HIDDEN)
     rows = num_tokens * DTYPE.itemsize
     yield Case(f"rms_norm {num_tokens}", partial(triton_ops.rms_norm, x, weight, 1e-5), 2 * rows * HIDDEN, "TB/s")
     qkv = random(num_tokens, QKV_HEADS, HEAD_DIM)
@@ -196,7 +207,8 @@ def product_cases() -> Iterator[Case]:
     shapes = {"qkv": (QKV_HEADS * HEAD_DIM, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * INTERMEDIATE, HIDDEN)}
     shapes |= {"down": (HIDDEN, INTERMEDIATE), "head": (VOCAB, HIDDEN)}
     for name, shape in shapes.items():
-        weight, work = random(*shape), shape[0] * shape[1] * DTYPE.itemsize
+        weight = random(*shape)
+        work = shape[0] * shape[1] * DTYPE.itemsize
         for num_rows in (1, 2, 4, 8, 16, 32, 64):
             x = random(num_rows, shape[1])
             yield Case(f"product {name} {num_rows}", partial(triton_ops.linear, x, weight), work, "TB/s")

@@ -26,8 +26,10 @@ def rows_of(params: SamplingParams, num_rows: int) -> list[SampleRow]:
 
 def measure(params: SamplingParams, num_rows: int) -> tuple[list[float], list[int]]:
     """Milliseconds and bytes of each step, the first included."""
-    staging, rows = RowStaging(VOCAB, num_rows, max_edits(0)), rows_of(params, num_rows)
-    times, sizes = [], []
+    staging = RowStaging(VOCAB, num_rows, max_edits(0))
+    rows = rows_of(params, num_rows)
+    times = []
+    sizes = []
     for _ in range(STEPS):
         began = time.perf_counter()
         arrays = staging.stage(rows)
@@ -53,7 +55,8 @@ def main() -> None:
     print(f"{args.rows} rows{'':20}  first ms      step ms   step bytes")
     for name, params in cases.items():
         times, sizes = measure(params, args.rows)
-        step_ms, step_bytes = statistics.median(times[1:]), statistics.median(sizes[1:])
+        step_ms = statistics.median(times[1:])
+        step_bytes = statistics.median(sizes[1:])
         print(f"{name:28} {times[0]:9.3f} {step_ms:12.3f} {step_bytes:12,.0f}")
 
 

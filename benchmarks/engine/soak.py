@@ -100,7 +100,8 @@ class Soak:
         assert blocks.num_free == blocks.num_usable, f"{blocks.num_usable - blocks.num_free} blocks are lost"
 
     def _submit(self) -> None:
-        rng, vocab = self._rng, self.engine.spec.vocab_size
+        rng = self._rng
+        vocab = self.engine.spec.vocab_size
         length = min(int(rng.lognormvariate(5.5, 1.2)) + 1, self._longest)
         prefix = rng.choice(self._prefixes)[: rng.choice([0, 0, length // 2, length])]
         prompt = (*prefix, *(rng.randrange(vocab) for _ in range(length - len(prefix))))

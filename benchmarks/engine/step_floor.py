@@ -50,8 +50,10 @@ def step_floor(spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Seque
     """Part -> seconds of one step. itemsize: bytes of one number."""
     rows = sum(chunk.num_rows for chunk in chunks)
     samples = sum(chunk.samples for chunk in chunks)
-    q_width, kv_width = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    hidden, wide = spec.hidden_size, spec.intermediate_size
+    q_width = spec.num_heads * spec.head_dim
+    kv_width = spec.num_kv_heads * spec.head_dim
+    hidden = spec.hidden_size
+    wide = spec.intermediate_size
 
     def product(num_rows: int, num_in: int, num_out: int) -> float:
         numbers = num_in * num_out + num_rows * (num_in + num_out)

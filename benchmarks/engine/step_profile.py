@@ -39,7 +39,8 @@ from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
 ROWS = (*PARTS, "copies", "other", "gaps")
-UNPROFILED_PROMPTS, PROFILED_PROMPTS = 3, 2
+UNPROFILED_PROMPTS = 3
+PROFILED_PROMPTS = 2
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,9 @@ from pdserve.text.tokenizer import Tokenizer
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
-FIRST_TOKEN, VOCAB = 100, 1500  # of the demo model: plain ones
+# of the demo model: plain ones
+FIRST_TOKEN = 100
+VOCAB = 1500
 STEP_S = 0.02
 TOKENS_PER_S = 10_000.0  # of prompts
 NUM_TOKENS = 8  # generated for each request
@@ -77,7 +79,8 @@ class PacedRunner:
     """Stands for model_runner.ModelRunner: takes time, computes nothing."""
 
     def __init__(self, engine: Engine) -> None:
-        self.ops, self.pool = engine.runner.ops, engine.kv_cache
+        self.ops = engine.runner.ops
+        self.pool = engine.kv_cache
         self._vocab_size = engine.spec.vocab_size
         self._seconds = 0.0
 
@@ -95,7 +98,8 @@ class PacedRunner:
     def feed_back(self, output: StepOutput, token_ids: Tensor) -> None: ...
 
     def fence(self) -> _Fence:
-        seconds, self._seconds = self._seconds, 0.0
+        seconds = self._seconds
+        self._seconds = 0.0
         return _Fence(time.monotonic() + seconds)
 
 
@@ -185,12 +189,15 @@ def distinct(draw: random.Random, count: int) -> list[Arrival]:
 
 def conversations(draw: random.Random, count: int) -> list[Arrival]:
     """Twelve at a time, each of up to eight turns that repeat all before and add 128 tokens, with a session's name."""
-    arrivals, histories, names = [], [_tokens(draw, 128) for _ in range(12)], itertools.count(12)
+    arrivals = []
+    histories = [_tokens(draw, 128) for _ in range(12)]
+    names = itertools.count(12)
     sessions = [str(i) for i in range(12)]
     for at in _moments(draw, count, 20.0):
         which = draw.randrange(12)
         if len(histories[which]) >= 128 * 8:
-            histories[which], sessions[which] = (), str(next(names))
+            histories[which] = ()
+            sessions[which] = str(next(names))
         histories[which] += _tokens(draw, 128)
         arrivals.append(Arrival(at, histories[which], sessions[which]))
     return arrivals
@@ -233,7 +240,8 @@ async def measure(policy: str, arrivals: Sequence[Arrival], num_workers: int, nu
 async def _ask(service: Service, arrival: Arrival) -> float:
     """Seconds to the first token."""
     await asyncio.sleep(arrival.at)
-    began, first = time.perf_counter(), 0.0
+    began = time.perf_counter()
+    first = 0.0
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     async for _ in service.generate([arrival.prompt], sampling, session_id=arrival.session):
         first = first or time.perf_counter() - began

@@ -33,7 +33,8 @@ WARM_UP = 24  # requests, until workers have told their speed
 
 
 def arrivals(draw: random.Random, rate: float, seconds: float) -> list[Arrival]:
-    at, found = 0.0, []
+    at = 0.0
+    found = []
     while (at := at + draw.expovariate(rate)) < seconds:
         found.append(Arrival(at, tuple(draw.choices(range(FIRST_TOKEN, VOCAB), k=draw.randint(100, 900)))))
     return found
@@ -42,7 +43,8 @@ def arrivals(draw: random.Random, rate: float, seconds: float) -> list[Arrival]:
 async def measure(refuse_beyond: float | None, asked: Sequence[Arrival], seconds: float) -> dict[str, float]:
     """Of all requests: a second in time, the shares in time, late and refused, and the others' TTFT in ms."""
     workers = [PacedWorker(f"w{i}", 4096) for i in range(2)]
-    fleet, slo = Fleet(), SloConfig(ttft_ms=TTFT_MS, refuse_beyond=refuse_beyond)
+    fleet = Fleet()
+    slo = SloConfig(ttft_ms=TTFT_MS, refuse_beyond=refuse_beyond)
     service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(), "demo", slo=slo)
     for worker in workers:
         worker.start()
@@ -78,7 +80,8 @@ async def _after(arrival: Arrival, service: Service) -> float | None:
 
 async def _ask(service: Service, prompt: tuple[int, ...]) -> float | None:
     """Milliseconds to the first token; None: refused."""
-    began, first = time.perf_counter(), 0.0
+    began = time.perf_counter()
+    first = 0.0
     sampling = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     try:
         async for _ in service.generate([prompt], sampling):

@@ -26,6 +26,7 @@ def warm_up(port: int) -> None:
 def run_sender(pipe: Connection) -> None:
     """The process that sends: a row's name in, "ready" out; then a port in, the answers out; None ends it."""
     while (name := pipe.recv()) is not None:
-        row_, attack = ROWS[name], ROWS[name].prepare()
+        row_ = ROWS[name]
+        attack = ROWS[name].prepare()
         pipe.send("ready")
         pipe.send(uvloop.run(attack(pipe.recv(), row_.limit_s)))

@@ -79,7 +79,9 @@ def log_line_us(form: str) -> float:
 
 
 async def measure() -> dict[str, float]:
-    metrics, fleet, record = RouterMetrics("m"), Fleet(), RequestRecord(1)
+    metrics = RouterMetrics("m")
+    fleet = Fleet()
+    record = RequestRecord(1)
     clock = RequestClock(metrics, 1, time.perf_counter())
     gauge = Gauge("pdserve_bench_seconds_bucket", "", ("le", "worker", "role"))
 

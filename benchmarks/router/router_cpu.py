@@ -108,7 +108,8 @@ async def stream(port: int, api: str, num_tokens: int, with_ids: bool) -> int:
 
 async def measure(port: int, api: str, num_streams: int, num_tokens: int, with_ids: bool) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
-        before, began = float((await client.get("/cpu")).text), time.monotonic()
+        before = float((await client.get("/cpu")).text)
+        began = time.monotonic()
         events = sum(await asyncio.gather(*[stream(port, api, num_tokens, with_ids) for _ in range(num_streams)]))
         wall = time.monotonic() - began
         cpu = float((await client.get("/cpu")).text) - before

@@ -125,7 +125,9 @@ class Bench:
 
     def run(self, row: Row) -> Result:
         self._sender_pipe.send(row.name)
-        address, port, log = f"ipc://{self._folder}/engine", free_port(), str(self._folder / "log")
+        address = f"ipc://{self._folder}/engine"
+        port = free_port()
+        log = str(self._folder / "log")
         late = _spawn.Value("d", 0.0)
         with (
             _process(run_engine, address, late),
@@ -147,7 +149,8 @@ class Bench:
         time.sleep(self._control_s)
         control = _look(watcher)
         base_mb = memory.sample()
-        late.value, began = 0.0, time.monotonic()
+        late.value = 0.0
+        began = time.monotonic()
         self._sender_pipe.send(port)
         while not self._sender_pipe.poll(SAMPLE_S):
             memory.sample()

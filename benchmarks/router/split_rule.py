@@ -82,12 +82,16 @@ def simulate(
     mode: str, rate: float, num_prompt_tokens: int, num_tokens: int, count: int, seed: int
 ) -> dict[str, float]:
     """rate: requests a second. Percentiles in milliseconds."""
-    draw, now = random.Random(seed), 0.0
+    draw = random.Random(seed)
+    now = 0.0
     requests: list[Request] = []
     for _ in range(count):
         now += 1000 * draw.expovariate(rate)
         requests.append(Request(now, num_tokens - 1))
-    cluster, coming, now, num_done = Cluster(mode, num_prompt_tokens), deque(requests), 0.0, 0
+    cluster = Cluster(mode, num_prompt_tokens)
+    coming = deque(requests)
+    now = 0.0
+    num_done = 0
     while num_done < count:
         while coming and coming[0].arrived <= now:
             cluster.place(coming.popleft())
@@ -119,7 +123,8 @@ def _finish_step(cluster: Cluster, prompt: Request | None, now: float) -> int:
     """How many requests ended."""
     before = len(cluster.decoding)
     for request in cluster.decoding:
-        request.left, request.last = request.left - 1, now
+        request.left = request.left - 1
+        request.last = now
     cluster.decoding = [request for request in cluster.decoding if request.left > 0]
     num_ended = before - len(cluster.decoding)
     if prompt is not None:

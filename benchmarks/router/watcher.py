@@ -100,7 +100,8 @@ class _Watcher:
         if question == "calm":
             self._pipe.send(now - self._flowing_since)
         else:
-            window, self.window = self.window, Window()
+            window = self.window
+            self.window = Window()
             self._pipe.send(window)
 
     def _unfinished(self, now: float) -> None:

@@ -149,8 +149,10 @@ class PacedEngine:
     def _begin(self, submit: Submit) -> None:
         """Send what stands at once: first tokens, and the hand-off behind them or the arrival before them."""
         room = self._max_model_len - len(submit.prompt_token_ids)
-        key, last = submit.key, (submit.sampling.max_tokens or room) - 1
-        name, attempt = key.request_id, key.attempt
+        key = submit.key
+        last = (submit.sampling.max_tokens or room) - 1
+        name = key.request_id
+        attempt = key.attempt
         top = None if submit.sampling.logprobs is None else _top(submit.sampling.logprobs)
         choices = [_Choice(start.choice, len(start.forced), last, top) for start in submit.starts]
         events: list[Event] = []
@@ -275,7 +277,8 @@ def _top(count: int) -> tuple[tuple[int, float], ...]:
 
 
 def _scores(submit: Submit) -> Iterator[PromptScored]:
-    prompt, top = submit.prompt_token_ids, _top(submit.sampling.prompt_logprobs or 0)
+    prompt = submit.prompt_token_ids
+    top = _top(submit.sampling.prompt_logprobs or 0)
     step = SCORES_PER_EVENT // (1 + len(top))
     for start in range(0, len(prompt), step):
         end = min(start + step, len(prompt))

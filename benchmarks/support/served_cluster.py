@@ -66,7 +66,8 @@ def serving(
     `pdserve` command; options: of its `up`. ValueError, with the end of its log, when it is not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="pdserve-cluster-") as scratch:
-        cluster, log = Path(scratch) / "cluster.yaml", Path(scratch) / "log"
+        cluster = Path(scratch) / "cluster.yaml"
+        log = Path(scratch) / "log"
         cluster.write_text(yaml.safe_dump(dict(document)))
         with log.open("w") as out:
             process = subprocess.Popen(

@@ -25,7 +25,10 @@ from pdserve.bench.load import LoadConfig, run_load
 from pdserve.bench.record import Json, repeated
 from pdserve.bench.workload import Shape
 
-STREAMS, PROMPT_TOKENS, TOKENS, ROUNDS = 64, 64, 100, 3
+STREAMS = 64
+PROMPT_TOKENS = 64
+TOKENS = 100
+ROUNDS = 3
 
 
 def bare_us_per_token() -> Json:

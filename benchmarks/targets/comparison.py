@@ -17,7 +17,9 @@ Verdict = Literal["not slower", "undecided", "slower", "shown"]
 GOOD: tuple[Verdict, ...] = ("not slower", "shown")
 
 MAX_RATIO = 1.01
-GPU_HALF_WIDTH, CPU_HALF_WIDTH = 0.02, 0.04  # of the 95 % interval, where that decides
+# of the 95 % interval, where that decides
+GPU_HALF_WIDTH = 0.02
+CPU_HALF_WIDTH = 0.04
 # Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on; behind the table the normal quantile.
 T_95 = (
     12.706,

@@ -12,7 +12,9 @@ from typing import Any
 
 from pdserve.bench.workload import Shape
 
-BEHIND, BETWEEN, REACHED = "✗", "~", "✓"
+BEHIND = "✗"
+BETWEEN = "~"
+REACHED = "✓"
 LEGEND = (
     f"{BEHIND} behind vLLM, or behind what ours must reach where vLLM's is not known   "
     f"{BETWEEN} between the two   {REACHED} reached"
@@ -204,7 +206,8 @@ def _http_cell(row: HttpRow, name: str, value: float | None) -> str:
         return ""
     if value is None:
         return f"- {BEHIND}"
-    vllm, target = row.vllm.get(name), row.target.get(name)
+    vllm = row.vllm.get(name)
+    target = row.target.get(name)
     if (vllm is None and target is None) or (name == "tok_s" and row.rate is not None):
         return _number(value)
     return f"{_number(value)} {mark(value, vllm, target, name in HIGHER_IS_BETTER)}"

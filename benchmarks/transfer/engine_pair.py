@@ -43,7 +43,8 @@ from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
-ROUTER, SESSION = "benchmark", 1
+ROUTER = "benchmark"
+SESSION = 1
 START_S = 300.0  # a model may have to be loaded
 ANSWER_S = 120.0
 STOP_S = 5.0
@@ -257,7 +258,9 @@ class Pair:
     """P and D, connected. Every call is one request more."""
 
     def __init__(self, p: Worker, d: Worker, status: PeerStatus) -> None:
-        self.p, self.d, self.status = p, d, status
+        self.p = p
+        self.d = d
+        self.status = status
         self._ids = (f"r{i}" for i in itertools.count())
 
     def submit(
@@ -288,7 +291,8 @@ class Pair:
         """Prompt on P, answer on D. announce: D is prepared, and pulls what P publishes as it comes; overlap: for which
         P cuts the last chunk short. ValueError when the rows did not come from P's memory."""
         request_id = next(self._ids)
-        p_leg, d_leg = self.p.open_leg(request_id, 1), self.d.open_leg(request_id, 2)
+        p_leg = self.p.open_leg(request_id, 1)
+        d_leg = self.d.open_leg(request_id, 2)
         sent = time.perf_counter()
         self.p.send(_submit(p_leg, "prefill", prompt, sampling, overlap=overlap))
         if announce:

@@ -46,8 +46,11 @@ from pdserve.protocol.events import Arrived
 from pdserve.protocol.sampling_params import SamplingParams
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-WHOLE_P, WHOLE_D = "whole on P", "whole on D"
-OVERLAPPED, ANNOUNCED, SEQUENTIAL = "split, overlapped", "split, announced", "split, sequential"
+WHOLE_P = "whole on P"
+WHOLE_D = "whole on D"
+OVERLAPPED = "split, overlapped"
+ANNOUNCED = "split, announced"
+SEQUENTIAL = "split, sequential"
 LEASE_S = 3600.0  # of the ticket that is pulled again and again
 
 

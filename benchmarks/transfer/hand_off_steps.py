@@ -24,7 +24,11 @@ class Pulls:
     how."""
 
     def __init__(self, pair: Pair, plan: Plan, prompt: tuple[int, ...], first: tuple[int, ...], ticket: Ticket) -> None:
-        self._pair, self._plan, self._prompt, self._first, self._ticket = pair, plan, prompt, first, ticket
+        self._pair = pair
+        self._plan = plan
+        self._prompt = prompt
+        self._first = first
+        self._ticket = ticket
         self._is_over = False
         self._tasks: list[asyncio.Task[None]] = []
         self.arrivals: list[tuple[float, Arrived]] = []

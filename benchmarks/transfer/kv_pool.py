@@ -59,7 +59,8 @@ class Side:
 def measure(writer: Side, reader: Side, num_tokens: int, repeats: int, layout: KVLayout) -> Json:
     """Medians over `repeats` prompts that were never stored before."""
     seen: dict[str, list[float]] = {}
-    num_blocks, op_ids = num_tokens // layout.block_size, itertools.count(1)
+    num_blocks = num_tokens // layout.block_size
+    op_ids = itertools.count(1)
 
     def note(what: str, kind: type, took: tuple[Any, float, float]) -> Any:
         event, ms, us = took

@@ -191,7 +191,8 @@ def main() -> int:
         chosen = None if tls == "default" else tls
         for size in options.sink_block_sizes or [block_size]:
             layouts = layout, KVLayout(groups=layout.groups, block_size=size)
-            delay_us, netns = options.progress_delay_us, tuple(options.netns)
+            delay_us = options.progress_delay_us
+            netns = tuple(options.netns)
             cases.append(Case(layouts, pool_tokens, *wanted, device, chosen, delay_us, netns))
     rows: list[Json] = []
     with tqdm(total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False) as bar:

@@ -31,7 +31,11 @@ DEADLINE_S = 60.0
 WORD = torch.int64
 
 
-CLONE_NEWNS, CLONE_NEWNET, MS_REC, MS_PRIVATE = 0x00020000, 0x40000000, 1 << 14, 1 << 18  # Linux
+# Linux
+CLONE_NEWNS = 0x00020000
+CLONE_NEWNET = 0x40000000
+MS_REC = 1 << 14
+MS_PRIVATE = 1 << 18
 
 
 def _call(function: str, *arguments: Any) -> None:
@@ -73,7 +77,8 @@ class Side:
         device = torch.device(case.device, rank) if case.device == "cuda" else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-        self.case, self.layout = case, case.layouts[rank]
+        self.case = case
+        self.layout = case.layouts[rank]
         self.num_blocks = self.layout.num_blocks_for(case.num_tokens) + 1
         words = self.layout.block_bytes // WORD.itemsize
         self.words = torch.zeros(self.num_blocks, words, dtype=WORD, device=device)
@@ -110,7 +115,8 @@ class Side:
 
     def age(self, seed: int) -> None:
         """Random requests come and go, some of their blocks stay known."""
-        rng, blocks = random.Random(seed), self.blocks
+        rng = random.Random(seed)
+        blocks = self.blocks
         live: list[list[int]] = []
         longest = max(blocks.num_usable // 8, 1)
         for _ in range(AGING_REQUESTS):
@@ -223,7 +229,8 @@ def hand_over(side: Side, commands: Connection, num_tokens: int, pull_ids: Itera
 
 
 def _check(side: Side, local: list[int], remote: tuple[int, ...], num_tokens: int) -> None:
-    device, (theirs, ours) = side.words.device, side.case.layouts
+    device = side.words.device
+    (theirs, ours) = side.case.layouts
     step = 8 * max(theirs.block_size, ours.block_size)
     for first in range(0, num_tokens, step):
         count = min(step, num_tokens - first)

@@ -73,7 +73,8 @@ def failed(name: str, error: BaseException) -> None:
 
 
 async def _kept(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float) -> None:
-    loop, pauses = asyncio.get_running_loop(), Pauses(longest_pause_s)
+    loop = asyncio.get_running_loop()
+    pauses = Pauses(longest_pause_s)
     while True:
         began = loop.time()
         try:

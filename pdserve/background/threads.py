@@ -37,7 +37,8 @@ class KeptThread(threading.Thread):
 
     def __init__(self, name: str, run: Callable[[], None], of: str = "", longest_pause_s: float = 5.0) -> None:
         super().__init__(name=f"{name} {of}".strip(), daemon=True)
-        self._label, self._work = name, run
+        self._label = name
+        self._work = run
         self._pauses = Pauses(longest_pause_s)
         self._finishing = threading.Event()
         FAILURES.labels(name)  # counts from zero: the first failure is a step that a query sees

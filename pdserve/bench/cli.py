@@ -36,7 +36,9 @@ def fixed_length(text: str) -> Lengths:
     return lengths
 
 
-SHAPE, LENGTHS, FIXED_LENGTH = shown(Shape.parse), shown(Lengths.parse), shown(fixed_length)
+SHAPE = shown(Shape.parse)
+LENGTHS = shown(Lengths.parse)
+FIXED_LENGTH = shown(fixed_length)
 
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:

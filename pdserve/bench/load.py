@@ -115,9 +115,11 @@ async def _run(config: LoadConfig, progress: bool) -> LoadResult:
         with tqdm(total=len(bodies), desc=config.label, unit="request", disable=not progress) as bar:
             gc.collect()
             gc.freeze()  # what exists now is not searched again while the clock runs
-            cpu, began = time.process_time(), time.perf_counter()
+            cpu = time.process_time()
+            began = time.perf_counter()
             outcomes, lateness = await _send_all(config, client, bodies, bar.update)
-            cpu_seconds, ended = time.process_time() - cpu, time.perf_counter()
+            cpu_seconds = time.process_time() - cpu
+            ended = time.perf_counter()
             gc.unfreeze()
     seconds = max(outcome.ended_at for outcome in outcomes) - min(outcome.sent_at for outcome in outcomes)
     return LoadResult(outcomes, seconds, cpu_seconds / (ended - began), lateness, model)

@@ -18,7 +18,8 @@ from pdserve.bench.workload import Lengths, Shape, draw_work
 from pdserve.engine.llm import LLM, SamplingParams
 
 # A warm-up run: enough tokens to meet every kernel, few enough to cost little.
-WARMUP_INPUT, WARMUP_OUTPUT = 64, 16
+WARMUP_INPUT = 64
+WARMUP_OUTPUT = 16
 
 
 @dataclass(frozen=True)

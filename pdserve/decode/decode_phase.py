@@ -104,7 +104,10 @@ class DecodePhase:
             self._receiver.reject(ticket)
             return self._recompute(request, submit.starts, "ticket-for-other-content")
         item = prepared or KVImport(request, submit.starts, source_of(ticket), 0.0)
-        item.request, item.starts, item.ticket, item.started = request, submit.starts, ticket, time.monotonic()
+        item.request = request
+        item.starts = submit.starts
+        item.ticket = ticket
+        item.started = time.monotonic()
         self._imports[item.key] = item
         if item.pull_id is not None and item.source == source_of(ticket):
             if not item.is_revoked:
@@ -164,7 +167,8 @@ class DecodePhase:
         """Reserve by priority and arrival, and post; whoever waits beyond the deadline computes its
         prompt instead."""
         events: Events = []
-        lacks_blocks, now = False, time.monotonic()
+        lacks_blocks = False
+        now = time.monotonic()
         submitted = [item for item in self._waiting.values() if item.ticket is not None]
         for item in sorted(submitted, key=lambda item: item.request.priority):
             if self.pulls.is_shunned(item.source.engine_id):
@@ -205,7 +209,8 @@ class DecodePhase:
             pull_id = self.pulls.begin(item, reservation)
             item.is_hint = True
             room -= self.pulls.num_blocks(item)
-            blocks, skip = reservation.destination, reservation.num_cached
+            blocks = reservation.destination
+            skip = reservation.num_cached
             self._receiver.follow(pull_id, item.source, content, blocks, skip, self._deadline_s)
 
     def _end_forgotten(self) -> None:
@@ -235,7 +240,8 @@ class DecodePhase:
     def _start(self, item: KVImport, reservation: Reservation) -> Events:
         assert item.ticket is not None
         del self._waiting[item.key]
-        pull_id, blocks = self.pulls.begin(item, reservation), reservation.destination
+        pull_id = self.pulls.begin(item, reservation)
+        blocks = reservation.destination
         self._receiver.pull(pull_id, item.ticket, blocks, reservation.num_cached, self._deadline_s)
         if blocks:
             return []
@@ -251,7 +257,8 @@ class DecodePhase:
         if item is None:
             return []
         ended_as_hint = item.is_hint and not event.was_complete
-        item.pull_id, item.is_hint = None, False
+        item.pull_id = None
+        item.is_hint = False
         if item.ticket is not None and not ended_as_hint:
             del self._imports[item.key]
             return self._recompute(item.request, item.starts, event.reason, event.detail, item.spent())
@@ -262,7 +269,8 @@ class DecodePhase:
 
     def _join(self, item: KVImport, reservation: Reservation, source: str, done: PullDone | None = None) -> Events:
         del self._imports[item.key]
-        reservation.request, reservation.starts = item.request, item.starts
+        reservation.request = item.request
+        reservation.starts = item.starts
         self._engine.join(reservation)
         return [(item.key, item.arrived(source, done))]
 

@@ -35,7 +35,8 @@ class Pulls:
 
     def __init__(self, engine: Engine, max_reserved_blocks: int, max_quarantined_blocks: int) -> None:
         self.max_reserved_blocks = max_reserved_blocks
-        self._engine, self._max_quarantined = engine, max_quarantined_blocks
+        self._engine = engine
+        self._max_quarantined = max_quarantined_blocks
         self._pulls: dict[int, Pull] = {}
         self._quarantined: dict[int, tuple[str, list[int]]] = {}
         self._pull_ids = itertools.count()
@@ -92,7 +93,9 @@ class Pulls:
         assert item.pull_id is not None
         pull_id = item.pull_id
         self._pulls[pull_id] = replace(self._pulls[pull_id], item=None)
-        item.pull_id, item.began, item.is_hint = None, None, False
+        item.pull_id = None
+        item.began = None
+        item.is_hint = False
         return pull_id
 
     def finish(self, pull_id: int) -> tuple[KVImport, Reservation] | None:

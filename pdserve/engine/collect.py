@@ -34,8 +34,12 @@ class StepCollector:
         requests: Requests,
         stats: EngineStats,
     ) -> None:
-        self._blocks, self._hasher, self._layout = blocks, hasher, layout
-        self._scheduler, self._requests, self._stats = scheduler, requests, stats
+        self._blocks = blocks
+        self._hasher = hasher
+        self._layout = layout
+        self._scheduler = scheduler
+        self._requests = requests
+        self._stats = stats
         self.held: dict[RequestKey, HeldPrompt] = {}
         self.keeps_finished_rows = False
 
@@ -92,13 +96,15 @@ class StepCollector:
         full = (len(seq.token_ids) - 1) // self._layout.block_size
         if not self.keeps_finished_rows or not full:
             return
-        blocks, hashes = tuple(seq.block_table[:full]), tuple(seq.hashes(self._hasher)[:full])
+        blocks = tuple(seq.block_table[:full])
+        hashes = tuple(seq.hashes(self._hasher)[:full])
         self._blocks.acquire(blocks)
         tokens = tuple(seq.token_ids[: full * self._layout.block_size])
         result.finished.append(FinishedRows(tokens, seq.request.cache_salt, blocks, hashes))
 
     def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
-        request, token = seq.request, sampled.token_id
+        request = seq.request
+        token = sampled.token_id
         position = seq.num_generated
         seq.token_ids.append(token)
         seq.num_pending -= 1

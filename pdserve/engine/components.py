@@ -53,7 +53,8 @@ def make_components(model: ModelConfig, config: EngineConfig, progress: StartPro
         keep_freed_memory()
     if resolved.deterministic and device.type == "cuda":
         raise ValueError("engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)")
-    path, load_format = model.resolved_path, model.load_format
+    path = model.resolved_path
+    load_format = model.load_format
     with ThreadPoolExecutor(1) as beside:  # both wait rather than work
         awake = beside.submit(_wake, device)
         if not Path(path).is_dir():

@@ -52,8 +52,12 @@ class StepDispatcher:
         stats: EngineStats,
     ) -> None:
         self.runner = runner
-        self._sampler, self._scheduler, self._blocks = sampler, scheduler, blocks
-        self._hasher, self._requests, self._stats = hasher, requests, stats
+        self._sampler = sampler
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._hasher = hasher
+        self._requests = requests
+        self._stats = stats
 
     def dispatch(self, plan: StepPlan, started: float) -> StepInFlight:
         """Do all that needs counts alone, and queue the step on the device."""

@@ -33,7 +33,10 @@ class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls everything."""
 
     def __init__(self, parts: EngineComponents) -> None:
-        self.config, self.device, self.spec, self.layout = parts.config, parts.device, parts.spec, parts.layout
+        self.config = parts.config
+        self.device = parts.device
+        self.spec = parts.spec
+        self.layout = parts.layout
         self.sampler = parts.sampler
         self.model_fingerprint = parts.fingerprint
         self.max_model_len = parts.max_model_len

@@ -280,7 +280,8 @@ class _Run:
             text, stop, _ = self._texts[choice.index].push(delta.token_ids, delta.finish_reason)
             choice.text += text
         if stop is not None:
-            choice.finish_reason, choice.stop_reason = "stop", stop
+            choice.finish_reason = "stop"
+            choice.stop_reason = stop
         self.output.finished = all(c.finish_reason is not None for c in self.output.outputs)
         return choice.index if stop is not None and delta.finish_reason is None else None
 

@@ -51,7 +51,9 @@ class Requests:
             if choices is None or (seq.choice in choices and not kept):
                 self.finish(seq)
             elif seq.choice in choices:
-                seq.choice, seq.pending_forks = kept[0], kept[1:]  # another choice takes the prompt's computation over
+                # another choice takes the prompt's computation over
+                seq.choice = kept[0]
+                seq.pending_forks = kept[1:]
             else:
                 seq.pending_forks = kept
         return key not in self._requests

@@ -35,8 +35,11 @@ class Reservations:
     def __init__(
         self, blocks: BlockManager, hasher: BlockHasher, layout: KVLayout, requests: Requests, scheduler: Scheduler
     ) -> None:
-        self._blocks, self._hasher, self._layout = blocks, hasher, layout
-        self._requests, self._scheduler = requests, scheduler
+        self._blocks = blocks
+        self._hasher = hasher
+        self._layout = layout
+        self._requests = requests
+        self._scheduler = scheduler
         self.num_out = 0
 
     def reserve(self, request: Request, starts: tuple[Start, ...], num_blocks: int | None = None) -> Reservation | None:

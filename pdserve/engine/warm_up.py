@@ -18,7 +18,8 @@ GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 def warm_up(engine: Engine, report: Report) -> None:
     """Blocks until the device has done it. Call before the first request. report: is called after each part."""
-    caching, engine.blocks.enable_caching = engine.blocks.enable_caching, False
+    caching = engine.blocks.enable_caching
+    engine.blocks.enable_caching = False
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
     engine.runner.warm_dense_prefill(max(longest, 1))

@@ -252,8 +252,10 @@ def _prefill(
     _check_attention(q, kv, block_tables, scale)
     _check_ids(table_rows=table_rows, context_lens=context_lens, query_starts=query_starts)
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
-    group, num_rows = num_heads // num_kv_heads, (num_tokens - skip) * num_heads
+    num_kv_heads = kv.shape[1]
+    block_size = kv.shape[3]
+    group = num_heads // num_kv_heads
+    num_rows = (num_tokens - skip) * num_heads
     tiles = prefill_tiles(group, num_rows, head_dim, block_size, q.dtype, _num_sms(q.device))
     paged = kv, block_tables, table_rows, context_lens, query_starts, max_query_len
     launch_prefill(q, *paged, scale, tiles, out, skip)

@@ -11,9 +11,12 @@ import torch
 
 # Elements hashed at once. On CPU the int64 temporaries must stay in the cache (ten times faster); elsewhere a chunk
 # only bounds their memory to a few hundred MiB.
-CPU_CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 24
+CPU_CHUNK = 1 << 16
+DEVICE_CHUNK = 1 << 24
 MASK64 = (1 << 64) - 1
-GOLDEN, MIX1, MIX2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+GOLDEN = 0x9E3779B97F4A7C15
+MIX1 = 0xBF58476D1CE4E5B9
+MIX2 = 0x94D049BB133111EB
 SUM_STD = (4 * ((1 << 32) - 1) / 12) ** 0.5  # of the sum of four uniform integers of 16 bits
 SUM_MEAN = 2 * 65535
 

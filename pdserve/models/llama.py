@@ -49,10 +49,14 @@ class Attention:
     """Projections, optional norm of each q and k head; the attention itself, rotation included, is `attend`."""
 
     def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet, rope: RopeTables) -> None:
-        self._spec, self._layer, self._ops, self._rope = spec, layer, ops, rope
+        self._spec = spec
+        self._layer = layer
+        self._ops = ops
+        self._rope = rope
         prefix = f"model.layers.{layer}"
         name = f"{prefix}.self_attn"
-        q_size, kv_size = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        q_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
         self._heads = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         outs = {f"{name}.q_proj": q_size, f"{name}.k_proj": kv_size, f"{name}.v_proj": kv_size}
         self._norm = weights.add({f"{prefix}.input_layernorm.weight": spec.hidden_size}, init="ones")
@@ -78,8 +82,10 @@ class Mlp:
     """SwiGLU (Shazeer 2020): `down(silu(gate(x)) * up(x))` with gate and up in one matrix."""
 
     def __init__(self, spec: ModelSpec, layer: int, ops: Ops, weights: WeightSet) -> None:
-        self._ops, self._eps = ops, spec.rms_eps
-        prefix, size = f"model.layers.{layer}", spec.intermediate_size
+        self._ops = ops
+        self._eps = spec.rms_eps
+        prefix = f"model.layers.{layer}"
+        size = spec.intermediate_size
         name = f"{prefix}.mlp"
         outs = {f"{name}.gate_proj": size, f"{name}.up_proj": size}
         self._norm = weights.add({f"{prefix}.post_attention_layernorm.weight": spec.hidden_size}, init="ones")

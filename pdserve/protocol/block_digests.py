@@ -22,7 +22,8 @@ class BlockHasher:
 
     def extend(self, hashes: list[bytes], tokens: Sequence[int], salt: str) -> None:
         """Append the digests of the full blocks of `tokens` that `hashes` does not hold yet. salt separates tenants."""
-        first, end = len(hashes), len(tokens) // self.block_size
+        first = len(hashes)
+        end = len(tokens) // self.block_size
         if first >= end:
             return
         parent = hashes[-1] if hashes else self._root(salt)

@@ -19,7 +19,8 @@ from pdserve.router.errors import ApiError
 from pdserve.router.times import rounded
 
 # Retry-After is kept within these seconds: less is a busy loop of the client, more is a guess about another hour
-SOONEST_S, LATEST_S = 1, 60
+SOONEST_S = 1
+LATEST_S = 60
 RATE_WINDOW_S = 10.0
 # of the time until a first token that would be late: so long may even a prompt wait that takes that time by itself
 LEAST_WAIT = 0.25
@@ -43,7 +44,8 @@ class Seat:
     def fill(self, num_tokens: int, priority: int = 0, forecast: Forecast | None = None) -> None:
         """The prompt has so many tokens, which wait now. forecast: of its first token, if one was made."""
         self._queued = self._unsent = num_tokens
-        self._priority, self._forecast = priority, forecast
+        self._priority = priority
+        self._forecast = forecast
         self._filled = self._admission.clock()
         self._admission.unsent_tokens += num_tokens
         self._admission.queue(num_tokens, priority)
@@ -149,7 +151,8 @@ class Admission:
         latest_ms = self._slo.latest_ms
         if latest_ms is None:
             return
-        wait_ms, alone_ms = forecast.wait_ms * self.caution, forecast.own_ms * self.caution + elapsed_ms
+        wait_ms = forecast.wait_ms * self.caution
+        alone_ms = forecast.own_ms * self.caution + elapsed_ms
         over_ms = wait_ms - max(latest_ms - alone_ms, LEAST_WAIT * latest_ms)
         if over_ms > 0:
             message = (
@@ -208,7 +211,8 @@ class Rate:
         now = self._clock()
         if now - self._since >= RATE_WINDOW_S:
             self._before = self._now if now - self._since < 2 * RATE_WINDOW_S else 0
-            self._now, self._since = 0, now
+            self._now = 0
+            self._since = now
 
 
 def _seconds(until: float) -> int:

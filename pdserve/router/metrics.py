@@ -30,7 +30,8 @@ class QuickCounter(Collector):
     """A counter of one thread, without labels: no lock, a tenth of prometheus_client's time. For every token."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
-        self._name, self._text = name, text
+        self._name = name
+        self._text = text
         self.value = 0.0
         registry.register(self)
 
@@ -45,7 +46,9 @@ class QuickHistogram(Collector):
     """As QuickCounter. bounds: upper ends of the buckets, ascending, without infinity."""
 
     def __init__(self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
-        self._name, self._text, self._bounds = name, text, bounds
+        self._name = name
+        self._text = text
+        self._bounds = bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
         registry.register(self)

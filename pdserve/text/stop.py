@@ -28,7 +28,8 @@ class StopStrings:
         self.firsts = frozenset(stop[0] for stop in stops)
         self.follows = bytearray(b"\0")
         self.branches: dict[int, dict[str, int]] = {}
-        self.lengths, self.matches = array("I", [0]), array("I", [0])
+        self.lengths = array("I", [0])
+        self.matches = array("I", [0])
         self.chars = "\0"
         parents = array("I", [0])
         for stop in stops:
@@ -47,9 +48,11 @@ class StopStrings:
         return 0 if branches is None else branches.get(char, 0)
 
     def _insert(self, stop: str, parents: "array[int]") -> None:
-        state, known = 0, 0
+        state = 0
+        known = 0
         while known < len(stop) and (after := self._known_after(state, stop[known])):
-            state, known = after, known + 1
+            state = after
+            known = known + 1
         for length in range(known + 1, len(stop) + 1):
             new = len(self.lengths)
             if new != state + 1:
@@ -67,11 +70,13 @@ class StopStrings:
 
     def _link(self, parents: "array[int]") -> None:
         """Fill `failures`, shorter prefixes first, and let each state know the strings that end within its prefix."""
-        failures, matches = self.failures, self.matches
+        failures = self.failures
+        matches = self.matches
         for state in sorted(range(1, len(parents)), key=self.lengths.__getitem__):
             if parents[state] == 0:
                 continue
-            char, shorter = self.chars[state], failures[parents[state]]
+            char = self.chars[state]
+            shorter = failures[parents[state]]
             while not (after := self.after(shorter, char)) and shorter:
                 shorter = failures[shorter]
             failures[state] = after
@@ -91,7 +96,8 @@ class StopMatcher:
     def push(self, text: str) -> tuple[str, str | None]:
         """(text to emit, the matched stop string or None). After a match nothing may be pushed."""
         assert not self._matched, "pushed text behind a stop string"
-        stops, state = self._stops, self._state
+        stops = self._stops
+        state = self._state
         if not state and stops.firsts.isdisjoint(text):
             return text, None
         for index, char in enumerate(text):
@@ -108,7 +114,8 @@ class StopMatcher:
 
     def flush(self) -> str:
         """What was held back, when no text follows."""
-        held, self._held = self._held, ""
+        held = self._held
+        self._held = ""
         return held
 
     def _cut(self, text: str, length: int) -> tuple[str, str]:

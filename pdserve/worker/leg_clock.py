@@ -45,13 +45,15 @@ class LegClock:
         """Its first rows are in a step. device_seconds: the worker's running total. Later calls (after a preemption)
         change nothing."""
         if self._planned is None:
-            self._planned, self._device_before = now, device_seconds
+            self._planned = now
+            self._device_before = device_seconds
             if self._phase == "decode":
                 self._prompt_done = now
 
     def advanced(self, num_rows: int) -> bool:
         """Whether more of the prompt's rows are computed than at any earlier call."""
-        before, self._rows = self._rows, max(self._rows, num_rows)
+        before = self._rows
+        self._rows = max(self._rows, num_rows)
         return num_rows > before
 
     def see(self, event: Delta | PromptScored, now: float, device_seconds: float) -> LegTimes | None:

@@ -27,7 +27,8 @@ class WorkerLegs:
     """The legs of all sessions, and how long the device computed for them."""
 
     def __init__(self, engine: Engine, metrics: WorkerMetrics) -> None:
-        self._engine, self._metrics = engine, metrics
+        self._engine = engine
+        self._metrics = metrics
         self._clocks: dict[Session, dict[RequestKey, LegClock]] = defaultdict(dict)
         self._device_seconds = 0.0
         self._num_steps_told = 0

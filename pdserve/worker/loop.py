@@ -246,7 +246,8 @@ class WorkerLoop:
     def _check_at_rest(self, busy: bool) -> None:
         now = time.monotonic()
         if busy:
-            self._last_busy, self._is_checked = now, False
+            self._last_busy = now
+            self._is_checked = False
         elif not self._is_checked and now >= self._last_busy + REST_S:
             self._is_checked = True
             self.check_integrity()

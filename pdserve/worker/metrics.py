@@ -37,7 +37,9 @@ class EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        engine, scheduler, blocks = self._engine, self._engine.scheduler, self._engine.blocks
+        engine = self._engine
+        scheduler = self._engine.scheduler
+        blocks = self._engine.blocks
         totals = {
             "pdserve_engine_steps": ("Engine steps", engine.stats.num_steps),
             "pdserve_engine_prompt_tokens": ("Prompt tokens computed here", engine.stats.prompt_tokens),

@@ -20,7 +20,9 @@ class Outbox:
     """send(target, batch): target is "router_id/session" or "*"."""
 
     def __init__(self, send: Send, worker_id: str, incarnation: int) -> None:
-        self._send, self._worker_id, self._incarnation = send, worker_id, incarnation
+        self._send = send
+        self._worker_id = worker_id
+        self._incarnation = incarnation
         self._sessions: set[Session] = set()
         self._outgoing: dict[Session, list[Event]] = defaultdict(list)
 

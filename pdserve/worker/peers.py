@@ -16,7 +16,8 @@ class PeerStatuses:
     """tell: sends a status to every router. receiver: None when the worker has no connector."""
 
     def __init__(self, receiver: KVReceiver | None, tell: Callable[[PeerStatus], None]) -> None:
-        self._receiver, self._tell = receiver, tell
+        self._receiver = receiver
+        self._tell = tell
         self._statuses: dict[str, PeerStatus] = {}
 
     @property

@@ -54,7 +54,9 @@ class PoolPhase:
     """deadline_s: how long a request may wait for rows of the pool."""
 
     def __init__(self, engine: Engine, pool: KVPool, deadline_s: float) -> None:
-        self._engine, self._pool, self._deadline_s = engine, pool, deadline_s
+        self._engine = engine
+        self._pool = pool
+        self._deadline_s = deadline_s
         self._retrievals: dict[int, _Retrieval] = {}
         self.report = PoolReport()
         self._stores: dict[int, _Store] = {}
@@ -143,7 +145,8 @@ class PoolPhase:
         return reservation
 
     def _answered(self, retrieval: _Retrieval, event: PoolDone | PoolFailed) -> Events:
-        num_filled, settled = 0, True
+        num_filled = 0
+        settled = True
         if isinstance(event, PoolDone):
             num_filled = event.num_tokens // self._engine.config.block_size - retrieval.reservation.num_cached
         else:
@@ -187,7 +190,8 @@ class PoolPhase:
         chunk_ends = self._chunk_ends(rows.hashes, count * size)
         if not count or chunk_ends[-1] in self._known:
             return False
-        op_id, block_ids = next(self._op_ids), rows.block_ids[:count]
+        op_id = next(self._op_ids)
+        block_ids = rows.block_ids[:count]
         valid = unchanged(self._engine.blocks.generations, block_ids)
         if not self._pool.store(op_id, rows.token_ids[: count * size], rows.cache_salt, block_ids, valid):
             return False

@@ -42,8 +42,13 @@ class WorkerStatus:
         pool_name: str,
     ) -> None:
         self.role = role
-        self._engine, self._metrics, self._overlap, self._sender = engine, metrics, overlap, sender
-        self._prefill, self._pool, self._pool_name = prefill, pool, pool_name
+        self._engine = engine
+        self._metrics = metrics
+        self._overlap = overlap
+        self._sender = sender
+        self._prefill = prefill
+        self._pool = pool
+        self._pool_name = pool_name
         self._speed = PrefillSpeed()
         self._load = LoadMeter(time.monotonic())
         self._last_snapshot = 0.0
@@ -98,7 +103,8 @@ class WorkerStatus:
 
     def snapshot(self, cache_number: int) -> Snapshot:
         """cache_number: see `CacheReport`."""
-        engine, scheduler = self._engine, self._engine.scheduler
+        engine = self._engine
+        scheduler = self._engine.scheduler
         return Snapshot(
             role=self.role,
             num_waiting=len(scheduler.waiting),

@@ -33,7 +33,8 @@ class Circle:
 async def test_a_load_of_objects_begins_no_full_collection(full: list[int]) -> None:
     kept = [[number] for number in range(400_000)]
     assert full, "or this test shows nothing"
-    collector, thresholds = GarbageCollector(), gc.get_threshold()
+    collector = GarbageCollector()
+    thresholds = gc.get_threshold()
     collector.start()
     full.clear()
     kept += [[number] for number in range(400_000)]

@@ -152,7 +152,8 @@ def test_the_interval_is_student_s() -> None:
 
 
 def test_figures_that_are_better_when_higher_are_turned_over() -> None:
-    slower, faster = Figure(50.0, higher_is_better=True), Figure(100.0, higher_is_better=True)
+    slower = Figure(50.0, higher_is_better=True)
+    faster = Figure(100.0, higher_is_better=True)
     assert slower.over(faster) == 2.0
     assert Figure(50.0).over(Figure(100.0)) == 0.5
     pairs = [({"a": Figure(1.0), "b": Figure(1.0)}, {"a": Figure(2.0)})]

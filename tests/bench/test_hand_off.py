@@ -36,8 +36,10 @@ def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
     sizes = ["--tokens", 40, 200, "--output-len", 5, "--repeats", 2, "--pairs", 2, "--steps", 12, "--in-flight", 2]
     assert run(monkeypatch, *SMALL, *sizes, "--out", out, "--commit", "abc") == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    requests, [decode, prefill] = rows[:-2], rows[-2:]
-    whole, split = ["whole on P", "whole on D"], ["split, overlapped", "split, announced", "split, sequential"]
+    requests = rows[:-2]
+    [decode, prefill] = rows[-2:]
+    whole = ["whole on P", "whole on D"]
+    split = ["split, overlapped", "split, announced", "split, sequential"]
     assert [(row["tokens"], row["mode"]) for row in requests] == [
         *((40, mode) for mode in [*whole, split[2]]),  # one step computes it: nothing to overlap
         *((200, mode) for mode in [*whole, *split]),

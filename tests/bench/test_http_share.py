@@ -20,7 +20,8 @@ async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) ->
     with hosts(DEMO, "A", engine={"max_num_seqs": 2}) as workers:
         async with cluster(*workers) as running:
             measure = partial(asyncio.to_thread, partial(http_share.measure, running.url, **SIZES))
-            one, six = await measure(clients=1), await measure(clients=6)
+            one = await measure(clients=1)
+            six = await measure(clients=6)
 
             def with_a_stranger(url: str) -> dict[str, float]:
                 body = {"model": MODEL, "prompt": [1, 2], "max_tokens": 1}

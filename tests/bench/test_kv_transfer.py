@@ -30,7 +30,8 @@ def test_rows_of_fresh_and_aged_pools(
         ("aged", 33),
         ("aged", 512),
     ]
-    long_fresh, long_aged = rows[1], rows[3]
+    long_fresh = rows[1]
+    long_aged = rows[3]
     assert long_fresh["descriptors"] == 1 < long_aged["descriptors"]
     assert rows[0]["bytes"] * 32 == long_fresh["bytes"] * 3, "33 rows lie in three blocks of 16"
     assert all(row["gb_per_s"] > 0 and row["transport"] and row["plain copy"] > 0 for row in rows)

@@ -125,7 +125,8 @@ def test_the_gap_behind_the_first_token_is_shown_where_it_has_a_target(table: Pa
     row = '[[pair]]\nid = "{0}"\nwork = "{0} pair"\nclients = 1\nshape = "4x9x3"\nvllm = {{ ttft_p50 = 10 }}\n'
     with table.open("a") as out:
         out.write(row.format("gap") + "target = { gap_p50 = 12 }\n" + row.format("plain"))
-    rows, results = read_rows(table), read_results(saved(tmp_path / "r.jsonl", gap=0, plain=0))
+    rows = read_rows(table)
+    results = read_results(saved(tmp_path / "r.jsonl", gap=0, plain=0))
     assert line_of(render(rows, results), "load", after=0)[3] == "TPOT p50 / p99 ms", "of the loads on one GPU"
     for gap, cell in ((11.9, f"11.90 {REACHED}"), (12.1, f"12.10 {BEHIND}"), (None, f"- {BEHIND}")):
         for result in results.values():

@@ -73,7 +73,8 @@ class FakeEngineHost:
         self.socket = context.socket(zmq.PAIR)
         self.socket.set(zmq.LINGER, 0)
         self.socket.bind(self.address)
-        stopped, told = False, 0.0
+        stopped = False
+        told = 0.0
         while not stopped:
             if time.monotonic() > told + TELL_S:
                 told = time.monotonic()
@@ -140,7 +141,8 @@ class FakeEngineHost:
 
     def families(self) -> tuple[MetricFamily, ...]:
         """As an engine's: of a histogram, all steps took less than 25 ms."""
-        name, steps = "pdserve_engine_step_seconds", float(self.num_steps)
+        name = "pdserve_engine_step_seconds"
+        steps = float(self.num_steps)
         buckets = [
             Sample(f"{name}_bucket", {"le": le}, n) for le, n in (("0.01", 0.0), ("0.025", steps), ("+Inf", steps))
         ]

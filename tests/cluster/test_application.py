@@ -35,7 +35,8 @@ OWN_PORT = 8124  # of the router itself
 @pytest.fixture(scope="module")
 def client(local_ray: None) -> Iterator[Client]:
     args = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"replicas": 2}}
-    config, address = ClusterConfig.model_validate(args), Address("127.0.0.1", OWN_PORT)
+    config = ClusterConfig.model_validate(args)
+    address = Address("127.0.0.1", OWN_PORT)
     serve.run(cluster_app.assemble(config, FAKE, address), name=APP, route_prefix="/")
     with connect(app_name=APP) as client:
         wait_until_answered(client)
@@ -190,7 +191,8 @@ def health(port: int) -> int | None:
 def test_a_replaced_router_listens_when_it_can_answer(client: Client) -> None:
     [router] = [a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]]
     ray.kill(ray.get_actor(router["name"], namespace=router["namespace"]))
-    deadline, seen = time.monotonic() + 180, list[int | None]()
+    deadline = time.monotonic() + 180
+    seen = list[int | None]()
     while None not in seen or seen[-1] != 200:
         assert time.monotonic() < deadline, "no router came back"
         seen.append(health(OWN_PORT))

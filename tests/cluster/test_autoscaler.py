@@ -59,7 +59,8 @@ class Stage:
         self.counts = FakeCounts(
             prefill=sum(i.startswith("Prefill") for i in ids), decode=sum(i.startswith("Decode") for i in ids)
         )
-        self.now, self.first = 0.0, True
+        self.now = 0.0
+        self.first = True
         tree = ClusterConfig.model_validate({"prefill": BOUNDS, "decode": BOUNDS, **config})
         self.scaler = Autoscaler(fleet, self.counts, tree, lambda: self.first, lambda: self.now)
 
@@ -151,13 +152,15 @@ async def test_only_the_first_router_decides_and_no_error_ends_it(monkeypatch: p
     monkeypatch.setattr(autoscaler, "PERIOD_S", 0.01)
     bounds = {"autoscaling": {**BOUNDS["autoscaling"], "up_delay_s": 0}}
     stage = Stage(made("Decode#b", "both", queue_tokens=1 << 30), mode="aggregated", decode=bounds)
-    stage.first, stage.counts.broken = False, True
+    stage.first = False
+    stage.counts.broken = True
     stage.scaler.start()
     await asyncio.sleep(0.1)
     stage.counts.broken = False
     await asyncio.sleep(0.1)
     assert stage.counts.targets["decode"] == 1
-    stage.first, stage.counts.broken = True, True
+    stage.first = True
+    stage.counts.broken = True
     await asyncio.sleep(0.1)
     stage.counts.broken = False
     await until_async(lambda: stage.counts.targets["decode"] > 1)

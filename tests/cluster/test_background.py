@@ -53,7 +53,9 @@ class Faulty:
     """Raises at its first call, or at those that it is told."""
 
     def __init__(self, work: Callable[..., Any] = lambda *_: None, faults: int = 1) -> None:
-        self._work, self._faults, self.num_calls = work, faults, 0
+        self._work = work
+        self._faults = faults
+        self.num_calls = 0
 
     def __call__(self, *args: Any) -> Any:
         self.num_calls += 1
@@ -183,7 +185,8 @@ async def test_a_shell_that_cannot_watch_its_engine_ends(
     shell._end_of_engine = lambda: WorkerReplica._end_of_engine(shell)
     await WorkerReplica._run(shell)
     assert ends == [1] and failures("engine watch") == 1 and "KeyError: 'by test'" in caplog.text
-    shell._stopping, run.remote = True, Faulty()
+    shell._stopping = True
+    run.remote = Faulty()
     await WorkerReplica._run(shell)
     assert ends == [1], "it was to end anyway"
 

@@ -74,7 +74,8 @@ def documented() -> Labels:
 def live(page: str) -> Labels:
     """Series names of a /metrics page -> labels of its samples; of those that have counted nothing, the documented
     ones."""
-    known, documents = Labels(), documented()
+    known = Labels()
+    documents = documented()
     for family in text_string_to_metric_families(page):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         suffixes = ("_bucket", "_sum", "_count") if family.type == "histogram" else ("",)
@@ -137,7 +138,8 @@ def test_the_check_finds_what_is_wrong(bad: str) -> None:
 
 
 def test_both_sources_ask_the_same_by_their_names() -> None:
-    routers, rays = list(queries("routers")), list(queries("ray"))
+    routers = list(queries("routers"))
+    rays = list(queries("ray"))
     assert [query.replace("ray_pdserve_", "pdserve_") for query in rays] == routers
     assert all("pdserve_" in query and "P@" not in query for query in rays)
     assert not any(selector.name.startswith("pdserve_") for query in rays for selector in selectors(parse(query)))

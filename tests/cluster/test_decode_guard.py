@@ -16,7 +16,8 @@ class Stage:
         self.posted: list[tuple[str, str]] = []
         fleet: Any = SimpleNamespace(workers=list(workers), post=self.post)
         self.fleet = fleet
-        self.now, self.first = 0.0, True
+        self.now = 0.0
+        self.first = True
         self.guard = DecodeGuard(fleet, lambda: self.first, lambda: self.now)
 
     def post(self, worker: WorkerState, command: SetRole) -> None:
@@ -30,7 +31,8 @@ class Stage:
         for _ in range(int(count)):
             self.guard.look()
             self.now += 1.0
-        posted, self.posted = self.posted, []
+        posted = self.posted
+        self.posted = []
         return posted
 
 

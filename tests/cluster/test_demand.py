@@ -24,7 +24,10 @@ BOUNDS = AutoscalingConfig(min=1, max=8, up_delay_s=5, down_delay_s=60)
 
 def run(scaler: Scaler, demand: Callable[[int], float], start: int, seconds: int, starts_in: int = 20) -> list[int]:
     """Targets by the second; new workers are there starts_in seconds later, those that leave are gone at once."""
-    running, target, ready_at, targets = start, start, 0, []
+    running = start
+    target = start
+    ready_at = 0
+    targets = []
     for now in range(seconds):
         if running != target and now >= ready_at:
             running = target
@@ -96,7 +99,8 @@ def test_dead_workers_are_waited_for() -> None:
 
 def stuck(demand: Callable[[int], float], running: int, target: int, seconds: int) -> list[int]:
     """Targets by the second, where no more than `running` ever start."""
-    scaler, targets = Scaler(BOUNDS), []
+    scaler = Scaler(BOUNDS)
+    targets = []
     for now in range(seconds):
         here = min(running, target)
         target = scaler.decide(demand(now), here, target, here, here == target, float(now))
@@ -182,7 +186,9 @@ def test_decode_demand_is_what_meets_the_tpot_target() -> None:
 def meeting_tpot(least: LeastInterval, num_workers: int, num_sequences: int, seconds: int) -> tuple[list[int], int]:
     """Counts as they change, and the seconds in which the target of 20 ms was missed: an interval is 4 ms and
     0.1 ms for each sequence."""
-    scaler, counts, missed = Scaler(BOUNDS), [num_workers], 0
+    scaler = Scaler(BOUNDS)
+    counts = [num_workers]
+    missed = 0
     for now in range(seconds):
         interval_ms = 4 + 0.1 * num_sequences / num_workers
         missed += interval_ms > 20

@@ -99,7 +99,8 @@ async def test_a_client_may_connect_before_the_engine_binds(tmp_path: Path, monk
 
 
 async def test_each_router_reads_its_own_and_all_read_broadcasts(client: EngineClient) -> None:
-    one, two = client.subscribe("one", 1), client.subscribe("two", 1)
+    one = client.subscribe("one", 1)
+    two = client.subscribe("two", 1)
     await receive(one), await receive(two)
     client.send(submit("a", router="one", max_tokens=1))
     await received(one, Delta)
@@ -160,7 +161,8 @@ async def test_a_router_that_reads_nothing_is_dropped(
     client: EngineClient, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_client, "STREAM_LIMIT", 3)
-    slow, fast = client.subscribe("slow", 1), client.subscribe("fast", 1)
+    slow = client.subscribe("slow", 1)
+    fast = client.subscribe("fast", 1)
     await receive(slow), await receive(fast)
     client.send(submit("a", router="slow", max_tokens=1000))
     await wait_for(lambda: '"router_lost"' in engine.commands())

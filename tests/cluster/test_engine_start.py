@@ -18,7 +18,8 @@ from pdserve.cluster.operate.readiness import News, last_error, told
 from pdserve.configs.schema import StartConfig, WorkerConfig
 from pdserve.protocol.start_progress import Progress, Stage
 
-SHELL_LOG, ENGINE_LOG = "/logs/replica.log", "/logs/worker.err"
+SHELL_LOG = "/logs/replica.log"
+ENGINE_LOG = "/logs/worker.err"
 
 
 class Scene:

@@ -53,7 +53,8 @@ async def test_two_servers_share_a_port_and_one_goes_on_alone() -> None:
 
 
 async def test_closing_waits_for_answers_that_are_being_written() -> None:
-    gate, asked = asyncio.Event(), asyncio.Event()
+    gate = asyncio.Event()
+    asked = asyncio.Event()
     server = HttpServer(named("late", gate, asked), ANYWHERE, 60)
     server.start()
     _, writer = await opened(server)
@@ -221,7 +222,8 @@ async def test_connections_that_get_bytes_together_are_parsed_one_in_a_turn(monk
     server.start()
     clients = [await opened(server) for _ in range(50)]
     monkeypatch.setattr(http_server, "TURN_S", 0.0)
-    turns, parse = Turns(), http_server._Guarded._parse
+    turns = Turns()
+    parse = http_server._Guarded._parse
 
     def noting(connection: http_server._Guarded) -> None:
         turns.note()

@@ -25,7 +25,8 @@ from pdserve.configs.schema import ClusterConfig
 
 FAKE = "fake_engine_host:FakeEngineHost"
 APP = "logs"
-PROXY_PORT, OWN_PORT = 8123, 8127
+PROXY_PORT = 8123
+OWN_PORT = 8127
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +73,8 @@ def test_a_requests_line_is_in_the_routers_file(running: None) -> None:
     own = ask(f"http://127.0.0.1:{OWN_PORT}/v1/completions", "by-own", [123, 456])
     ask(f"http://127.0.0.1:{PROXY_PORT}/logs/v1/completions", "by-serve", [123, 456])
     assert own["x-request-id"] == "by-own"
-    deadline, ended = time.monotonic() + 120, dict[str, dict[str, Any]]()
+    deadline = time.monotonic() + 120
+    ended = dict[str, dict[str, Any]]()
     while len(ended) < 2:
         assert time.monotonic() < deadline, "the lines did not come"
         time.sleep(0.2)
@@ -92,7 +94,8 @@ def test_serve_is_told_format_and_level() -> None:
 
 @pytest.mark.parametrize("format", ["text", "json"])
 def test_an_engines_lines_name_the_worker(format: str) -> None:
-    stream, ours = io.StringIO(), logging.getLogger("pdserve")
+    stream = io.StringIO()
+    ours = logging.getLogger("pdserve")
     before = ours.handlers[:], ours.level, ours.propagate
     try:
         log_to_stderr(LogConfig.model_validate({"format": format}), "Decode#x", stream)

@@ -72,7 +72,8 @@ def by_router(values: dict[Key, float]) -> dict[Key, list[float]]:
 
 def test_rays_exporter_shows_what_the_routers_page_shows(client: Client) -> None:
     client.generate([[10 * i, 1] for i in range(6)], SamplingParams(max_tokens=4))
-    deadline, wrong = time.monotonic() + 120, {"not looked yet"}
+    deadline = time.monotonic() + 120
+    wrong = {"not looked yet"}
     while wrong and time.monotonic() < deadline:  # workers tell once a second, Ray every few
         time.sleep(1)
         own = page(f"http://127.0.0.1:{PORT}/metrics")
@@ -106,7 +107,8 @@ async def test_counters_go_by_what_they_gained(monkeypatch: pytest.MonkeyPatch) 
 
     class Instrument:
         def __init__(self, name: str, text: str, tags: tuple[str, ...]) -> None:
-            self.name, self.tags = name, tags
+            self.name = name
+            self.tags = tags
 
         def inc(self, amount: float, labels: dict[str, str]) -> None:
             assert amount > 0 and tuple(labels) == self.tags
@@ -116,7 +118,8 @@ async def test_counters_go_by_what_they_gained(monkeypatch: pytest.MonkeyPatch) 
 
     for kind in ("Counter", "Gauge"):
         monkeypatch.setattr(f"pdserve.cluster.deployments.metrics_bridge.{kind}", Instrument)
-    totals, roles = {"a": 0.0, "b": 2.0}, ["prefill", "prefill", "decode", "decode"]
+    totals = {"a": 0.0, "b": 2.0}
+    roles = ["prefill", "prefill", "decode", "decode"]
 
     def source() -> Exposed:
         samples = tuple(Sample("x_total", {"kind": kind}, total) for kind, total in totals.items())

@@ -92,7 +92,8 @@ async def test_the_models_sampling_defaults_are_named_and_taken(
 ) -> None:
     folder = shutil.copytree(ROOT / "demo/pdserve-demo", tmp_path / "model", ignore=shutil.ignore_patterns("*.safet*"))
     (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 3}')
-    worker, caplog.handler.level = FakeWorker(World(), "d0", "both"), logging.INFO
+    worker = FakeWorker(World(), "d0", "both")
+    caplog.handler.level = logging.INFO
     logging.getLogger("ray.serve").addHandler(caplog.handler)
     try:
         starting = start(router, model={"path": str(folder), "generation_config": generation_config})
@@ -111,7 +112,8 @@ async def test_the_models_sampling_defaults_are_named_and_taken(
 
 
 async def test_scores_of_a_prompt_come_whole_and_are_held_no_longer_than_the_answer(router: Router) -> None:
-    starting, sampling = start(router), SamplingParams(max_tokens=2, seed=1, prompt_logprobs=3)
+    starting = start(router)
+    sampling = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=3)
     await bound(router)
     router._fleet.join(FakeWorker(World(), "d0", "both"))
     await asyncio.wait_for(starting, 60)

@@ -25,7 +25,9 @@ FAKE = "fake_engine_host:FakeEngineHost"
 APP = "scaled"
 PROXY_PORT = 8123
 DRAIN_S = 1.0
-NUM_STREAMS, LENGTH = 6, 400  # 8 s each
+# 8 s each
+NUM_STREAMS = 6
+LENGTH = 400
 
 
 @pytest.fixture(scope="module")

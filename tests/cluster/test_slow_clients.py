@@ -81,7 +81,8 @@ async def test_a_slow_reader_is_not_given_up(served: tuple[Harness, HttpServer])
     _, server = served
     client = deaf(server.port, body(max_tokens=3000, stream=True, logprobs=5))
     client.setblocking(False)
-    received, began = bytearray(), time.monotonic()
+    received = bytearray()
+    began = time.monotonic()
     while not received.endswith(b"0\r\n\r\n"):
         if time.monotonic() - began < 5.0:
             await asyncio.sleep(0.05)

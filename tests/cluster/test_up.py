@@ -111,7 +111,8 @@ def joins(address: str, env: Mapping[str, str]) -> bool:
 def test_api_keys_of_the_environment_and_rays_token_by_default(tmp_path: Path) -> None:
     document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     document["applications"][0]["args"]["router"] = {"api_key_env": "KEYS_OF_THE_TEST"}
-    path, port = tmp_path / "cluster.yaml", free_port()
+    path = tmp_path / "cluster.yaml"
+    port = free_port()
     path.write_text(yaml.safe_dump(document))
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # Ray's sockets want a short name
         home = {"HOME": str(tmp_path), "RAY_TMPDIR": folder}
@@ -142,7 +143,8 @@ def test_every_shipped_cluster_for_cpus_serves(name: str) -> None:
     port = free_port()
     body = b'{"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}'
     with up(str(ROOT / f"pdserve/configs/{name}.yaml"), "--port", port) as (process, _):
-        url, kind = f"http://127.0.0.1:{port}/v1/completions", {"content-type": "application/json"}
+        url = f"http://127.0.0.1:{port}/v1/completions"
+        kind = {"content-type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(url, body, kind), timeout=30) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] == 8
         assert seconds_to_stop(process) < 15
@@ -175,7 +177,8 @@ def exported(session: Path) -> set[str]:
 def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> None:
     document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     document["applications"][0]["args"] |= {"logging": {"format": "json"}, "slo": {"ttft_ms": 9000, "tpot_ms": 900}}
-    path, port = tmp_path / "cluster.yaml", free_port()
+    path = tmp_path / "cluster.yaml"
+    port = free_port()
     path.write_text(yaml.safe_dump(document))
     with (
         tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,

@@ -146,7 +146,8 @@ def test_workers_take_their_part_of_the_tree() -> None:
         transfer=TransferConfig(lease_s=3),
         prefill=DeploymentConfig(engine=own),
     )
-    prefill, decode = tree.worker("prefill"), tree.worker("decode")
+    prefill = tree.worker("prefill")
+    decode = tree.worker("decode")
     assert (prefill.role, prefill.connects) == ("prefill", True)
     assert prefill.engine == EngineConfig(block_size=64, max_num_seqs=3, device="cpu", enable_prefix_caching=False)
     assert (decode.role, decode.engine.block_size, decode.transfer.lease_s) == ("decode", 32, 3)

@@ -59,7 +59,8 @@ def test_documents_answer_from_what_stands_before_the_question() -> None:
 
 
 def test_asked_facts_stand_anywhere_among_distractors() -> None:
-    places, num_facts = [], []
+    places = []
+    num_facts = []
     for prompt, answer, _ in recall_prompts(2, 200):
         places.append(prompt.index(answer) / len(prompt))
         num_facts.append(len(re.findall(r" (?:of .*? is|lives in|holds) ", prompt.split("\nQuestion")[0])))

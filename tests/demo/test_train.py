@@ -66,7 +66,9 @@ def test_loss_weights_stress_answers_and_skip_padding(tokenizer: Tokenizer) -> N
 
 def test_weighted_loss_is_the_weighted_mean() -> None:
     torch.manual_seed(0)
-    hidden, embedding, targets = torch.randn(2, 3, 8), torch.randn(11, 8), torch.randint(11, (2, 3))
+    hidden = torch.randn(2, 3, 8)
+    embedding = torch.randn(11, 8)
+    targets = torch.randint(11, (2, 3))
     weights = torch.tensor([[1.0, 0.0, 6.0], [2.0, 0.0, 0.0]])
     log_probs = (hidden @ embedding.T).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
     torch.testing.assert_close(weighted_loss(hidden, embedding, targets, weights), -(log_probs * weights).sum() / 9)

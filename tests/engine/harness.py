@@ -180,7 +180,8 @@ class PaperRunner:
         self.last_token.update(zip(output.sample_slots.tolist(), token_ids.tolist(), strict=True))
 
     def fence(self) -> PaperFence:
-        queue, self._queue = self._queue, []
+        queue = self._queue
+        self._queue = []
         fence = PaperFence(queue, self.rows)
         self._fences = [*(f for f in self._fences if not f.ready()), fence]
         return fence

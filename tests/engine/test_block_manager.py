@@ -32,7 +32,8 @@ class BlockMachine(RuleBasedStateMachine):
 
     @rule(target=tables, count=st.integers(0, 6), after=st.none() | st.integers(0, NUM_BLOCKS - 1))
     def allocate(self, count: int, after: int | None) -> list[int]:
-        before, free = self.manager.generations.copy(), self.manager.num_free
+        before = self.manager.generations.copy()
+        free = self.manager.num_free
         owned = {block for blocks in self.owners + self.quarantined for block in blocks}
         try:
             blocks = self.manager.allocate(count, after)
@@ -80,7 +81,8 @@ class BlockMachine(RuleBasedStateMachine):
         known = data.draw(st.lists(st.sampled_from(sorted(self.content)), unique=True) if self.content else st.just([]))
         found = self.manager.match([self.content[block] for block in known])
         assert found == known
-        free, unowned = self.manager.num_free, self.manager.num_free_among(found)
+        free = self.manager.num_free
+        unowned = self.manager.num_free_among(found)
         self.manager.acquire(found)
         assert self.manager.num_free == free - unowned
         return self._own(found)
@@ -295,7 +297,8 @@ def chain(tokens: list[int], salt: str = "", model: str = "m", block_size: int =
 
 
 def test_hashes_are_of_full_blocks_and_grow_as_tokens_come() -> None:
-    hasher, tokens = BlockHasher("m", 4), list(range(11))
+    hasher = BlockHasher("m", 4)
+    tokens = list(range(11))
     hashes: list[bytes] = []
     for end in range(12):
         hasher.extend(hashes, tokens[:end], "")
@@ -327,7 +330,8 @@ def test_salts_models_and_block_sizes_share_nothing() -> None:
 
 def test_a_salt_that_spells_out_a_block_is_no_key_to_it() -> None:
     """Digest of block 1 = H(parent + tokens): a salt of just these bytes must not stand for that block."""
-    hasher, tokens = BlockHasher("m", 4), list(range(8))
+    hasher = BlockHasher("m", 4)
+    tokens = list(range(8))
     for salt in ("", "victim"):
         victim: list[bytes] = []
         hasher.extend(victim, tokens, salt)

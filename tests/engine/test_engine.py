@@ -97,7 +97,8 @@ def test_abort(tiny_llama: Path, state: str, choices: tuple[int, ...] | None, is
     config = dict(STATES[state])
     steps = config.pop("steps")
     driver = busy(tiny_llama, max_num_batched_tokens=17, async_scheduling=is_async, **config)
-    engine, prompt = driver.engine, prompt_of(50, 1)
+    engine = driver.engine
+    prompt = prompt_of(50, 1)
     key = driver.add(prompt, SAMPLED)
     for _ in range(steps):
         driver.step()

@@ -30,7 +30,9 @@ def test_a_short_soak(tiny_llama: Path, is_async: bool) -> None:
 
 def test_the_verdict_names_leaks_faults_and_falling_throughput() -> None:
     good = {"faults": 0, "seconds": 30.0, "tokens_per_s": 100, "host_mib": 1000, "device_mib": 5000}
-    slow, leak, wrong = good | {"tokens_per_s": 50}, good | {"device_mib": 6000}, good | {"faults": 3}
+    slow = good | {"tokens_per_s": 50}
+    leak = good | {"device_mib": 6000}
+    wrong = good | {"faults": 3}
     assert verdict([good] * 6) == []
     assert "throughput fell to 50" in verdict([good] * 5 + [slow])[0]
     assert "device_mib grew by 1000" in verdict([good] * 5 + [leak])[0]

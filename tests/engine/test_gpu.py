@@ -50,7 +50,8 @@ def make_llm(folder: Path, dtype: str, **engine: Any) -> LLM:
 @pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 17}, {"num_kv_blocks": 16}, {"block_size": 64}])
 def test_greedy_float32_equals_transformers(folder: Path, engine: dict) -> None:
     """Token for token, up to a near-tie of the two best, where the order of additions may decide."""
-    llm, model = make_llm(folder, "float32", **engine), reference(folder, torch.float32)
+    llm = make_llm(folder, "float32", **engine)
+    model = reference(folder, torch.float32)
     params = SamplingParams(temperature=0, max_tokens=48)
     for prompt, output in zip(PROMPTS, llm.generate(PROMPTS, params, use_tqdm=False), strict=True):
         tokens = output.outputs[0].token_ids
@@ -66,14 +67,16 @@ def test_greedy_float32_equals_transformers(folder: Path, engine: dict) -> None:
 def test_bfloat16_is_no_worse_than_transformers(folder: Path) -> None:
     """Both against float32: the mean error of the log-probabilities of 4,000 prompt tokens."""
     llm = make_llm(folder, "bfloat16", num_kv_blocks=200)
-    exact, rounded = reference(folder, torch.float32), reference(folder, torch.bfloat16)
+    exact = reference(folder, torch.float32)
+    rounded = reference(folder, torch.bfloat16)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     lengths = [5, 33, 64, 150, 200, 250] * 6
     prompts = [
         torch.randint(256, (length,), generator=torch.Generator().manual_seed(i)).tolist()
         for i, length in enumerate(lengths)
     ]
-    ours, theirs = [], []
+    ours = []
+    theirs = []
     for prompt, output in zip(prompts, llm.generate(prompts, params, use_tqdm=False), strict=True):
         targets = torch.tensor(prompt[1:])[:, None]
         want = log_softmax(exact, prompt)[:-1].gather(1, targets)[:, 0]
@@ -133,7 +136,8 @@ def test_a_step_is_queued_without_waiting_and_complete_only_when_the_device_is(
 
 
 def test_the_device_is_quiet_when_an_interrupted_call_returns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm, params = make_llm(folder, "float32"), SamplingParams(temperature=0, max_tokens=12, n=2)
+    llm = make_llm(folder, "float32")
+    params = SamplingParams(temperature=0, max_tokens=12, n=2)
     expected = [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
     llm.engine.reset()
 

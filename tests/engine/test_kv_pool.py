@@ -13,7 +13,8 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.memory import device_memory
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_blocks_for
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CPU = torch.device("cpu")
+CUDA = torch.device("cuda", 0)
 GIB = 1 << 30
 
 
@@ -115,7 +116,8 @@ def test_on_the_device_the_pool_is_outside_torchs_cache_and_returns(dtype: str) 
     num_blocks = GIB // shape.block_bytes
     torch.zeros(1, device=CUDA)  # the context's own memory
     gc.collect()  # the pools of other tests
-    free, reserved = device_memory.available_bytes(CUDA), torch.cuda.memory_reserved()
+    free = device_memory.available_bytes(CUDA)
+    reserved = torch.cuda.memory_reserved()
     pool = allocate_kv_cache(shape, num_blocks, CUDA)
     assert torch.cuda.memory_reserved() == reserved
     assert free - torch.cuda.mem_get_info()[0] >= pool.numel() * pool.element_size()

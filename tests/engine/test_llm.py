@@ -341,7 +341,8 @@ def test_the_models_own_sampling_values(folder: Path, tmp_path: Path, caplog: py
     assert "of generation_config.json: temperature=0, max_tokens=7" in caplog.text
     defaults = SamplingParams(temperature=0, max_tokens=7)
     assert llm.get_default_sampling_params() == defaults
-    [silent], [said] = llm.generate("The quick", use_tqdm=False), llm.generate("The quick", defaults, use_tqdm=False)
+    [silent] = llm.generate("The quick", use_tqdm=False)
+    [said] = llm.generate("The quick", defaults, use_tqdm=False)
     assert silent.outputs == said.outputs and len(silent.outputs[0].token_ids) <= 7
     [hot] = llm.generate("The quick", SamplingParams(ignore_eos=True), use_tqdm=False)
     assert len(hot.outputs[0].token_ids) == 16

@@ -173,7 +173,8 @@ def test_prompt_logprobs(family: str, engine: dict, folder_of: Callable[[str], P
 
 def test_prompt_logprobs_longer_than_a_slice(folder_of: Callable[[str], Path]) -> None:
     """More rows than are scored at once."""
-    folder, prompt = folder_of("llama3"), prompt_of(400)
+    folder = folder_of("llama3")
+    prompt = prompt_of(400)
     [output] = generate(make_llm(folder), [prompt], prompt_logprobs=0, max_tokens=1)
     want = log_softmax(folder, prompt)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
     assert [logprob_of(entry) for entry in (output.prompt_logprobs or [])[1:]] == pytest.approx(want, abs=TOLERANCE)

@@ -122,7 +122,8 @@ def test_presence_and_frequency_penalties_count_the_output_alone() -> None:
     row = row_of((5, 6), (7, 7, 7, 5), presence_penalty=0.5, frequency_penalty=0.25)
     change = adjusted(row) - logits_of()[0]
     expected = torch.zeros(VOCAB)
-    expected[7], expected[5] = -0.5 - 0.75, -0.5 - 0.25
+    expected[7] = -0.5 - 0.75
+    expected[5] = -0.5 - 0.25
     torch.testing.assert_close(change, expected)
     assert torch.equal(adjusted(row_of((5, 6), presence_penalty=2.0)), logits_of()[0])
 
@@ -146,7 +147,8 @@ def test_bias_comes_before_the_penalties() -> None:
 @pytest.mark.parametrize("num_output", [0, 1, 2, 3])
 def test_stop_tokens_are_masked_before_min_tokens(num_output: int) -> None:
     logits = logits_of()
-    logits[0, 4], logits[0, 8] = 50.0, 40.0
+    logits[0, 4] = 50.0
+    logits[0, 8] = 40.0
     row = row_of(output=(1,) * num_output, stops={4, 8}, min_tokens=2, temperature=0, logit_bias={4: 100})
     assert (tokens(logits, [row]) == [4]) == (num_output >= 2)
     assert (adjusted(row, logits)[[4, 8]] == -math.inf).all().item() == (num_output < 2)
@@ -183,7 +185,8 @@ DISTRIBUTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", DISTRIBUTIONS)
 def test_draws_follow_the_distribution(case: str) -> None:
-    logits, count = logits_of(seed=5, vocab=12), 3000
+    logits = logits_of(seed=5, vocab=12)
+    count = 3000
     sampling = DISTRIBUTIONS[case]
     counts = draw_many(logits, count, **sampling)
     expected = distribution(logits, SamplingParams(**sampling))[0].double() * count
@@ -195,7 +198,8 @@ def test_draws_follow_the_distribution(case: str) -> None:
 
 
 def test_the_distribution_test_can_fail() -> None:
-    logits, count = logits_of(seed=5, vocab=12), 3000
+    logits = logits_of(seed=5, vocab=12)
+    count = 3000
     wrong = distribution(logits, SamplingParams(temperature=1.15))[0].double() * count
     statistic = ((draw_many(logits, count) - wrong) ** 2 / wrong).sum().item()
     assert statistic > 11 + 6 * math.sqrt(22) + 6
@@ -256,7 +260,8 @@ def test_numbers_of_alternatives() -> None:
 
 
 def test_scores_of_given_tokens() -> None:
-    logits, sampler = logits_of(5), sampler_of()
+    logits = logits_of(5)
+    sampler = sampler_of()
     scores = sampler.score(logits, [4, 3, 2, 1, 0], 2).fetch()
     logp = logits.log_softmax(-1)
     for i, entry in enumerate(scores):
@@ -332,7 +337,10 @@ class Sequences:
     """Some sequences that sample one token a step from logits of their own, collected `lag` steps later."""
 
     def __init__(self, sampler: Sampler, lag: int, rows: list[SampleRow], vocab: int = VOCAB) -> None:
-        self.sampler, self.lag, self.rows, self.vocab = sampler, lag, rows, vocab
+        self.sampler = sampler
+        self.lag = lag
+        self.rows = rows
+        self.vocab = vocab
         self.in_flight: list[Any] = []
         self.outputs: list[list[int]] = [[] for _ in rows]
 
@@ -394,7 +402,8 @@ def test_a_slot_forgets_its_sequence() -> None:
 
 def test_a_sequence_that_starts_over_is_counted_anew() -> None:
     """A position that does not follow the last one: what the device counted is not this sequence's history."""
-    sampler, logits = sampler_of(), logits_of(seed=3)
+    sampler = sampler_of()
+    logits = logits_of(seed=3)
     first = row_of(slot=2, temperature=0, **PENALTIES)
     sampler.sample(logits, [first])
     again = row_of((1, 2), (30, 31, 30), slot=2, temperature=0, **PENALTIES)
@@ -431,7 +440,8 @@ def later(row: SampleRow, steps: int = 1) -> SampleRow:
 def test_only_edits_that_change_are_sent() -> None:
     slots = Slots()
     biased = row_of(slot=3, temperature=0, logit_bias={8: 3.0, 4: -1.0}, stops={4, 9}, min_tokens=2)
-    plain, masked = row_of(slot=1), row_of(slot=2, stops={7}, min_tokens=2)
+    plain = row_of(slot=1)
+    masked = row_of(slot=2, stops={7}, min_tokens=2)
     masks = -math.inf
     assert slots.changed(plain, biased) == {3: {8: 3.0, 4: masks, 9: masks}}
     assert slots.changed(later(biased), later(plain)) == {}, "wherever its row is by now"
@@ -457,7 +467,8 @@ def test_a_step_sends_little_of_many_edits() -> None:
 
 
 def test_rows_keep_their_edits_when_their_order_changes() -> None:
-    sampler, logits = sampler_of(), logits_of(3)
+    sampler = sampler_of()
+    logits = logits_of(3)
     rows = [row_of(slot=5, temperature=0, logit_bias={17: 100}), row_of(slot=2, temperature=0)]
     rows.append(row_of(slot=9, temperature=0, logit_bias={23: 100}, stops={23}, min_tokens=1))
     alone = [tokens(logits[:1], [row])[0] for row in rows]
@@ -519,7 +530,8 @@ class TestOnTheDevice:
             assert [p for _, p in a.top] == pytest.approx([p for _, p in b.top], abs=1e-5)
 
     def test_nothing_waits_for_the_device(self) -> None:
-        sampler, logits = self.on_gpu(1000), golden_logits().cuda()
+        sampler = self.on_gpu(1000)
+        logits = golden_logits().cuda()
         rows = [replace(row, sampling=replaced(row.sampling, logprobs=3)) for row in golden_rows()]
         rows[0] = replace(rows[0], stop_token_ids=frozenset({3}), sampling=replaced(rows[0].sampling, min_tokens=9))
         sampler.sample(logits, rows).fetch()  # compiles
@@ -528,7 +540,8 @@ class TestOnTheDevice:
         torch.cuda.set_sync_debug_mode("error")
         try:
             torch.cuda._sleep(1_000_000_000)
-            sampled, scores = sampler.sample(logits, rows), sampler.score(logits, [1] * len(rows), 2)
+            sampled = sampler.sample(logits, rows)
+            scores = sampler.score(logits, [1] * len(rows), 2)
             asleep = torch.cuda.Event()
             asleep.record()
             assert not asleep.query()
@@ -541,7 +554,8 @@ class TestOnTheDevice:
         assert not behind.query()
 
     def test_memory_stays_within_what_is_said(self) -> None:
-        vocab, num_rows = 128256, 64
+        vocab = 128256
+        num_rows = 64
         sampler = self.on_gpu(vocab, num_rows)
         logits = torch.randn(num_rows, vocab, device="cuda")
         bias = dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0)

@@ -308,7 +308,8 @@ def test_blocks_are_called_written_when_the_device_has_written_them(tiny_llama: 
         if step == 2:
             gone = driver.add(prompt_of(90, "gone"), greedy(1), phase="prefill")
             key = driver.add(again, greedy(1), phase="prefill")
-            prompts[key], seen[key] = again, []
+            prompts[key] = again
+            seen[key] = []
         if gone is not None and step == 5:
             engine.abort(gone)
         result = driver.step()
@@ -348,7 +349,8 @@ def test_a_cached_prefix_is_not_computed_again(tiny_llama: Path) -> None:
 
 def test_the_queue_is_told_without_what_is_cached(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = paper_engine(tiny_llama, max_num_seqs=1, max_num_batched_tokens=32)
-    driver, scheduler = Driver(engine), engine.scheduler
+    driver = Driver(engine)
+    scheduler = engine.scheduler
     shared = prompt_of(48)
     driver.add([*shared, 1, 2, 3], greedy(4))
     assert scheduler.num_queued_tokens() == 51

@@ -26,7 +26,8 @@ from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
 BLOCK_SIZE = 4
-NUM_SLOTS, MAX_BLOCKS = 12, 16
+NUM_SLOTS = 12
+MAX_BLOCKS = 16
 
 
 def advanced(slot: int, before: int, count: int, num_left: int = 0, num_pending: int = 0) -> Sequence:
@@ -47,7 +48,8 @@ def plans(draw: st.DrawFn) -> StepPlan:
     slots = draw(st.lists(st.integers(1, NUM_SLOTS), min_size=1, max_size=6, unique=True))
     plan = StepPlan()
     for slot in slots:
-        before, count = draw(st.integers(0, 30)), draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
+        before = draw(st.integers(0, 30))
+        count = draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
         num_left = draw(st.sampled_from([0, 0, 5]))
         num_pending = draw(st.integers(0, 1)) if before + count + num_left > 1 else 0
         plan.num_tokens[advanced(slot, before, count, num_left, num_pending)] = count
@@ -62,7 +64,8 @@ def ordered(plan: StepPlan) -> list[tuple[Sequence, int]]:
 def padded(plan: StepPlan, more_rows: int) -> StepInputs:
     """Steps with chunks have no padding sequences."""
     more_seqs = more_rows if plan.is_decode else 0
-    num_rows, num_seqs = sum(plan.num_tokens.values()), len(plan.num_tokens)
+    num_rows = sum(plan.num_tokens.values())
+    num_seqs = len(plan.num_tokens)
     return step_inputs(plan, num_rows + more_rows, num_seqs + more_seqs, BLOCK_SIZE)
 
 
@@ -79,7 +82,8 @@ def test_arrays_are_the_rows_one_by_one(plan: StepPlan, more_rows: int) -> None:
             ids.append(seq.token_ids[position] if position < len(seq.token_ids) else -1)
             positions.append(position)
             slots.append(seq.slot)
-    num_rows, arrays = len(ids), inputs.arrays
+    num_rows = len(ids)
+    arrays = inputs.arrays
     assert arrays.ids.tolist() == ids + [0] * more_rows
     assert arrays.positions[:num_rows].tolist() == positions
     assert arrays.slots.tolist() == slots + [0] * more_rows
@@ -95,7 +99,8 @@ def test_arrays_are_the_rows_one_by_one(plan: StepPlan, more_rows: int) -> None:
 @given(plans(), st.integers(0, 2 * BLOCK_SIZE))
 def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: StepPlan, more_rows: int) -> None:
     """Through the device's tables, as the model runner keeps them."""
-    tables, last_token = torch.zeros(NUM_SLOTS + 1, MAX_BLOCKS, dtype=torch.int32), torch.arange(NUM_SLOTS + 1).int()
+    tables = torch.zeros(NUM_SLOTS + 1, MAX_BLOCKS, dtype=torch.int32)
+    last_token = torch.arange(NUM_SLOTS + 1).int()
     changes = table_changes(plan.num_tokens)
     assert changes is not None
     torch_ops.update_tables(tables, torch.from_numpy(changes))
@@ -170,8 +175,11 @@ def test_inputs_of_a_plan_survive_packing(plan: StepPlan) -> None:
 
 
 def test_the_device_learns_each_block_once() -> None:
-    known, grown, new = advanced(1, 0, 8), advanced(2, 0, 11), advanced(3, 0, 5)
-    known.num_synced, grown.num_synced = len(known.block_table), 1
+    known = advanced(1, 0, 8)
+    grown = advanced(2, 0, 11)
+    new = advanced(3, 0, 5)
+    known.num_synced = len(known.block_table)
+    grown.num_synced = 1
     changes = table_changes([known, grown, new])
     assert changes is not None and changes.dtype == np.int32
     assert changes.T.tolist() == [[2, 1, 41], [2, 2, 42], [3, 0, 60], [3, 1, 61]]

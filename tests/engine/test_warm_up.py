@@ -37,7 +37,8 @@ class Warmed:
 
 def assert_nothing_is_left(engine: Engine) -> None:
     Driver(engine).assert_empty()
-    blocks, scheduler = engine.blocks, engine.scheduler
+    blocks = engine.blocks
+    scheduler = engine.scheduler
     assert blocks.free_space().num_cached == 0
     assert (scheduler.num_preemptions, scheduler.prefix_queries, scheduler.prefix_hits) == (0, 0, 0)
     assert not scheduler.admitted
@@ -100,7 +101,8 @@ def test_the_next_requests_see_no_trace_of_it(tiny_llama: Path) -> None:
         if is_warm:
             warm_up(engine, StartProgress().report)
             assert_nothing_is_left(engine)
-        driver, rng = Driver(engine), random.Random(1)
+        driver = Driver(engine)
+        rng = random.Random(1)
         for i in range(6):
             params = SamplingParams(
                 seed=i, max_tokens=12, temperature=i % 2, repetition_penalty=1.3, presence_penalty=0.5, n=1 + i % 3

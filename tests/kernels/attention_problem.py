@@ -44,7 +44,10 @@ class PagedProblem:
 
     @property
     def prefill_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float]:
-        tables, rows, starts, longest = self.block_tables, self.table_rows, self.query_starts, self.max_query_len
+        tables = self.block_tables
+        rows = self.table_rows
+        starts = self.query_starts
+        longest = self.max_query_len
         return self.q, self.kv, tables, rows, self.context_lens, starts, longest, self.scale
 
     def make_all_scores(self, score: float) -> None:
@@ -65,7 +68,8 @@ class PagedProblem:
             q, k, v = (x.double().transpose(0, 1) for x in (self.q[rows], keys, values))
             if len(keys) == 0:
                 continue
-            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+            k = k.repeat_interleave(group, 0)
+            v = v.repeat_interleave(group, 0)
             positions = torch.arange(len(keys), device=q.device)
             future = positions > positions[-q.shape[1] :, None]
             scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(future, float("-inf"))
@@ -93,7 +97,8 @@ def paged_problem(
     free = (torch.randperm(pool_blocks - 1) + 1).tolist()
     tables = torch.full((len(contexts) + 2, max(num_blocks) + 3), NO_BLOCK, dtype=torch.int32)
     table_rows = torch.randperm(len(tables), dtype=torch.int32)[: len(contexts)]
-    keys, values = [], []
+    keys = []
+    values = []
     for seq, (context, blocks) in enumerate(zip(contexts, num_blocks, strict=True)):
         ids = torch.tensor([free.pop() for _ in range(blocks)], dtype=torch.int64)
         tables[table_rows[seq], :blocks] = ids
@@ -139,7 +144,8 @@ def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
         i, j, a, b = min(missing)
         candidates = [[random.randrange(len(axis)) for axis in axes] for _ in range(30)]
         for picks in candidates:
-            picks[i], picks[j] = a, b
+            picks[i] = a
+            picks[j] = b
         best = max(candidates, key=lambda picks: len(covered(picks)))
         missing -= covered(best)
         cases.append(tuple(axis[pick] for axis, pick in zip(axes, best, strict=True)))

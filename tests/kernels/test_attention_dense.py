@@ -44,7 +44,8 @@ def test_fresh_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -
 
 def test_fresh_prompts_that_do_not_pay() -> None:
     """Short prompts, odd lengths, and shapes nobody has warmed."""
-    deal, multiple = dense.deal, dense.LENGTH_MULTIPLE
+    deal = dense.deal
+    multiple = dense.LENGTH_MULTIPLE
     assert deal((multiple,)) == deal((4096, 16)) == deal((4097,)) == ()
     assert [part[1:] for part in deal((2048,) * 7)] == [(4, 2048), (2, 2048), (1, 2048)]
     assert deal((2048, 8192)) == ((0, 1, 2048), (2048, 1, 8192))

@@ -50,7 +50,8 @@ def half(num: int = 32) -> Tensor:
 
 def test_the_same_launch_goes_straight_to_the_driver(kernel: Recorder) -> None:
     for grid in ((3,), (4, 5)):
-        x, y = half(), half()
+        x = half()
+        y = half()
         launch(kernel, grid, (x, y), (7, 0.5), BLOCK=64, num_warps=4)
     assert kernel.num_jit_calls == 1
     assert kernel.launches == [
@@ -143,7 +144,8 @@ def test_grid_sizes() -> None:
 
 @pytest.mark.gpu
 def test_kept_launches_are_captured() -> None:
-    x, out = torch.randn(100, device=DEVICE), torch.empty(100, device=DEVICE)
+    x = torch.randn(100, device=DEVICE)
+    out = torch.empty(100, device=DEVICE)
     arguments: dict[str, Any] = {"OFFSET": 1, "BLOCK": 32}
     launch(scaled_sum_kernel, (4,), (x, None, out), (100, 2, 1.0), **arguments)
     torch.cuda.synchronize()

@@ -7,7 +7,9 @@ from torch import Tensor
 from pdserve.kernels import torch_ops, triton_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HEADS, LAYERS, NUM_BLOCKS = 3, 2, 40
+HEADS = 3
+LAYERS = 2
+NUM_BLOCKS = 40
 
 
 def pool_of(block_size: int, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -24,7 +26,8 @@ def row_of(pool: Tensor, ids: Tensor, row: int) -> Tensor:
 def test_repack(skip: int, num_rows: int, sizes: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
     source, pool = (pool_of(size, head_dim, dtype) for size in sizes)
     source_ids, block_ids = (torch.randperm(NUM_BLOCKS, device=DEVICE).int() for _ in range(2))
-    before, twin = pool.clone(), pool.clone()
+    before = pool.clone()
+    twin = pool.clone()
     triton_ops.repack(source, source_ids, pool, block_ids, skip, num_rows)
     torch_ops.repack(source, source_ids, twin, block_ids, skip, num_rows)
     assert torch.equal(pool, twin)
@@ -36,6 +39,7 @@ def test_repack(skip: int, num_rows: int, sizes: tuple[int, int], head_dim: int,
 
 
 def test_a_layer_of_a_pool_is_refused() -> None:
-    pool, ids = pool_of(16, 64, torch.float32), torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    pool = pool_of(16, 64, torch.float32)
+    ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="pass the whole ring"):
         triton_ops.repack(pool[:, :1], ids, pool, ids, 0, 16)

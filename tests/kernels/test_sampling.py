@@ -90,7 +90,8 @@ def test_greedy_of_real_vocabularies(vocab: int, dtype: torch.dtype) -> None:
 
 def check_draws(vocab: int, dtype: torch.dtype, num_rows: int, cut: bool) -> None:
     """The twin's tokens, except where two scores nearly tie."""
-    logits, keys = logits_of(num_rows, vocab, dtype), random_keys(num_rows)
+    logits = logits_of(num_rows, vocab, dtype)
+    keys = random_keys(num_rows)
     temperature = floats([(1.0, 0.0, 0.6, 1.8)[i % 4] for i in range(num_rows)])
     where = (floats([0.5] * num_rows), ints([Random().randrange(vocab) for _ in range(num_rows)])) if cut else None
     logits[:, 0] = 0.5
@@ -168,12 +169,14 @@ def check_kept(logits: Tensor, kept: Tensor, top_k: int, top_p: float, min_p: fl
         assert num_kept == len(logits)
         return
     probs = (ordered[:top_k] / temperature).softmax(dim=-1)
-    before, slack = probs.cumsum(dim=-1) - probs, 2e-5
+    before = probs.cumsum(dim=-1) - probs
+    slack = 2e-5
     most = top_k if top_p == 1 else int((before < top_p + slack).sum())
     least = top_k if top_p == 1 else int((before < top_p - slack).sum())
     if min_p > 0:
         ratio = probs / probs[0]
-        most, least = min(most, int((ratio > min_p - 1e-5).sum())), min(least, int((ratio > min_p + 1e-5).sum()))
+        most = min(most, int((ratio > min_p - 1e-5).sum()))
+        least = min(least, int((ratio > min_p + 1e-5).sum()))
     masked = bool((ordered[min(num_kept, len(ordered) - 1)] == float("-inf")).item())
     assert max(least, 1) <= num_kept <= max(most, 1) or (masked and num_kept >= least), f"{least}..{most}: {num_kept}"
 
@@ -199,7 +202,8 @@ def test_ties_at_the_cut_keep_the_lower_ids() -> None:
     logits = torch.zeros(2, 300, device=DEVICE)
     logits[:, [7, 100, 200, 299]] = 2.0
     logits[:, 250] = 3.0
-    ones, off = floats([1.0, 1.0]), floats([0.0, 0.0])
+    ones = floats([1.0, 1.0])
+    off = floats([0.0, 0.0])
     for ops in (torch_ops, triton_ops):
         value, last = ops.cut_tokens(logits, ones, ints([3, 300]), floats([1.0, 0.09]), off)
         assert value.tolist() == [2.0, 2.0]
@@ -209,7 +213,8 @@ def test_ties_at_the_cut_keep_the_lower_ids() -> None:
 
 def test_a_row_is_cut_and_drawn_alike_in_any_batch() -> None:
     vocab = 128256 if ON_GPU else 3000
-    logits, keys = logits_of(len(SETTINGS), vocab, torch.bfloat16), random_keys(len(SETTINGS))
+    logits = logits_of(len(SETTINGS), vocab, torch.bfloat16)
+    keys = random_keys(len(SETTINGS))
     top_k = ints([min(50, vocab) if i % 2 else vocab for i in range(len(SETTINGS))])
     _, top_p, min_p, temperature = (floats(list(column)) for column in zip(*SETTINGS, strict=True))
 
@@ -255,7 +260,8 @@ def test_edits_of_large_vocabularies(vocab: int) -> None:
 
 
 def test_no_row_has_edits() -> None:
-    logits, nothing = logits_of(2, 50, torch.float32), ints([0, 0])
+    logits = logits_of(2, 50, torch.float32)
+    nothing = ints([0, 0])
     for apply_edits in (triton_ops.apply_edits, torch_ops.apply_edits):
         out = logits.clone()
         apply_edits(out, nothing, nothing, nothing[:, None], floats([1.0, 1.0])[:, None])
@@ -268,14 +274,18 @@ def test_penalties(vocab: int) -> None:
     logits[0, 0] = float("-inf")
     counts = torch.randint(0, 4, (7, vocab), device=DEVICE, dtype=torch.int32)
     counts += torch.randint(0, 2, (7, vocab), device=DEVICE, dtype=torch.int32) * IN_PROMPT
-    slots, repetition = ints([6, 0, 3, 1]), floats([1.3, 5.0, 1.0, 0.6])
+    slots = ints([6, 0, 3, 1])
+    repetition = floats([1.3, 5.0, 1.0, 0.6])
     settings = slots, repetition, floats([0.5, 2.0, -0.25, 0.0]), floats([0.1, 2.0, 1.5, 0.0])
-    out, twin, answer = logits.clone(), logits.clone(), logits.double()
+    out = logits.clone()
+    twin = logits.clone()
+    answer = logits.double()
     triton_ops.apply_penalties(out, counts, *settings)
     torch_ops.apply_penalties(twin, counts, *settings)
     for row, slot in enumerate(slots.tolist()):
         if slot:
-            amount, values = (counts[slot] % IN_PROMPT).double(), answer[row]
+            amount = (counts[slot] % IN_PROMPT).double()
+            values = answer[row]
             values = torch.where(
                 counts[slot] > 0, torch.where(values > 0, values / repetition[row], values * repetition[row]), values
             )
@@ -320,7 +330,8 @@ def test_logits_may_be_rows_of_a_wider_tensor_but_not_columns() -> None:
     wide = logits_of(6, 1500, torch.float32)
     rows = wide[:4, :1100]
     assert torch.equal(triton_ops.draw_tokens(rows), torch_ops.draw_tokens(rows))
-    keys, ones = random_keys(4), floats([1.0] * 4)
+    keys = random_keys(4)
+    ones = floats([1.0] * 4)
     assert torch.equal(triton_ops.draw_tokens(rows, ones, keys), triton_ops.draw_tokens(rows.contiguous(), ones, keys))
     with pytest.raises(ValueError, match="logits has stride"):
         triton_ops.draw_tokens(wide.t())

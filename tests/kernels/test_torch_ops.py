@@ -90,7 +90,9 @@ def test_each_of_many_sequences_gets_what_it_gets_alone(block_size: int) -> None
     whole = torch_ops.paged_decode(*problem.decode_args)
     for seq, length in enumerate(problem.context_lens.tolist()):
         own = slice(seq, seq + 1)
-        q, table_rows, lens = problem.q[own], problem.table_rows[own], problem.context_lens[own]
+        q = problem.q[own]
+        table_rows = problem.table_rows[own]
+        lens = problem.context_lens[own]
         alone = torch_ops.paged_decode(q, problem.kv, problem.block_tables, table_rows, lens, problem.scale, length)
         assert torch.equal(alone, whole[own])
 
@@ -107,10 +109,14 @@ def test_inputs_changed_in_place_are_noticed() -> None:
 
 @pytest.mark.parametrize("width", [32, 100, 256, 1000])
 def test_elementwise_ops_are_batch_invariant(width: int) -> None:
-    x, weight = torch.randn(50, width), torch.randn(width)
-    gate_up, positions = torch.randn(50, 2 * width), torch.randint(0, 99, (50,))
-    q, k = torch.randn(50, 6, 40), torch.randn(50, 2, 40)
-    cos, sin = torch.randn(99, 20), torch.randn(99, 20)
+    x = torch.randn(50, width)
+    weight = torch.randn(width)
+    gate_up = torch.randn(50, 2 * width)
+    positions = torch.randint(0, 99, (50,))
+    q = torch.randn(50, 6, 40)
+    k = torch.randn(50, 2, 40)
+    cos = torch.randn(99, 20)
+    sin = torch.randn(99, 20)
     for rows in (slice(0, 1), slice(3, 5), slice(17, 34)):
         assert torch.equal(torch_ops.rms_norm(x[rows], weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5)[rows])
         assert torch.equal(torch_ops.silu_mul(gate_up[rows]), torch_ops.silu_mul(gate_up)[rows])
@@ -121,7 +127,8 @@ def test_elementwise_ops_are_batch_invariant(width: int) -> None:
 
 @pytest.mark.parametrize("in_features,out_features", [(64, 64), (96, 80), (256, 1000), (1000, 72)])
 def test_linear_is_invariant_over_multiples_of_16(in_features: int, out_features: int) -> None:
-    x, weight = torch.randn(512, in_features), torch.randn(out_features, in_features)
+    x = torch.randn(512, in_features)
+    weight = torch.randn(out_features, in_features)
     whole = torch_ops.linear(x, weight)
     for rows in (16, 32, 48, 80, 128, 240, 384):
         assert torch.equal(torch_ops.linear(x[:rows], weight), whole[:rows])

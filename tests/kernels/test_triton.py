@@ -82,7 +82,8 @@ def test_decode_interpreted(heads: tuple[int, int], head_dim: int, block_size: i
 @pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
 def test_prefill_interpreted(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
     """A cached prefix with a chunk behind it, a whole prompt, and one query alone."""
-    prompt, cached = Random().randrange(2, 40), Random().randrange(1, 90)
+    prompt = Random().randrange(2, 40)
+    cached = Random().randrange(1, 90)
     pairs = [(cached + 5, 5), (prompt, prompt), (67, 1)] if heads[1] <= 8 else [(40, 9)]
     check_prefill(heads, head_dim, block_size, dtype, pairs)
 
@@ -125,7 +126,8 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
 
 
 def test_norm_of_heads_inside_a_fused_projection() -> None:
-    fused, weight = torch.randn(5, 12, 40, device=DEVICE), torch.randn(40, device=DEVICE)
+    fused = torch.randn(5, 12, 40, device=DEVICE)
+    weight = torch.randn(40, device=DEVICE)
     heads = fused[:, 3:10]
     torch.testing.assert_close(triton_ops.rms_norm(heads, weight, 1e-6), torch_ops.rms_norm(heads, weight, 1e-6))
     line = fused[0, 0]
@@ -140,15 +142,18 @@ def test_rope_write_kv(heads: tuple[int, int], head_dim: int, block_size: int, d
     num_heads, num_kv_heads = heads
     fused = torch.randn(4, num_heads + 2 * num_kv_heads, head_dim, device=DEVICE).to(dtype)
     angles = torch.rand(50, head_dim // 2, device=DEVICE, dtype=torch.float64) * 6
-    cos, sin = angles.cos().float(), angles.sin().float()
+    cos = angles.cos().float()
+    sin = angles.sin().float()
     positions = torch.randint(0, 50, (4,), device=DEVICE)
     q, k, v = fused.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     v_before = v.clone()
     first, second = torch.cat((q, k), 1).double().chunk(2, -1)
-    c, s = angles.cos()[positions, None], angles.sin()[positions, None]
+    c = angles.cos()[positions, None]
+    s = angles.sin()[positions, None]
     answer = torch.cat((first * c - second * s, second * c + first * s), -1)
     pool = torch.randn(3, num_kv_heads, 3, 2, block_size, head_dim, device=DEVICE).to(dtype)
-    want, twin_pool = pool.clone(), pool.clone()
+    want = pool.clone()
+    twin_pool = pool.clone()
     slots = torch.randperm(3 * block_size, device=DEVICE)[:4]
     twin = torch_ops.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
 
@@ -186,14 +191,18 @@ def check_products(num_rows: int, num_inputs: int, num_outputs: int, dtype: torc
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     answer = normed @ weight.double().T + (row.double() if bias else 0)
     normed_args = (x, norm, 1e-5, *args)
-    y, twin = triton_ops.norm_linear(*normed_args), torch_ops.norm_linear(*normed_args)
+    y = triton_ops.norm_linear(*normed_args)
+    twin = torch_ops.norm_linear(*normed_args)
     assert_as_good(y, twin, answer, 4, num_inputs)
     gate, up = answer.chunk(2, -1)
-    y, twin = triton_ops.norm_linear_silu_mul(*normed_args), torch_ops.norm_linear_silu_mul(*normed_args)
+    y = triton_ops.norm_linear_silu_mul(*normed_args)
+    twin = torch_ops.norm_linear_silu_mul(*normed_args)
     assert_as_good(y, twin, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
 
 
-PRODUCT_ROWS, PRODUCT_INPUTS, PRODUCT_OUTPUTS = [1, 2, 3, 16, 17, 33, 64, 65], [16, 80, 100, 1040, 2096], [2, 48, 134]
+PRODUCT_ROWS = [1, 2, 3, 16, 17, 33, 64, 65]
+PRODUCT_INPUTS = [16, 80, 100, 1040, 2096]
+PRODUCT_OUTPUTS = [2, 48, 134]
 
 
 @interpreted
@@ -226,7 +235,8 @@ def test_products_of_slices(num_rows: int) -> None:
 def test_copy_blocks(dtype: torch.dtype) -> None:
     pool = torch.randn(9, 3, 2, 2, 16, 40, device=DEVICE).to(dtype)
     want = pool.clone()
-    src, dst = torch.tensor([2, 7, 2], device=DEVICE), torch.tensor([0, 8, 5], device=DEVICE)
+    src = torch.tensor([2, 7, 2], device=DEVICE)
+    dst = torch.tensor([0, 8, 5], device=DEVICE)
     triton_ops.copy_blocks(pool, src, dst)
     torch_ops.copy_blocks(want, src, dst)
     assert torch.equal(pool, want)
@@ -241,8 +251,10 @@ def test_batch_state(num_rows: int, block_size: int) -> None:
     def integers(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator, dtype=torch.int32).to(DEVICE)
 
-    tables, last_token = integers(10**6, 9, 50), integers(128_000, 9)
-    slots, positions = integers(9, num_rows), integers(50 * block_size, num_rows)
+    tables = integers(10**6, 9, 50)
+    last_token = integers(128_000, 9)
+    slots = integers(9, num_rows)
+    positions = integers(50 * block_size, num_rows)
     ids = integers(128_000, num_rows) - 64_000  # half of them negative
     chosen = torch.randperm(9 * 50, generator=generator)[:200].to(DEVICE)
     changes = torch.stack([chosen // 50, chosen % 50, integers(10**6, 200)]).to(torch.int32)
@@ -266,10 +278,13 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     num_blocks = 2**31 // (2 * 16 * 64) + 4
     pool = torch.empty(num_blocks, 1, 1, 2, 16, 64, dtype=torch.float16, device=DEVICE)
-    kv, block = pool[:, :, 0], num_blocks - 2
+    kv = pool[:, :, 0]
+    block = num_blocks - 2
     k, v, q = (torch.randn(16, heads, 64, device=DEVICE).half() for heads in (1, 1, 4))
-    positions, slots = torch.arange(16, device=DEVICE), block * 16 + torch.arange(16, device=DEVICE)
-    ones, zeros = torch.ones(16, 32, device=DEVICE), torch.zeros(16, 32, device=DEVICE)
+    positions = torch.arange(16, device=DEVICE)
+    slots = block * 16 + torch.arange(16, device=DEVICE)
+    ones = torch.ones(16, 32, device=DEVICE)
+    zeros = torch.zeros(16, 32, device=DEVICE)
     triton_ops.rope_write_kv(q, k, v, ones, zeros, positions, kv, slots)
     assert torch.equal(kv[block, 0, 0], k[:, 0])
     triton_ops.copy_blocks(pool, torch.tensor([block], device=DEVICE), torch.tensor([block + 1], device=DEVICE))
@@ -287,7 +302,8 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
 def test_empty_batches_launch_nothing() -> None:
     problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
     none = torch.empty(0, 4, 32, device=DEVICE)
-    rows, lens = problem.table_rows[:0], problem.context_lens[:0]
+    rows = problem.table_rows[:0]
+    lens = problem.context_lens[:0]
     assert triton_ops.paged_decode(none, problem.kv, problem.block_tables, rows, lens, 1.0, 0).shape == none.shape
     slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
     table = torch.empty(1, 16, device=DEVICE)
@@ -338,7 +354,8 @@ def test_decode_for_any_shares(contexts: list[int], max_context_len: int) -> Non
 
 def test_number_of_decode_programs() -> None:
     """Resident at once, none without a share, never none."""
-    num_programs, share = decode.num_decode_programs, decode.MIN_SHARE.value
+    num_programs = decode.num_decode_programs
+    share = decode.MIN_SHARE.value
     assert num_programs(8, 131072, 64, 132) == 132 * decode.PROGRAMS_PER_SM
     assert num_programs(8, 128, 64, 132) == 8 * (2 + decode.ITEM_COST.value) // share
     assert 1 <= num_programs(1, 0, 64, 132) <= 2

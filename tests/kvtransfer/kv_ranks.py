@@ -21,7 +21,9 @@ from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, Ticket
 
-HEADS, BLOCK_SIZE, NUM_TOKENS = 4, 16, 24 * 16
+HEADS = 4
+BLOCK_SIZE = 16
+NUM_TOKENS = 24 * 16
 CONFIG = {name: transfer_config(name, lease_s=600.0) for name in ("local", "nixl")}
 
 
@@ -43,7 +45,8 @@ class Ranks:
         self, engine_id: str, config: TransferConfig, degree: int, filled: bool, block_size: int = BLOCK_SIZE
     ) -> None:
         self.kv_caches: list[torch.Tensor] = []
-        self.block_size, num_blocks = block_size, NUM_TOKENS // block_size
+        self.block_size = block_size
+        num_blocks = NUM_TOKENS // block_size
         self.generations = np.arange(100, 100 + num_blocks, dtype=np.int64)
         for rank in range(degree):
             heads = heads_of(rank, degree)
@@ -54,7 +57,8 @@ class Ranks:
             if rank == 0:
                 memory = KVCacheMemory(kv_cache, self.generations, layout, "model")
                 self.sender, self.receiver = build_connector(config, memory, engine_id, 1, lambda: None)
-                others, receivers = [], []
+                others = []
+                receivers = []
             else:
                 memory = KVCacheMemory(kv_cache, np.zeros(num_blocks, np.int64), layout, "model")
                 rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)

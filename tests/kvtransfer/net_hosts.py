@@ -64,7 +64,8 @@ class Net:
     def __init__(self, rate_mbit: int) -> None:
         self._rate_mbit = rate_mbit
         self._tag = f"pd{os.getpid()}"
-        self.p, self.d = f"{self._tag}-p", f"{self._tag}-d"
+        self.p = f"{self._tag}-p"
+        self.d = f"{self._tag}-d"
         for namespace in (self.p, self.d):
             _run("ip", "netns", "add", namespace)
         _run("ip", "link", "add", "pdp", "netns", self.p, "type", "veth", "peer", "name", "pdd", "netns", self.d)

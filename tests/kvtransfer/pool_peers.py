@@ -87,7 +87,8 @@ class Engine:
     @contextmanager
     def impatient(self) -> Iterator[None]:
         """What begins within waits for each answer of the server for IMPATIENT_MS."""
-        patient, backend = self.pool._config, self.pool._backend
+        patient = self.pool._config
+        backend = self.pool._backend
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(self.pool, "_config", patient.model_copy(update={"request_deadline_ms": IMPATIENT_MS}))
             patch.setattr(backend, "_patience_s", IMPATIENT_MS / 1000, raising=False)

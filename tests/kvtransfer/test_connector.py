@@ -180,8 +180,10 @@ def short(source: Source) -> Iterator[Source]:
 
 
 def test_lease_expires_once_and_late_notice_is_dropped(sink: Engine, short: Source) -> None:
-    source, request = short, request_key()
-    before, wakes = time.monotonic(), source.wakes()
+    source = short
+    request = request_key()
+    before = time.monotonic()
+    wakes = source.wakes()
     ticket = source.publish(request, [1, 2])
     events = source.unpinned()
     assert [(e.key, e.outcome) for e in events] == [(request, "expired")]
@@ -192,7 +194,8 @@ def test_lease_expires_once_and_late_notice_is_dropped(sink: Engine, short: Sour
 
 
 def test_revoke_is_silent(sink: Engine, short: Source) -> None:
-    source, request = short, request_key()
+    source = short
+    request = request_key()
     ticket = source.publish(request, [1])
     source.revoke(request)
     sink.receiver.reject(ticket)

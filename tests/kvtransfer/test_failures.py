@@ -92,7 +92,8 @@ def test_cancel_of_a_read_in_flight_settles_later(sink: Engine, source: Source) 
 
 
 def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: Source, config: TransferConfig) -> None:
-    in_flight, later = source.publish(key("in flight"), [1, 2]), source.publish(key("later"), [3])
+    in_flight = source.publish(key("in flight"), [1, 2])
+    later = source.publish(key("later"), [3])
     source.freeze()
     sink.receiver.pull(300, in_flight, [0, 1], 0, 300.0)
     until_posted(sink, 300, 1)
@@ -199,7 +200,8 @@ def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
         sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 7 and e.connected)
         pid = source.process.pid if isinstance(source, ProcessSource) else None
         for _ in range(9):
-            before, began = cpu_seconds(pid), time.monotonic()
+            before = cpu_seconds(pid)
+            began = time.monotonic()
             time.sleep(4.0)  # the time over which CPU is counted
             share = (cpu_seconds(pid) - before) / (time.monotonic() - began)
             if share < 0.03:

@@ -34,7 +34,8 @@ def source() -> Iterator[LocalSource]:
 def frozen_generations(source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Call it when nothing is read: the next read ends as ever, and the source freezes when another one follows, which
     is the read of the generations."""
-    post, posted = LocalAgent.post, list[Any]()
+    post = LocalAgent.post
+    posted = list[Any]()
 
     def freezing(agent: LocalAgent, handle: Any) -> bool:
         posted.append(handle)

@@ -20,7 +20,8 @@ from pdserve.kvtransfer.transport.local_agent import LocalAgent
 from pdserve.protocol.handoff import Source, Ticket
 from pdserve.protocol.request_key import RequestKey
 
-_names, _pull_ids = itertools.count(), itertools.count(1)
+_names = itertools.count()
+_pull_ids = itertools.count(1)
 
 
 @pytest.fixture(scope="module", params=["local", "nixl"])
@@ -109,7 +110,8 @@ def test_parts_arrive_while_the_prompt_is_computed(sink: Engine, source: LocalSo
 
 
 def test_the_same_part_is_told_once(local: LocalSource, local_sink: Engine) -> None:
-    request, began = request_key(), time.time()
+    request = request_key()
+    began = time.time()
     pull_id = follow(local_sink, local, request, [20, 21])
     for written_at in (1.0, 2.0):
         local.engine.sender.publish_part(request, [8], b"content", written_at)
@@ -154,7 +156,8 @@ def test_who_follows_behind_the_end_gets_everything(sink: Engine, source: LocalS
 
 def test_without_any_part_the_ticket_says_all(sink: Engine, source: LocalSource | ProcessSource) -> None:
     """Every letter of the sender was lost."""
-    request, other = request_key(), request_key()
+    request = request_key()
+    other = request_key()
     pull_id = follow(sink, source, other, [10, 11])
     assert isinstance(complete(sink, pull_id, source.publish(request, [1, 2])), PullDone)
     assert torch.equal(sink.kv_cache[[10, 11]], pattern(5)[[1, 2]])
@@ -329,7 +332,8 @@ def test_a_word_about_a_prompt_that_is_still_computed_ends_nothing(
     local: LocalSource, notice: type[Done | Rejected]
 ) -> None:
     """As of a ticket before a preemption: its blocks are still written."""
-    computed, over = request_key(), request_key()
+    computed = request_key()
+    over = request_key()
     sender = local.engine.sender
     sender.publish_part(computed, [3], b"content")
     local.publish(over, [4])
@@ -349,7 +353,8 @@ BAD_TEXT = b"\x93\x92\xa2\xff\xfe\x01\x93\xa1d\x01\xa1x\x92\xa6follow\x94\xa1r\x
 
 @pytest.mark.parametrize("frame", [b"", b"nonsense", BAD_TEXT], ids=["empty", "nonsense", "not UTF-8"])
 def test_stray_frames_do_not_end_the_mailbox(frame: bytes) -> None:
-    here, there = Mailbox("here", 1, "127.0.0.1"), Mailbox("there", 1, "127.0.0.1")
+    here = Mailbox("here", 1, "127.0.0.1")
+    there = Mailbox("there", 1, "127.0.0.1")
     got: list[Done] = []
     here.on(Done, lambda sender, notice: got.append(notice))
     for box in (here, there):

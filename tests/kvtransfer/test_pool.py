@@ -62,7 +62,8 @@ def server(request: pytest.FixtureRequest) -> Server:
 @pytest.fixture
 def engines(server: Server) -> Iterator[tuple[Engine, Engine]]:
     """Two engines of one model; afterwards the server must hold nothing for them."""
-    writer, reader = Engine(server), Engine(server)
+    writer = Engine(server)
+    reader = Engine(server)
     yield writer, reader
     tidy = dict.fromkeys(left_behind(server), 0)
     until(lambda: left_behind(server) == tidy)
@@ -221,7 +222,8 @@ def test_stores_hold_no_more_blocks_than_their_cap(engines: tuple[Engine, Engine
     writer, _ = engines
     gate = writer.gated_copies()
     gate.copies_frozen = True
-    big, small = prompt(7 * CHUNK), prompt(CHUNK)
+    big = prompt(7 * CHUNK)
+    small = prompt(CHUNK)
     first = writer.begin_store(big, range(28))
     assert writer.begin_store(prompt(2 * CHUNK), range(28, 36)) is None, "28 + 8 of 64 blocks is over a half"
     second = writer.begin_store(small, range(28, 32))
@@ -459,11 +461,13 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
     engine.pool._copier = LocalBlockCopier(engine.memory, server.faults)
     prompts = [prompt(n * CHUNK) for n in (1, 2, 3)]
     prompts.append(prompt(4 * CHUNK, like=prompts[1]))
-    free, holding = [[*range(i, i + 4)] for i in range(0, 64, 4)], {}
+    free = [[*range(i, i + 4)] for i in range(0, 64, 4)]
+    holding = {}
     results: dict[int, list] = {}
 
     def begin() -> None:
-        tokens, kind = dice.choice(prompts), dice.choice(["retrieve", "store"])
+        tokens = dice.choice(prompts)
+        kind = dice.choice(["retrieve", "store"])
         want = len(tokens) // CHUNK
         if len(free) >= want:
             blocks = [block for _ in range(want) for block in free.pop(dice.randrange(len(free)))]
@@ -479,7 +483,8 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
             if op_id is None:
                 give_back(blocks)
             else:
-                results[op_id], holding[op_id] = [], (tokens, blocks)
+                results[op_id] = []
+                holding[op_id] = (tokens, blocks)
 
     def give_back(blocks: list[int]) -> None:
         """The blocks are ours again; whoever still copied into them would be seen."""
@@ -532,7 +537,8 @@ def test_two_processes_share_chunks(real: Engine, real_server: PoolServer) -> No
 
 
 def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, real_server: PoolServer) -> None:
-    tokens, unstored = prompt(2 * CHUNK), prompt(CHUNK)
+    tokens = prompt(2 * CHUNK)
+    unstored = prompt(CHUNK)
     real.keep(tokens, range(8))
     freeze(real_server.process.pid)
     try:
@@ -553,13 +559,15 @@ def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, rea
 
 def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer) -> None:
     """Its memory stays mapped: rows that were found are still read; what was copied out cannot be committed."""
-    tokens, other = prompt(2 * CHUNK), prompt(CHUNK)
+    tokens = prompt(2 * CHUNK)
+    other = prompt(CHUNK)
     real.keep(tokens, range(8))
     gate = real.gated_copies()
     gate.copies_frozen = True
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(real.pool._backend, "_patience_s", IMPATIENT_MS / 1000)  # of commits
-        reads, stores = real.begin_retrieve(tokens, range(20, 28)), real.begin_store(other, range(4))
+        reads = real.begin_retrieve(tokens, range(20, 28))
+        stores = real.begin_store(other, range(4))
         real.until_copying(reads, stores)
     freeze(real_server.process.pid)
     try:
@@ -591,7 +599,8 @@ def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
 
 def test_an_uncommitted_reservation_is_not_committed_by_our_leaving(real_server: PoolServer) -> None:
     tokens = prompt(CHUNK)
-    leaver, stayer = Engine(real_server), Engine(real_server)
+    leaver = Engine(real_server)
+    stayer = Engine(real_server)
     leaver.compute(tokens, range(4))
     assert leaver.pool.store(1, tokens, "", range(4), lambda: False)
     assert isinstance(leaver.next_event(1), PoolFailed)
@@ -626,12 +635,14 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
     try:
         servers[0].wait_ready()
         engine = Engine(servers[0])
-        tokens, other = prompt(2 * CHUNK), prompt(CHUNK)
+        tokens = prompt(2 * CHUNK)
+        other = prompt(CHUNK)
         engine.keep(tokens, range(8))
         until(lambda: len(list((tmp_path / "tier").rglob("*.data"))) >= 2)
         gate = engine.gated_copies()
         gate.copies_frozen = True
-        reads, stores = engine.begin_retrieve(tokens, range(20, 28)), engine.begin_store(other, range(4))
+        reads = engine.begin_retrieve(tokens, range(20, 28))
+        stores = engine.begin_store(other, range(4))
         assert reads is not None and stores is not None
         engine.until_copying(reads, stores)
         servers[0].process.kill()
@@ -711,7 +722,8 @@ def test_late_answers_go_on_being_paid_after_one_that_cannot_be(monkeypatch: pyt
 @pytest.mark.gpu
 def test_blocks_of_a_device() -> None:
     server = LocalPoolServer()
-    writer, reader = Engine(server, device="cuda"), Engine(server, device="cuda")
+    writer = Engine(server, device="cuda")
+    reader = Engine(server, device="cuda")
     tokens = prompt(3 * CHUNK)
     writer.keep(tokens, [40, 3, 2, 1, 17, 18, 19, 20, 60, 59, 5, 6])
     torch.cuda.synchronize()

@@ -60,7 +60,8 @@ def test_missing_head_is_named() -> None:
 @pytest.mark.parametrize("ranks", [[(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0,), (3,), (2, 1)]])
 def test_plan_moves_every_head_of_every_block(heads: tuple[int, ...], ranks: list[tuple[int, ...]]) -> None:
     """Apply the pieces to byte arrays: each destination head must hold exactly that global head of that block."""
-    ours, num_blocks = layout(heads), 5
+    ours = layout(heads)
+    num_blocks = 5
     head_bytes = ours.head_bytes
 
     def content(block: int, head: int) -> np.ndarray:

@@ -46,7 +46,8 @@ def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, 
 @pytest.mark.parametrize("pair", DEGREES, indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
 def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
-    theirs, ours = [5, 6, 7, 20, 2], [9, 1, 2, 3, 11]
+    theirs = [5, 6, 7, 20, 2]
+    ours = [9, 1, 2, 3, 11]
     ticket = source.publish("a", theirs)
     sink.receiver.pull(1, ticket, ours[1:], 1, 300.0)
     done = sink.wait(PullDone, PullFailed)
@@ -74,13 +75,18 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
 @pytest.mark.parametrize("pair", [(1, 2, 64, 16), (2, 1, 16, 64)], indirect=True, ids=["1to2", "2to1"])
 def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
-    theirs, ours, skip = ([4, 0, 2], [9, 1, 2, 3, 11, 7, 20, 5, 6, 21, 23, 10], 3)
+    theirs = [4, 0, 2]
+    ours = [9, 1, 2, 3, 11, 7, 20, 5, 6, 21, 23, 10]
+    skip = 3
     if sink.block_size > 16:
-        theirs, ours, skip = [5, 6, 7, 20, 2, 3, 9, 8, 1, 0, 10, 11], [4, 0, 2], 1
+        theirs = [5, 6, 7, 20, 2, 3, 9, 8, 1, 0, 10, 11]
+        ours = [4, 0, 2]
+        skip = 1
     sink.receiver.pull(1, source.publish("a", theirs), ours[skip:], skip, 300.0)
     done = sink.wait(PullDone, PullFailed)
     assert isinstance(done, PullDone), done
-    whole, first = rows(content(192 // len(theirs))[theirs]), skip * sink.block_size
+    whole = rows(content(192 // len(theirs))[theirs])
+    first = skip * sink.block_size
     for rank, kv_cache in enumerate(sink.kv_caches):
         heads = list(heads_of(rank, len(sink.kv_caches)))
         assert torch.equal(rows(kv_cache[ours[skip:]]), whole[first:, heads])

@@ -37,7 +37,8 @@ RUN_TOKENS = 64
 RING_BYTES = NUM_RUNS * RUN_TOKENS * LAYOUT.token_bytes
 SIZES = [(16, 64), (64, 16), (16, 32), (32, 16)]
 LOCAL = LocalTransferConfig(lease_s=600.0, staging_bytes=RING_BYTES)
-_names, _pull_ids = itertools.count(), itertools.count(1)
+_names = itertools.count()
+_pull_ids = itertools.count(1)
 
 
 def name() -> RequestKey:
@@ -117,8 +118,10 @@ def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -
     """Parts end inside the sink's blocks when these are larger, and so does the prompt."""
     source, sink = joined
     sink.kv_cache.zero_()
-    size, request = sink.kv_cache.shape[4], name()
-    theirs, local = blocks_for(300, source.block_size, 3), blocks_for(300, size, 5)
+    size = sink.kv_cache.shape[4]
+    request = name()
+    theirs = blocks_for(300, source.block_size, 3)
+    local = blocks_for(300, size, 5)
     wanted = rows(pattern(5, source.block_size)[theirs])
     peer = Source(source.meta.engine_id, source.meta.incarnation, request)
     sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", local, 0, 300.0)
@@ -140,7 +143,8 @@ def test_parts_arrive_while_the_prompt_is_computed(joined: tuple[Any, Engine]) -
 def test_a_prompt_that_is_cached_moves_nothing(joined: tuple[Any, Engine]) -> None:
     source, sink = joined
     sink.kv_cache.zero_()
-    theirs, size = blocks_for(100, source.block_size), sink.kv_cache.shape[4]
+    theirs = blocks_for(100, source.block_size)
+    size = sink.kv_cache.shape[4]
     done = pull(sink, source.publish(name(), theirs, 100), [], -(-100 // size))
     assert isinstance(done, PullDone) and done.num_bytes == done.num_descriptors == 0
     assert not sink.kv_cache.any()
@@ -150,7 +154,8 @@ def test_a_prompt_that_is_cached_moves_nothing(joined: tuple[Any, Engine]) -> No
 def test_reused_blocks_are_stale(joined: tuple[Any, Engine]) -> None:
     """In the last of several pieces; what was verified before is told."""
     source, sink = joined
-    theirs, size = blocks_for(640, source.block_size), sink.kv_cache.shape[4]
+    theirs = blocks_for(640, source.block_size)
+    size = sink.kv_cache.shape[4]
     ticket = source.publish(name(), theirs)
     source.bump(theirs[-1])
     failed = pull(sink, ticket, blocks_for(640, size))
@@ -228,7 +233,8 @@ def test_slots_are_not_read_into_while_rows_are_moved_from_them(
     sink: Engine, source: LocalSource, sizes: tuple[int, int], slow: SlowRepack
 ) -> None:
     """Half of the ring is this peer's; the rest of the prompt waits."""
-    theirs, local = blocks_for(960, sizes[0]), blocks_for(960, sizes[1])
+    theirs = blocks_for(960, sizes[0])
+    local = blocks_for(960, sizes[1])
     ticket = source.publish(name(), theirs)
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, 0, 300.0)
     until(lambda: len(slow.running) == NUM_RUNS // 2)
@@ -281,7 +287,8 @@ def test_frozen_peers_starve_nobody(sink: Engine, source: LocalSource, sizes: tu
             sink.receiver.pull(next(_pull_ids), frozen.publish(name(), theirs), blocks_for(960, sizes[1]), 0, 300.0)
         until(lambda: num_free(sink) == NUM_RUNS - NUM_RUNS // 2 - NUM_RUNS // 4)
         for living in others[1:]:
-            theirs, local = blocks_for(960, living.block_size, 3), blocks_for(960, sizes[1])
+            theirs = blocks_for(960, living.block_size, 3)
+            local = blocks_for(960, sizes[1])
             assert isinstance(pull(sink, living.publish(name(), theirs), local), PullDone)
             assert has_rows(sink, local, rows(living.engine.kv_cache[theirs]))
     finally:
@@ -374,11 +381,9 @@ def test_a_stale_piece_is_read_again_behind_a_newer_part(
 ) -> None:
     """Not before the rows of the old one have been moved: they would come last."""
     request = name()
-    local, old, new = (
-        blocks_for(128, sizes[1]),
-        blocks_for(128, sizes[0]),
-        blocks_for(128, sizes[0], 1, 512 // sizes[0]),
-    )
+    local = blocks_for(128, sizes[1])
+    old = blocks_for(128, sizes[0])
+    new = blocks_for(128, sizes[0], 1, 512 // sizes[0])
     peer = Source("p", 1, request)
     sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", local, 0, 300.0)
     source.publish_part(request, old)
@@ -461,7 +466,8 @@ def test_rows_arrive_on_a_device(sizes: tuple[int, int]) -> None:
     try:
         assert sink.connect(source.sender.meta()).connected
         for num_tokens in (1, 100, 960):
-            theirs, local = blocks_for(num_tokens, sizes[0], 3, 5), blocks_for(num_tokens, sizes[1], 5, 2)
+            theirs = blocks_for(num_tokens, sizes[0], 3, 5)
+            local = blocks_for(num_tokens, sizes[1], 5, 2)
             ticket = source.sender.publish(name(), theirs, num_tokens, b"content")
             assert isinstance(pull(sink, ticket, local), PullDone)
             assert has_rows(sink, local, rows(source.kv_cache[theirs])[:num_tokens])

@@ -49,7 +49,8 @@ class Faulty:
     """Raises at its first call, and then does what it is for."""
 
     def __init__(self, work: Callable[..., Any]) -> None:
-        self._work, self.has_raised = work, threading.Event()
+        self._work = work
+        self.has_raised = threading.Event()
 
     def __call__(self, *args: Any) -> Any:
         if not self.has_raised.is_set():
@@ -95,7 +96,8 @@ def test_letters_go_on_coming(failures: Callable[[str], float]) -> None:
 
 def test_a_link_answers_and_connects_again(failures: Callable[[str], float]) -> None:
     config = LocalTransferConfig()
-    sink, source = Engine("d", config), LocalSource("p", config)
+    sink = Engine("d", config)
+    source = LocalSource("p", config)
     assert sink.connect(source.meta).connected
     [link] = sink.receiver._ranks[0]._links.values()
     inject(link, "_wait")

@@ -167,7 +167,8 @@ def test_host_that_falls_silent_for_good_is_given_up(net: Net, sink: Remote) -> 
 @pytest.mark.xfail(strict=True, reason="UCX aborts the source: ucp_request.inl, unexpected error: Endpoint timeout")
 def test_reader_that_dies_while_its_source_is_frozen_costs_nobody_else(net: Net) -> None:
     """The source thaws with a read in its socket whose reader is gone."""
-    source, reader = Remote(inside(net.p), "s", CONFIG, 1, 5), Remote(inside(net.d), "e", CONFIG)
+    source = Remote(inside(net.p), "s", CONFIG, 1, 5)
+    reader = Remote(inside(net.d), "e", CONFIG)
     try:
         assert reader.connect(source.meta()).connected
         ticket = source.publish("read", [0])
@@ -187,7 +188,8 @@ def test_cma_that_is_not_permitted_is_told(capfd: pytest.CaptureFixture[str]) ->
     """One host, as seen from a container: the pair's reads go by TCP, and the log says why they are slow."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv to take a capability away")
-    source, allowed = Remote([], "t", CONFIG, 1, 6), Remote([], "f", CONFIG)
+    source = Remote([], "t", CONFIG, 1, 6)
+    allowed = Remote([], "f", CONFIG)
     denied = Remote(WITHOUT_PTRACE, "g", CONFIG)
     try:
         assert allowed.connect(source.meta()).transport == "cma"

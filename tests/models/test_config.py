@@ -159,23 +159,24 @@ def test_configurations_mean_what_transformers_says(family: str) -> None:
     for _ in range(40):
         raw = {key: whole[key] for key in rng.sample(sorted(whole), rng.randrange(len(whole)))}
         raw |= {key: None for key in ("sliding_window", "eos_token_id") if rng.random() < 0.3}
-        ours, theirs = read_hf_config(raw, family), AutoConfig.for_model(family, **raw)
+        ours = read_hf_config(raw, family)
+        theirs = AutoConfig.for_model(family, **raw)
         for name in HfConfig.model_fields:
             want: Any = getattr(theirs, name, None)
             got = getattr(ours, name)
             if name == "rope_parameters":
-                got, want = got.model_dump(exclude_none=True), {"partial_rotary_factor": 1.0, **want}
+                got = got.model_dump(exclude_none=True)
+                want = {"partial_rotary_factor": 1.0, **want}
             elif name == "dtype":
                 want = want and str(want).removeprefix("torch.")
             elif name == "num_key_value_heads":
                 got = ours.num_kv_heads
             elif name in ("attention_bias", "mlp_bias"):
-                got, want = got if hasattr(theirs, name) else False, bool(want)
+                got = got if hasattr(theirs, name) else False
+                want = bool(want)
             elif name == "head_dim":
-                got, want = (
-                    got or ours.hidden_size // ours.num_attention_heads,
-                    want or theirs.hidden_size // (theirs.num_attention_heads),
-                )
+                got = got or ours.hidden_size // ours.num_attention_heads
+                want = want or theirs.hidden_size // (theirs.num_attention_heads)
             elif name in ("layer_types", "use_sliding_window"):
                 continue  # filled in by transformers from the window, which is compared
             assert got == want, f"{name} of {raw}"

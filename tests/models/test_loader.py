@@ -44,7 +44,8 @@ def test_sharded_equals_unsharded(tmp_path: Path) -> None:
 
 def test_fused_rows_are_the_checkpoint_s_tensors_in_order(tmp_path: Path) -> None:
     folder = make_tiny("llama3", tmp_path)
-    tensors, model = load_file(folder / "model.safetensors"), load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    model = load(folder)
     names = [f"model.layers.2.self_attn.{x}_proj.weight" for x in "qkv"]
     assert torch.equal(model.weights.by_name[names[0]].data, torch.cat([tensors[name] for name in names]))
 
@@ -134,7 +135,8 @@ def test_dummy_activations_keep_their_scale(tmp_path: Path) -> None:
     folder = dummy_folder(tmp_path, "llama2")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 24}))
-    model, ids = load(folder, "dummy"), torch.arange(32)
+    model = load(folder, "dummy")
+    ids = torch.arange(32)
     scales: list[float] = []
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
@@ -164,7 +166,8 @@ def test_normal_numbers_depend_on_key_and_index_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_normal_numbers_are_those_of_the_cpu() -> None:
-    on_cpu, on_gpu = torch.empty(100_003), torch.empty(100_003, device="cuda")
+    on_cpu = torch.empty(100_003)
+    on_gpu = torch.empty(100_003, device="cuda")
     fill_normal(on_cpu, 0.02, "key")
     fill_normal(on_gpu, 0.02, "key")
     assert torch.equal(on_cpu, on_gpu.cpu())

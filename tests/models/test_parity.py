@@ -122,7 +122,8 @@ def test_greedy_tokens_equal_transformers(case: str, folder_of: Callable[[str], 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("case", CASES)
 def test_logits_on_gpu_equal_those_on_cpu(case: str, folder_of: Callable[[str], Path]) -> None:
-    spec, cuda = read_spec(str(folder_of(case))), torch.device("cuda")
+    spec = read_spec(str(folder_of(case)))
+    cuda = torch.device("cuda")
     model = load_model(str(folder_of(case)), spec, torch.float32, cuda, ops_for(cuda))
     ids = prompt().to(cuda)
     with torch.inference_mode():
@@ -132,7 +133,8 @@ def test_logits_on_gpu_equal_those_on_cpu(case: str, folder_of: Callable[[str], 
 
 def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
     """Tokens of a sequence in any order on the flat axis give the same rows."""
-    model, ids = load(folder_of("llama3")), prompt(24)
+    model = load(folder_of("llama3"))
+    ids = prompt(24)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:

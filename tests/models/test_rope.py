@@ -26,7 +26,8 @@ LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     ids=["default", "linear", "llama3"],
 )
 def test_tables_equal_transformers(theirs: dict[str, Any], ours: RopeSpec) -> None:
-    num_positions, head_dim = 20000, 128
+    num_positions = 20000
+    head_dim = 128
     config = LlamaConfig(
         hidden_size=256, num_attention_heads=2, max_position_embeddings=num_positions, rope_parameters=theirs
     )

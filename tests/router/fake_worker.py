@@ -128,8 +128,10 @@ class FakeWorker:
         self.loses: Callable[[Submit], bool] = lambda submit: False  # on its way
         self.hangs_at: int | None = None  # tokens of a leg, behind which nothing comes
         self.kv_pool = ""
-        self.cache_number, self.cache_keys = 0, b""
-        self.queue_tokens, self.prefill_tokens_per_s = 0, 0.0
+        self.cache_number = 0
+        self.cache_keys = b""
+        self.queue_tokens = 0
+        self.prefill_tokens_per_s = 0.0
         self.free_blocks = self.total_blocks = 64
         self.commands: list[Command] = []
         self.tickets: dict[RequestKey, tuple[int, ...]] = {}
@@ -289,7 +291,8 @@ class FakeWorker:
                 del self._runs[command.key]
 
     def _announced(self, prepare: Prepare) -> None:
-        submit, source = prepare.submit, prepare.source
+        submit = prepare.submit
+        source = prepare.source
         key = submit.key
         is_open = (key.router_id, key.session) in self._streams
         if key in self._tombstones or not is_open or any(key == s.key for s in self.submits()):
@@ -360,10 +363,12 @@ class FakeWorker:
 
     def _step(self, submit: Submit, tokens: dict[int, list[int]]) -> list[Event]:
         deltas: list[Event] = []
-        sampling, key = submit.sampling, submit.key
+        sampling = submit.sampling
+        key = submit.key
         for choice in sorted(self._runs[key]):
             known = tokens[choice]
-            position, token = len(known), next_token(submit.prompt_token_ids, sampling, choice, known)
+            position = len(known)
+            token = next_token(submit.prompt_token_ids, sampling, choice, known)
             known.append(token)
             reason, stop = finish_of(sampling, known)
             logprobs = None if sampling.logprobs is None else (logprob_of(token, sampling.logprobs),)
@@ -376,7 +381,8 @@ class FakeWorker:
         return deltas
 
     def _scored(self, submit: Submit) -> PromptScored:
-        count, prompt = submit.sampling.prompt_logprobs, submit.prompt_token_ids
+        count = submit.sampling.prompt_logprobs
+        prompt = submit.prompt_token_ids
         logprobs = None if count is None else (None, *(logprob_of(token, count) for token in prompt[1:]))
         key = submit.key
         return PromptScored(request_id=key.request_id, attempt=key.attempt, cached_tokens=1, logprobs=logprobs)

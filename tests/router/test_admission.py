@@ -72,7 +72,8 @@ async def test_more_prompts_than_there_ever_will_be(make: Make) -> None:
 
 async def test_too_many_queued_tokens(make: Make) -> None:
     harness = await make(1, 1, max_queued_tokens=30).start()
-    [prefill], [decode] = harness.prefills, harness.decodes
+    [prefill] = harness.prefills
+    [decode] = harness.decodes
     prefill.going.clear()
     decode.going.clear()
     http = harness.http()
@@ -97,7 +98,8 @@ async def test_too_many_queued_tokens(make: Make) -> None:
 async def test_openais_client_knows_that_it_is_too_much(make: Make) -> None:
     harness = await make(0, 1, max_concurrent_prompts=1).start()
     harness.decodes[0].going.clear()
-    client, retrying = harness.openai(), harness.openai().with_options(max_retries=5)
+    client = harness.openai()
+    retrying = harness.openai().with_options(max_retries=5)
     params: Any = {"model": MODEL, "messages": CHAT["messages"], "max_tokens": 2}
     first = asyncio.create_task(client.chat.completions.create(**params))
     await until(lambda: harness.service.admission.num_prompts == 1)
@@ -121,9 +123,11 @@ async def test_a_call_alone_may_be_longer_than_the_queue(make: Make) -> None:
 async def test_a_burst_does_not_slip_through_while_texts_are_tokenised(make: Make) -> None:
     """Long texts are tokenised in threads: all calls of a burst wait there at the same time."""
     harness = make(0, 1, max_concurrent_prompts=3)
-    harness.decodes[0].max_tokens, harness.decodes[0].step_s = 100_000, 0.05
+    harness.decodes[0].max_tokens = 100_000
+    harness.decodes[0].step_s = 0.05
     await harness.start()
-    http, text = harness.http(), "fox " * 2000
+    http = harness.http()
+    text = "fox " * 2000
     bodies: list[Any] = [("/v1/completions", GOOD | {"prompt": text})] * 6
     bodies += [("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": text}]})] * 6
     answers = await asyncio.gather(*(http.post(path, json=body) for path, body in bodies))

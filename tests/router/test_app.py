@@ -94,7 +94,8 @@ async def test_completion_logprobs_and_echo(make: Make) -> None:
         model=MODEL, prompt=PROMPT, max_tokens=4, seed=5, logprobs=2, echo=True
     )
     tokens, _ = expected_tokens(tuple(PROMPT), SamplingParams(max_tokens=4, seed=5), 0)
-    choice, text = answer.choices[0], harness.tokenizer.token_text
+    choice = answer.choices[0]
+    text = harness.tokenizer.token_text
     assert choice.text == harness.tokenizer.decode(PROMPT) + oracle(harness, PROMPT, max_tokens=4, seed=5)
     assert choice.logprobs is not None and choice.logprobs.tokens == [text(token) for token in [*PROMPT, *tokens]]
     assert choice.logprobs.token_logprobs == [None] + [-0.5] * 23
@@ -457,8 +458,10 @@ async def test_the_parts_of_a_requests_time_add_up(make: Make, stream: bool) -> 
 async def test_time_that_no_worker_told_is_not_called_transport(make: Make) -> None:
     """A stop string is found here while the worker goes on: it is cancelled, and its times never come."""
     harness = await make(0, 1).start()
-    harness.decodes[0].step_s, harness.decodes[0].mangle = 0.02, with_times
-    http, registry = harness.http(), harness.service.metrics.registry
+    harness.decodes[0].step_s = 0.02
+    harness.decodes[0].mangle = with_times
+    http = harness.http()
+    registry = harness.service.metrics.registry
 
     def told() -> dict[str, float]:
         name = "pdserve_router_request_time_seconds_total"
@@ -544,7 +547,8 @@ async def test_a_call_that_is_cancelled_as_it_is_admitted_keeps_no_seat(
     make: Make, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a long body, which is admitted in a task of its own: the task may have ended, and its caller not know it."""
-    harness, admitted = await make(0, 1).start(), asyncio.Event()
+    harness = await make(0, 1).start()
+    admitted = asyncio.Event()
     admit = harness.service.admit
 
     async def noting(*args: Any, **kwargs: Any) -> Any:
@@ -669,7 +673,8 @@ async def test_without_a_call_s_parameters_the_models_count(make: Make) -> None:
 async def test_the_models_max_new_tokens_are_for_chat_and_no_promise(make: Make) -> None:
     harness = make(0, 2, sampling_defaults={"max_tokens": 60})
     small, large = harness.decodes
-    small.max_tokens, large.max_tokens = 50, 200
+    small.max_tokens = 50
+    large.max_tokens = 200
     await harness.start()
 
     async def usage(path: str, body: dict[str, Any]) -> int:

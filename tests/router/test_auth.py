@@ -129,7 +129,8 @@ class Clock:
 
 
 def test_a_changed_file_counts_within_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    file, clock = tmp_path / "keys", Clock()
+    file = tmp_path / "keys"
+    clock = Clock()
     file.write_text("# operators\n\n  old-key  \n")
     file.chmod(0o600)
     with caplog.at_level(logging.INFO):
@@ -239,7 +240,8 @@ async def test_keys_are_in_no_log_timeline_or_metric(
     make: Make, variable: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     harness = await make(0, 1, api_key_env=variable, salt_by_key=True).start()
-    http, shown = harness.http(), ""
+    http = harness.http()
+    shown = ""
     with caplog.at_level(logging.DEBUG):
         for key in ("first-key", "second-kez"):
             headers = bearer(key) | {"x-pdserve-timeline": "1"}

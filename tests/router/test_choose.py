@@ -92,7 +92,9 @@ def test_predictions_are_milliseconds_of_what_workers_report() -> None:
 
 
 def test_a_split_prefers_the_d_that_has_least_to_pull_and_the_faster_link() -> None:
-    p, near, far = made("p", "prefill"), made("near", "decode"), made("far", "decode")
+    p = made("p", "prefill")
+    near = made("near", "decode")
+    far = made("far", "decode")
     holder = made("holder", "decode", holds=PROMPT[:160])
     join(p, near, bytes_per_s=1e6)
     join(p, far, holder, bytes_per_s=1e5)
@@ -121,7 +123,8 @@ def test_the_queue_fills_by_what_is_sent_and_drains_at_the_workers_speed() -> No
 def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_more() -> None:
     def burst(same: bool) -> Counter[str]:
         workers = [made(f"w{i}") for i in range(4)]
-        chooser, chosen = Chooser(1 << 20), Counter[str]()
+        chooser = Chooser(1 << 20)
+        chosen = Counter[str]()
         for number in range(40):
             tokens = (*range(3, 1003), number) if same else tuple(range(3 + number * 1001, 3 + (number + 1) * 1001))
             prompt = PromptBlocks(tokens, "")
@@ -203,7 +206,9 @@ def pooled(*workers: WorkerState, tokens: tuple[int, ...], chunk: int = 32) -> N
 
 
 def test_what_the_pool_holds_is_fetched_not_computed() -> None:
-    holder, near, far = made("holder", holds=PROMPT[:160]), made("near"), made("far")
+    holder = made("holder", holds=PROMPT[:160])
+    near = made("near")
+    far = made("far")
     pooled(holder, near, tokens=PROMPT)
     predictor = Predictor([holder, near, far], PromptBlocks(PROMPT, ""), len(PROMPT), NOW)
     assert [predictor.fetched_tokens(worker) for worker in (holder, near, far)] == [32, 192, 0]

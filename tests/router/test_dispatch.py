@@ -43,7 +43,8 @@ async def test_split_request(make: Make, n: int) -> None:
     harness = await make(1, 1).start()
     params = sampling(n=n)
     harness.check(await harness.collect(PROMPT, params), PROMPT, params)
-    prefill, decode = harness.prefills[0], harness.decodes[0]
+    prefill = harness.prefills[0]
+    decode = harness.decodes[0]
     assert [s.phase for s in prefill.submits()] == ["prefill"] and [s.phase for s in decode.submits()] == ["decode"]
     assert all(len(start.forced) == 1 for start in decode.submits()[0].starts)
     assert prefill.submits()[0].key.attempt != decode.submits()[0].key.attempt
@@ -52,7 +53,8 @@ async def test_split_request(make: Make, n: int) -> None:
 
 async def test_a_long_prompt_is_announced_to_d(make: Make, parts_from: int) -> None:
     harness = await make(1, 1).start()
-    prefill, decode = harness.prefills[0], harness.decodes[0]
+    prefill = harness.prefills[0]
+    decode = harness.decodes[0]
     prefill.step_s = 0.05
     params = sampling()
     for prompt in (PROMPT, PROMPT[:4]):
@@ -94,7 +96,8 @@ async def test_the_announced_d_dies_while_p_computes(make: Make, parts_from: int
 
 
 async def test_first_token_does_not_wait_for_the_transfer(make: Make) -> None:
-    harness, on_its_way = await make(1, 1).start(), asyncio.Event()
+    harness = await make(1, 1).start()
+    on_its_way = asyncio.Event()
     send = harness.decodes[0].send
 
     async def slowly(command: Command) -> None:
@@ -209,7 +212,8 @@ async def test_stop_strings_wait_for_min_tokens(make: Make) -> None:
     harness = await make(1, 1).start()
     params = readable(harness)
     tokens = expected_tokens(PROMPT, params, 0)[0]
-    early, late = harness.tokenizer.token_text(tokens[1]), harness.tokenizer.token_text(tokens[8])
+    early = harness.tokenizer.token_text(tokens[1])
+    late = harness.tokenizer.token_text(tokens[8])
     params = msgspec.structs.replace(params, stop=[early, late], min_tokens=6)
     results = await harness.collect(PROMPT, params)
     assert results[0].stop_reason == late and results[0].token_ids == tokens[:9]
@@ -533,7 +537,8 @@ async def test_a_prefill_worker_is_free_for_others_after_its_hand_off(make: Make
 
 async def test_a_ticket_that_d_could_not_use_is_dropped_at_once(make: Make) -> None:
     harness = await make(1, 1).start()
-    prefill, decode = harness.prefills[0], harness.decodes[0]
+    prefill = harness.prefills[0]
+    decode = harness.decodes[0]
 
     def lose(number: int) -> None:
         if number == 1:  # the batch with Arrived is about to go out: pretend that the pull failed
@@ -545,7 +550,9 @@ async def test_a_ticket_that_d_could_not_use_is_dropped_at_once(make: Make) -> N
             for e in events
         ]
 
-    decode.step_s, decode.before_batch, decode.mangle = 0.03, lose, recomputed
+    decode.step_s = 0.03
+    decode.before_batch = lose
+    decode.mangle = recomputed
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: Cancel(key=prefill.submits()[0].key) in prefill.commands if prefill.submits() else False)
     assert not task.done() and not prefill.tickets

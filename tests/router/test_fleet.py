@@ -155,7 +155,8 @@ async def test_a_worker_that_left_and_is_silent_is_lost_sooner(make: Make, clock
 
 async def test_nobody_stays_connected_to_a_worker_that_is_lost_while_it_leaves(make: Make) -> None:
     harness = await make(1, 1).start()
-    prefill, decode = harness.prefills[0], harness.decodes[0]
+    prefill = harness.prefills[0]
+    decode = harness.decodes[0]
     prefill.mute = True
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: prefill.submits())
@@ -408,7 +409,8 @@ async def test_an_error_in_the_tick_ends_neither_silence_nor_introductions(
     """Each tick takes a hundredth of the time after which a worker is silent."""
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
     monkeypatch.setattr(watch, "TICK_S", 0.01)
-    harness, num_ticks = make(0, 2, worker_silence_s=1.0, now=clock), 0
+    harness = make(0, 2, worker_silence_s=1.0, now=clock)
+    num_ticks = 0
     introduce = harness.fleet._introducer.introduce
 
     def sometimes(workers: Iterable[WorkerState]) -> None:

@@ -84,7 +84,8 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
 
     held = Held(1 << 30, lambda count: pytest.fail("cut"))
     inbox: Inbox[Leg] = Inbox(held.account())
-    one, count = leg(0, inbox), 3000
+    one = leg(0, inbox)
+    count = 3000
     for position in range(count):
         for choice in (0, 1):
             times = LegTimes(1, 2, 3, 4) if position == count - 1 else None
@@ -154,7 +155,8 @@ def test_an_event_costs_the_same_however_many_wait(monkeypatch: pytest.MonkeyPat
 
 def test_only_what_follows_each_other_is_joined() -> None:
     inbox: Inbox[Leg] = Inbox()
-    first, second = leg(0, inbox), leg(1, inbox)
+    first = leg(0, inbox)
+    second = leg(1, inbox)
     scored: Any = routed(PromptScored(request_id="x", attempt=0, cached_tokens=0))
     events: list[tuple[Leg, Any]] = [
         (first, delta(0)),
@@ -184,13 +186,16 @@ def test_only_what_follows_each_other_is_joined() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_whenever_it_is_read_each_choice_has_its_events_in_order(seed: int) -> None:
     """And what is no token of a choice stays where it was among them."""
-    chance, held = random.Random(seed), Held(1 << 30, lambda count: pytest.fail("cut"))
+    chance = random.Random(seed)
+    held = Held(1 << 30, lambda count: pytest.fail("cut"))
     inbox: Inbox[Leg] = Inbox(held.account())
     positions = [0, 0, 0]
-    one, found = leg(0, inbox), list[Any]()
+    one = leg(0, inbox)
+    found = list[Any]()
     expected: list[list[int]] = [[], [], []]
     for number in range(3000):
-        choice, size = chance.randrange(3), chance.randint(1, 3)
+        choice = chance.randrange(3)
+        size = chance.randint(1, 3)
         if chance.random() < 0.02:
             inbox.put(one, Handoff(request_id="x", attempt=0, ticket=number))  # type: ignore[arg-type]
             for each in expected:
@@ -283,7 +288,8 @@ def counted(harness: Harness) -> float | None:
 @pytest.mark.parametrize("prompts", [1, 3])
 async def test_readers_who_hold_too_much_are_cut_off_and_others_are_not(make: Make, prompts: int) -> None:
     harness = make(0, 1, max_held_bytes=1 << 18)
-    harness.decodes[0].max_tokens, harness.decodes[0].step_s = 500_000, 0.0002
+    harness.decodes[0].max_tokens = 500_000
+    harness.decodes[0].step_s = 0.0002
     await harness.start()
     prompt: Any = PROMPT if prompts == 1 else [PROMPT] * prompts
     deaf = Client(harness, "/v1/completions", LONG | {"max_tokens": 400_000, "prompt": prompt, "n": 4})
@@ -342,7 +348,8 @@ async def test_all_that_a_stream_has_not_sent_counts(make: Make, prompts: int) -
     body = LONG | {"max_tokens": 300, "logprobs": 10, "prompt": [PROMPT] * prompts}
     client = Client(harness, "/v1/completions", body)
     client.taking.clear()
-    held, num_tokens = harness.service.held, 300 * prompts
+    held = harness.service.held
+    num_tokens = 300 * prompts
     await until(lambda: held.num_bytes > (num_tokens - 5) * (TOKEN_BYTES + 11 * LOGPROB_BYTES), 5)
     client.taking.set()
     await asyncio.wait_for(client.call, 60)
@@ -401,7 +408,8 @@ async def test_whole_answers_count_until_they_are_sent(make: Make) -> None:
     harness = await make(0, 1).start()
     one = Client(harness, "/v1/completions", UNREAD)
     await one.call
-    length, held = sum(map(len, one.sent)), harness.service.held
+    length = sum(map(len, one.sent))
+    held = harness.service.held
     assert one.complete and length > 1_000_000 and held.num_bytes == 0
     clients = [Client(harness, "/v1/completions", UNREAD) for _ in range(3)]
     for client in clients:
@@ -418,7 +426,8 @@ async def test_whole_answers_count_until_they_are_sent(make: Make) -> None:
 
 async def test_whole_answers_that_nobody_reads_are_cut_off(make: Make) -> None:
     harness = await make(0, 1, max_held_bytes=4 << 20).start()
-    held, most = harness.service.held, 0
+    held = harness.service.held
+    most = 0
     clients = []
     for _ in range(20):
         client = Client(harness, "/v1/completions", UNREAD)

@@ -105,12 +105,14 @@ async def test_echoes_of_long_prompts(make: Make, logprobs: int | None) -> None:
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 10_000
     await harness.start()
-    http, text = harness.http(timeout=120), harness.tokenizer.decode(LONG_PROMPT)
+    http = harness.http(timeout=120)
+    text = harness.tokenizer.decode(LONG_PROMPT)
     body = {"model": MODEL, "prompt": [LONG_PROMPT, PROMPT], "n": 3, "max_tokens": 2, "echo": True, "seed": 1}
     body |= {"logprobs": logprobs}
     whole = (await http.post("/v1/completions", json=body)).json()["choices"]
     streamed = (await http.post("/v1/completions", json=body | {"stream": True})).text
-    texts, tokens = [""] * 6, [0] * 6
+    texts = [""] * 6
+    tokens = [0] * 6
     for line in streamed.split("\n\n")[:-2]:
         for choice in json.loads(line.removeprefix("data: "))["choices"]:
             texts[choice["index"]] += choice["text"]
@@ -134,7 +136,8 @@ async def test_long_answers_are_sent_in_parts(make: Make, stream: bool) -> None:
 
         await original(scope, receive, watching)
 
-    original, harness.app = harness.app, app  # type: ignore[assignment]
+    original = harness.app
+    harness.app = app  # type: ignore[assignment]
     body = {"model": MODEL, "prompt": LONG_PROMPT, "n": 32, "max_tokens": 1, "return_token_ids": True, "stream": stream}
     answer = await harness.http(timeout=120).post("/v1/completions", json=body)
     assert answer.status_code == 200 and len(answer.content) > 3 * SEND_BYTES
@@ -185,7 +188,9 @@ async def test_the_timelines_of_many_prompts_are_shown(
 
 
 def test_pieces_that_repeat_are_held_once() -> None:
-    shared, other, short = b"s" * SHARED_BYTES, b"s" * SHARED_BYTES, b"x" * 10
+    shared = b"s" * SHARED_BYTES
+    other = b"s" * SHARED_BYTES
+    short = b"x" * 10
     pieces = JsonPieces()
     added = [pieces.add([short, shared, short]), pieces.add([shared, other]), pieces.add([short])]
     assert added == [20 + SHARED_BYTES, SHARED_BYTES, 10]

@@ -124,7 +124,8 @@ async def test_mutilated_bodies_give_no_other_answer(seed: int, monkeypatch: pyt
         for _ in range(chance.choice([0, 1, 1, 2])):
             at = chance.randrange(len(body))
             body[at : at + chance.randint(0, 2)] = bytes([chance.choice(b'"\\[]{},:1 a\xff')])
-        expected, found = await outcome(at_once(bytes(body))), await outcome(long(bytes(body), CompletionRequest))
+        expected = await outcome(at_once(bytes(body)))
+        found = await outcome(long(bytes(body), CompletionRequest))
         assert found == expected, bytes(body)
 
 
@@ -144,7 +145,8 @@ async def outcome(decode: Awaitable[Any]) -> Any:
 
 def hostile() -> Iterator[tuple[str, bytes, type, str]]:
     """Name, body, endpoint's type, and the error's code."""
-    head, size = b'{"model":"demo",', 2 * MEGABYTE
+    head = b'{"model":"demo",'
+    size = 2 * MEGABYTE
     yield "a text", head + b'"prompt":"' + b"word " * (size // 5) + b'"}', CompletionRequest, "context_length_exceeded"
     yield (
         "escapes",
@@ -228,8 +230,10 @@ async def test_too_much_is_refused_before_it_is_made(
 
 @pytest.mark.parametrize("prompt", ["[%s]", "[[%s]]", "[[5], [%s] ,[6]]"])
 async def test_long_lists_of_ids_are_decoded_in_pieces(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    decoded, shared = list[int](), list[int]()
-    decode, shared_ids = msgspec.json.decode, Lengths.shared_ids
+    decoded = list[int]()
+    shared = list[int]()
+    decode = msgspec.json.decode
+    shared_ids = Lengths.shared_ids
 
     def decoding(data: bytearray, **options: Any) -> Any:
         decoded.append(len(data))
@@ -249,7 +253,8 @@ async def test_long_lists_of_ids_are_decoded_in_pieces(prompt: str, monkeypatch:
 
 async def test_ids_are_mapped_once_and_held_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """8 million ids are 64 MB, each time that they are made anew."""
-    harness, num_mapped = await make(0, 1).start(), 0
+    harness = await make(0, 1).start()
+    num_mapped = 0
     shared_ids = Lengths.shared_ids
 
     def mapping(lengths: Lengths, ids: Any, named: str) -> tuple[int, ...]:
@@ -296,7 +301,8 @@ async def test_long_prompts_still_work(make: Make) -> None:
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 200_000
     await harness.start()
-    http, ids = harness.http(timeout=120), [number % 400 + 3 for number in range(131_000)]
+    http = harness.http(timeout=120)
+    ids = [number % 400 + 3 for number in range(131_000)]
     text = "The quick fox jumps over the lazy dog. " * 4000
     for prompt in (ids, text, [ids[:40_000], ids[40_000:]], [text, "short"]):
         body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 1, "seed": 1})
@@ -324,7 +330,8 @@ async def test_errors_are_made_without_searching_what_was_sent(
     make: Make, change: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     searched: list[int] = []
-    search, similar = body_parsing.re.search, body_parsing.difflib.get_close_matches
+    search = body_parsing.re.search
+    similar = body_parsing.difflib.get_close_matches
 
     def searching(pattern: Any, text: str) -> Any:
         searched.append(len(text))
@@ -443,7 +450,10 @@ async def test_of_very_long_bodies_one_is_decoded_at_a_time_and_none_of_a_client
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = await make(0, 1).start()
-    at_once, most, gate, begun = 0, 0, asyncio.Event(), 0
+    at_once = 0
+    most = 0
+    gate = asyncio.Event()
+    begun = 0
     parse_it = parse_long
 
     async def watching(*args: Any) -> Any:
@@ -480,8 +490,11 @@ async def test_few_long_bodies_are_decoded_at_a_time(
     make: Make, num_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is made of one may take several times its size, until its prompts are admitted."""
-    harness, now, peak = await make(0, 1).start(), 0, 0
-    decode, admit = app.parse_long, Service.admit
+    harness = await make(0, 1).start()
+    now = 0
+    peak = 0
+    decode = app.parse_long
+    admit = Service.admit
 
     async def decoding(*given: Any) -> Any:
         nonlocal now, peak

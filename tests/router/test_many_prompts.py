@@ -28,7 +28,8 @@ LONG = SamplingParams(max_tokens=200, ignore_eos=True, seed=1)
 
 def noted(turns: Turns, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Count each first call of the method of a run."""
-    method, seen = getattr(RequestRun, name), set[int]()
+    method = getattr(RequestRun, name)
+    seen = set[int]()
 
     def noting(run: RequestRun, *args: Any) -> Any:
         if id(run) not in seen:
@@ -180,9 +181,11 @@ async def test_messages_that_wait_are_read_a_few_at_a_time(
     harness = await make(0, 1).start()
     entries = tuple(TokenLogprob(5, -1.0, 1, ((5, -1.0),) * 20) for _ in range(1000 if is_large else 1))
     event = PromptScored(request_id="a", attempt=1, cached_tokens=0, logprobs=entries)
-    worker, turns = harness.decodes[0], Turns()
+    worker = harness.decodes[0]
+    turns = Turns()
     [stream] = worker._streams.values()
-    message, num_messages = worker._batch([event]), 640 if not is_large else 20
+    message = worker._batch([event])
+    num_messages = 640 if not is_large else 20
     at_once = EVENTS_AT_ONCE if not is_large else EVENTS_AT_ONCE * EVENT_BYTES / len(message) + 1
 
     def decode(data: bytes) -> RoutedBatch:

@@ -42,7 +42,8 @@ def noting(turns: Turns, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str)
 
 
 async def test_what_begins_in_one_turn_shares_its_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    pacer, turns = Pacer(), Turns()
+    pacer = Pacer()
+    turns = Turns()
 
     async def work() -> None:
         await pacer.turn()
@@ -67,7 +68,8 @@ async def test_what_begins_in_one_turn_shares_its_slice(monkeypatch: pytest.Monk
 async def test_requests_at_once(
     make: Make, stream: bool, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    harness, turns = await make(0, 1).start(), Turns()
+    harness = await make(0, 1).start()
+    turns = Turns()
     noting(turns, monkeypatch, owner, name)
     http = harness.http(timeout=120)
     answers = await asyncio.gather(
@@ -120,7 +122,8 @@ async def test_events_that_repeat_a_long_prompt_are_sent_as_they_are_made(
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 100_000
     await harness.start()
-    turns, encode = Turns(), CompletionResponder.stream
+    turns = Turns()
+    encode = CompletionResponder.stream
 
     def noted(responder: CompletionResponder, chunk: OutputChunk) -> bytes:
         events = encode(responder, chunk)

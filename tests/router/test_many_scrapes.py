@@ -13,7 +13,9 @@ Make = Callable[..., Harness]
 
 
 async def test_scrapes_at_once_are_served_one_in_a_turn(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, turns, exposition = await make(0, 1).start(), Turns(), app.exposition
+    harness = await make(0, 1).start()
+    turns = Turns()
+    exposition = app.exposition
 
     def noting(*given: object) -> str:
         turns.note()

@@ -42,7 +42,8 @@ class _Server(threading.Thread):
 
     def __init__(self, tokenizer: Tokenizer, config: RouterConfig) -> None:
         super().__init__(daemon=True)
-        self._tokenizer, self._config = tokenizer, config
+        self._tokenizer = tokenizer
+        self._config = config
         self.ready = threading.Event()
         self.port = 0
 
@@ -50,11 +51,13 @@ class _Server(threading.Thread):
         asyncio.run(self._serve())
 
     async def _serve(self) -> None:
-        self._loop, self._ending = asyncio.get_running_loop(), asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._ending = asyncio.Event()
         harness = await Harness(self._tokenizer, self._config, 1, 1, 0.3).start()
         server = HttpServer(harness.app, Address("127.0.0.1", 0), 60)
         server.start()
-        self.harness, self.port = harness, server.port
+        self.harness = harness
+        self.port = server.port
         self.ready.set()
         await self._ending.wait()
         await server.close()
@@ -78,7 +81,8 @@ def server(tokenizer: Tokenizer) -> Iterator[_Server]:
 
 def check(server: _Server, document: dict[str, Any], path: str, method: str, mode: str, *without: Any) -> Counter[int]:
     """Send examples and check the answers against the document. How many of them had which status."""
-    url, statuses = f"http://127.0.0.1:{server.port}", Counter[int]()
+    url = f"http://127.0.0.1:{server.port}"
+    statuses = Counter[int]()
     operation = schemathesis.openapi.from_dict(document)[path][method]
 
     @settings(

@@ -103,7 +103,8 @@ def test_changes_between_parts_win_over_the_parts() -> None:
 
 
 def test_what_was_sent_there_is_expected_for_a_while_unless_it_was_dropped() -> None:
-    cached, prompt = known(b""), PromptBlocks(TOKENS, "")
+    cached = known(b"")
+    prompt = PromptBlocks(TOKENS, "")
     keys = prompt.keys("model", 16, 4)
     cached.expect(keys, 50.0)
     assert len(keys) == 4
@@ -125,7 +126,8 @@ def test_a_worker_that_tells_too_much_is_not_listened_to(monkeypatch: pytest.Mon
 
 async def test_the_fleet_asks_a_worker_for_what_it_missed(make: Make) -> None:
     harness = await make(0, 1).start()
-    worker, [seen] = harness.decodes[0], harness.fleet.workers
+    worker = harness.decodes[0]
+    [seen] = harness.fleet.workers
     worker.push(None, [CacheChange(number=1, stored=stored(), dropped=b"")])
     await until(lambda: len(seen.cached) == 12)
     worker.push(None, [CacheChange(number=4, stored=b"", dropped=b"")])

@@ -116,7 +116,8 @@ async def test_a_long_text_that_fits_is_whole(watched: Watched, word: str, most:
 
 
 async def test_few_characters_are_tokenised_at_once(watched: Watched) -> None:
-    service, text = made(watched), "fox " * 12_000
+    service = made(watched)
+    text = "fox " * 12_000
     short = "fox " * 2000
     alone = [tuple(watched.encode(short)), tuple(watched.encode(text))]
     watched.most_at_once = 0
@@ -130,7 +131,8 @@ async def test_few_characters_are_tokenised_at_once(watched: Watched) -> None:
 
 
 async def test_who_leaves_the_queue_is_not_tokenised(watched: Watched) -> None:
-    service, text = made(watched), "fox " * 12_000
+    service = made(watched)
+    text = "fox " * 12_000
     watched.gate.clear()
     asked = [asyncio.create_task(service.token_ids([text], True, LIMITS, "prompt")) for _ in range(9)]
     await until(lambda: watched.num_batches == 1)
@@ -200,7 +202,8 @@ async def test_long_conversations_are_rendered_beside_the_loop(make: Make) -> No
 
 
 async def test_slices_of_long_work_take_turns() -> None:
-    pacer, order = Pacer(), []
+    pacer = Pacer()
+    order = []
 
     async def work(name: str) -> None:
         with pacer.pace() as pace:

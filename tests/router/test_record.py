@@ -31,7 +31,8 @@ def test_the_first_token_accepted_at_a_position_stays() -> None:
 
 def test_only_live_legs_are_heard() -> None:
     record = RequestRecord(1)
-    first, second = record.open_leg(), record.open_leg()
+    first = record.open_leg()
+    second = record.open_leg()
     assert record.accept(delta(first, 0, (5,))) is not None
     record.close_leg(first)
     assert record.accept(delta(first, 1, (6,))) is None
@@ -83,7 +84,8 @@ def test_logprobs_follow_their_tokens() -> None:
 
 def test_prompt_logprobs_come_in_parts_and_survive_a_restart() -> None:
     record = RequestRecord(1)
-    a, b = TokenLogprob(1, -1.0, 1), TokenLogprob(2, -2.0, 1)
+    a = TokenLogprob(1, -1.0, 1)
+    b = TokenLogprob(2, -2.0, 1)
 
     def part(
         leg: int, start: int, values: tuple[TokenLogprob | None, ...], final: bool, cached: int = 0
@@ -93,7 +95,8 @@ def test_prompt_logprobs_come_in_parts_and_survive_a_restart() -> None:
         )
         return routed(scored)
 
-    first, second = record.open_leg(), record.open_leg()
+    first = record.open_leg()
+    second = record.open_leg()
     record.score(part(first, 0, (None, a), False, cached=3))
     record.score(part(second, 0, (None,), False, cached=7))
     with pytest.raises(LegError):
@@ -127,7 +130,8 @@ def test_whatever_arrives_accepted_tokens_only_grow(messages: list[tuple[int, in
 
 
 def test_a_prompts_scores_take_a_part_of_what_their_objects_do() -> None:
-    record, top = RequestRecord(1), tuple((1000 + rank, -1.5 - rank) for rank in range(20))
+    record = RequestRecord(1)
+    top = tuple((1000 + rank, -1.5 - rank) for rank in range(20))
     scores = tuple(TokenLogprob(7, -0.5, 1, top) for _ in range(100))
     leg = record.open_leg()
     for start, values in ((0, (None, *scores)), (101, scores)):

@@ -40,7 +40,8 @@ class Lines(logging.Handler):
 
 @pytest.fixture
 def lines() -> Iterator[Lines]:
-    handler, ours = Lines(), logging.getLogger("pdserve")
+    handler = Lines()
+    ours = logging.getLogger("pdserve")
     before = ours.level
     ours.addHandler(handler)
     ours.setLevel(logging.DEBUG)

@@ -118,7 +118,8 @@ async def test_a_burst_sees_itself(make: Make) -> None:
 
 async def test_the_urgent_see_only_what_they_do_not_overtake(make: Make) -> None:
     harness = make(1, 1, slo=SLO)
-    [prefill], http = harness.prefills, harness.http()
+    [prefill] = harness.prefills
+    http = harness.http()
     prefill.gate = asyncio.Event()
     busy(harness, 0)
     await harness.start()
@@ -131,7 +132,8 @@ async def test_the_urgent_see_only_what_they_do_not_overtake(make: Make) -> None
     # Who is not sent is refused at once: nobody else is done while the worker begins nothing.
     await until(lambda: len(prefill.submits()) + sum(task.done() for task in patient) >= 28)
     assert (await ask(28, 5)).status_code == 429
-    num_sent, urgent = len(prefill.submits()), ask(29, 4)
+    num_sent = len(prefill.submits())
+    urgent = ask(29, 4)
     await until(lambda: urgent.done() or len(prefill.submits()) > num_sent)
     assert not urgent.done()
     prefill.gate.set()
@@ -179,7 +181,8 @@ def test_lateness(wait_ms: float, own_ms: float, elapsed_ms: float, retry_after:
 
 def test_forecasts_that_are_wrong_are_corrected() -> None:
     """First tokens take 1 to 4 times what is predicted: nine in ten take less than 3.7 times."""
-    admission, draw = Admission(1, 1, SloConfig(ttft_ms=100)), random.Random(1)
+    admission = Admission(1, 1, SloConfig(ttft_ms=100))
+    draw = random.Random(1)
     for _ in range(3000):
         admission.learn(Forecast(60, 20, "w"), 80 * draw.uniform(1, 4))
     assert 3.3 < admission.caution < 4.1
@@ -208,11 +211,13 @@ async def test_what_first_tokens_take_is_learnt(make: Make) -> None:
 
 async def test_goodput_is_counted_as_users_measure_it(make: Make) -> None:
     harness = await make(1, 1, slo={"ttft_ms": 150, "tpot_ms": 40}).start()
-    p, d = harness.prefills[0], harness.decodes[0]
+    p = harness.prefills[0]
+    d = harness.decodes[0]
     http = harness.http()
     expected = {}
     for missed, wait_s, step_s in (("none", 0, 0), ("ttft", 0.2, 0), ("tpot", 0, 0.06), ("both", 0.2, 0.06)):
-        p.step_s, d.step_s = wait_s, step_s
+        p.step_s = wait_s
+        d.step_s = step_s
         assert (await http.post("/v1/completions", json=GOOD)).status_code == 200
         expected[missed] = 1.0
         assert await counted(harness) == expected

@@ -25,7 +25,8 @@ PROMPT = tuple(range(3, 1003))  # 100 ms at 10,000 tokens/s
 
 def pair(p: dict[str, Any], d: dict[str, Any]) -> tuple[WorkerState, WorkerState]:
     """A prefill and a decode worker that reported so much, over a link that moves PROMPT in 6.4 ms."""
-    prefill, decode = made("p", "prefill", **p), made("d", "decode", **d)
+    prefill = made("p", "prefill", **p)
+    decode = made("d", "decode", **d)
     join(prefill, decode, bytes_per_s=1e7)
     return prefill, decode
 
@@ -65,7 +66,8 @@ def test_costs_are_made_of_what_was_predicted() -> None:
 
 
 def test_what_is_asked_for_goes_before_what_pays() -> None:
-    idle, busy = pair({}, {}), pair({}, {"num_running": 8})
+    idle = pair({}, {})
+    busy = pair({}, {"num_running": 8})
     assert plan(idle, split="always").reason == "always" and plan(idle, split="always").prefill is idle[0]
     assert plan(busy, split="never").reason == "never"
     assert plan(busy, split_min_tokens=1001).reason == "short"
@@ -99,7 +101,8 @@ def test_the_budget_fills_with_time() -> None:
 
 async def test_decisions_are_counted_and_both_ways_give_the_same_answer(make: Make, clock: Clock) -> None:
     harness = await make(1, 1, split="auto", now=clock).start()
-    prompt, sampling = tuple(range(3, 103)), SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
+    prompt = tuple(range(3, 103))
+    sampling = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)
     harness.check(await harness.collect(prompt, sampling), prompt, sampling)
     assert harness.decodes[0].submits("full") and not harness.prefills[0].submits()
     decode = next(worker for worker in harness.fleet.workers if worker.worker_id == "d0")

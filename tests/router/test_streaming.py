@@ -56,7 +56,8 @@ def test_streamed_bytes_are_the_events_one_by_one(
 ) -> None:
     if chat:
         options = {key: value for key, value in options.items() if key not in ("echo", "max_tokens")}
-    quick, plain = responder(tokenizer, chat, options), responder(tokenizer, chat, options)
+    quick = responder(tokenizer, chat, options)
+    plain = responder(tokenizer, chat, options)
     for index, text, reason in sequence:
         chunk = OutputChunk(index, index // 2, text, (5,), (), reason, None)
         assert quick.stream(chunk) == b"".join(event_bytes(event) for event in plain.chunks(chunk))
@@ -77,11 +78,11 @@ def test_parts_of_time_add_up_over_requests_even_where_a_worker_is_half_a_step_o
 
 @given(st.lists(st.floats(0, 3) | st.sampled_from([0.1, 1.0]), max_size=30))
 def test_quick_metrics_are_exposed_as_the_usual_ones(values: list[float]) -> None:
-    usual, quick, bounds = CollectorRegistry(), CollectorRegistry(), (0.1, 0.5, 1.0)
-    theirs, ours = (
-        Histogram("x_seconds", "X.", buckets=bounds, registry=usual),
-        QuickHistogram("x_seconds", "X.", bounds, quick),
-    )
+    usual = CollectorRegistry()
+    quick = CollectorRegistry()
+    bounds = (0.1, 0.5, 1.0)
+    theirs = Histogram("x_seconds", "X.", buckets=bounds, registry=usual)
+    ours = QuickHistogram("x_seconds", "X.", bounds, quick)
     count = QuickCounter("tokens", "T.", quick)
     for value in values:
         theirs.observe(value)

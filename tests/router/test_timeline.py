@@ -284,7 +284,8 @@ async def test_only_on_demand(start: MakeRunning, path: str, body: dict[str, Any
         headers = {"x-request-id": "r", **given}
         return await http.post(f"/v1/{path}", json=body | {"temperature": 0, "seed": 7} | more, headers=headers)
 
-    plain, shown = (await post({})).json(), (await post(ASK)).json()
+    plain = (await post({})).json()
+    shown = (await post(ASK)).json()
     [line] = shown.pop("timeline")
     parsed = msgspec.convert(line, PromptTimeline)
     assert parsed.request_id.startswith(shown["id"]) and [leg.phase for leg in parsed.legs] == ["prefill", "decode"]
@@ -294,10 +295,8 @@ async def test_only_on_demand(start: MakeRunning, path: str, body: dict[str, Any
 
     for usage in (False, True):
         options = {"stream": True, "stream_options": {"include_usage": usage}}
-        without, events = (
-            data_of(await post({"x-pdserve-timeline": "0"}, **options)),
-            data_of(await post(ASK, **options)),
-        )
+        without = data_of(await post({"x-pdserve-timeline": "0"}, **options))
+        events = data_of(await post(ASK, **options))
         last = events[-1]
         assert last["choices"] == [] and ("usage" in last) == usage
         assert [line["outcome"] for line in last.pop("timeline")] == ["ok"]
@@ -312,7 +311,8 @@ async def test_without_the_header_not_a_byte_differs(start: MakeRunning, monkeyp
     """Against what is sent when timelines cannot be shown at all."""
     harness = await start(1, 1)
     monkeypatch.setattr("pdserve.router.http.openai.responder.time.time", lambda: 1.0)
-    http, headers = harness.http(), {"x-request-id": "r"}
+    http = harness.http()
+    headers = {"x-request-id": "r"}
 
     async def bodies() -> list[bytes]:
         streamed = BODY | {"stream": True, "stream_options": {"include_usage": True}}

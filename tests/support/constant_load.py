@@ -15,7 +15,8 @@ class Calm:
     """What makes each request, and its undisturbed answer."""
 
     def __init__(self, drafts: Callable[[], Sequence[Ask]], expected: Sequence[bytes]) -> None:
-        self.drafts, self.expected = drafts, expected
+        self.drafts = drafts
+        self.expected = expected
 
     def make(self, number: int) -> Ask:
         return self.drafts()[number]
@@ -29,7 +30,8 @@ class Load:
     """started: all asks so far."""
 
     def __init__(self, client: httpx.AsyncClient, calm: Calm) -> None:
-        self._client, self._calm = client, calm
+        self._client = client
+        self._calm = calm
         self._numbers = itertools.cycle(range(len(calm.expected)))
         self.is_over = False
         self.started: list[Ask] = []

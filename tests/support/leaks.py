@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 import psutil
 
 MAX_GROWTH_MIB = 16.0  # of the last quarter's median over the first's: allocators settle for a while
-MORE_FDS, MORE_THREADS, MORE_TASKS = 40, 12, 12  # than at the first rest; a leak a death or a request makes hundreds
+# than at the first rest; a leak a death or a request makes hundreds
+MORE_FDS = 40
+MORE_THREADS = 12
+MORE_TASKS = 12
 
 
 @dataclass(frozen=True)
@@ -21,7 +24,8 @@ class Holdings:
 
     def exceeds(self, first: "Holdings") -> str:
         """What of it is too much, compared with another rest; "" when nothing is."""
-        fds, threads = self.num_fds - first.num_fds, self.num_threads - first.num_threads
+        fds = self.num_fds - first.num_fds
+        threads = self.num_threads - first.num_threads
         tasks = (self.tasks or 0) - (first.tasks or 0)
         grown = {"fds": (fds, MORE_FDS), "threads": (threads, MORE_THREADS), "tasks": (tasks, MORE_TASKS)}
         return ", ".join(f"{more} more {name}" for name, (more, limit) in grown.items() if more > limit)

@@ -100,7 +100,8 @@ class Guard:
         start = getattr(kind, method)
 
         def checked(self_: Any, *args: Any, **kwargs: Any) -> Any:
-            item, command = self._item, name(self_, *args)
+            item = self._item
+            command = name(self_, *args)
             is_for_all = isinstance(command, list) and command[0] in COMMANDS_FOR_ALL
             if item is not None and item.get_closest_marker("processes") is None and not is_for_all:
                 said = f"starts a process ({command!r:.200}): mark it with @pytest.mark.processes"

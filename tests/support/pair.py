@@ -34,7 +34,8 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
-ROUTER, SESSION = "router", 7
+ROUTER = "router"
+SESSION = 7
 _incarnations = itertools.count(1)
 
 
@@ -57,7 +58,8 @@ class Worker:
         metrics = WorkerMetrics(self.engine)
         incarnation = next(_incarnations)
         sender, receiver = build_connector(transfer, memory, name, incarnation, lambda: None, registry=metrics.registry)
-        self.sender, self.receiver = sender, receiver
+        self.sender = sender
+        self.receiver = receiver
         self.pool = local_pool(shared, transfer.pool, memory, lambda: None) if shared is not None else None
         self.loop = WorkerLoop(
             self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent, self.pool, "pool"

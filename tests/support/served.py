@@ -78,7 +78,8 @@ class Cluster:
 async def cluster(
     *workers: Host, config: RouterConfig | None = None, resume_wait_s: float = 60.0, drain_s: float = 60.0
 ) -> AsyncIterator[Cluster]:
-    tokenizer, config = Tokenizer.load(DEMO), config or RouterConfig(split="always")
+    tokenizer = Tokenizer.load(DEMO)
+    config = config or RouterConfig(split="always")
     fleet = Fleet(config.worker_silence_s, drain_s=drain_s, attempt_deadline_s=config.attempt_deadline_s)
     service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, MODEL, service)

@@ -74,7 +74,8 @@ async def _stream(
         async for batch in batches:
             await _write(writer, batch)
 
-    pumping, gone = asyncio.ensure_future(pump()), asyncio.ensure_future(_read(reader))
+    pumping = asyncio.ensure_future(pump())
+    gone = asyncio.ensure_future(_read(reader))
     await asyncio.wait({pumping, gone}, return_when=asyncio.FIRST_COMPLETED)
     for task in (pumping, gone):
         task.cancel()

@@ -19,14 +19,17 @@ Json = dict[str, Any]
 
 LENGTH = 128  # tokens of a choice, where nothing ends it before
 MODEL = "pdserve-demo"
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 
 class Ask:
     """One request and what came of it. times: perf_counter() of every event."""
 
     def __init__(self, name: str, path: str, body: Json) -> None:
-        self.name, self.path, self.body = name, path, {"model": MODEL, "stream": True, **body}
+        self.name = name
+        self.path = path
+        self.body = {"model": MODEL, "stream": True, **body}
         self.lines: list[str] = []
         self.times: list[float] = []
         self.counts: dict[int, int] = {}
@@ -76,7 +79,9 @@ def fold(lines: list[str]) -> bytes:
     `created`. AssertionError for a stream that is not well formed."""
     *data, done = [line.removeprefix("data: ") for line in lines]
     assert done == "[DONE]", lines[-3:]
-    heads, choices, usage = set(), dict[int, Json](), None
+    heads = set()
+    choices = dict[int, Json]()
+    usage = None
     for event in map(json.loads, data):
         assert "error" not in event, event
         heads.add((event.pop("id"), event.pop("created"), event["object"], event["model"]))
@@ -118,9 +123,11 @@ def kinds(prompt: str, seed: int, greedy: list[int], sampled: list[list[int]], d
     """One request of each kind. greedy: tokens of GREEDY with this prompt; sampled: of the three choices of SAMPLED
     with it and this seed. The strings that stop lie over tokens 6 to 70: what is cut between is cut within them.
     """
-    base, drawn = GREEDY | {"prompt": prompt}, SAMPLED | {"prompt": prompt, "seed": seed}
+    base = GREEDY | {"prompt": prompt}
+    drawn = SAMPLED | {"prompt": prompt, "seed": seed}
     stop = decode(greedy[:70]).removeprefix(decode(greedy[:6]))
-    early, late = ending(sampled, 8), greedy[LENGTH - 20]
+    early = ending(sampled, 8)
+    late = greedy[LENGTH - 20]
     chat = [{"role": "user", "content": f"Go on: {prompt[-60:]}"}]
     usage = {"stream_options": {"include_usage": True}}
 

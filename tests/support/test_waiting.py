@@ -20,7 +20,8 @@ def told(condition: Condition, seconds: float = 0.01) -> list[str]:
 
 
 def test_what_was_awaited_and_what_it_was_at_last() -> None:
-    got, name = [1, 2], "x"
+    got = [1, 2]
+    name = "x"
     first = "did not come true within 0.01 s: "
     assert told(lambda: len(got) == LIMIT) == [
         f"{first}len(got) == LIMIT",

@@ -84,7 +84,8 @@ class WorkerVictim(Victim):
 
     def __init__(self, hosts: list[Host], index: int) -> None:
         super().__init__({"P": "prefill", "D": "decode"}[hosts[index].worker_id[0]])
-        self._hosts, self._index = hosts, index
+        self._hosts = hosts
+        self._index = index
 
     @property
     def process(self) -> Process:
@@ -119,7 +120,9 @@ class RouterVictim(Victim):
 
 class _Child:
     def __init__(self, popen: "subprocess.Popen[bytes]") -> None:
-        self._popen, self.name, self.pid = popen, "kv pool", popen.pid
+        self._popen = popen
+        self.name = "kv pool"
+        self.pid = popen.pid
 
     @property
     def exitcode(self) -> int | None:
@@ -135,7 +138,8 @@ class PoolVictim(Victim):
     def __init__(self, config: PoolConfig) -> None:
         super().__init__("pool")
         assert config.address is not None, "its successor has the same"
-        self._config, self.address = config, config.address
+        self._config = config
+        self.address = config.address
         self._server = PoolServer(config)
         self._server.wait_ready()
 
@@ -158,7 +162,8 @@ class Chaos:
 
     def __init__(self, victims: list[Victim], rng: random.Random) -> None:
         self.struck: Counter[str] = Counter()
-        self._well, self._rng = list(victims), rng
+        self._well = list(victims)
+        self._rng = rng
         self._stopping = asyncio.Event()
 
     def stop(self) -> None:
@@ -181,7 +186,8 @@ class Chaos:
                 self._well.append(victim)
 
     async def _strike(self, victim: Victim, dice: float, freeze_s: float) -> None:
-        freezes, kills = dice < 0.55 or victim.spared, dice > 0.45 and not victim.spared
+        freezes = dice < 0.55 or victim.spared
+        kills = dice > 0.45 and not victim.spared
         self.struck[f"{victim.kind} {'frozen ' * freezes}{'killed' * kills}".strip()] += 1
         if freezes:
             victim.freeze()

@@ -66,7 +66,8 @@ def test_constant_time_a_token() -> None:
         """Of this thread's work; the least of three."""
         spent = []
         for _ in range(3):
-            detokenizer, started = IncrementalDetokenizer(TOKENIZERS["sentencepiece"]), time.thread_time()
+            detokenizer = IncrementalDetokenizer(TOKENIZERS["sentencepiece"])
+            started = time.thread_time()
             for _ in range(count):
                 detokenizer.push([260])
             spent.append(time.thread_time() - started)

@@ -9,10 +9,13 @@ from pdserve.text.stop import StopMatcher, StopStrings
 
 def run(stops: list[str], text: str, sizes: list[int], include: bool = False) -> tuple[str, str | None]:
     """Feed the text in pieces of these sizes (repeating the last) until a match or its end."""
-    matcher, emitted, at = StopMatcher(StopStrings(stops), include), "", 0
+    matcher = StopMatcher(StopStrings(stops), include)
+    emitted = ""
+    at = 0
     for size in [*sizes, *[sizes[-1]] * len(text)]:
         piece, stop = matcher.push(text[at : at + size])
-        emitted, at = emitted + piece, at + size
+        emitted = emitted + piece
+        at = at + size
         if stop is not None:
             return emitted, stop
     return emitted + matcher.flush(), None
@@ -68,7 +71,10 @@ class OneByOne:
     """Stop strings by looking at each of them after each character, as `StopMatcher` but slow."""
 
     def __init__(self, stops: list[str], include: bool) -> None:
-        self.stops, self.include, self.read, self.shown = stops, include, "", 0
+        self.stops = stops
+        self.include = include
+        self.read = ""
+        self.shown = 0
 
     def push(self, text: str) -> tuple[str, str | None]:
         for char in text:
@@ -78,14 +84,16 @@ class OneByOne:
                 stop = max(ended, key=len)
                 return self.read[self.shown : len(self.read) - (0 if self.include else len(stop))], stop
         begun = [n for stop in self.stops for n in range(1, len(stop)) if self.read.endswith(stop[:n])]
-        start, self.shown = self.shown, len(self.read) - max(begun, default=0)
+        start = self.shown
+        self.shown = len(self.read) - max(begun, default=0)
         return self.read[start : self.shown], None
 
 
 @given(st.lists(words, max_size=6), st.lists(st.text("abc", max_size=6), max_size=8), st.booleans())
 @settings(max_examples=500, deadline=None)
 def test_every_piece_is_what_looking_at_each_string_gives(stops: list[str], pieces: list[str], include: bool) -> None:
-    ours, slow = StopMatcher(StopStrings(stops), include), OneByOne(stops, include)
+    ours = StopMatcher(StopStrings(stops), include)
+    slow = OneByOne(stops, include)
     for piece in pieces:
         emitted, stop = ours.push(piece)
         assert (emitted, stop) == slow.push(piece)
@@ -95,7 +103,8 @@ def test_every_piece_is_what_looking_at_each_string_gives(stops: list[str], piec
 
 def test_choices_share_the_tables_and_nothing_else() -> None:
     stops = StopStrings(["aab", "ab"])
-    first, second = StopMatcher(stops), StopMatcher(stops)
+    first = StopMatcher(stops)
+    second = StopMatcher(stops)
     assert (first.push("aa"), second.push("xa")) == (("", None), ("x", None))
     assert (first.push("b"), second.push("c")) == (("", "aab"), ("ac", None))
 

@@ -176,7 +176,9 @@ def test_other_threads_run_while_a_long_text_is_tokenised(tokenizer: Tokenizer) 
     text = "The quick brown fox " * 50_000
 
     def turns_meanwhile() -> int:
-        turns, begun, done = 0, threading.Event(), threading.Event()
+        turns = 0
+        begun = threading.Event()
+        done = threading.Event()
 
         def tick() -> None:
             nonlocal turns

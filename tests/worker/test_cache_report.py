@@ -50,7 +50,9 @@ def test_a_router_that_joins_late_and_loses_messages_ends_with_what_the_worker_h
 ) -> None:
     monkeypatch.setattr(cache_report, "KEYS_PER_MESSAGE", 3)
     churn = Churn(seed)
-    report, cached, now = CacheReport(churn.blocks), CachedBlocks(), 1000.0
+    report = CacheReport(churn.blocks)
+    cached = CachedBlocks()
+    now = 1000.0
     lose = random.Random(seed)
     num_resyncs = 0
     for turn in range(700):
@@ -123,7 +125,8 @@ def follow(events: list, cached: CachedBlocks) -> None:
 
 def test_a_worker_tells_what_it_computed_and_what_it_evicted(pair: Pair) -> None:
     hello = next(e for e in pair.d.events if isinstance(e, Hello))
-    first, second = [7] * 70, [8] * 100
+    first = [7] * 70
+    second = [8] * 100
 
     def num_cached(prompt: list[int], salt: str = "") -> int:
         cached = CachedBlocks()

@@ -77,7 +77,8 @@ class SlowStaging:
 
     @classmethod
     def start(cls, staging: Staging, slots: Any, skip: int, num_rows: int, blocks: Any) -> Callable[[], bool]:
-        ends, number = time.monotonic() + cls.delay_s, next(_names)
+        ends = time.monotonic() + cls.delay_s
+        number = next(_names)
         cls.running[number] = staging._kv_cache.data_ptr(), tuple(blocks)
 
         def has_ended() -> bool:
@@ -154,7 +155,8 @@ class HandOver(RuleBasedStateMachine):
         }
         self.asked: list[Asked] = []
         self.prefixes = [[self.rng.randrange(256) for _ in range(96)] for _ in range(3)]
-        self.p, self.d = self._start("P"), self._start("D")
+        self.p = self._start("P")
+        self.d = self._start("D")
         self._connect()
 
     def _start(self, name: str) -> PaperWorker:
@@ -409,7 +411,8 @@ class HandOver(RuleBasedStateMachine):
 
     def _nothing_else_in_the_way_of_reads(self) -> None:
         """Blocks that reads may still write are a pull's, or in quarantine."""
-        decode, blocks = self.d.loop.decode, self.d.engine.blocks
+        decode = self.d.loop.decode
+        blocks = self.d.engine.blocks
         assert decode is not None
         reserved = {block for pull in decode.pulls.under_way.values() for block in pull.reservation.destination}
         for link in list(self.d.receiver._ranks[0]._links.values()):
@@ -437,10 +440,13 @@ class HandOver(RuleBasedStateMachine):
     def _come_to_rest(self) -> None:
         """No command but hand-overs comes any more; the peers live: everything ends, and every block is free."""
         self._letters("kept")
-        self.p.faults.frozen, self.p.faults.delay_s, SlowStaging.delay_s = False, 0.0, 0.0
+        self.p.faults.frozen = False
+        self.p.faults.delay_s = 0.0
+        SlowStaging.delay_s = 0.0
         self._pool_goes_wrong("pool well")
         limit = time.monotonic() + REST_S
-        decode, sender = self.d.loop.decode, self.p.sender
+        decode = self.d.loop.decode
+        sender = self.p.sender
         ring = self.d.receiver._ranks[0]._own.ring
         assert decode is not None
         while True:
@@ -494,7 +500,8 @@ def test_a_wrong_eviction_is_noticed(tiny_llama: Path, monkeypatch: pytest.Monke
     def wrong(blocks: BlockManager, block: int) -> None:
         others = [other for other in blocks._lru if other != block]
         if others:
-            kept, other = blocks._hash_of[block], others[0]
+            kept = blocks._hash_of[block]
+            other = others[0]
             evict(blocks, block)
             del blocks._block_of[blocks._hash_of[other]]
             blocks._hash_of[other] = kept

@@ -231,7 +231,8 @@ def test_pin_budget_revokes_the_oldest_ticket(tiny_llama: Path, llm: LLM) -> Non
 def test_leases_of_imports_that_wait_are_renewed_three_times_a_lease(
     clock: Clock, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    phase, renewed = pair.d.decode, list[float]()
+    phase = pair.d.decode
+    renewed = list[float]()
     handoff, _ = pair.prefill(prompt_of(40), GREEDY)
     assert handoff is not None
     item: Any = SimpleNamespace(ticket=handoff.ticket)
@@ -248,7 +249,8 @@ def test_leases_of_imports_that_wait_are_renewed_three_times_a_lease(
 def test_an_import_leaves_running_sequences_a_block_each_to_grow_into(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    phase, engine = pair.d.decode, pair.d.engine
+    phase = pair.d.decode
+    engine = pair.d.engine
     key = RequestKey(ROUTER, SESSION, "runs")
     sampling = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
     pair.d.command(submit(key, "full", prompt_of(20), sampling))
@@ -289,7 +291,8 @@ def test_waiting_imports_get_blocks_by_priority(tiny_llama: Path) -> None:
         prompt = prompt_of(100, seed)
         handoff, forced = pair.prefill(prompt, params)
         assert handoff is not None
-        key, starts = RequestKey(ROUTER, SESSION, handoff.request_id, 2), (Start(0, tuple(forced[0])),)
+        key = RequestKey(ROUTER, SESSION, handoff.request_id, 2)
+        starts = (Start(0, tuple(forced[0])),)
         more = {"ticket": handoff.ticket, "starts": starts, "priority": priority}
         commands.append(submit(key, "decode", prompt, params, **more))
     for command in commands:

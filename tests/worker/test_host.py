@@ -133,7 +133,8 @@ async def _idle_is_cheap(pair: list[Host]) -> None:
     processes = [psutil.Process(host.process.pid) for host in pair]
     shares = [1.0]
     for _ in range(5):
-        before, began = [sum(process.cpu_times()[:2]) for process in processes], time.monotonic()
+        before = [sum(process.cpu_times()[:2]) for process in processes]
+        began = time.monotonic()
         await asyncio.sleep(4.0)  # the time over which CPU is counted
         spent = [sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before, strict=True)]
         shares = [seconds / (time.monotonic() - began) for seconds in spent]

@@ -151,7 +151,8 @@ def turn_until(worker: Worker, done: Callable[[], bool]) -> None:
 
 
 def test_a_leg_counts_when_some_of_its_choices_are_cancelled(tiny_llama: Path) -> None:
-    worker, key = alone(tiny_llama), RequestKey(ROUTER, SESSION, "a", 1)
+    worker = alone(tiny_llama)
+    key = RequestKey(ROUTER, SESSION, "a", 1)
     worker.command(submit(key, "full", list(range(40)), long(3)))
     turn_until(worker, lambda: len(deltas(worker, key)) > 6)
     cancel(worker, key, (0, 2))
@@ -163,7 +164,8 @@ def test_a_leg_counts_when_some_of_its_choices_are_cancelled(tiny_llama: Path) -
 
 @pytest.mark.parametrize("how", ["choices one by one", "the leg", "its router"])
 def test_a_cancelled_leg_counts_once(tiny_llama: Path, how: str) -> None:
-    worker, key = alone(tiny_llama), RequestKey(ROUTER, SESSION, "a", 1)
+    worker = alone(tiny_llama)
+    key = RequestKey(ROUTER, SESSION, "a", 1)
     worker.command(submit(key, "full", list(range(40)), long(2)))
     turn_until(worker, lambda: len(deltas(worker, key)) > 4)
     if how == "its router":

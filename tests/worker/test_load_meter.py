@@ -61,7 +61,8 @@ def test_one_long_step_is_not_all() -> None:
 
 def test_decoding_is_not_busy() -> None:
     """A decoder that was just made a prefill worker, with long streams: no prompt waits for it to end them."""
-    meter, now = LoadMeter(0.0), 0.0
+    meter = LoadMeter(0.0)
+    now = 0.0
     for turn in range(3000):
         meter.turned(now, now + 0.01, True, mostly_prompt=turn % 10 == 0)
         now += 0.01

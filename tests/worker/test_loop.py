@@ -75,7 +75,8 @@ def test_a_large_piece_of_scores_is_a_message_of_its_own(
     pair.d.command(submit(RequestKey(ROUTER, SESSION, "b"), "full", prompt_of(10), sampling))
     pair.until(lambda: not pair.d.engine.has_work)
     named = [[name for name in names if name in ("PromptScored", "Delta")] for names in messages]
-    scored, delta = ["PromptScored"], ["Delta"]
+    scored = ["PromptScored"]
+    delta = ["Delta"]
     assert [names for names in named if names] == [scored, scored, scored, [*delta, *scored], delta]
 
 

@@ -37,7 +37,9 @@ class Overlapped:
     """One request whose two legs are begun together, and driven turn by turn."""
 
     def __init__(self, pair: Pair, prompt: list[int], sampling: SamplingParams, prepare: bool = True) -> None:
-        self.pair, self.prompt, self.sampling = pair, prompt, sampling
+        self.pair = pair
+        self.prompt = prompt
+        self.sampling = sampling
         name = f"overlapped-{next(_names)}"
         self.p_key, self.d_key = (RequestKey(ROUTER, SESSION, name, attempt) for attempt in (1, 2))
         pair.p.command(submit(self.p_key, "prefill", prompt, sampling, overlap=True))
@@ -279,7 +281,8 @@ def test_a_prompt_that_ends_at_p_is_forgotten_there(pair: Pair) -> None:
 def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
     """What had come is kept: D computes only the rest, when the router sends it the whole request."""
     request = Overlapped(pair, prompt_of(180), GREEDY)
-    decode, engine = pair.d.decode, pair.d.engine
+    decode = pair.d.decode
+    engine = pair.d.engine
     request.until_a_part_arrives()
     pair.d.until(lambda: all(pull.pieces == type(pull.pieces)() for pull in links(pair)))
     pair.p.faults.dead = True
@@ -395,7 +398,8 @@ def test_a_submit_of_another_prompt_than_was_prepared(
 ) -> None:
     """No row of one becomes the other's, neither joined nor cached."""
     pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, pull_deadline_s=0.5)
-    prepared, other = prompt_of(lengths[0], 1), prompt_of(lengths[1], 2)
+    prepared = prompt_of(lengths[0], 1)
+    other = prompt_of(lengths[1], 2)
     warm = RequestKey(ROUTER, SESSION, "warm", 1)
     if cached:
         pair.d.command(submit(warm, "full", prepared[:100], GREEDY))
@@ -453,7 +457,8 @@ def test_the_hint_of_a_frozen_peer_holds_up_no_other(tiny_llama: Path) -> None:
     pair.until(lambda: frozen.handoff is not None)
     pair.until(lambda: pair.d.engine.blocks.num_quarantined > 0)  # a read that does not end ends the hint
     assert pair.d.engine.blocks.num_quarantined > 2
-    bad, good = announce(pair, "bad", prompt_of(100, 3)), announce(pair, "good", prompt_of(100, 4), second)
+    bad = announce(pair, "bad", prompt_of(100, 3))
+    good = announce(pair, "good", prompt_of(100, 4), second)
     for _ in range(5):
         pair.turn()
     assert decode._imports[good].pull_id is not None and decode._imports[bad].pull_id is None

@@ -64,7 +64,8 @@ def whole(pair: Pair, prompt: list[int], worker: Worker | None = None, **more: o
 
 def test_turns_of_a_chat_on_other_engines(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
     """Each turn is the whole chat so far; P finds all of it but the new question, the answer that D wrote included."""
-    chat, known = prompt_of(70), 0
+    chat = prompt_of(70)
+    known = 0
     for turn in range(4):
         pair = pairs[turn % 2]
         before = computed(pair.p)
@@ -118,7 +119,8 @@ def test_an_engine_finds_again_what_it_had_to_evict(tiny_llama: Path, server: Lo
 
 def test_when_p_is_gone_the_pool_has_its_rows(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
     """p2p, then pool, then recompute."""
-    pair, prompt = pairs[0], prompt_of(150)
+    pair = pairs[0]
+    prompt = prompt_of(150)
     handoff, first = pair.prefill(prompt, GREEDY)
     pair.until(lambda: len(server.chunks) == 4)
     pair.p.faults.dead = True
@@ -177,7 +179,8 @@ def test_blocks_wait_for_a_copy_that_does_not_end(pairs: list[Pair], server: Loc
     first.finish(whole(first, prompt))
     stored(server, first, 3)
     server.faults.copies_frozen = True
-    key, pool = whole(second, prompt), second.d.pool
+    key = whole(second, prompt)
+    pool = second.d.pool
     assert pool is not None
     second.until(lambda: any(operation.touching for operation in pool._operations.unsettled.values()))
     expire(pool)

@@ -49,7 +49,8 @@ def test_every_router_is_told_at_once(clock: Clock, pair: Pair) -> None:
 
 
 def test_decodes_go_on_while_it_becomes_a_prefill_worker_and_back(pair: Pair, llm: LLM) -> None:
-    prompt, other = prompt_of(60), prompt_of(45, 1)
+    prompt = prompt_of(60)
+    other = prompt_of(45, 1)
     handoff, first = pair.prefill(prompt, GREEDY)
     key = pair.decode(handoff, prompt, GREEDY, first)
     pair.until(lambda: len(tokens_of(pair.d, key).get(0, [])) > 5)

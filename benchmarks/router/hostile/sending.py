@@ -19,7 +19,8 @@ from pdserve.text.tokenizer import Tokenizer
 MODEL = DEMO.name
 CONTEXT = 131_072  # tokens of the largest request, as for Llama-3.1
 VOCAB = 1 << 16  # of the engine on paper
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 PIECE_BYTES = 250_000  # what a server reads from a socket at once
 MB = 1_000_000
 
@@ -107,7 +108,8 @@ async def connect(port: int, receive_bytes: int | None = None) -> socket.socket:
 
 async def read_answer(exchange: Exchange, connection: socket.socket) -> None:
     """All that comes, the first kilobyte of it kept."""
-    loop, buffer = asyncio.get_running_loop(), bytearray(1 << 18)
+    loop = asyncio.get_running_loop()
+    buffer = bytearray(1 << 18)
     try:
         while count := await loop.sock_recv_into(connection, buffer):
             if exchange.answered_at is None:
@@ -225,7 +227,9 @@ def raw_body(path: str, before: str, repeated: str, count: int, after: str) -> A
 @cache
 def text_of(num_chars: int) -> str:
     """Words that no tokenizer has seen, so that its cache does not help it."""
-    draw, words, length = random.Random(0), list[str](), 0
+    draw = random.Random(0)
+    words = list[str]()
+    length = 0
     while length < num_chars:
         word = "".join(draw.choices("etaoinshrdlucmfwypvbgkjqxz", k=draw.randint(2, 9)))
         words.append(word)
@@ -236,7 +240,8 @@ def text_of(num_chars: int) -> str:
 @cache
 def prompt_of(num_tokens: int) -> str:
     """A text of about so many tokens, never more."""
-    tokenizer, sample = Tokenizer.load(DEMO), text_of(100_000)
+    tokenizer = Tokenizer.load(DEMO)
+    sample = text_of(100_000)
     each = len(sample) / len(tokenizer.encode(sample))
     return text_of(int(num_tokens * each * 0.98))
 

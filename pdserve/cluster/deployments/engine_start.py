@@ -64,10 +64,14 @@ class EngineStart:
         post: Callable[[StartRecord], None],
         remove: Callable[[str], None],
     ) -> None:
-        self._engine, self._config, self._worker_id = engine, config, worker_id
-        self._where, self._num_gpus = where, num_gpus
+        self._engine = engine
+        self._config = config
+        self._worker_id = worker_id
+        self._where = where
+        self._num_gpus = num_gpus
         self._files = tuple(filter(None, [log]))
-        self._post, self._remove = post, remove
+        self._post = post
+        self._remove = remove
         self._now = Progress("process")
         self._since = time.time()
         self._changed = time.monotonic()

@@ -205,7 +205,8 @@ class _Guarded(HttpToolsProtocol):
             self._end(b"400 Bad Request", in_body=True)
 
     def on_message_begin(self) -> None:
-        self._in_head, self._num_head_bytes = True, 0
+        self._in_head = True
+        self._num_head_bytes = 0
         self._num_parts = self._num_part_bytes = 0
         self._end_in(HEAD_DEADLINE_S)
         super().on_message_begin()
@@ -215,7 +216,8 @@ class _Guarded(HttpToolsProtocol):
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        self._in_head, self._num_idle_bytes = False, 0
+        self._in_head = False
+        self._num_idle_bytes = 0
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         self._stop_timer()
         super().on_headers_complete()

@@ -125,7 +125,8 @@ class WorkerReplica:
 
     def _metrics(self) -> Exposed | None:
         """Of a Snapshot only once: an engine that says nothing (no router listens) shall not look alive."""
-        snapshot, self._snapshot = self._snapshot, None
+        snapshot = self._snapshot
+        self._snapshot = None
         if snapshot is None:
             return None
         families = (*snapshot.metrics, *families_of(FAILURES))

@@ -70,7 +70,8 @@ class ServeLink:
 
     async def events(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
         response = _call(self._events, router_id, session, worker_id=self._worker_id)
-        pieces, joiner = aiter(response), Joiner()
+        pieces = aiter(response)
+        joiner = Joiner()
         try:
             async with patience(HELLO_DEADLINE_S):
                 message = joiner.feed(await anext(pieces, b""))

@@ -37,7 +37,8 @@ class Place:
 
 def findings(file: ClusterFile, port: int | None, place: Place) -> Iterator[Finding]:
     """All that is found, but for what is all right. port: instead of the file's."""
-    host, own_port = file.http_options["host"], file.http_options["port"]
+    host = file.http_options["host"]
+    own_port = file.http_options["port"]
     yield from unused_keys(file)
     yield from listener(file)
     yield from port_is_free(host, own_port if port is None else port)
@@ -79,7 +80,8 @@ def unused_keys(file: ClusterFile) -> Iterator[Finding]:
 
 def listener(file: ClusterFile) -> Iterator[Finding]:
     """What lets strangers ask."""
-    host, config = file.http_options["host"], file.config
+    host = file.http_options["host"]
+    config = file.config
     if not file.names_host:
         yield (
             "hint",
@@ -141,7 +143,8 @@ def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
 
 
 def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Finding]:
-    chosen, num_gpus = config.worker(key).engine.device, config.deployment(key).num_gpus
+    chosen = config.worker(key).engine.device
+    num_gpus = config.deployment(key).num_gpus
     gpus_here = any(node.total.get("GPU") for node in place.nodes)
     if chosen == "cuda" and not num_gpus:
         yield (

@@ -58,7 +58,8 @@ def _scale(client: "Client", counts: dict[str, int], force: bool, wait_s: int, s
     report = client.scale(counts.get("prefill"), counts.get("decode"), force)
     for warning in report.warnings:
         say(f"pdserve: {warning}")
-    deadline, shown = time.monotonic() + wait_s, ""
+    deadline = time.monotonic() + wait_s
+    shown = ""
     while True:
         line = ", ".join(f"{key}: {count.running} of {count.target}" for key, count in report.counts.items())
         if line != shown:

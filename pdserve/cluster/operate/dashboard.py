@@ -18,7 +18,10 @@ Source = Literal["ray", "routers"]
 
 PREFIX: dict[Source, str] = {"ray": "ray_", "routers": ""}
 TITLE: dict[Source, str] = {"ray": "pdserve", "routers": "pdserve (routers' own pages)"}
-WIDTH, HEIGHT, PER_ROW = 8, 8, 3  # of Grafana's 24 columns
+# of Grafana's 24 columns
+WIDTH = 8
+HEIGHT = 8
+PER_ROW = 3
 
 
 def queries(source: Source) -> Iterator[str]:
@@ -58,7 +61,8 @@ def _datasource_variable() -> dict[str, Any]:
 
 
 def _panels(source: Source) -> Iterator[dict[str, Any]]:
-    number, top = 1, 0
+    number = 1
+    top = 0
     for row in ROWS:
         yield {
             "id": number,
@@ -68,9 +72,11 @@ def _panels(source: Source) -> Iterator[dict[str, Any]]:
             "panels": [],
             "gridPos": _place(0, top, 24, 1),
         }
-        number, top = number + 1, top + 1
+        number = number + 1
+        top = top + 1
         for index, panel in enumerate(row.panels):
-            column, line = index % PER_ROW, index // PER_ROW
+            column = index % PER_ROW
+            line = index // PER_ROW
             yield _panel(panel, number, _place(column * WIDTH, top + line * HEIGHT, WIDTH, HEIGHT), source)
             number += 1
         top += -(-len(row.panels) // PER_ROW) * HEIGHT

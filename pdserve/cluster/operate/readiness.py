@@ -67,7 +67,8 @@ class News:
 
     def of_starts(self, records: Iterable[StartRecord]) -> Iterator[str]:
         for record in records:
-            worker, now = record.worker_id, record.progress
+            worker = record.worker_id
+            now = record.progress
             step = now.stage, now.percent // TENTH
             if step != self._starts.get(worker):
                 self._starts[worker] = step

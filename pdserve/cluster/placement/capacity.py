@@ -30,7 +30,8 @@ def await_capacity(config: ClusterConfig) -> None:
     """Return when there is room for every replica, NoCapacity at the deadline."""
     if config.placement_deadline_s is None:
         return
-    deadline, warned = time.monotonic() + config.placement_deadline_s, False
+    deadline = time.monotonic() + config.placement_deadline_s
+    warned = False
     while complaints := unplaceable(config, usable_nodes()):
         if time.monotonic() > deadline:
             raise _no_capacity(config, complaints, f"within {config.placement_deadline_s:g} s (placement_deadline_s)")

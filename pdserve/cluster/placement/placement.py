@@ -62,7 +62,8 @@ def worker_bundles(deployment: DeploymentConfig) -> list[dict[str, float]]:
 def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
     """As Ray decides: a node without a label has none of its values."""
     for key, selector in selectors.items():
-        negated, wanted = selector.startswith("!"), selector.removeprefix("!")
+        negated = selector.startswith("!")
+        wanted = selector.removeprefix("!")
         values = wanted[3:-1].split(",") if wanted.startswith("in(") else [wanted]
         if (node.labels.get(key) in values) == negated:
             return False

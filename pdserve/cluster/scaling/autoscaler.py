@@ -81,7 +81,8 @@ class Autoscaler:
             serving = [worker for worker in workers if serves(worker, key) and not worker.draining]
             loads = {worker.worker_id: load_of(worker, predictor) for worker in serving}
             demand = self._demand(key, self._bounds[key], loads)
-            target, running = counts[key].target, counts[key].running
+            target = counts[key].target
+            running = counts[key].running
             new = scaler.decide(demand, len(loads), target, running, self._is_settled(key, counts), self._now())
             if new != target:
                 await self._set(key, target, new, demand)

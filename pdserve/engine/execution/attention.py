@@ -87,7 +87,8 @@ class PagedAttention:
 
     def _prefill(self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
         """The prefill chunks, and zeros for padding rows behind them."""
-        shape, tables = self._batch.shape, self._batch.block_tables
+        shape = self._batch.shape
+        tables = self._batch.block_tables
         if shape.fresh_lens and self._ops.fresh_prefill_pays(q, k, v, shape.fresh_lens):
             fresh = self._ops.fresh_prefill(q, k, v, shape.fresh_lens, self._scale)
             return fresh if out is None else out.copy_(fresh)

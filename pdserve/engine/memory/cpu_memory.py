@@ -7,7 +7,11 @@ once by an engine on CPU.
 
 import ctypes
 
-M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -2, -3, -8  # <malloc.h>
+# <malloc.h>
+M_TRIM_THRESHOLD = -1
+M_TOP_PAD = -2
+M_MMAP_THRESHOLD = -3
+M_ARENA_MAX = -8
 
 
 def keep_freed_memory() -> bool:

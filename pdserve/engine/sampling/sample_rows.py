@@ -135,10 +135,12 @@ class RowStaging:
 
     def _edits_change(self, row: SampleRow) -> bool:
         """Whether the device has other edits in the row's slot than the row needs; it will have these."""
-        state, masks_stops = self._state(row), row.masks_stops
+        state = self._state(row)
+        masks_stops = row.masks_stops
         if state.edits_of is row.sampling and state.masks_stops == masks_stops:
             return False
-        state.edits_of, state.masks_stops = row.sampling, masks_stops
+        state.edits_of = row.sampling
+        state.masks_stops = masks_stops
         return True
 
     def _stage_penalties(self, arrays: RowArrays, rows: list[SampleRow]) -> None:

@@ -149,7 +149,8 @@ class Sampler:
     def _draw(self, logits: Tensor, staged: Mapping[str, Tensor]) -> Tensor:
         if "keys" not in staged:
             return self.ops.draw_tokens(logits)
-        temperature, cut = staged["temperature"], None
+        temperature = staged["temperature"]
+        cut = None
         if "top_k" in staged:
             cut = self.ops.cut_tokens(logits, temperature, *(staged[name] for name in ("top_k", "top_p", "min_p")))
         return self.ops.draw_tokens(logits, temperature, staged["keys"], cut)

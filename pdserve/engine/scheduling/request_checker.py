@@ -21,7 +21,8 @@ class RequestChecker:
 
     def request(self, submit: Submit) -> Request:
         """ValueError naming the parameter when the request can never run here."""
-        prompt, sampling = submit.prompt_token_ids, submit.sampling
+        prompt = submit.prompt_token_ids
+        sampling = submit.sampling
         self._check_prompt(prompt)
         sampling.check_vocab(self.vocab_size)
         self._check_starts(submit)

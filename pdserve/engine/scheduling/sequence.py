@@ -58,10 +58,12 @@ class Request:
 
     def adopt(self, earlier: "Request") -> bool:
         """Take over what was computed of the same prompt and salt for an earlier Request; False when they differ."""
-        mine, theirs = (self.prompt_token_ids, self.cache_salt), (earlier.prompt_token_ids, earlier.cache_salt)
+        mine = (self.prompt_token_ids, self.cache_salt)
+        theirs = (earlier.prompt_token_ids, earlier.cache_salt)
         if mine != theirs:
             return False
-        self.content, self._prompt_hashes = earlier.content, earlier._prompt_hashes
+        self.content = earlier.content
+        self._prompt_hashes = earlier._prompt_hashes
         return True
 
     def content_digest(self, hasher: BlockHasher) -> bytes:

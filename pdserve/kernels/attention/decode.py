@@ -55,7 +55,8 @@ def launch_decode(
 ) -> None:
     """reference.paged_decode on tensors whose rows are contiguous; out [S, Hq, D], contiguous."""
     num_seqs, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    num_kv_heads = kv.shape[1]
+    block_size = kv.shape[3]
     group = num_heads // num_kv_heads
     block_s = 32 if num_seqs <= 32 else max(next_power_of_2(num_seqs), 256)  # few kernels to compile
     partial = torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=q.device)

@@ -132,8 +132,10 @@ def chunk_prefill(
     q, k and v as in fresh_prefill. The chunk stands behind prefix_len rows, which lie in kv in the blocks that row
     table_row (int32 [1]) of block_tables names.
     """
-    length, piece = chunk_rows(len(q)), _piece(q, k, v)
-    q, out = q[:length], out[:length]
+    length = chunk_rows(len(q))
+    piece = _piece(q, k, v)
+    q = q[:length]
+    out = out[:length]
     own, lse = _attend(1, q, k[:length], v[:length], True, scale)
     for start in range(0, prefix_len, piece):
         keys, values = launch_gather_kv(kv, block_tables, table_row, start, piece)

@@ -49,7 +49,8 @@ def join_attention_kernel(
     lse = tl.load(lse_ptr + at, mask=in_range, other=0.0)
     other_lse = tl.load(other_lse_ptr + at, mask=in_range, other=0.0)
     largest = tl.maximum(lse, other_lse)
-    weight, other_weight = tl.exp(lse - largest), tl.exp(other_lse - largest)
+    weight = tl.exp(lse - largest)
+    other_weight = tl.exp(other_lse - largest)
     total = weight + other_weight
     dims = tl.arange(0, BLOCK_D)
     elements = row[:, None].to(tl.int64) * HEAD_DIM + dims[None, :]

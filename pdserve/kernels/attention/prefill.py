@@ -64,7 +64,8 @@ def launch_prefill(
     of each sequence, which somebody else has written.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv.shape[1], kv.shape[3]
+    num_kv_heads = kv.shape[1]
+    block_size = kv.shape[3]
     group = num_heads // num_kv_heads
     tile_len = tiles.block_m // group
     grid = (cdiv(max_query_len - skip, tile_len), num_kv_heads, len(context_lens) + 1)

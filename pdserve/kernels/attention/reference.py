@@ -67,7 +67,8 @@ def paged_prefill(
     row of block_tables, which is table_rows[s] as in paged_decode. Rows of q after query_starts[-1] are padding and
     yield zeros. max_query_len bounds the queries of one sequence.
     """
-    lens, starts = _Ints.of(context_lens), _Ints.of(query_starts)
+    lens = _Ints.of(context_lens)
+    starts = _Ints.of(query_starts)
     tables = _rows_in_use(block_tables, table_rows, lens, kv.shape[3])
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
     for batch in _plan(tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device):
@@ -206,7 +207,8 @@ def _plan(
 ) -> list[_Batch]:
     """The batches of one call of paged_prefill. Cached, since the layers of a step all need the same."""
     group = num_heads // kv_shape[1]
-    lens, starts = context_lens.array().tolist(), query_starts.array().tolist()
+    lens = context_lens.array().tolist()
+    starts = query_starts.array().tolist()
     tile_len = max(TILE_ROWS // group, 1)
     tiles = [
         _Tile(seq, row, min(tile_len, end - row), lens[seq] - end + row)
@@ -226,7 +228,9 @@ def _similar(tiles: list[_Tile], group: int, head_dim: int) -> Iterator[list[_Ti
 
     tiles = sorted(tiles, key=size, reverse=True)
     while tiles:
-        largest, padding, count = size(tiles[0]), 0, 1
+        largest = size(tiles[0])
+        padding = 0
+        count = 1
         for tile in tiles[1:]:
             padding += largest - size(tile)
             if (count + 1) * largest > BATCH_SCORES or padding > BATCH_SCORES // 4:
@@ -271,7 +275,9 @@ def _make_batch(
 
 def _attend(q: Tensor, kv: Tensor, batch: _Batch, scale: float) -> Tensor:
     """Attention of the batch's queries q [n * P, Hq, D]; returns the same shape in float32."""
-    (_, num_heads, head_dim), num_kv_heads, n = q.shape, kv.shape[1], batch.num_tiles
+    (_, num_heads, head_dim) = q.shape
+    num_kv_heads = kv.shape[1]
+    n = batch.num_tiles
     group = num_heads // num_kv_heads
     rows_kv = _rows_of(kv).index_select(0, batch.kv_rows).float().view(2, n, num_kv_heads, -1, head_dim)
     # Unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing their bits is several
@@ -320,7 +326,8 @@ def _rows_agree(rows: int, head_dim: int, num_keys: int, generator: torch.Genera
     many = torch.randn(3, 64, head_dim, generator=generator)
     keys = torch.randn(3, num_keys, head_dim, generator=generator)
     probs = torch.randn(3, 64, KV_CHUNK, generator=generator)
-    scores, values = torch.bmm(many, keys.transpose(1, 2)), torch.bmm(probs, keys[:, :KV_CHUNK])
+    scores = torch.bmm(many, keys.transpose(1, 2))
+    values = torch.bmm(probs, keys[:, :KV_CHUNK])
     return all(
         torch.equal(torch.bmm(many[:, at : at + rows].contiguous(), keys.transpose(1, 2)), scores[:, at : at + rows])
         and torch.equal(torch.bmm(probs[:, at : at + rows].contiguous(), keys[:, :KV_CHUNK]), values[:, at : at + rows])

@@ -27,7 +27,8 @@ def launch_rope_write_kv(
     The last dim of q, k and v is contiguous, cos and sin are contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
-    num_kv_heads, block_half = k.shape[1], next_power_of_2(head_dim // 2)
+    num_kv_heads = k.shape[1]
+    block_half = next_power_of_2(head_dim // 2)
     q_heads, kv_heads = (
         min(next_power_of_2(heads), max(ROPE_TILE // block_half, 1)) for heads in (num_heads, num_kv_heads)
     )
@@ -85,7 +86,8 @@ def rotate(pointers, mask, cos, sin, HALF: tl.constexpr):
     """Rotates in place the heads whose first halves are at `pointers` [heads, BLOCK_HALF]; returns both halves."""
     first = tl.load(pointers, mask=mask, other=0.0)
     second = tl.load(pointers + HALF, mask=mask, other=0.0)
-    a, b = first.to(tl.float32), second.to(tl.float32)
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
     first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
     second = (b * cos[None, :] + a * sin[None, :]).to(second.dtype)
     tl.store(pointers, first, mask=mask)
@@ -192,11 +194,13 @@ def gather_kv_kernel(
 ):
     """Program (ROWS rows of a block, KV head)."""
     first = tl.program_id(0) * ROWS
-    kv_head, num_kv_heads = tl.program_id(1), tl.num_programs(1)
+    kv_head = tl.program_id(1)
+    num_kv_heads = tl.num_programs(1)
     position = start + first
     table = table_ptr + tl.load(table_row_ptr).to(tl.int64) * stride_table
     block = tl.load(table + (position >> block_shift)).to(tl.int64)
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, ROWS)
+    dims = tl.arange(0, BLOCK_D)
     mask = (dims < HEAD_DIM)[None, :]
     in_block = (position & ((1 << block_shift) - 1)) + rows
     source = kv_ptr + block * stride_block + kv_head.to(tl.int64) * stride_kv_head

@@ -10,7 +10,9 @@ def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
     cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an implementation may work in
     place.
     """
-    cos_rows, sin_rows = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)  # [T, 1, D // 2]
+    # [T, 1, D // 2]
+    cos_rows = cos[positions].unsqueeze(1)
+    sin_rows = sin[positions].unsqueeze(1)
     first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos_rows - second * sin_rows, second * cos_rows + first * sin_rows), dim=-1)
     q_rotated, k_rotated = rotated.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
@@ -49,8 +51,10 @@ def repack(source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tens
     as rounded up to one: rows behind the last are copied with it.
     """
     rows = min(source.shape[4], kv_cache.shape[4])
-    there, here = source.unflatten(4, (-1, rows)), kv_cache.unflatten(4, (-1, rows))
-    sources, blocks = source_ids.tolist(), block_ids.tolist()
+    there = source.unflatten(4, (-1, rows))
+    here = kv_cache.unflatten(4, (-1, rows))
+    sources = source_ids.tolist()
+    blocks = block_ids.tolist()
     for run in range(-(-num_rows // rows)):  # ten times as fast as one copy by indices of rows
         source_block, first = divmod(skip // rows + run, there.shape[4])
         block, target = divmod(run, here.shape[4])

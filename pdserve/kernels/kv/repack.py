@@ -45,7 +45,8 @@ def repack_kernel(
     """Program (run of neighbouring rows, plane): a plane is K or V of one head in one layer; a run is as many rows as
     the smaller of the two blocks has.
     """
-    run, plane = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    run = tl.program_id(0)
+    plane = tl.program_id(1).to(tl.int64)
     there = skip + run
     source_block = tl.load(source_ids_ptr + there // source_runs).to(tl.int64)
     block = tl.load(block_ids_ptr + run // block_runs).to(tl.int64)

@@ -47,7 +47,8 @@ def row_tiles(num_inputs: int, silu: bool) -> ProductTiles:
 
 def small_tiles(num_rows: int, num_outputs: int, num_inputs: int, silu: bool, num_sms: int) -> ProductTiles:
     """A program a multiprocessor with many weights in flight; narrow matrices are split along the inputs."""
-    block_out, block_in = 64, 128
+    block_out = 64
+    block_in = 128
     stage_bytes = (block_out * (2 if silu else 1) + padded_rows(num_rows)) * 2 * block_in
     num_stages = max(min(STAGE_BYTES // stage_bytes, 4 if silu else 6), 2)
     wanted = num_sms // cdiv(num_outputs, block_out)
@@ -69,7 +70,8 @@ def launch_row_product(
     """`x [1, in] -> [1, out]`, or `[1, out / 2]` with silu; the last dims of x and weight are contiguous. With
     residual [1, out] the result is added to it.
     """
-    num_outputs, num_inputs = weight.shape[0] // (2 if silu else 1), weight.shape[1]
+    num_outputs = weight.shape[0] // (2 if silu else 1)
+    num_inputs = weight.shape[1]
     out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device) if residual is None else residual
     tiles = row_tiles(num_inputs, silu)
     launch(
@@ -98,12 +100,15 @@ def launch_small_product(
     """`x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu; the last dims of x and weight are contiguous. With
     residual [rows, out], contiguous, the result is added to it.
     """
-    num_rows, num_outputs, num_inputs = x.shape[0], weight.shape[0] // (2 if silu else 1), weight.shape[1]
+    num_rows = x.shape[0]
+    num_outputs = weight.shape[0] // (2 if silu else 1)
+    num_inputs = weight.shape[1]
     out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device) if residual is None else residual
     tiles = small_tiles(num_rows, num_outputs, num_inputs, silu, num_sms)
     num_tiles = cdiv(num_outputs, tiles.block_out)
     block_rows = padded_rows(num_rows)
-    partial, arrivals = None, None
+    partial = None
+    arrivals = None
     if tiles.num_splits > 1:
         partial = torch.empty((tiles.num_splits, num_outputs, block_rows), dtype=torch.float32, device=x.device)
         arrivals = _arrivals(x.device)
@@ -240,7 +245,8 @@ def small_product_kernel(
     in order, so results do not depend on which that is.
     """
     begin(PDL)
-    tile, split = tl.program_id(0), tl.program_id(1)
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
     span = tl.cdiv(num_inputs, BLOCK_IN * NUM_SPLITS) * BLOCK_IN
     first = split * span
     end = tl.minimum(first + span, num_inputs)

@@ -18,7 +18,8 @@ SILU_BLOCK = 1024
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """reference.rms_norm; x [rows, width] or [rows, heads, width], any strides but the last, which is 1."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    width, per_row = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
+    width = x.shape[-1]
+    per_row = x.shape[1] if x.ndim == 3 else 1
     block, rows, warps = _norm_tile(width)
     num_rows = x.numel() // width
     launch(
@@ -37,7 +38,8 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def launch_silu_mul(gate_up: Tensor) -> Tensor:
     """reference.silu_mul; the last dim of gate_up is contiguous."""
-    num_tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    num_tokens = gate_up.shape[0]
+    width = gate_up.shape[1] // 2
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
     grid = (num_tokens, cdiv(width, SILU_BLOCK))
     launch(

@@ -27,12 +27,15 @@ def draw_tokens(
     drawn = (temperature > 0).nonzero()[:, 0]
     tokens = logits.argmax(dim=-1) if len(drawn) < len(logits) else logits.new_empty(len(logits), dtype=torch.int64)
     if len(drawn) < len(logits):
-        logits, temperature, keys = logits[drawn], temperature[drawn], keys[drawn]
+        logits = logits[drawn]
+        temperature = temperature[drawn]
+        keys = keys[drawn]
         cut = cut and (cut[0][drawn], cut[1][drawn])
     ids = torch.arange(logits.shape[-1], device=logits.device)
     scores = logits.float() / temperature[:, None] + gumbel(keys, ids)
     if cut is not None:
-        value, last = cut[0][:, None], cut[1][:, None]
+        value = cut[0][:, None]
+        last = cut[1][:, None]
         scores.masked_fill_((logits < value) | ((logits == value) & (ids > last)), NEG_INF)
     tokens[drawn] = scores.argmax(dim=-1)
     return tokens.int()

@@ -52,7 +52,8 @@ class Connection:
 
     def __init__(self, agent: TransferAgent, own: OwnKVCache, meta: KVCacheMeta, wake: Callable[[], None]) -> None:
         """wake: see `StagingRing.open`."""
-        self.meta, self._agent = meta, agent
+        self.meta = meta
+        self._agent = agent
         self.memory, device_id = memory_of(own.kv_cache)
         layout = layout_of(meta, own.layout)
         self.block_bytes = layout.block_bytes
@@ -64,11 +65,13 @@ class Connection:
             if layout != own.layout:
                 self.staging = own.ring.open(meta.block_size, wake)
             into = own.kv_cache if self.staging is None else self.staging.ring_blocks
-            address, num_blocks = into.data_ptr(), into.shape[0]
+            address = into.data_ptr()
+            num_blocks = into.shape[0]
             self.peer = self._add_rank(0)  # holds the generations
             self.sources = []
             for span in plan_for(layout, meta.ranks):
-                peer, rank = self._add_rank(span.rank), meta.ranks[span.rank]
+                peer = self._add_rank(span.rank)
+                rank = meta.ranks[span.rank]
                 mine = local_descriptors(address, self.block_bytes, num_blocks, span, self.memory, device_id)
                 theirs = remote_descriptors(rank, meta.block_bytes, meta.num_blocks, span)
                 self.sources.append(RankSource(span, self._prepare(None, mine), self._prepare(peer, theirs)))
@@ -110,7 +113,8 @@ class Connection:
     def prepare_generations(self, first: int, last: int) -> tuple[Any, Any]:
         """Our and the peer's generation entries of the blocks first..last as one piece each. The caller releases
         them."""
-        offset, size = first * GENERATION_BYTES, (last - first + 1) * GENERATION_BYTES
+        offset = first * GENERATION_BYTES
+        size = (last - first + 1) * GENERATION_BYTES
         here = Descriptors(self.generations.data_ptr() + offset, size, size, 1)
         there = Descriptors(self.meta.generation_address + offset, size, size, 1)
         return self._agent.prepare(None, here), self._agent.prepare(self.peer, there)

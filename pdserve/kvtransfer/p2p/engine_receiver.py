@@ -50,7 +50,8 @@ class EngineReceiver:
     """See `connector.KVReceiver`; an engine without tensor parallelism has one rank."""
 
     def __init__(self, rank: RankReceiver, mailbox: Mailbox) -> None:
-        self._ranks, self._mailbox = [rank], mailbox
+        self._ranks = [rank]
+        self._mailbox = mailbox
         self._block_size = rank.block_size
         self._pulls: dict[int, _Pull] = {}
         self._statuses: dict[Peer, list[PeerStatus | None]] = {}
@@ -81,7 +82,8 @@ class EngineReceiver:
     def follow(
         self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int, deadline_s: float
     ) -> None:
-        blocks, peer = tuple(int(block) for block in local_blocks), (source.engine_id, source.incarnation)
+        blocks = tuple(int(block) for block in local_blocks)
+        peer = (source.engine_id, source.incarnation)
         self._begin(pull_id, peer, blocks, skip, deadline_s)
         with self._lock:
             num_tokens = (skip + len(blocks)) * self._block_size

@@ -107,7 +107,8 @@ def remote_descriptors(there: RankMemory, block_bytes: int, num_blocks: int, spa
 
 def order_pairs(local_ids: Sequence[int] | np.ndarray, remote_ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
     """Both lists as int32, pairs kept, sorted by remote id so that neighbours meet and merge."""
-    local, remote = np.asarray(local_ids, np.int32), np.asarray(remote_ids, np.int32)
+    local = np.asarray(local_ids, np.int32)
+    remote = np.asarray(remote_ids, np.int32)
     order = np.argsort(remote, kind="stable")
     return local[order], remote[order]
 

@@ -31,7 +31,10 @@ class RankReceiver:
     """The methods are those of `connector.KVReceiver`, as far as they concern one rank's memory."""
 
     def __init__(self, agent: TransferAgent, own: OwnKVCache, wake: Wake, metrics: TransferMetrics) -> None:
-        self._agent, self._own, self._wake, self._metrics = agent, own, wake, metrics
+        self._agent = agent
+        self._own = own
+        self._wake = wake
+        self._metrics = metrics
         self._lock = threading.RLock()
         self._links: dict[tuple[str, int], PeerLink] = {}
         self._living: dict[str, int] = {}
@@ -128,7 +131,8 @@ class RankReceiver:
 
     def poll(self) -> list[ReceiverEvent]:
         with self._lock:
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
         return events
 
     def close(self) -> None:

@@ -55,8 +55,13 @@ class Sender:
         wake: Wake,
         metrics: TransferMetrics,
     ) -> None:
-        self._agent, self._mailbox, self._meta, self._generations = agent, mailbox, meta, generations
-        self._lease_s, self._wake, self._metrics = lease_s, wake, metrics
+        self._agent = agent
+        self._mailbox = mailbox
+        self._meta = meta
+        self._generations = generations
+        self._lease_s = lease_s
+        self._wake = wake
+        self._metrics = metrics
         self._changed = threading.Condition()
         self._prompts: dict[RequestKey, _Prompt] = {}
         self._early: OrderedDict[RequestKey, tuple[float, dict[Party, None]]] = OrderedDict()
@@ -111,7 +116,8 @@ class Sender:
             prompt = self._prompt(key)
             if prompt.deadline is not None or _name_the_same(ticket, prompt.ticket):
                 return
-            prompt.ticket, followers = ticket, list(prompt.followers)
+            prompt.ticket = ticket
+            followers = list(prompt.followers)
         self._tell(followers, ticket)
         self._metrics.parts.inc()
 
@@ -125,7 +131,8 @@ class Sender:
 
     def poll(self) -> list[Unpinned]:
         with self._changed:
-            events, self._unpinned = self._unpinned, []
+            events = self._unpinned
+            self._unpinned = []
         return events
 
     def close(self) -> None:
@@ -206,7 +213,8 @@ class Sender:
         deadline then."""
         while True:
             with self._changed:
-                now, count = time.monotonic(), 0
+                now = time.monotonic()
+                count = 0
                 while self._heap and self._heap[0][0] <= now:
                     deadline, _, key = self._heap[0]
                     prompt = self._prompts.get(key)

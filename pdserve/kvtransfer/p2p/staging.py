@@ -34,9 +34,11 @@ class StagingRing:
     """kv_cache, layout: ours, which rows are moved to. num_bytes: at most; taken and registered by the first `open`."""
 
     def __init__(self, agent: TransferAgent, kv_cache: Tensor, layout: KVLayout, num_bytes: int) -> None:
-        self.layout, self.kv_cache = layout, kv_cache
+        self.layout = layout
+        self.kv_cache = kv_cache
         self.run_tokens = _run_tokens(num_bytes // NUM_RUNS // layout.token_bytes)
-        self._agent, self._num_bytes = agent, num_bytes
+        self._agent = agent
+        self._num_bytes = num_bytes
         self._memory: Tensor | None = None
         self._free = list(range(NUM_RUNS))
         self._held: dict[Staging, int] = {}
@@ -87,7 +89,8 @@ class StagingRing:
             self._held[user] -= 1
             if not self._held[user]:
                 del self._held[user]
-            waiting, self._waiting = list(self._waiting), {}
+            waiting = list(self._waiting)
+            self._waiting = {}
         for each in waiting:
             each.wake()
 
@@ -99,7 +102,8 @@ class Staging:
     def __init__(self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]) -> None:
         self.wake = wake
         self.ring_blocks = memory.view(-1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape)
-        self._ring, self._kv_cache = ring, ring.kv_cache
+        self._ring = ring
+        self._kv_cache = ring.kv_cache
         self._per_run = ring.run_tokens // block_size
         self._ops: Ops = ops_for(memory.device)
         self._stream = torch.cuda.Stream(memory.device) if memory.is_cuda else None
@@ -129,7 +133,8 @@ class Staging:
         with self._on_stream():
             padding = -len(ring_blocks) % 4  # Triton compiles once more for ids that are not 16-byte aligned
             ids = self._ids([*ring_blocks.tolist(), *[0] * padding, *blocks])
-            source_ids, block_ids = ids[: len(ring_blocks)], ids[len(ring_blocks) + padding :]
+            source_ids = ids[: len(ring_blocks)]
+            block_ids = ids[len(ring_blocks) + padding :]
             self._ops.repack(self.ring_blocks, source_ids, self._kv_cache, block_ids, skip, num_rows)
             if self._stream is None:
                 return lambda: True
@@ -149,7 +154,8 @@ class Staging:
     def _compile(self) -> None:
         """Now, not in the first pull: the kernel is compiled for each pair of sizes."""
         with self._on_stream():
-            source, target = torch.zeros_like(self.ring_blocks[:1]), torch.zeros_like(self._kv_cache[:1])
+            source = torch.zeros_like(self.ring_blocks[:1])
+            target = torch.zeros_like(self._kv_cache[:1])
             first = self._ids([0])
             self._ops.repack(source, first, target, first, 0, 1)
         self.close()

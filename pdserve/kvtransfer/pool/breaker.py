@@ -12,7 +12,8 @@ class Breaker:
     """open_s: how long it stays open before a probe. limit: errors in a row that open it."""
 
     def __init__(self, open_s: float, limit: int = 3) -> None:
-        self._open_s, self._limit = open_s, limit
+        self._open_s = open_s
+        self._limit = limit
         self._errors = 0
         self.probe_at = math.inf
         """When the next probe is due; inf while closed and while one runs."""
@@ -28,7 +29,8 @@ class Breaker:
         self._errors += 1
         if self.is_open or self._errors < self._limit:
             return False
-        self.is_open, self.probe_at = True, now + self._open_s
+        self.is_open = True
+        self.probe_at = now + self._open_s
         return True
 
     def begin_probe(self) -> None:

@@ -50,7 +50,8 @@ class Chunks:
 
     def __init__(self, memory: KVCacheMemory, blocks_per_chunk: int, shard: Shard) -> None:
         layout = memory.layout
-        self.blocks_per_chunk, self.shard = blocks_per_chunk, shard
+        self.blocks_per_chunk = blocks_per_chunk
+        self.shard = shard
         self.block_size = layout.block_size
         self.chunk_tokens = blocks_per_chunk * layout.block_size
         self.num_bytes = blocks_per_chunk * layout.block_bytes + SEAL_BYTES
@@ -65,7 +66,8 @@ class Chunks:
         ids = array("q", tokens).tobytes()
         step = 8 * self.chunk_tokens
         root = f"{self.model_name}|{self.shard.world_size}|{self.shard.worker_id}|".encode() + tenant
-        seals, parent = [], blake2b(root, digest_size=SEAL_BYTES, person=FORMAT).digest()
+        seals = []
+        parent = blake2b(root, digest_size=SEAL_BYTES, person=FORMAT).digest()
         for start in range(0, len(ids), step):
             parent = blake2b(parent + ids[start : start + step], digest_size=SEAL_BYTES, person=FORMAT).digest()
             seals.append(parent)

@@ -42,7 +42,10 @@ class _LMCacheWriting:
     """See `backend.Writing`."""
 
     def __init__(self, talk: Talk, first: int, last: int, patience_s: float) -> None:
-        self._talk, self._first, self._last, self._patience_s = talk, first, last, patience_s
+        self._talk = talk
+        self._first = first
+        self._last = last
+        self._patience_s = patience_s
         self.buffers = talk.reserve(first, last)
         self.committed = not self.buffers
 
@@ -55,7 +58,8 @@ class LMCacheBackend:
     """See `backend.PoolBackend`. Connects, and connects again, in the background."""
 
     def __init__(self, address: str, chunks: Chunks, request_deadline_s: float, device: torch.device) -> None:
-        self.chunks, self._patience_s = chunks, request_deadline_s
+        self.chunks = chunks
+        self._patience_s = request_deadline_s
         self._link = ServerConnection(address, chunks, device)
         self._name = secrets.token_hex(8)
         self._counter = itertools.count()

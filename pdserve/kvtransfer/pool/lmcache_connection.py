@@ -38,7 +38,9 @@ class ServerConnection:
     owe."""
 
     def __init__(self, address: str, chunks: Chunks, device: torch.device) -> None:
-        self._url, self._chunks, self._device = f"tcp://{address}", chunks, device
+        self._url = f"tcp://{address}"
+        self._chunks = chunks
+        self._device = device
         self.session: Registration | None = None
         self._owed: queue.SimpleQueue[Debt] = queue.SimpleQueue()
         self._closing = False
@@ -48,7 +50,9 @@ class ServerConnection:
         self._events = self._watch.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._bell, self._bell_end = os.pipe()
         self._complaint = ""
-        self._is_serving, self._next_try, self._next_refresh = False, 0.0, 0.0
+        self._is_serving = False
+        self._next_try = 0.0
+        self._next_refresh = 0.0
         self._debts: deque[Debt] = deque()
         self._watch.connect(self._url)
         self._thread = KeptThread("kv pool connection", self._run)
@@ -72,7 +76,8 @@ class ServerConnection:
                 self._drop()  # a connection made anew may lead to another server
             now = time.monotonic()
             if self._is_serving and self.session is None and now >= self._next_try:
-                self._next_try, self._next_refresh = now + REOPEN_S, now + REFRESH_S
+                self._next_try = now + REOPEN_S
+                self._next_refresh = now + REFRESH_S
                 self._open()
             if self.session is not None and now >= self._next_refresh:
                 self._next_refresh = now + REFRESH_S
@@ -95,7 +100,8 @@ class ServerConnection:
             self._complaint = str(error)
 
     def _drop(self) -> None:
-        session, self.session = self.session, None
+        session = self.session
+        self.session = None
         if session is not None:
             logger.warning("KV pool: the connection to %s broke", self._url)
             session.end()
@@ -104,7 +110,8 @@ class ServerConnection:
         self._closing = True
         os.write(self._bell_end, b"x")
         self._thread.finish(OPEN_TIMEOUT_S)
-        session, self.session = self.session, None
+        session = self.session
+        self.session = None
         if session is not None:
             session.unregister()
             session.end()

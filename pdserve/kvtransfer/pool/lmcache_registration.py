@@ -51,7 +51,8 @@ class SharedMemory:
         return int(error) == 0
 
     def buffer(self, descriptor: dict[str, Any], num_bytes: int) -> torch.Tensor:
-        offset, length = int(descriptor["offset"]), int(descriptor["length"])
+        offset = int(descriptor["offset"])
+        length = int(descriptor["length"])
         if offset < 0 or length < num_bytes or offset + length > self.bytes.numel():
             raise PoolError("error", f"the server names a buffer outside its memory: {descriptor}")
         return self.bytes[offset : offset + num_bytes]

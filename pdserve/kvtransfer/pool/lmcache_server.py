@@ -50,7 +50,8 @@ class PoolServer:
         """Spawns it. ValueError when this host cannot hold it, or its address is taken."""
         _check_room(config)
         _check_address(config)
-        self._config, self._spawned = config, time.monotonic()
+        self._config = config
+        self._spawned = time.monotonic()
         self.address = config.address or f"127.0.0.1:{_free_port()}"
         self.http_address = f"127.0.0.1:{_free_port()}"
         self._shm_name = f"pdserve-{os.getpid()}-{self.address.rpartition(':')[2]}"
@@ -148,7 +149,8 @@ class SharedServer:
         self._config = config
         self._own: PoolServer | None = None
         self._error: Exception | None = None
-        self._ready, self._closing = threading.Event(), threading.Event()
+        self._ready = threading.Event()
+        self._closing = threading.Event()
         self._thread = KeptThread("kv pool server", self._keep)
 
     def wait_ready(self) -> str:

@@ -56,8 +56,12 @@ class Talk:
     """One request id with the server, and what is owed for it."""
 
     def __init__(self, session: Registration, prefix: Prefix, request_id: str, until: float) -> None:
-        self._session, self._prefix, self._id, self._until = session, prefix, request_id, until
-        self._call, self._chunks = session.call, session.chunks
+        self._session = session
+        self._prefix = prefix
+        self._id = request_id
+        self._until = until
+        self._call = session.call
+        self._chunks = session.chunks
         self._unanswered: MessagingFuture[Any] | None = None
         self._owed: list[Step] = []
 
@@ -114,7 +118,8 @@ class Talk:
     def reserve(self, first: int, last: int) -> dict[int, torch.Tensor]:
         self._owed = [self._end]
         answer = self._ask(self._call("prepare_store", self.key(first, last), self._session.instance_id))
-        buffers, indices = answer.context["slots"], answer.context["chunk_indices"]
+        buffers = answer.context["slots"]
+        indices = answer.context["chunk_indices"]
         return {first + index: self._buffer(buffer) for index, buffer in zip(indices, buffers, strict=True)}
 
     def commit(self, first: int, last: int, until: float) -> None:

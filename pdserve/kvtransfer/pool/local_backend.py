@@ -65,7 +65,8 @@ class LocalPoolBackend:
     """See `backend.PoolBackend`."""
 
     def __init__(self, server: LocalPoolServer, chunks: Chunks) -> None:
-        self._server, self.chunks = server, chunks
+        self._server = server
+        self.chunks = chunks
 
     @property
     def connected(self) -> bool:
@@ -120,7 +121,8 @@ class LocalPoolBackend:
                 self._server.in_use -= 1
 
     def _wait(self, until: float) -> None:
-        faults, ready = self._server.faults, time.monotonic() + self._server.faults.delay_s
+        faults = self._server.faults
+        ready = time.monotonic() + self._server.faults.delay_s
         while faults.frozen or time.monotonic() < ready:
             if faults.dead:
                 break

@@ -62,7 +62,9 @@ class Operations:
     """
 
     def __init__(self, lock: threading.Condition, wake: Wake, metrics: PoolMetrics) -> None:
-        self._lock, self._wake, self._metrics = lock, wake, metrics
+        self._lock = lock
+        self._wake = wake
+        self._metrics = metrics
         self._operations: dict[int, Operation] = {}
         self._events: list[PoolEvent] = []
         self.num_stored_blocks = 0
@@ -90,7 +92,8 @@ class Operations:
 
     def poll(self) -> list[PoolEvent]:
         with self._lock:
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
         return events
 
     def close(self) -> list[Operation]:

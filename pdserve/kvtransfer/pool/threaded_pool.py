@@ -43,7 +43,9 @@ class ThreadedKVPool:
     def __init__(
         self, backend: PoolBackend, copier: BlockCopier, config: PoolConfig, wake: Wake, metrics: PoolMetrics
     ) -> None:
-        self._backend, self._copier, self._config = backend, copier, config
+        self._backend = backend
+        self._copier = copier
+        self._config = config
         self._metrics = metrics
         self._chunks = backend.chunks
         self.chunk_tokens = backend.chunks.chunk_tokens
@@ -82,7 +84,8 @@ class ThreadedKVPool:
             )
         num_chunks = min(-(-end // self.chunk_tokens), len(token_ids) // self.chunk_tokens)
         operation = self._operation(op_id, "retrieve", token_ids, salt, num_chunks, deadline_s)
-        operation.blocks, operation.skip_blocks = blocks, skip_tokens // size
+        operation.blocks = blocks
+        operation.skip_blocks = skip_tokens // size
         self._submit(operation, self._retrieve)
 
     def store(
@@ -101,7 +104,8 @@ class ThreadedKVPool:
         if refusal is not None or not num_chunks:
             return False
         operation = self._operation(op_id, "store", token_ids, salt, num_chunks, float("inf"))
-        operation.blocks, operation.still_valid = blocks, still_valid
+        operation.blocks = blocks
+        operation.still_valid = still_valid
         self._submit(operation, self._store)
         return True
 
@@ -137,7 +141,8 @@ class ThreadedKVPool:
         self, op_id: int, kind: Kind, token_ids: Sequence[int], salt: str, num_chunks: int, deadline_s: float
     ) -> Operation:
         """Copies the tokens, which may grow meanwhile; their digests are computed on the lane."""
-        now, tokens = time.monotonic(), tuple(token_ids[: num_chunks * self.chunk_tokens])
+        now = time.monotonic()
+        tokens = tuple(token_ids[: num_chunks * self.chunk_tokens])
         return Operation(op_id, kind, tokens, salt, now, now + deadline_s)
 
     def _checked(self, block_ids: Sequence[int]) -> np.ndarray:

@@ -60,13 +60,17 @@ def parse_tables(lines: list[str]) -> tuple[list[ReadTable], list[str]]:
     """The read tables to other processes among UCX log lines, and the lines that belong to no table."""
     tables: list[ReadTable] = []
     rest: list[str] = []
-    to_self, same_host, memory = False, False, ""
+    to_self = False
+    same_host = False
+    memory = ""
     for line in lines:
         body = _PREFIX.sub("", line)
         if not body.startswith(("|", "+")):
             rest.append(line)
         elif owner := _OWNER.search(body):
-            to_self, same_host, memory = owner.group(1) == "self", owner.group(1) == "intra-node", ""
+            to_self = owner.group(1) == "self"
+            same_host = owner.group(1) == "intra-node"
+            memory = ""
         elif "ucp_" in body:
             title = _TITLE.search(body)
             memory = ("DRAM" if title.group(1) == "host" else "VRAM") if title else ""
@@ -159,9 +163,11 @@ def why_no_cma() -> str:
         scope = "0"
     if scope != "0":
         return f"/proc/sys/kernel/yama/ptrace_scope is {scope}"
-    libc, word = ctypes.CDLL(None, use_errno=True), ctypes.c_uint64()
+    libc = ctypes.CDLL(None, use_errno=True)
+    word = ctypes.c_uint64()
     vector = (ctypes.c_uint64 * 2)(ctypes.addressof(word), ctypes.sizeof(word))
-    one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
+    one = ctypes.c_ulong(1)
+    none = ctypes.c_ulong(0)
     if libc.process_vm_readv(os.getpid(), vector, one, vector, one, none) < 0:
         return f"process_vm_readv fails even here: {os.strerror(ctypes.get_errno())}"
     return "the kernel refuses it between these two processes"

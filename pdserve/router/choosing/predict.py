@@ -68,7 +68,8 @@ class Predictor:
         """Of the prompt, that the worker will take from its KV pool: it asks for no less than a chunk."""
         if self._prompt is None or worker.pooled is None:
             return 0
-        hello, cached = worker.hello, self.cached_tokens(worker)
+        hello = worker.hello
+        cached = self.cached_tokens(worker)
         kind = hello.kv_pool, hello.model_fingerprint, hello.block_size
         known = self._pooled.get(kind)
         if known is None:
@@ -93,7 +94,8 @@ class Predictor:
 
     def transfer_ms(self, decode: WorkerState, prefill: WorkerState) -> float:
         """To move the rows that `decode` lacks."""
-        meta, link = prefill.kv_cache, decode.peer_status(prefill)
+        meta = prefill.kv_cache
+        link = decode.peer_status(prefill)
         if meta is None:
             return 0.0
         rate = link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S

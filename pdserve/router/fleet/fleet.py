@@ -176,7 +176,8 @@ class Fleet:
 
     def submit_prepared(self, leg: Leg, submit: Submit) -> None:
         """Send the Submit of a leg that was prepared."""
-        leg.prepared, leg.pending = False, {start.choice for start in submit.starts}
+        leg.prepared = False
+        leg.pending = {start.choice for start in submit.starts}
         leg.last_sign = self._now()
         self.post(leg.worker, submit)
 
@@ -243,7 +244,8 @@ class Fleet:
         if self._workers.get(worker.worker_id) is not worker:
             return
         del self._workers[worker.worker_id]
-        legs, worker.legs = list(worker.legs.values()), {}
+        legs = list(worker.legs.values())
+        worker.legs = {}
         for leg in legs:
             self._tell(leg, Lost(reason, cause))
         self._introducer.lost(worker, self._workers.values())

@@ -94,7 +94,8 @@ class Inbox(Generic[L]):
         self._count(-self.num_bytes)
         self.done()
         if len(self._items) > LET_GO_AT_ONCE:
-            items, self._items = self._items, deque()
+            items = self._items
+            self._items = deque()
             let_go(items)
         self._items.clear()
 
@@ -140,9 +141,11 @@ class Inbox(Generic[L]):
 
     def _join(self, leg: L, event: LegEvent) -> None:
         """Nobody reads: let it be part of what waits already, if it follows that."""
-        place, size = None, EVENT_BYTES
+        place = None
+        size = EVENT_BYTES
         if isinstance(event, Delta):
-            place, size = (leg.key.attempt, event.choice), size_of(len(event.token_ids), event.logprobs)
+            place = (leg.key.attempt, event.choice)
+            size = size_of(len(event.token_ids), event.logprobs)
             before = self._last.get(place)
             if before is not None and before.takes(event):
                 before.add(event, size - EVENT_BYTES)
@@ -192,7 +195,8 @@ class _Joined:
         if len(self._parts) < 2:
             return self._parts[0]
         parts = [part for part in self._parts if isinstance(part, Delta)]
-        first, last = parts[0], parts[-1]
+        first = parts[0]
+        last = parts[-1]
         logprobs = None if first.logprobs is None else tuple(chain.from_iterable(p.logprobs or () for p in parts))
         return Delta(
             first.request_id,

@@ -91,7 +91,9 @@ class Intake:
                 leg.last_sign = worker.last_seen
 
     def _update(self, worker: WorkerState, snapshot: Snapshot) -> None:
-        role, worker.snapshot, worker.reported_at = worker.role, snapshot, worker.last_seen
+        role = worker.role
+        worker.snapshot = snapshot
+        worker.reported_at = worker.last_seen
         worker.queue.reported(snapshot.queue_tokens, worker.last_seen)
         worker.num_others = max(0, snapshot.num_running + snapshot.num_waiting - len(worker.legs))
         self._keep_whole(worker, snapshot.cache_number)

@@ -45,7 +45,8 @@ class CachedBlocks:
 
     def num_held(self, keys: Sequence[int], start: int, end: int, now: float) -> int:
         """The index of the first of keys[start:end] that is not held, or end."""
-        held, expected = self._keys, self._expected
+        held = self._keys
+        expected = self._expected
         for index in range(start, end):
             key = keys[index]
             if key not in held and expected.get(key, 0.0) <= now:
@@ -67,7 +68,8 @@ class CachedBlocks:
             self._break()
             return
         self._number = change.number
-        stored, dropped = _keys(change.stored), _keys(change.dropped)
+        stored = _keys(change.stored)
+        dropped = _keys(change.dropped)
         self._keys.update(stored)
         self._keys.difference_update(dropped)
         for key in dropped:
@@ -82,7 +84,8 @@ class CachedBlocks:
         if state.part == 0:
             self._forget()
             self._is_broken = False
-            self._number, self._next_part = state.number, 0
+            self._number = state.number
+            self._next_part = 0
         if state.part != self._next_part:
             if self._number is not None:
                 self._break()
@@ -161,7 +164,8 @@ class PromptBlocks:
 
     def num_cached_tokens(self, cached: CachedBlocks, fingerprint: str, block_size: int, now: float) -> int:
         """Of the longest prefix that is held there. fingerprint, block_size: of the worker (Hello)."""
-        last, found = (self.num_tokens - 1) // block_size, 0
+        last = (self.num_tokens - 1) // block_size
+        found = 0
         while found < last:
             keys = self._chain(fingerprint, block_size, found + 1)
             end = min(last, len(keys))
@@ -172,7 +176,8 @@ class PromptBlocks:
 
     def num_pooled_tokens(self, pooled: PooledChunks, fingerprint: str, block_size: int, chunk_tokens: int) -> int:
         """Of the longest prefix of whole chunks that the pool holds."""
-        per_chunk, found = chunk_tokens // block_size, 0
+        per_chunk = chunk_tokens // block_size
+        found = 0
         last = (self.num_tokens - 1) // block_size // per_chunk
         while found < last and self._chain(fingerprint, block_size, end := (found + 1) * per_chunk)[end - 1] in pooled:
             found += 1

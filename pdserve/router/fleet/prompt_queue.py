@@ -16,10 +16,12 @@ class PromptQueue:
 
     def reported(self, num_tokens: int, now: float) -> None:
         self._forget_seen(now)
-        self._tokens, self._at = float(num_tokens + sum(tokens for _, tokens in self._sent)), now
+        self._tokens = float(num_tokens + sum(tokens for _, tokens in self._sent))
+        self._at = now
 
     def sent(self, num_tokens: int, now: float, tokens_per_s: float) -> None:
-        self._tokens, self._at = self.left(now, tokens_per_s) + num_tokens, now
+        self._tokens = self.left(now, tokens_per_s) + num_tokens
+        self._at = now
         self._sent.append((now, num_tokens))
         self._forget_seen(now)
 

@@ -54,5 +54,6 @@ class Sends:
             logger.exception("sending %s%s to worker %s failed", type(command).__name__, named, worker.worker_id)
             if isinstance(command, Submit):
                 kind: Literal["invalid", "internal"] = "invalid" if isinstance(error, ValueError) else "internal"
-                request_id, attempt = command.key.request_id, command.key.attempt
+                request_id = command.key.request_id
+                attempt = command.key.attempt
                 self._failed(worker, Failed(request_id=request_id, attempt=attempt, kind=kind, message=str(error)))

@@ -21,7 +21,8 @@ class StallBudget:
         return level == 0 or level + stall_ms <= BURST_MS
 
     def spend(self, stall_ms: float, now: float) -> None:
-        self._level_ms, self._at = self._left(now) + stall_ms, now
+        self._level_ms = self._left(now) + stall_ms
+        self._at = now
 
     def _left(self, now: float) -> float:
         return max(0.0, self._level_ms - 1000 * SHARE * (now - self._at))

@@ -86,7 +86,9 @@ class WorkerStreams:
     async def _read(self, link: WorkerLink) -> None:
         """The life of one stream. However it ends, the worker's legs are told."""
         self._session = max(self._session + 1, time.time_ns())
-        session, worker, reason = self._session, None, "its event stream ended"
+        session = self._session
+        worker = None
+        reason = "its event stream ended"
         taken = 0  # events in this turn of the loop: a stream may have many messages ready at once
         stream = link.events(self._router_id, session)
         try:

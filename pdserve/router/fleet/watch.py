@@ -61,7 +61,8 @@ class Watch:
 
     def release(self) -> list[asyncio.Task[None]]:
         """The task that looks, for the caller to cancel; none when it was not started."""
-        ticker, self.ticker = self.ticker, None
+        ticker = self.ticker
+        self.ticker = None
         return [] if ticker is None else [ticker]
 
     @property

@@ -109,7 +109,8 @@ class _Answer(Response, ABC):
     def _look(self, num_sends: int) -> None:
         """Whether the send of the last look still waits."""
         if self._sending and self._num_sends == num_sends:
-            name, limit = self._request_id, self._timeout_s
+            name = self._request_id
+            limit = self._timeout_s
             log_of(logger, logging.WARNING, name, "the client of %s read nothing for %g s", name, limit)
             self._watch.close()
             return
@@ -204,10 +205,12 @@ class EventStream(_Answer):
 
     async def _encode(self) -> bytes:
         """The events of a batch; of long ones a part, the rest being left for the next time."""
-        batch, self._left = self._left, []
+        batch = self._left
+        self._left = []
         if len(batch) == 1 and not self._responder.prepares:  # nearly all are such
             return self._responder.stream(batch[0])
-        events, start = b"", 0
+        events = b""
+        start = 0
         while start < len(batch) and len(events) < SEND_BYTES:
             chunks = batch[start : start + CHUNKS_AT_ONCE]
             if self._responder.prepares:

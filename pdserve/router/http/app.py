@@ -94,7 +94,8 @@ class _Api:
         self.service = service
         self._bodies = Bodies(config.max_body_bytes, config.max_total_body_bytes, config.client_timeout_s)
         service.metrics.body_bytes.set_function(lambda: self._bodies.num_bytes)
-        self._alone, self._few = asyncio.Semaphore(1), asyncio.Semaphore(LONG_AT_ONCE)
+        self._alone = asyncio.Semaphore(1)
+        self._few = asyncio.Semaphore(LONG_AT_ONCE)
         self._keys = keys
 
     async def completions(self, request: Request) -> Response:
@@ -203,7 +204,8 @@ class _Api:
         return msgspec.json.encode(openapi_document(self.service.config, self.service.model_name, self._keys.required))
 
     def _priority(self, given: int | None) -> int:
-        priority, lowest = given or 0, self.service.config.min_priority
+        priority = given or 0
+        lowest = self.service.config.min_priority
         if lowest is not None and priority < lowest:
             message = (
                 f"priority must be at least {lowest} (the lowest runs first), not {priority}: send more, or lower "

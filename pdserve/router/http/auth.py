@@ -58,7 +58,8 @@ class ApiKeys:
             return ""
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
-        given, known = _digest(key.strip()), False
+        given = _digest(key.strip())
+        known = False
         for digest in self._digests:  # all of them, always: the time says nothing about which one was near
             known |= hmac.compare_digest(given, digest)
         if scheme.lower() != "bearer" or not known:

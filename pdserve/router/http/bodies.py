@@ -55,7 +55,8 @@ class Bodies:
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            part, more = message.get("body", b""), message.get("more_body", False)
+            part = message.get("body", b"")
+            more = message.get("more_body", False)
             self._check(len(body) + len(part), len(body))
             body += part
             self.num_bytes += len(part)

@@ -62,7 +62,8 @@ class Endpoints:
             except (ClientGone, ClientDisconnect):
                 return Response(status_code=CLIENT_CLOSED)
             except Exception:
-                path, name = request.url.path, request.state.name
+                path = request.url.path
+                name = request.state.name
                 log_of(logger, logging.ERROR, name, "%s failed, x-request-id %s", path, name, exc_info=True)
                 return _error(internal_error())
 

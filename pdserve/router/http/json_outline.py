@@ -126,7 +126,8 @@ class _Scanner:
             else:
                 self._scalar()
             if not depth:
-                member.end, member.num_commas = self._at, self._num_commas
+                member.end = self._at
+                member.num_commas = self._num_commas
                 return member
             if depth == 1 and following not in _OPENING:
                 member.ends.append(self._at)
@@ -134,7 +135,8 @@ class _Scanner:
 
     def _leaves(self, member: Member, are_items: bool) -> bool:
         """Pass a run of leaves, if one begins here. are_items: of the member's own array."""
-        body, start = self._body, self._at
+        body = self._body
+        start = self._at
         match = _RUN_OF_LEAVES.match(body, start, start + LEAVES_BYTES)
         if match is None:
             return False
@@ -220,7 +222,8 @@ def arrays(body: bytearray, member: Member) -> Iterator[bytearray]:
 
 def _ends(body: bytearray, member: Member) -> Iterator[int]:
     """Where items end, about PIECE_BYTES apart."""
-    at, last = member.start + 1, member.end - 1
+    at = member.start + 1
+    last = member.end - 1
     if not member.ends:
         while (comma := body.find(b",", at + PIECE_BYTES, last)) >= 0:
             yield comma

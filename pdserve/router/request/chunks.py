@@ -60,15 +60,19 @@ class ChoiceTexts:
         the choice."""
         choice = accepted.choice
         text, stop, length = self._texts[choice].push(accepted.token_ids, accepted.finish_reason)
-        tokens, logprobs = accepted.token_ids, accepted.logprobs
+        tokens = accepted.token_ids
+        logprobs = accepted.logprobs
         if stop is not None:
             keep = len(tokens) - (len(self._record.choices[choice].tokens) - length)
-            tokens, logprobs = tokens[:keep], logprobs[:keep]
+            tokens = tokens[:keep]
+            logprobs = logprobs[:keep]
             self._record.stop(choice, stop, length)
         record = self._record.choices[choice]
         before = chunks.get(choice)
         if before is not None:
-            text, tokens, logprobs = before.text + text, before.token_ids + tokens, before.logprobs + logprobs
+            text = before.text + text
+            tokens = before.token_ids + tokens
+            logprobs = before.logprobs + logprobs
         chunks[choice] = OutputChunk(
             self._first_index + choice,
             self._prompt,

@@ -169,7 +169,8 @@ class Generation:
                     texts[chunk.index].append(chunk.text)
                     result.token_ids += chunk.token_ids
                     result.logprobs += chunk.logprobs
-                    result.finish_reason, result.stop_reason = chunk.finish_reason, chunk.stop_reason
+                    result.finish_reason = chunk.finish_reason
+                    result.stop_reason = chunk.stop_reason
                     self.hold(size_of(len(chunk.token_ids), chunk.logprobs) - EVENT_BYTES)
         for result, parts in zip(results, texts, strict=True):
             result.text = "".join(parts)

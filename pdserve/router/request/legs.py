@@ -121,7 +121,8 @@ class Legs:
     def _await(self, decode: WorkerState | None) -> None:
         """Have the planned D stay until the hand-off, though it leaves. None: it need not any
         more."""
-        before, self._awaiting = self._awaiting, decode
+        before = self._awaiting
+        self._awaiting = decode
         if decode is not None:
             self._fleet.expect_leg(decode)
         if before is not None:
@@ -146,7 +147,8 @@ class Legs:
         self._timeline.prepared(announced.key.attempt, time.perf_counter())
 
     def _open(self, worker: WorkerState, phase: Phase, make_command: Callable[[RequestKey], Submit | Prepare]) -> Leg:
-        attempt, weight = self._record.open_leg(), self._weight(phase)
+        attempt = self._record.open_leg()
+        weight = self._weight(phase)
         note_sent(self._fleet.workers, worker, self._prompt, phase)
         self._timeline.opened(attempt, worker.worker_id, worker.role, phase)
         leg = self._fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make_command)

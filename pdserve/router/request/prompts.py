@@ -31,7 +31,8 @@ SHORT_THREADS = 4
 # A prefix of a text that may be too long is tokenised first: PROBE_CHARS characters for each token
 # that a prompt may have, between LEAST_PROBE and LONGEST_PROBE.
 PROBE_CHARS = 4
-LEAST_PROBE, LONGEST_PROBE = 8192, 65_536
+LEAST_PROBE = 8192
+LONGEST_PROBE = 65_536
 # A whole text may have this many tokens fewer than its prefix, which may end within a word.
 CUT_TOKENS = 512
 
@@ -248,7 +249,8 @@ def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
     for text in texts:
         if batch and _cost(text) > room:
             yield batch
-            batch, room = [], BATCH_CHARS
+            batch = []
+            room = BATCH_CHARS
         batch.append(text)
         room -= _cost(text)
     yield batch
@@ -268,7 +270,8 @@ def _num_chars(message: Any) -> int:
 
 def _is_short(messages: Sequence[Any]) -> bool:
     """Whether all texts and items in them, keys too, are few enough for a template to show them at once."""
-    left, values = INLINE_CHARS, list(messages)
+    left = INLINE_CHARS
+    values = list(messages)
     while values and left >= 0:
         value = values.pop()
         if not isinstance(value, str | Mapping | Sequence):

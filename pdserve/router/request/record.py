@@ -146,7 +146,8 @@ class RequestRecord:
 
     def _finish(self, choice: ChoiceRecord, reason: FinishReason, stop_reason: int | str | None) -> None:
         self._num_unfinished -= choice.finish_reason is None
-        choice.finish_reason, choice.stop_reason = reason, stop_reason
+        choice.finish_reason = reason
+        choice.stop_reason = stop_reason
 
     def _logprobs_of(self, delta: Delta, known: int) -> tuple[TokenLogprob, ...]:
         if not self._wants_logprobs:

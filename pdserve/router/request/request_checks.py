@@ -73,7 +73,8 @@ def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> Non
 def check_sampling(config: RouterConfig, sampling: SamplingParams, num_prompts: int) -> None:
     """Raises ApiError (400) when a list of ids is too long for so many choices, or
     log-probabilities are too many."""
-    bias, num_choices = sampling.logit_bias or {}, sampling.n * num_prompts
+    bias = sampling.logit_bias or {}
+    num_choices = sampling.n * num_prompts
     num_ids = len(bias) + len(sampling.stop_token_ids)
     if num_ids * num_choices > MAX_EDITS:
         name = "logit_bias" if len(bias) > len(sampling.stop_token_ids) else "stop_token_ids"

@@ -69,7 +69,8 @@ class RequestClock:
         self._metrics.prompt_lengths.observe(num_prompt_tokens)
 
     def end(self, outcome: str, record: RequestRecord) -> None:
-        self.ended, self.outcome = time.perf_counter(), outcome
+        self.ended = time.perf_counter()
+        self.outcome = outcome
         metrics = self._metrics
         metrics.running.dec()
         metrics.requests.labels(outcome).inc()

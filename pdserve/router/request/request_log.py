@@ -45,7 +45,8 @@ class RequestLog:
         over its choices."""
         prefill = _last(report.legs, "prefill")
         decode = _last(report.legs, "decode", "full")
-        first_s, arrivals = report.first_token_s, [kv for leg in report.legs for kv in leg.kv]
+        first_s = report.first_token_s
+        arrivals = [kv for leg in report.legs for kv in leg.kv]
         fields = {
             "model": self._model,
             "prompt": report.prompt,

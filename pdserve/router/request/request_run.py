@@ -67,7 +67,9 @@ class RequestRun:
     async def stream(self) -> AsyncGenerator[list[OutputChunk], None]:
         """What became certain, as it comes, until every choice is finished. Raises RequestFailed.
         Whoever stops early calls `close` (closing the iterator does)."""
-        failures, accepted_before, outcome = 0, 0, "internal"
+        failures = 0
+        accepted_before = 0
+        outcome = "internal"
         self._clock.begin(self._prompt.num_tokens)
         turn = self._shared.pacer.turn
         try:
@@ -98,7 +100,8 @@ class RequestRun:
             failed.logged = self._shared.request_log.wanted
             raise failed from error
         except RequestFailed as error:
-            outcome, error.logged = error.failure, self._shared.request_log.wanted
+            outcome = error.failure
+            error.logged = self._shared.request_log.wanted
             raise
         except (GeneratorExit, asyncio.CancelledError):
             outcome = "cancelled"
@@ -143,7 +146,8 @@ class RequestRun:
         return self._shared.chooser.choose(self._shared.fleet.workers, self._demand(self._excluded))
 
     def _demand(self, excluded: set[str]) -> Demand:
-        sampling, num_prompt = self._job.sampling, self._prompt.num_tokens
+        sampling = self._job.sampling
+        num_prompt = self._prompt.num_tokens
         if self._job.open_ended:
             wanted = max(sampling.min_tokens, self.record.num_tokens_longest + 1)
         else:
@@ -289,7 +293,8 @@ class RequestRun:
     def _end_full(self) -> list[OutputChunk]:
         """An open-ended choice may have as many tokens as its worker has room for. When that worker
         is lost and no other has more room than the choice has tokens, it has reached its length."""
-        sampling, workers = self._job.sampling, self._shared.fleet.decode_workers
+        sampling = self._job.sampling
+        workers = self._shared.fleet.decode_workers
         limits = [worker.token_limit for worker in workers if worker.hello.model_fingerprint == self._fingerprint]
         if not self._job.open_ended or not limits:
             return []

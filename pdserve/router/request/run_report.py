@@ -40,7 +40,8 @@ class RunReport:
 
     def timeline(self) -> PromptTimeline:
         """Where time and bytes went up to now."""
-        clock, timeline = self._clock, self._timeline
+        clock = self._clock
+        timeline = self._timeline
         total_s = (time.perf_counter() if clock.ended is None else clock.ended) - clock.started
         _, rest = parts_of_time(total_s, 0.0, timeline.times)
         rest = rounded(max(0.0, rest))
@@ -81,10 +82,12 @@ class RunReport:
     def log(self) -> None:
         """The run has ended: write its lines, to those logs that want them."""
         level = logging.INFO if self._timeline.is_troubled else logging.DEBUG
-        wanted, shown = self._shared.request_log.wanted, timeline_logger.isEnabledFor(level)
+        wanted = self._shared.request_log.wanted
+        shown = timeline_logger.isEnabledFor(level)
         if not wanted and not shown:
             return
-        request_id, report = self._job.request_id, self.timeline()
+        request_id = self._job.request_id
+        report = self.timeline()
         if wanted:
             reasons = [choice.finish_reason for choice in self._record.choices]
             self._shared.request_log.ended(report, reasons, self._clock.tpot_s)

@@ -147,7 +147,8 @@ class Service:
                 # this router looks for them, workers do not; a copy is checked again, which takes
                 # 50 us
                 sent = msgspec.structs.replace(sampling, stop=()) if sampling.stop else sampling
-                runs, account = [], self.held.account()
+                runs = []
+                account = self.held.account()
                 with self.pacer.pace() as pace:
                     for number, prompt in enumerate(ids):
                         if pace.is_due:

@@ -131,7 +131,8 @@ class Timeline:
 
     def told(self, attempt: int, times: LegTimes) -> None:
         leg = self._legs[attempt]
-        leg.times, leg.owes_times = times, False
+        leg.times = times
+        leg.owes_times = False
 
     def arrived(self, event: Arrived) -> None:
         self._legs[event.attempt].arrivals.append(event)
@@ -140,7 +141,9 @@ class Timeline:
         """The first of several ends counts."""
         leg = self._legs[attempt]
         if leg.end is None:
-            leg.end, leg.ended, leg.reason = end, now, reason
+            leg.end = end
+            leg.ended = now
+            leg.reason = reason
 
     @property
     def times(self) -> list[LegTimes]:

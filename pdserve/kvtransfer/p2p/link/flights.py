@@ -37,7 +37,9 @@ class Flights:
     def __init__(
         self, agent: TransferAgent, is_draining: Callable[[], bool], lost: Callable[[TransferError], None]
     ) -> None:
-        self._agent, self._is_draining, self._lost = agent, is_draining, lost
+        self._agent = agent
+        self._is_draining = is_draining
+        self._lost = lost
         self._flights: list[Flight] = []
 
     def __len__(self) -> int:

@@ -63,7 +63,9 @@ class LinkPulls:
     """The pulls of one link, until each has ended and nothing can land in its blocks."""
 
     def __init__(self, agent: TransferAgent, flights: Flights, link: Link) -> None:
-        self._agent, self._flights, self._link = agent, flights, link
+        self._agent = agent
+        self._flights = flights
+        self._link = link
         self._verification = Verification(agent, flights, self._compared, link.lose)
         self._pulls: dict[int, Pull] = {}
         self._staged: set[Piece] = set()  # that hold ring blocks
@@ -103,9 +105,12 @@ class LinkPulls:
     def complete(self, pull_id: int, ticket: Ticket, deadline: float, now: float) -> None:
         pull = self._pulls.get(pull_id)
         if pull is not None and not pull.reported:
-            pull.ticket, pull.is_complete, pull.deadline = ticket, True, deadline
+            pull.ticket = ticket
+            pull.is_complete = True
+            pull.deadline = deadline
             pull.end = len(ticket.block_ids)
-            pull.started, pull.early = now, pull.verified
+            pull.started = now
+            pull.early = pull.verified
             self._advance(pull)
 
     def end(self, pull_id: int, reason: str, detail: str) -> None:
@@ -158,7 +163,9 @@ class LinkPulls:
         if not self._link.is_connected or pull.reported or ticket is None or not self._reread(pull, ticket):
             return None
         staging = self._link.connection.staging
-        first, last, ring_blocks = pull.posted, pull.readable, None
+        first = pull.posted
+        last = pull.readable
+        ring_blocks = None
         if first >= last:
             return None
         if staging is not None:
@@ -189,7 +196,8 @@ class LinkPulls:
         return True
 
     def _read(self, piece: Piece) -> None:
-        pull, connection = piece.pull, self._link.connection
+        pull = piece.pull
+        connection = self._link.connection
         pull.pieces.append(piece)
         into = piece.local_blocks if piece.ring_blocks is None else piece.ring_blocks
         local_ids, remote_ids = order_pairs(into, piece.remote_blocks)
@@ -235,7 +243,9 @@ class LinkPulls:
     def _give_back(self, piece: Piece, connection: Connection) -> None:
         """Nothing lands in its ring blocks any more, and nobody needs what is in them."""
         assert piece.ring_blocks is not None and connection.staging is not None
-        ring_blocks, piece.ring_blocks, piece.is_repacking = piece.ring_blocks, None, False
+        ring_blocks = piece.ring_blocks
+        piece.ring_blocks = None
+        piece.is_repacking = False
         self._staged.remove(piece)
         connection.staging.give_back(ring_blocks)
 
@@ -255,7 +265,8 @@ class LinkPulls:
     def _compared(self, batch: list[Piece]) -> None:
         for pull in dict.fromkeys(piece.pull for piece in batch):
             while pull.pieces and pull.pieces[0].state == "verified":
-                pull.verified, pull.verified_at = pull.pieces.popleft().last, time.time()
+                pull.verified = pull.pieces.popleft().last
+                pull.verified_at = time.time()
             self._advance(pull)
         if self._link.is_connected:
             self._verification.start(self._link.connection)
@@ -263,7 +274,8 @@ class LinkPulls:
     def _finish(self, pull: Pull) -> None:
         pull.reported = True
         del self._pulls[pull.pull_id]
-        status, sources = self._link.status, self._link.connection.sources
+        status = self._link.status
+        sources = self._link.connection.sources
         assert status is not None
         block_bytes = sum(source.span.num_bytes for source in sources)
         self._link.emit(
@@ -281,7 +293,8 @@ class LinkPulls:
 
     def _fail(self, pull: Pull, reason: str, detail: str) -> None:
         """It settles at once where nothing is under way into its blocks."""
-        pull.reported, settled = True, not pull.is_written
+        pull.reported = True
+        settled = not pull.is_written
         if settled:
             del self._pulls[pull.pull_id]
         self._link.emit(PullFailed(pull.pull_id, reason, detail, settled, pull.num_verified, pull.is_complete))

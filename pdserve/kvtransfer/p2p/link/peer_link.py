@@ -50,7 +50,8 @@ logger = logging.getLogger(__name__)
 
 QUIET_AFTER_REMOVAL_S = 0.05
 SEVER_AFTER_S = 30.0
-MIN_SLEEP_S, MAX_SLEEP_S = 30e-6, 5e-3
+MIN_SLEEP_S = 30e-6
+MAX_SLEEP_S = 5e-3
 PR_SET_TIMERSLACK = 29  # Linux
 SLEEP_SHARE = 0.02
 FAULT_PAUSE_S = 0.1
@@ -85,7 +86,9 @@ class PeerLink:
     def __init__(self, agent: TransferAgent, own: OwnKVCache, owner: Owner, meta: KVCacheMeta) -> None:
         self.meta = meta
         self.status: PeerStatus | None = None
-        self._agent, self._own, self._owner = agent, own, owner
+        self._agent = agent
+        self._own = own
+        self._owner = owner
         self._state = LinkState.IDLE
         self._connection: Connection | None = None
         self._commands: deque[Callable[[], None]] = deque()
@@ -224,7 +227,8 @@ class PeerLink:
         self.emit(self.status)
 
     def _disconnect(self) -> None:
-        self._leaving, self._reconnect = True, False
+        self._leaving = True
+        self._reconnect = False
         self.pulls.fail_all("peer-lost", "disconnected")
         self.lose(TransferError("peer-lost", "disconnected"))
 
@@ -238,7 +242,8 @@ class PeerLink:
         self._report(connected=False, detail=str(error))
 
     def _finish_drain(self) -> None:
-        connection, self._connection = self._connection, None
+        connection = self._connection
+        self._connection = None
         assert connection is not None
         is_quiet = self.pulls.is_quiet
         if not is_quiet:

@@ -21,7 +21,9 @@ class SelfTest:
     """The self-test of one link. lost: called when a read cannot be made, or takes too long."""
 
     def __init__(self, agent: TransferAgent, flights: Flights, lost: Callable[[TransferError], None]) -> None:
-        self._agent, self._flights, self._lost = agent, flights, lost
+        self._agent = agent
+        self._flights = flights
+        self._lost = lost
         self._deadline = 0.0
 
     def run(self, connection: Connection, passed: Callable[[str, float], None]) -> None:

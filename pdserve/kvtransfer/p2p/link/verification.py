@@ -31,7 +31,10 @@ class Verification:
         compared: Callable[[list[Piece]], None],
         lost: Callable[[TransferError], None],
     ) -> None:
-        self._agent, self._flights, self._compared, self._lost = agent, flights, compared, lost
+        self._agent = agent
+        self._flights = flights
+        self._compared = compared
+        self._lost = lost
         self._waiting: list[Piece] = []
         self._is_reading = False
 
@@ -66,7 +69,8 @@ class Verification:
 
     def _compare(self, batch: list[Piece], connection: Connection) -> None:
         self._is_reading = False
-        table, now = connection.generations.numpy(), time.monotonic()
+        table = connection.generations.numpy()
+        now = time.monotonic()
         for piece in batch:
             is_fresh = np.array_equal(table[list(piece.remote_blocks)], np.asarray(piece.generations))
             piece.state = "verified" if is_fresh else "stale"

@@ -145,7 +145,8 @@ async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: 
 def _flat_item(items: bytearray) -> Member | None:
     """The one item of an array of arrays, when it holds numbers at most: it may be cut at any
     comma."""
-    start, end = items.find(b"[", 1), items.rfind(b"]", 0, -1) + 1
+    start = items.find(b"[", 1)
+    end = items.rfind(b"]", 0, -1) + 1
     is_alone = 0 < start < end and not (items[1:start] + items[end:-1]).strip()
     is_flat = items.count(b"[") == 2 and not any(mark in items for mark in (b'"', b"{"))
     return Member(start, end) if is_alone and is_flat else None

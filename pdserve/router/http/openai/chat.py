@@ -22,7 +22,8 @@ class ChatResponder(BaseResponder):
         self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
-        usage, shows_prompts = request.include_usage, bool(request.return_token_ids)
+        usage = request.include_usage
+        shows_prompts = bool(request.return_token_ids)
         super().__init__(generation, tokenizer, request.model, kind, usage, shows_timeline, shows_prompts)
         self._request = request
         self._begun: set[int] = set()

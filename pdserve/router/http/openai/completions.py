@@ -34,7 +34,8 @@ class CompletionResponder(BaseResponder):
     def __init__(
         self, request: CompletionRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
     ) -> None:
-        kind, include_usage = "text_completion", request.include_usage
+        kind = "text_completion"
+        include_usage = request.include_usage
         shows_prompts = bool(request.echo or request.return_token_ids)
         super().__init__(generation, tokenizer, request.model, kind, include_usage, shows_timeline, shows_prompts)
         self._request = request
@@ -55,7 +56,8 @@ class CompletionResponder(BaseResponder):
     def usage(self) -> Json:
         usage = super().usage()
         if self._request.scores_prompt_only:
-            usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
+            usage["completion_tokens"] = 0
+            usage["total_tokens"] = usage["prompt_tokens"]
         return usage
 
     def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
@@ -64,7 +66,8 @@ class CompletionResponder(BaseResponder):
         scores = _Scores(end=self._ends.get(chunk.index, 0))
         if first and chunk.prompt in self._echoes:
             echo, echoed = self._echoes[chunk.prompt]
-            text, scores = msgspec.Raw(echo + json_bytes(text)[1:]), echoed.copy()
+            text = msgspec.Raw(echo + json_bytes(text)[1:])
+            scores = echoed.copy()
         if self._request.logprobs is not None:
             self._add(scores, chunk.prompt, self._shown(chunk.logprobs))
         self._ends[chunk.index] = scores.end

@@ -89,7 +89,8 @@ class BaseResponder(ABC):
         return before, between, after
 
     def usage(self) -> Json:
-        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens
+        prompt = self._generation.num_prompt_tokens
+        generated = self._generation.num_generated_tokens
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -111,7 +112,8 @@ class BaseResponder(ABC):
         return event_bytes(self._head | {"choices": []} | extra) if extra else b""
 
     async def whole(self, results: Sequence[ChoiceResult]) -> JsonPieces:
-        pieces, hold = JsonPieces(), self._generation.hold
+        pieces = JsonPieces()
+        hold = self._generation.hold
         hold(pieces.add([json_bytes(self._head)[:-1], b',"choices":[']))
         with self._generation.pacer.pace() as pace:
             for number, result in enumerate(results):
