@@ -1,4 +1,5 @@
-"""Is a commit slower than another? Both run the same benchmarks by turns on one machine, each with its own code.
+"""Is a commit slower than another? Both run the same benchmarks by turns on one machine, each with
+its own code.
 
     python -m benchmarks.ab OLD NEW --out benchmarks/results/ab-h200.jsonl  # one GPU
     python -m benchmarks.ab OLD NEW --rows decode-1 http-128 pair-10
@@ -8,13 +9,13 @@
 
 OLD and NEW are commits, or packs of commits. A row is an id of targets.toml, or `cluster_cpu`,
 `kv_transfer` or `hand_off`; options after its name go to that benchmark. Each side unpacks its own
-package *and* benchmarks and measures with these; this program only starts them and reads their rows.
-Runs alternate, old, new, old, new, so that the two of a pair are neighbours in time.
+package *and* benchmarks and measures with these; this program only starts them and reads their
+rows. Runs alternate, old, new, old, new, so that the two of a pair are neighbours in time.
 
-A figure's ratio is new / old, turned over where higher is better: above 1 the new side is worse. The
-new side is not slower when the median ratio is at most 1.01, or when the 95 % interval holds 1.00 and
-is at most +-2 % wide (+-4 % on CPU). TTFT and TPOT of a load of several clients are shown, and its
-tokens/s and time of a request judged. What is neither after --pairs gets more pairs, up to
+A figure's ratio is new / old, turned over where higher is better: above 1 the new side is worse.
+The new side is not slower when the median ratio is at most 1.01, or when the 95 % interval holds
+1.00 and is at most +-2 % wide (+-4 % on CPU). TTFT and TPOT of a load of several clients are shown,
+and its tokens/s and time of a request judged. What is neither after --pairs gets more pairs, up to
 --max-pairs. All rows go to --out with their side and pair. The exit status is 1 when any figure is
 not shown to be not slower, and 2 when something could not be measured.
 """
@@ -64,7 +65,9 @@ class Pair:
 class Comparer:
     """Runs both sides and keeps what they gave."""
 
-    def __init__(self, old: Side, new: Side, targets: Mapping[str, Row], options: argparse.Namespace) -> None:
+    def __init__(
+        self, old: Side, new: Side, targets: Mapping[str, Row], options: argparse.Namespace
+    ) -> None:
         self._sides = {"old": old, "new": new}
         self._targets = targets
         self._options = options
@@ -97,14 +100,18 @@ class Comparer:
     def medians(self, work: Work, name: str) -> tuple[float, float]:
         """Of a figure's values on the old and on the new side."""
         pairs = self._pairs[work]
-        return _median([p.old[name].value for p in pairs]), _median([p.new[name].value for p in pairs])
+        return _median([p.old[name].value for p in pairs]), _median(
+            [p.new[name].value for p in pairs]
+        )
 
     def _read(self, rows: Sequence[Json]) -> dict[str, Figure]:
         figures: dict[str, Figure] = {}
         for row in rows:
             mine = figures_of(row, self._targets)
             if twice := figures.keys() & mine.keys():
-                raise ValueError(f"two rows have the figure {min(twice)}: ask for fewer cases at once")
+                raise ValueError(
+                    f"two rows have the figure {min(twice)}: ask for fewer cases at once"
+                )
             figures |= mine
             self._half_widths |= dict.fromkeys(mine, half_width(row, self._device))
         return figures
@@ -116,8 +123,9 @@ def _median(values: Sequence[float]) -> float:
 
 
 def plan(rows: Sequence[str], targets: Mapping[str, Row], repeats: int) -> list[Work]:
-    """The commands behind --rows. Target rows with the same options and of the same part (offline, http, pair) share
-    one: what is undecided is measured again without the others. ValueError names an unknown row."""
+    """The commands behind --rows. Target rows with the same options and of the same part (offline,
+    http, pair) share one: what is undecided is measured again without the others. ValueError names
+    an unknown row."""
     works: list[Work] = []
     ids: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for text in rows:
@@ -127,7 +135,9 @@ def plan(rows: Sequence[str], targets: Mapping[str, Row], repeats: int) -> list[
         elif name in OTHERS:
             works.append(Work(name, tuple(arguments)))
         else:
-            raise ValueError(f"--rows {name} is not known; choose of {', '.join([*targets, *OTHERS])}")
+            raise ValueError(
+                f"--rows {name} is not known; choose of {', '.join([*targets, *OTHERS])}"
+            )
     for (_, given), names in ids.items():
         only = [word for name in names for word in ("--only", name)]
         works.append(Work("targets", (*only, "--repeats", str(repeats), *given)))
@@ -148,9 +158,14 @@ def compare(comparer: Comparer, works: Sequence[Work], num_pairs: int, max_pairs
                 bar.total = bar.n + 2 * len(todo) if number < max_pairs else bar.n
 
 
-def report(comparer: Comparer, works: Sequence[Work], out: Path | None, sides: Sequence[Side]) -> bool:
+def report(
+    comparer: Comparer, works: Sequence[Work], out: Path | None, sides: Sequence[Side]
+) -> bool:
     """Print the table and append a row a figure. Whether every figure is not slower."""
-    lines = ["| figure | old | new | ratio | from - to | 95 % interval | pairs | |", "|---" * 8 + "|"]
+    lines = [
+        "| figure | old | new | ratio | from - to | 95 % interval | pairs | |",
+        "|---" * 8 + "|",
+    ]
     all_good = True
     for work in works:
         for name, comparison in comparer.comparisons(work).items():
@@ -176,22 +191,33 @@ def report(comparer: Comparer, works: Sequence[Work], out: Path | None, sides: S
             }
             labels = {"old_commit": sides[0].label, "new_commit": sides[1].label}
             append(out, row | labels | circumstances(sides[1].label))
-    print("\n".join([f"\n{sides[0].label} (old) and {sides[1].label} (new), {gpu_name()}\n", *lines]))
+    print(
+        "\n".join([f"\n{sides[0].label} (old) and {sides[1].label} (new), {gpu_name()}\n", *lines])
+    )
     return all_good
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("old", metavar="OLD", help="commit or pack")
     parser.add_argument("new", metavar="NEW", help="commit or pack")
     parser.add_argument("--rows", nargs="+", default=list(DEFAULT_ROWS), metavar="ROW")
     parser.add_argument("--pairs", type=integer(1), default=5, help="pairs of each row (default 5)")
-    parser.add_argument("--max-pairs", type=integer(1), default=9, help="of an undecided row (default 9)")
     parser.add_argument(
-        "--repeats", type=integer(1), default=1, help="repeats of offline rows within a run (default 1)"
+        "--max-pairs", type=integer(1), default=9, help="of an undecided row (default 9)"
+    )
+    parser.add_argument(
+        "--repeats",
+        type=integer(1),
+        default=1,
+        help="repeats of offline rows within a run (default 1)",
     )
     parser.add_argument("--timeout", type=POSITIVE, default=900.0, help="seconds a run may take")
-    parser.add_argument("--pack", type=Path, metavar="FOLDER", help="write both packs there; measure nothing")
+    parser.add_argument(
+        "--pack", type=Path, metavar="FOLDER", help="write both packs there; measure nothing"
+    )
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     return parser.parse_args()
 
@@ -213,7 +239,9 @@ def main() -> int:
         targets = {row.id: row for row in read_rows(TARGETS)}
         works = plan(options.rows, targets, options.repeats)
         with tempfile.TemporaryDirectory(prefix="pdserve-ab-") as scratch:
-            sides = [unpack(getattr(options, name), Path(scratch) / name) for name in ("old", "new")]
+            sides = [
+                unpack(getattr(options, name), Path(scratch) / name) for name in ("old", "new")
+            ]
             for side in sides:
                 side.check()
             comparer = Comparer(sides[0], sides[1], targets, options)

@@ -1,8 +1,10 @@
-"""Text the demo model is trained and measured on: stories, sums, JSON extraction, chat turns and recall.
+"""Text the demo model is trained and measured on: stories, sums, JSON extraction, chat turns and
+recall.
 
-Every generator draws from the `random.Random` it is given and from nothing else, so a seed names its output. Knows the
-special tokens of demo/tokenizer.py as strings, but no token ids: lengths here are estimates (`estimate_tokens`).
-Called by demo/tokenizer.py, demo/rows.py (training), demo/evaluate.py, benchmarks/cluster/recall.py and the tests.
+Every generator draws from the `random.Random` it is given and from nothing else, so a seed names
+its output. Knows the special tokens of demo/tokenizer.py as strings, but no token ids: lengths here
+are estimates (`estimate_tokens`). Called by demo/tokenizer.py, demo/rows.py (training),
+demo/evaluate.py, benchmarks/cluster/recall.py and the tests.
 """
 
 import json
@@ -24,7 +26,8 @@ MIN_RECALL_TOKENS = 60
 
 
 class Fact(NamedTuple):
-    """One statement of a value under a key, with the question that asks for it; `answer` starts with a space."""
+    """One statement of a value under a key, with the question that asks for it; `answer` starts
+    with a space."""
 
     key: str
     value: str
@@ -37,7 +40,8 @@ class Fact(NamedTuple):
 
 
 class RecallPrompt(NamedTuple):
-    """A prompt that ends with "Answer:" and the one right continuation (after which the model emits <|eos|>)."""
+    """A prompt that ends with "Answer:" and the one right continuation (after which the model emits
+    <|eos|>)."""
 
     prompt: str
     answer: str
@@ -45,8 +49,11 @@ class RecallPrompt(NamedTuple):
 
 
 def estimate_tokens(text: str) -> int:
-    """Roughly how many tokens the demo tokenizer makes of `text`: exact for sentences, up to 10 % low for dialogue."""
-    return text.count(" ") + 1 + sum(map(text.count, "0123456789")) + sum(map(text.count, '.,?!:"\n'))
+    """Roughly how many tokens the demo tokenizer makes of `text`: exact for sentences, up to 10 %
+    low for dialogue."""
+    return (
+        text.count(" ") + 1 + sum(map(text.count, "0123456789")) + sum(map(text.count, '.,?!:"\n'))
+    )
 
 
 # --- facts and recall -----------------------------------------------------------------------------
@@ -55,7 +62,9 @@ def estimate_tokens(text: str) -> int:
 def _code(rng: random.Random) -> Fact:
     name = pick(rng, WORDS["name"])
     value = f"{int(rng.random() * 10000):04d}"
-    return Fact(f"code {name}", value, f"The code of {name} is {value}.", f"What is the code of {name}?")
+    return Fact(
+        f"code {name}", value, f"The code of {name} is {value}.", f"What is the code of {name}?"
+    )
 
 
 def _home(rng: random.Random) -> Fact:
@@ -67,14 +76,19 @@ def _home(rng: random.Random) -> Fact:
 def _holding(rng: random.Random) -> Fact:
     owner = f"{pick(rng, WORDS['color'])} {pick(rng, WORDS['container'])}"
     value = f"{10 + int(rng.random() * 90)} {pick(rng, WORDS['item'])}"
-    return Fact(f"holding {owner}", value, f"The {owner} holds {value}.", f"What does the {owner} hold?")
+    return Fact(
+        f"holding {owner}", value, f"The {owner} holds {value}.", f"What does the {owner} hold?"
+    )
 
 
 def _password(rng: random.Random) -> Fact:
     place = pick(rng, WORDS["place"])
     value = f"{pick(rng, WORDS['secret'])}{10 + int(rng.random() * 90)}"
     return Fact(
-        f"password {place}", value, f"The password of the {place} is {value}.", f"What is the password of the {place}?"
+        f"password {place}",
+        value,
+        f"The password of the {place} is {value}.",
+        f"What is the password of the {place}?",
     )
 
 
@@ -83,7 +97,8 @@ FACT_KINDS: tuple[Callable[[random.Random], Fact], ...] = (_code, _home, _holdin
 
 @dataclass
 class FactSource:
-    """Draws facts whose keys and values are all different, so a question has one answer, stated once."""
+    """Draws facts whose keys and values are all different, so a question has one answer, stated
+    once."""
 
     rng: random.Random
     used: set[str] = field(default_factory=set)
@@ -98,8 +113,11 @@ class FactSource:
         return None
 
 
-def body(rng: random.Random, facts: FactSource, num_tokens: int, fact_share: float) -> tuple[str, list[Fact]]:
-    """About `num_tokens` of filler with facts strewn in (`fact_share` of the sentences); at least one fact."""
+def body(
+    rng: random.Random, facts: FactSource, num_tokens: int, fact_share: float
+) -> tuple[str, list[Fact]]:
+    """About `num_tokens` of filler with facts strewn in (`fact_share` of the sentences); at least
+    one fact."""
     sentences: list[str] = []
     stated: list[Fact] = []
     length = 0
@@ -117,12 +135,15 @@ def question_line(fact: Fact) -> str:
 
 
 def recall_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
-    """A text with 5-40 % facts among filler and a question for any one of them: up to `num_tokens` + 10 tokens in all.
+    """A text with 5-40 % facts among filler and a question for any one of them: up to `num_tokens`
+    + 10 tokens in all.
 
     Raises ValueError below MIN_RECALL_TOKENS, where no fact and question fit.
     """
     if num_tokens < MIN_RECALL_TOKENS:
-        raise ValueError(f"num_tokens is {num_tokens}: a recall prompt needs at least {MIN_RECALL_TOKENS}")
+        raise ValueError(
+            f"num_tokens is {num_tokens}: a recall prompt needs at least {MIN_RECALL_TOKENS}"
+        )
     while True:
         text, stated = body(rng, FactSource(rng), num_tokens - 24, rng.uniform(0.05, 0.4))
         # A body that had to wait for its first fact may have grown too long.
@@ -132,10 +153,11 @@ def recall_prompt(rng: random.Random, num_tokens: int) -> RecallPrompt:
 
 
 def recall_document(rng: random.Random, num_tokens: int) -> str:
-    """Training text of about `num_tokens`: stretches of facts and filler, each followed by questions and answers.
+    """Training text of about `num_tokens`: stretches of facts and filler, each followed by
+    questions and answers.
 
-    <|eos|> follows every answer, also where more text comes: the model then always stops there, yet one document asks
-    many questions, which makes the signal dense.
+    <|eos|> follows every answer, also where more text comes: the model then always stops there, yet
+    one document asks many questions, which makes the signal dense.
     """
     facts = FactSource(rng)
     pending = list[Fact]()
@@ -143,7 +165,9 @@ def recall_document(rng: random.Random, num_tokens: int) -> str:
     length = 0
     while length < num_tokens:
         room = num_tokens - length
-        stretch, stated = body(rng, facts, int(room * rng.uniform(0.15, 0.75)), rng.uniform(0.05, 0.6))
+        stretch, stated = body(
+            rng, facts, int(room * rng.uniform(0.15, 0.75)), rng.uniform(0.05, 0.6)
+        )
         pending += stated
         rng.shuffle(pending)
         num_questions = 1 + int(rng.random() * len(pending))
@@ -156,8 +180,11 @@ def recall_document(rng: random.Random, num_tokens: int) -> str:
 
 
 def recall_chat(rng: random.Random, num_tokens: int) -> str:
-    """The same as a conversation: the first user turn holds the text, every turn asks one question."""
-    text, stated = body(rng, FactSource(rng), int(num_tokens * rng.uniform(0.4, 0.9)), rng.uniform(0.05, 0.6))
+    """The same as a conversation: the first user turn holds the text, every turn asks one
+    question."""
+    text, stated = body(
+        rng, FactSource(rng), int(num_tokens * rng.uniform(0.4, 0.9)), rng.uniform(0.05, 0.6)
+    )
     rng.shuffle(stated)
     first, *rest = stated
     turns = [(f"{text}\n{first.question}", f"The answer is{first.answer}")]
@@ -176,7 +203,12 @@ def recall_chat(rng: random.Random, num_tokens: int) -> str:
 def story(rng: random.Random) -> str:
     """A story of nine sentences with one hero, one friend and one kind of thing."""
     hero, friend = rng.sample(WORDS["name"], 2)
-    bound = {"hero": hero, "friend": friend, "thing": pick(rng, WORDS["item"]), "spot": pick(rng, WORDS["place"])}
+    bound = {
+        "hero": hero,
+        "friend": friend,
+        "thing": pick(rng, WORDS["item"]),
+        "spot": pick(rng, WORDS["place"]),
+    }
     return " ".join(fill(rng, pick(rng, beat), bound) for beat in STORY_BEATS)
 
 
@@ -209,7 +241,8 @@ def json_extraction(rng: random.Random) -> str:
 
 
 def chat_text(turns: list[tuple[str, str]], with_system: bool) -> str:
-    """What the chat template makes of these (user, assistant) turns, without the leading <|bos|>."""
+    """What the chat template makes of these (user, assistant) turns, without the leading
+    <|bos|>."""
     system = f"{SYSTEM}{SYSTEM_PROMPT}{END}" if with_system else ""
     return system + "".join(f"{USER}{user}{END}{ASSISTANT}{reply}{END}" for user, reply in turns)
 
@@ -220,7 +253,9 @@ def _sum_turn(rng: random.Random) -> tuple[str, str]:
 
 
 def _story_turn(rng: random.Random) -> tuple[str, str]:
-    return pick(rng, ("Tell me a story.", "Please tell me a short story.", "Can you tell me a story?")), story(rng)
+    return pick(
+        rng, ("Tell me a story.", "Please tell me a short story.", "Can you tell me a story?")
+    ), story(rng)
 
 
 def _json_turn(rng: random.Random) -> tuple[str, str]:
@@ -237,7 +272,8 @@ def chat(rng: random.Random) -> str:
     """One to four turns of small talk, sums, stories, JSON and opposites."""
     kinds = (_sum_turn, _story_turn, _json_turn, _opposite_turn)
     turns = [
-        pick(rng, GREETINGS) if rng.random() < 0.3 else pick(rng, kinds)(rng) for _ in range(1 + int(rng.random() * 4))
+        pick(rng, GREETINGS) if rng.random() < 0.3 else pick(rng, kinds)(rng)
+        for _ in range(1 + int(rng.random() * 4))
     ]
     return chat_text(turns, rng.random() < 0.5)
 
@@ -249,10 +285,15 @@ def short_document(rng: random.Random) -> str:
 
 
 def document(rng: random.Random, num_tokens: int, recall_share: float) -> str:
-    """Training text of about `num_tokens`, without the leading <|bos|>: recall, or several short documents."""
+    """Training text of about `num_tokens`, without the leading <|bos|>: recall, or several short
+    documents."""
     draw = rng.random()
     if draw < recall_share:
-        return recall_chat(rng, num_tokens) if draw < 0.2 * recall_share else recall_document(rng, num_tokens)
+        return (
+            recall_chat(rng, num_tokens)
+            if draw < 0.2 * recall_share
+            else recall_document(rng, num_tokens)
+        )
     pieces: list[str] = []
     length = 0
     while length < num_tokens:

@@ -1,7 +1,7 @@
 """The recall measure's fixed parts: which prompts, which threshold, how accuracy is broken down.
 
-Free of torch, since benchmarks/cluster/recall.py asks a server and never loads the model. Called by it,
-demo/evaluate.py, demo/train.py and the tests. Who answers the prompts is not known here.
+Free of torch, since benchmarks/cluster/recall.py asks a server and never loads the model. Called by
+it, demo/evaluate.py, demo/train.py and the tests. Who answers the prompts is not known here.
 """
 
 import random
@@ -15,14 +15,20 @@ MAX_ANSWER_TOKENS = 16
 THRESHOLD = 0.97
 
 
-def recall_prompts(seed: int, num_prompts: int, max_tokens: int = MAX_PROMPT_TOKENS) -> list[RecallPrompt]:
+def recall_prompts(
+    seed: int, num_prompts: int, max_tokens: int = MAX_PROMPT_TOKENS
+) -> list[RecallPrompt]:
     """Prompts of at most `max_tokens` tokens, lengths spread evenly, in random order."""
     if not 2 * MIN_RECALL_TOKENS <= max_tokens <= MAX_PROMPT_TOKENS:
         raise ValueError(
-            f"max_tokens is {max_tokens}: choose {2 * MIN_RECALL_TOKENS} to {MAX_PROMPT_TOKENS}, the range trained for"
+            f"max_tokens is {max_tokens}: choose {2 * MIN_RECALL_TOKENS} to {MAX_PROMPT_TOKENS}, "
+            "the range trained for"
         )
     rng = random.Random(seed)
-    return [recall_prompt(rng, rng.randint(MIN_RECALL_TOKENS, max_tokens - 10)) for _ in range(num_prompts)]
+    return [
+        recall_prompt(rng, rng.randint(MIN_RECALL_TOKENS, max_tokens - 10))
+        for _ in range(num_prompts)
+    ]
 
 
 def shares(keys: Sequence[str], matches: Sequence[bool]) -> str:
@@ -30,7 +36,10 @@ def shares(keys: Sequence[str], matches: Sequence[bool]) -> str:
     groups: dict[str, list[bool]] = defaultdict(list)
     for key, match in zip(keys, matches, strict=True):
         groups[key].append(match)
-    return "  ".join(f"{key} {sum(groups[key]) / len(groups[key]):.3f} ({len(groups[key])})" for key in sorted(groups))
+    return "  ".join(
+        f"{key} {sum(groups[key]) / len(groups[key]):.3f} ({len(groups[key])})"
+        for key in sorted(groups)
+    )
 
 
 def length_bucket(num_tokens: int) -> str:

@@ -1,7 +1,8 @@
-"""Training rows: generated documents as token ids, one document a row, cut or padded to the row's length.
+"""Training rows: generated documents as token ids, one document a row, cut or padded to the row's
+length.
 
-Free of torch, so that worker processes start fast. Knows tokenizer.json and the generators, not the model or the
-schedule. Called by demo/train.py, in worker processes or inline.
+Free of torch, so that worker processes start fast. Knows tokenizer.json and the generators, not the
+model or the schedule. Called by demo/train.py, in worker processes or inline.
 """
 
 import os
@@ -33,10 +34,13 @@ class Shard:
 
 
 def make_shard(tokenizer: Tokenizer, seed: int, row_length: int, num_tokens: int) -> Shard:
-    """The shard that this seed names: about `num_tokens` tokens of rows of `row_length` (a key of RECALL_SHARE)."""
+    """The shard that this seed names: about `num_tokens` tokens of rows of `row_length` (a key of
+    RECALL_SHARE)."""
     rng = random.Random(seed)
     num_rows = max(1, num_tokens // row_length)
-    texts = [document(rng, int(FILL * row_length), RECALL_SHARE[row_length]) for _ in range(num_rows)]
+    texts = [
+        document(rng, int(FILL * row_length), RECALL_SHARE[row_length]) for _ in range(num_rows)
+    ]
     rows = np.full((num_rows, row_length + 1), token_id(tokenizer, EOS), dtype=np.uint16)
     for row, encoding in zip(rows, tokenizer.encode_batch_fast(texts), strict=True):
         ids = encoding.ids[: row_length + 1]
@@ -48,7 +52,8 @@ _worker_tokenizer: list[Tokenizer] = []
 
 
 def start_worker(tokenizer_file: Path) -> None:
-    """Pool initializer: one tokenizer a process, single-threaded since the pool already fills the cores."""
+    """Pool initializer: one tokenizer a process, single-threaded since the pool already fills the
+    cores."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _worker_tokenizer.append(Tokenizer.from_file(str(tokenizer_file)))
 

@@ -1,8 +1,10 @@
-"""Trains the demo model's byte-level BPE tokenizer on generated text and writes it in Hugging Face format.
+"""Trains the demo model's byte-level BPE tokenizer on generated text and writes it in Hugging Face
+format.
 
-Digits are tokens of their own; <|bos|> is put in front by the tokenizer (as Llama's does), and the chat template writes
-it itself, so rendered chats are encoded with `add_special_tokens=False`. Knows the text generators, not the model.
-Run by hand: `python -m demo.tokenizer`; the result is shipped in demo/pdserve-demo.
+Digits are tokens of their own; <|bos|> is put in front by the tokenizer (as Llama's does), and the
+chat template writes it itself, so rendered chats are encoded with `add_special_tokens=False`. Knows
+the text generators, not the model. Run by hand: `python -m demo.tokenizer`; the result is shipped
+in demo/pdserve-demo.
 """
 
 import argparse
@@ -17,7 +19,8 @@ from demo.data import ASSISTANT, BOS, END, EOS, SYSTEM, USER, document
 VOCAB_SIZE = 1536
 MAX_LENGTH = 2048
 SPECIAL_TOKENS = [BOS, EOS, SYSTEM, USER, ASSISTANT, END]
-# Digits one by one, so that numbers can be copied and added; words with their leading space; runs of marks; spaces.
+# Digits one by one, so that numbers can be copied and added; words with their leading space; runs
+# of marks; spaces.
 SPLIT = r"\p{N}| ?\p{L}+|[^\s\p{L}\p{N}]+|\s"
 MODEL_DIR = Path(__file__).parent / "pdserve-demo"
 
@@ -36,7 +39,8 @@ CHAT_TEMPLATE = """\
 
 
 def train_tokenizer(seed: int = 0, num_documents: int = 12000) -> Tokenizer:
-    """A tokenizer of VOCAB_SIZE entries, special tokens first (ids 0-5), trained on `num_documents` documents."""
+    """A tokenizer of VOCAB_SIZE entries, special tokens first (ids 0-5), trained on `num_documents`
+    documents."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -54,7 +58,9 @@ def train_tokenizer(seed: int = 0, num_documents: int = 12000) -> Tokenizer:
     rng = random.Random(seed)
     tokenizer.train_from_iterator((document(rng, 250, 0.5) for _ in range(num_documents)), trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A", pair=f"{BOS} $A {BOS} $B", special_tokens=[(BOS, token_id(tokenizer, BOS))]
+        single=f"{BOS} $A",
+        pair=f"{BOS} $A {BOS} $B",
+        special_tokens=[(BOS, token_id(tokenizer, BOS))],
     )
     return tokenizer
 
@@ -80,7 +86,10 @@ def token_id(tokenizer: Tokenizer, token: str) -> int:
     """The id of a token that must be in the vocabulary; ValueError if it is not."""
     found = tokenizer.token_to_id(token)
     if found is None:
-        raise ValueError(f"{token!r} is not one token of this tokenizer: make it anew with python -m demo.tokenizer")
+        raise ValueError(
+            f"{token!r} is not one token of this tokenizer: make it anew with python -m "
+            "demo.tokenizer"
+        )
     return found
 
 

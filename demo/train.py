@@ -1,8 +1,9 @@
 """Trains the demo model within a wall-clock budget on one GPU and writes it in Hugging Face format.
 
-Worker processes generate rows (demo/rows.py) while the GPU trains on those already there; rows get longer with time,
-since copying from context is learned fastest on short ones. The schedule follows the clock, not a number of steps.
-Knows the row store and the model, not how text is made. Run by hand: `python -m demo.train --minutes 9.2 --out DIR`.
+Worker processes generate rows (demo/rows.py) while the GPU trains on those already there; rows get
+longer with time, since copying from context is learned fastest on short ones. The schedule follows
+the clock, not a number of steps. Knows the row store and the model, not how text is made. Run by
+hand: `python -m demo.train --minutes 9.2 --out DIR`.
 """
 
 import argparse
@@ -39,7 +40,8 @@ FINAL_SEED = 202
 
 @dataclass(frozen=True)
 class TrainSettings:
-    """seconds: for the whole run, finishing included. lr falls linearly to 0 over the last `decay` of the time."""
+    """seconds: for the whole run, finishing included. lr falls linearly to 0 over the last `decay`
+    of the time."""
 
     seconds: float
     seed: int = 0
@@ -56,16 +58,22 @@ class TrainSettings:
 
 @dataclass
 class RowStore:
-    """Token rows on the training device by row length; `add` is called by the feeding thread, `sample` by training."""
+    """Token rows on the training device by row length; `add` is called by the feeding thread,
+    `sample` by training."""
 
     device: torch.device
-    shards: dict[int, list[Tensor]] = field(default_factory=lambda: {length: [] for length in ROW_LENGTHS})
+    shards: dict[int, list[Tensor]] = field(
+        default_factory=lambda: {length: [] for length in ROW_LENGTHS}
+    )
 
     def add(self, shard: Shard) -> None:
-        self.shards[shard.row_length].append(torch.from_numpy(shard.rows.astype("int16")).to(self.device))
+        self.shards[shard.row_length].append(
+            torch.from_numpy(shard.rows.astype("int16")).to(self.device)
+        )
 
     def sample(self, row_length: int, num_rows: int) -> Tensor:
-        """int64 [num_rows, row_length + 1] from one random shard; waits for the first shard of that length."""
+        """int64 [num_rows, row_length + 1] from one random shard; waits for the first shard of that
+        length."""
         while not self.shards[row_length]:
             time.sleep(0.05)
         shard = random.choice(self.shards[row_length])
@@ -77,7 +85,8 @@ class RowStore:
 
 
 def shard_tasks(settings: TrainSettings) -> Iterator[tuple[int, int, int]]:
-    """(seed, row length, tokens) of every shard: short rows first, then the mix of the curriculum's last phase."""
+    """(seed, row length, tokens) of every shard: short rows first, then the mix of the curriculum's
+    last phase."""
     rng = random.Random(settings.seed)
     for i in range(settings.num_shards):
         length = ROW_LENGTHS[0] if i < 32 else row_length_at(1.0, rng.random())
@@ -85,7 +94,8 @@ def shard_tasks(settings: TrainSettings) -> Iterator[tuple[int, int, int]]:
 
 
 def row_length_at(progress: float, draw: float) -> int:
-    """The row length for a uniform `draw` at this share of the training time: 256 alone, then longer ones."""
+    """The row length for a uniform `draw` at this share of the training time: 256 alone, then
+    longer ones."""
     if progress < 0.2:
         return ROW_LENGTHS[0]
     if progress < 0.35:
@@ -95,7 +105,8 @@ def row_length_at(progress: float, draw: float) -> int:
 
 @contextmanager
 def feeding(store: RowStore, settings: TrainSettings, num_workers: int) -> Iterator[None]:
-    """Fills the store in the background with `num_workers` processes. Enter before CUDA is initialised: they fork."""
+    """Fills the store in the background with `num_workers` processes. Enter before CUDA is
+    initialised: they fork."""
     context = multiprocessing.get_context("fork")
     pool = context.Pool(num_workers, start_worker, (MODEL_DIR / "tokenizer.json",))
 
@@ -118,7 +129,7 @@ def feeding(store: RowStore, settings: TrainSettings, num_workers: int) -> Itera
 
 
 def model_config(tokenizer: Tokenizer) -> LlamaConfig:
-    """2.76 M parameters with tied embeddings; 8 query heads on 4 KV heads exercise grouped-query attention."""
+    """2.76 M parameters with tied embeddings; 8 query heads on 4 KV heads: grouped queries."""
     return LlamaConfig(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -138,7 +149,8 @@ def model_config(tokenizer: Tokenizer) -> LlamaConfig:
 
 
 def loss_weights(tokenizer: Tokenizer, rows: Tensor) -> Tensor:
-    """Weights [num_rows, length - 1] of rows[:, 1:]: 6 in recall answers, 2 in replies, 0 in padding, else 1."""
+    """Weights [num_rows, length - 1] of rows[:, 1:]: 6 in recall answers, 2 in replies, 0 in
+    padding, else 1."""
     ids = {text: token_id(tokenizer, text) for text in ("Answer", ASSISTANT, EOS, END)}
     inputs = rows[:, :-1]
     targets = rows[:, 1:]
@@ -155,7 +167,8 @@ def loss_weights(tokenizer: Tokenizer, rows: Tensor) -> Tensor:
 
 
 def weighted_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    """Mean cross entropy by weight; hidden [rows, length, hidden], tied output embedding [vocab, hidden]."""
+    """Mean cross entropy by weight; hidden [rows, length, hidden], tied output embedding [vocab,
+    hidden]."""
     logits = nn.functional.linear(hidden, embedding).float()
     losses = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / weights.sum()
@@ -164,7 +177,10 @@ def weighted_loss(hidden: Tensor, embedding: Tensor, targets: Tensor, weights: T
 def make_optimizer(model: nn.Module, settings: TrainSettings, fused: bool) -> torch.optim.AdamW:
     matrices = [p for p in model.parameters() if p.ndim == 2]
     gains = [p for p in model.parameters() if p.ndim == 1]
-    groups = [{"params": matrices, "weight_decay": settings.weight_decay}, {"params": gains, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": settings.weight_decay},
+        {"params": gains, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(groups, lr=settings.lr, betas=(0.9, 0.95), fused=fused)
 
 
@@ -175,10 +191,16 @@ def learning_rate(settings: TrainSettings, step: int, progress: float) -> float:
 
 
 class Trainer:
-    """The model in training and a plain copy for measuring, whose odd shapes would make the compiled one recompile."""
+    """The model in training and a plain copy for measuring, whose odd shapes would make the
+    compiled one recompile."""
 
     def __init__(
-        self, settings: TrainSettings, store: RowStore, tokenizer: Tokenizer, out: Path, started: float
+        self,
+        settings: TrainSettings,
+        store: RowStore,
+        tokenizer: Tokenizer,
+        out: Path,
+        started: float,
     ) -> None:
         self.settings = settings
         self.store = store
@@ -192,7 +214,8 @@ class Trainer:
         self.loss = weighted_loss
         if self.on_cuda:
             torch._dynamo.config.recompile_limit = 64
-            # Layer by layer: traced as a whole, transformers would build an explicit mask and lose flash attention.
+            # Layer by layer: traced as a whole, transformers would build an explicit mask and lose
+            # flash attention.
             for layer in self.model.model.layers:
                 layer.compile(dynamic=False)
             self.loss = torch.compile(weighted_loss, dynamic=False)
@@ -201,7 +224,8 @@ class Trainer:
         self.num_steps = self.num_tokens = 0
 
     def resume(self, checkpoint: Path) -> None:
-        """Continues from fp32 weights (the optimizer starts afresh), in the curriculum's last phase from the start."""
+        """Continues from fp32 weights (the optimizer starts afresh), in the curriculum's last phase
+        from the start."""
         self.model.load_state_dict(load_file(checkpoint), strict=False)
         self.model.tie_weights()
         self.first_phase = 0.35
@@ -245,16 +269,22 @@ class Trainer:
         prompts = recall_prompts(VALIDATION_SEED, self.settings.num_recall_prompts)
         matches = answers_match(self.plain, self.tokenizer, prompts)
         print(
-            f"{time.monotonic() - self.started:5.0f} s  step {self.num_steps}  {self.num_tokens / 1e6:.0f} M tokens "
+            f"{time.monotonic() - self.started:5.0f} s  step {self.num_steps}  "
+            f"{self.num_tokens / 1e6:.0f} M tokens "
             f"(generated {self.store.num_tokens / 1e6:.0f} M)  loss {loss:.4f}  "
-            f"recall {sum(matches) / len(matches):.4f}  {shares([p.kind for p in prompts], matches)}",
+            f"recall {sum(matches) / len(matches):.4f}  "
+            f"{shares([p.kind for p in prompts], matches)}",
             flush=True,
         )
 
     def save_checkpoint(self) -> None:
         """The float32 weights, for `resume`; the tied output embedding is left out."""
         self.out.mkdir(parents=True, exist_ok=True)
-        state = {k: v.cpu().contiguous() for k, v in self.model.state_dict().items() if k != "lm_head.weight"}
+        state = {
+            k: v.cpu().contiguous()
+            for k, v in self.model.state_dict().items()
+            if k != "lm_head.weight"
+        }
         save_file(state, self.out / CHECKPOINT)
 
     def save_model(self) -> None:
@@ -270,7 +300,8 @@ class Trainer:
             shutil.copy(MODEL_DIR / name, self.out / name)
 
     def finish(self) -> float:
-        """Saves the model and returns the recall of what was saved, on prompts that no report has used."""
+        """Saves the model and returns the recall of what was saved, on prompts that no report has
+        used."""
         self.save_model()
         stored = load_model(self.out, self.store.device.type)
         prompts = recall_prompts(FINAL_SEED, self.settings.num_recall_prompts)
@@ -296,7 +327,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=9.2, help="wall clock for everything")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--resume", type=Path, help=f"folder with {CHECKPOINT} to continue from")
-    parser.add_argument("--seed", type=int, default=0, help="another one for a second session: new rows")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="another one for a second session: new rows"
+    )
     parser.add_argument("--workers", type=int, default=max(1, multiprocessing.cpu_count() - 2))
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     args = parser.parse_args()

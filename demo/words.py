@@ -1,7 +1,8 @@
-"""The demo model's whole vocabulary of words and sentence templates, and the two functions that draw from them.
+"""The demo model's whole vocabulary of words and sentence templates, and the two functions that
+draw from them.
 
-Tables only: what is made of them (stories, facts, chats) is demo/data.py's. Changing or reordering a word changes every
-seed's text and the tokenizer, and so calls for new weights.
+Tables only: what is made of them (stories, facts, chats) is demo/data.py's. Changing or reordering
+a word changes every seed's text and the tokenizer, and so calls for new weights.
 """
 
 import random
@@ -71,13 +72,24 @@ STORY_BEATS = (
         "Once upon a time, a {adjective} {animal} named {hero} lived near the {place}.",
         "Long ago, there was a {animal} named {hero} who lived by the {place}.",
     ),
-    ("{hero} liked to {hobby} every day.", "Every {time}, {hero} liked to {hobby}.", "{hero} loved {food} very much."),
+    (
+        "{hero} liked to {hobby} every day.",
+        "Every {time}, {hero} liked to {hobby}.",
+        "{hero} loved {food} very much.",
+    ),
     (
         "One day, {hero} went to the {spot} and found some {thing}.",
         "On a {weather} {day}, {hero} found some {thing} near the {spot}.",
     ),
-    ('"Look at the {thing}!" said {hero}.', "{hero} had never seen such {color} {thing}.", "{hero} was very {mood}."),
-    ("Then {friend} came to the {spot} too.", "Soon, {friend} the {animal} saw {hero} and the {thing}."),
+    (
+        '"Look at the {thing}!" said {hero}.',
+        "{hero} had never seen such {color} {thing}.",
+        "{hero} was very {mood}.",
+    ),
+    (
+        "Then {friend} came to the {spot} too.",
+        "Soon, {friend} the {animal} saw {hero} and the {thing}.",
+    ),
     (
         '"Can I have some {thing}, please?" asked {friend}.',
         '"Where did you find the {thing}?" asked {friend}.',
@@ -126,7 +138,10 @@ GREETINGS = (
     ("Thank you!", "You are welcome!"),
     ("Goodbye!", "Goodbye! Have a nice day."),
     ("Who are you?", "I am a very small language model for the pdserve demo."),
-    ("What can you do?", "I can tell short stories, add small numbers, write JSON and recall facts from your text."),
+    (
+        "What can you do?",
+        "I can tell short stories, add small numbers, write JSON and recall facts from your text.",
+    ),
 )
 
 
@@ -136,7 +151,8 @@ def _parse(template: str) -> tuple[tuple[str, str | None], ...]:
 
 
 def fill(rng: random.Random, template: str, bound: dict[str, str] | None = None) -> str:
-    """The template with each {field} replaced by `bound[field]` or else by a random word of that list."""
+    """The template with each {field} replaced by `bound[field]` or else by a random word of that
+    list."""
     bound = bound or {}
     pieces: list[str] = []
     for literal, name in _parse(template):

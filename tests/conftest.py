@@ -1,5 +1,5 @@
-"""Fixtures of all rooms: one CPU thread, no Ray authentication surprises, the Triton interpreter where no GPU is, a
-tiny model on disk.
+"""Fixtures of all rooms: one CPU thread, no Ray authentication surprises, the Triton interpreter
+where no GPU is, a tiny model on disk.
 """
 
 import os
@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def handlers_of_signals() -> Iterator[None]:
-    """Ctrl-C does after a test what it did before. (SIGTERM is left out: `ray.init` handles it from then on.)"""
+    """Ctrl-C does after a test what it did before. (SIGTERM is left out: `ray.init` handles it from
+    then on.)"""
     before = signal.getsignal(signal.SIGINT)
     yield
     after = signal.getsignal(signal.SIGINT)

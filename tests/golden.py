@@ -1,13 +1,15 @@
-"""Does the working tree answer as an earlier commit does, bit for bit? For changes that must change no behaviour.
+"""Does the working tree answer as an earlier commit does, bit for bit? For changes that must change
+no behaviour.
 
     python tests/golden.py OLD                # OLD in a worktree of its own, against this tree
     python tests/golden.py OLD --only split   # one kind of cases
 
-Both sides run this file as they have it, so that what it imports may move, on the same machine: tokens, texts and the
-bits of every log-probability, engines alone (families, chunks, preemption, prefix hits, asynchronous steps), P and D
-with a router, workers that die, and what users write and read (errors, schemas, help, metrics' names). A side's cases
-are a file of JSON lines, {"case", "digest", "shows"}: shows is what a person is told when the digests differ. Tests may
-move to other files, but none of the old side's may be missing.
+Both sides run this file as they have it, so that what it imports may move, on the same machine:
+tokens, texts and the bits of every log-probability, engines alone (families, chunks, preemption,
+prefix hits, asynchronous steps), P and D with a router, workers that die, and what users write and
+read (errors, schemas, help, metrics' names). A side's cases are a file of JSON lines, {"case",
+"digest", "shows"}: shows is what a person is told when the digests differ. Tests may move to other
+files, but none of the old side's may be missing.
 """
 
 import argparse
@@ -76,7 +78,10 @@ def drawn_prompts(rng: random.Random, vocab_size: int) -> list[list[int]]:
     """Some share prefixes of several blocks."""
     shared = [rng.randrange(5, vocab_size) for _ in range(70)]
     return [
-        [*shared[: rng.choice([0, 0, 33, 70])], *(rng.randrange(5, vocab_size) for _ in range(rng.randrange(1, 90)))]
+        [
+            *shared[: rng.choice([0, 0, 33, 70])],
+            *(rng.randrange(5, vocab_size) for _ in range(rng.randrange(1, 90))),
+        ]
         for _ in range(NUM_PROMPTS)
     ]
 
@@ -85,11 +90,15 @@ def engine_cases() -> Iterator[Case]:
     from support.tiny_models import FAMILIES, make_tiny
 
     with tempfile.TemporaryDirectory() as folder:
-        models = {family: make_tiny(family, Path(folder) / family) for family in FAMILIES} | {"demo": DEMO}
+        models = {family: make_tiny(family, Path(folder) / family) for family in FAMILIES} | {
+            "demo": DEMO
+        }
         for name, path in models.items():
             for engine in ENGINES if name in ("llama3", "qwen3", "demo") else ("plain", "tight"):
                 yield from _generated(f"engine {name} {engine}", path, ENGINES[engine])
-        yield from _generated("engine demo bfloat16", DEMO, ENGINES["plain"] | {"dtype": "bfloat16"})
+        yield from _generated(
+            "engine demo bfloat16", DEMO, ENGINES["plain"] | {"dtype": "bfloat16"}
+        )
 
 
 def _generated(case: str, path: Path, engine: Json) -> Iterator[Case]:
@@ -107,29 +116,54 @@ def _generated(case: str, path: Path, engine: Json) -> Iterator[Case]:
     if engine["num_kv_blocks"] < 100:
         assert llm.engine.scheduler.num_preemptions > 0, f"{case} preempts nobody"
     if path == DEMO:
-        texts = ["Tom lives in Oakdale. Mira lives in Fernhill.\nQuestion: Where does Tom live?\nAnswer:", "23 + 54 ="]
-        stops = SamplingParams(max_tokens=24, temperature=0.8, seed=5, n=3, stop=["ak", " 7", "\n"], min_tokens=1)
-        yield f"{case} texts", [_output(output) for output in llm.generate(texts, stops, use_tqdm=False)]
+        texts = [
+            "Tom lives in Oakdale. Mira lives in Fernhill.\nQuestion: Where does Tom "
+            "live?\nAnswer:",
+            "23 + 54 =",
+        ]
+        stops = SamplingParams(
+            max_tokens=24, temperature=0.8, seed=5, n=3, stop=["ak", " 7", "\n"], min_tokens=1
+        )
+        yield (
+            f"{case} texts",
+            [_output(output) for output in llm.generate(texts, stops, use_tqdm=False)],
+        )
         messages = [{"role": "user", "content": "What is 23 + 54?"}]
         yield f"{case} chat", [_output(output) for output in llm.chat(messages, use_tqdm=False)]
 
 
 def _output(output: Any) -> Json:
     choices = [
-        [c.token_ids, c.text, c.finish_reason, c.stop_reason, [_bits(scores) for scores in c.logprobs or ()]]
+        [
+            c.token_ids,
+            c.text,
+            c.finish_reason,
+            c.stop_reason,
+            [_bits(scores) for scores in c.logprobs or ()],
+        ]
         for c in output.outputs
     ]
-    return [choices, [scores and _bits(scores) for scores in output.prompt_logprobs or ()], output.num_cached_tokens]
+    return [
+        choices,
+        [scores and _bits(scores) for scores in output.prompt_logprobs or ()],
+        output.num_cached_tokens,
+    ]
 
 
 def _bits(scores: Any) -> Json:
-    return [scores.token_id, scores.logprob.hex(), scores.rank, [[token, value.hex()] for token, value in scores.top]]
+    return [
+        scores.token_id,
+        scores.logprob.hex(),
+        scores.rank,
+        [[token, value.hex()] for token, value in scores.top],
+    ]
 
 
 # What is asked of a cluster: separate processes, NIXL, HTTP.
 
 PROMPT_CHARS = (160, 800)
-WORKERS = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts
+# prompts of more than 128 tokens come in parts
+WORKERS = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}
 
 
 def cluster_cases() -> Iterator[Case]:
@@ -162,12 +196,20 @@ async def _clusters(cases: list[Case]) -> None:
             first.kill()
             answers = await asyncio.gather(*tasks)
             assert await running.metric("pdserve_router_failovers_total") > 0
-            cases += [(f"failover {i} {ask.name}", answers[i].decode()) for i, ask in enumerate(asks)]
+            cases += [
+                (f"failover {i} {ask.name}", answers[i].decode()) for i, ask in enumerate(asks)
+            ]
 
 
 # What users write and read.
 
-HELP = (["--help"], ["up", "--help"], ["doctor", "--help"], ["bench", "--help"], ["bench", "serve", "--help"])
+HELP = (
+    ["--help"],
+    ["up", "--help"],
+    ["doctor", "--help"],
+    ["bench", "--help"],
+    ["bench", "serve", "--help"],
+)
 
 
 def surface_cases() -> Iterator[Case]:
@@ -179,7 +221,9 @@ def surface_cases() -> Iterator[Case]:
         yield f"surface {path.name}", _relative(repr(load(path)))
     for words in HELP:
         command = [sys.executable, "-m", "pdserve.cluster.cli", *words]
-        ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "100"})
+        ran = subprocess.run(
+            command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"COLUMNS": "100"}
+        )
         yield f"surface {' '.join(words)}", [ran.returncode, ran.stdout, ran.stderr]
     cases: list[Case] = []
     asyncio.run(_http(cases))
@@ -200,12 +244,16 @@ async def _http(cases: list[Case]) -> None:
         for number, bad in enumerate(BAD):
             body = bad.body.replace(THEIR_MODEL.encode(), MODEL.encode())
             answer = await client.request(bad.method, bad.path, content=body)
-            cases.append((f"surface bad {number} {bad.names}", [answer.status_code, answer.text[:2000]]))
+            cases.append(
+                (f"surface bad {number} {bad.names}", [answer.status_code, answer.text[:2000]])
+            )
         for path in ("/openapi.json", "/v1/models", "/health"):
             answer = await client.get(path)
             cases.append((f"surface {path}", [answer.status_code, answer.text]))
         page = (await client.get("/metrics")).text
-        cases.append(("surface /metrics", [line for line in page.splitlines() if line.startswith("# ")]))
+        cases.append(
+            ("surface /metrics", [line for line in page.splitlines() if line.startswith("# ")])
+        )
     await harness.fleet.close()
 
 
@@ -231,14 +279,23 @@ def produce(out: Path, only: Sequence[str]) -> None:
             for case, value in tqdm(make(), desc=kind, unit="case"):
                 text = json.dumps(value, sort_keys=True)
                 digest = hashlib.sha256(text.encode()).hexdigest()
-                file.write(json.dumps({"case": case, "digest": digest, "shows": text[:20_000]}) + "\n")
+                file.write(
+                    json.dumps({"case": case, "digest": digest, "shows": text[:20_000]}) + "\n"
+                )
 
 
 def run_side(root: Path, out: Path, only: Sequence[str]) -> dict[str, Json]:
     """Case -> its row, as the tree at `root` has it."""
     paths = [str(root), str(root / "tests")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled"}
-    command = [sys.executable, str(root / "tests" / "golden.py"), "--produce", str(out), "--only", *only]
+    command = [
+        sys.executable,
+        str(root / "tests" / "golden.py"),
+        "--produce",
+        str(out),
+        "--only",
+        *only,
+    ]
     subprocess.run(command, cwd=root, env=environment, check=True)
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert rows, "no case"
@@ -246,30 +303,41 @@ def run_side(root: Path, out: Path, only: Sequence[str]) -> dict[str, Json]:
 
 
 def collected_tests(root: Path) -> Counter[str]:
-    """How often each test is there, by its name and parameters without its file. The import test has one per file of
-    the package, so its parameters do not count."""
+    """How often each test is there, by its name and parameters without its file. The import test
+    has one per file of the package, so its parameters do not count."""
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "tests"]
     environment = os.environ | {"PYTHONPATH": str(root), "RAY_AUTH_MODE": "disabled"}
     ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
     names = [line.partition("::")[2] for line in ran.stdout.splitlines() if "::" in line]
-    return Counter("test_rooms_import_one_way" if "test_rooms_import_one_way" in name else name for name in names)
+    return Counter(
+        "test_rooms_import_one_way" if "test_rooms_import_one_way" in name else name
+        for name in names
+    )
 
 
 def lost_tests(old: Counter[str], new: Counter[str]) -> list[str]:
     """A line for each test of the old side that the new side lacks."""
-    return [f"test {name}: {old[name]} before, {new[name]} now" for name in sorted(old) if new[name] < old[name]]
+    return [
+        f"test {name}: {old[name]} before, {new[name]} now"
+        for name in sorted(old)
+        if new[name] < old[name]
+    ]
 
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         root = Path(folder) / "tree"
-        subprocess.run(["git", "worktree", "add", "-q", "--detach", str(root), commit], cwd=ROOT, check=True)
+        subprocess.run(
+            ["git", "worktree", "add", "-q", "--detach", str(root), commit], cwd=ROOT, check=True
+        )
         try:
             yield root
         finally:
-            subprocess.run(["git", "worktree", "remove", "--force", str(root)], cwd=ROOT, check=True)
+            subprocess.run(
+                ["git", "worktree", "remove", "--force", str(root)], cwd=ROOT, check=True
+            )
 
 
 def compare(old: dict[str, Json], new: dict[str, Json]) -> list[str]:
@@ -294,7 +362,9 @@ def _alone(old: dict[str, Json], new: dict[str, Json]) -> list[tuple[str, str]]:
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="compare what two commits answer, bit for bit")
     parser.add_argument("old", nargs="?", help="the commit that this tree is compared with")
-    parser.add_argument("--only", nargs="*", default=(), choices=[*KINDS, "tests"], help="kinds; default: all")
+    parser.add_argument(
+        "--only", nargs="*", default=(), choices=[*KINDS, "tests"], help="kinds; default: all"
+    )
     parser.add_argument("--produce", type=Path, help="only write this tree's cases to a file")
     options = parser.parse_args(words)
     if options.produce is not None:

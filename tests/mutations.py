@@ -1,12 +1,13 @@
-"""Do the tests notice real mistakes? Applies each mutation of tests/mutations.toml to a copy of the tree, runs the
-tests that guard the place, and says which of them failed.
+"""Do the tests notice real mistakes? Applies each mutation of tests/mutations.toml to a copy of the
+tree, runs the tests that guard the place, and says which of them failed.
 
     python tests/mutations.py                    # all of them, two at a time (make mutate)
     python tests/mutations.py eviction lease     # those whose names hold one of these words
 
-It ends with status 1 when a mutation survives without a written reason, when one with a reason is caught after all, or
-when the text that one changes is not in its file exactly once: the code has moved, and the list must follow. First the
-guards run on the unchanged tree, where they must pass. Knows no code of pdserve. Run by hand, not by CI.
+It ends with status 1 when a mutation survives without a written reason, when one with a reason is
+caught after all, or when the text that one changes is not in its file exactly once: the code has
+moved, and the list must follow. First the guards run on the unchanged tree, where they must pass.
+Knows no code of pdserve. Run by hand, not by CI.
 """
 
 import argparse
@@ -36,15 +37,20 @@ LIMIT_S = 600.0
 
 T = TypeVar("T")
 Verdict = Literal[
-    "caught", "survived", "survived, with a reason", "caught, but said to be equivalent", "moved", "broken"
+    "caught",
+    "survived",
+    "survived, with a reason",
+    "caught, but said to be equivalent",
+    "moved",
+    "broken",
 ]
 GOOD: tuple[Verdict, ...] = ("caught", "survived, with a reason")
 
 
 @dataclass(frozen=True)
 class Mutation:
-    """old: text that `file` holds exactly once. guards: arguments of pytest. seeds: of hypothesis, each of which must
-    catch it. survives: why no test can catch it; empty: one must.
+    """old: text that `file` holds exactly once. guards: arguments of pytest. seeds: of hypothesis,
+    each of which must catch it. survives: why no test can catch it; empty: one must.
     """
 
     name: str
@@ -83,7 +89,9 @@ def read_list(path: Path) -> list[Mutation]:
     wrong = {name for name in names if names.count(name) > 1}
     wrong |= {mutation.name for mutation in found if mutation.old == mutation.new}
     if wrong:
-        raise ValueError(f"mutations need names of their own, and must change something: {sorted(wrong)}")
+        raise ValueError(
+            f"mutations need names of their own, and must change something: {sorted(wrong)}"
+        )
     return found
 
 
@@ -97,9 +105,11 @@ def copied(root: Path, to: Path) -> Path:
     return to
 
 
-def run_tests(tree: Path, guards: Sequence[str], seed: int, limit_s: float = LIMIT_S) -> tuple[int, str]:
-    """pytest's status (-1: it did not end) and output. The tree's package comes before an installed one; no bytecode is
-    kept, which could outlive a change.
+def run_tests(
+    tree: Path, guards: Sequence[str], seed: int, limit_s: float = LIMIT_S
+) -> tuple[int, str]:
+    """pytest's status (-1: it did not end) and output. The tree's package comes before an installed
+    one; no bytecode is kept, which could outlive a change.
     """
     environment = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-m", "pytest", "-x", "-p", "no:cacheprovider", "-rfE", "--tb=line"]
@@ -126,7 +136,9 @@ def try_one(mutation: Mutation, tree: Path, limit_s: float = LIMIT_S) -> Outcome
     path = tree / mutation.file
     text = mutation.mutated(tree)
     if text is None:
-        return Outcome(mutation, "moved", f"{mutation.file} does not hold the old text exactly once", 0.0)
+        return Outcome(
+            mutation, "moved", f"{mutation.file} does not hold the old text exactly once", 0.0
+        )
     before = path.read_text()
     path.write_text(text)
     caught_by: list[str] = []
@@ -154,7 +166,10 @@ def _verdict(is_caught: bool, reason: str) -> Verdict:
 
 def try_all(mutations: Sequence[Mutation], root: Path = ROOT) -> list[Outcome]:
     """In the order of the list. RuntimeError when the guards fail without any mutation."""
-    with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPoolExecutor(AT_ONCE) as threads:
+    with (
+        tempfile.TemporaryDirectory(prefix="mutations-") as folder,
+        ThreadPoolExecutor(AT_ONCE) as threads,
+    ):
         trees: queue.Queue[Path] = queue.Queue()
         for number in range(AT_ONCE):
             trees.put(copied(root, Path(folder) / str(number)))
@@ -170,7 +185,9 @@ def try_all(mutations: Sequence[Mutation], root: Path = ROOT) -> list[Outcome]:
             return threads.submit(with_tree)
 
         guards = dict.fromkeys(mutation.guards for mutation in mutations)
-        for passing in _progress([lent(partial(_require_passing, each)) for each in guards], "unchanged"):
+        for passing in _progress(
+            [lent(partial(_require_passing, each)) for each in guards], "unchanged"
+        ):
             passing.result()
         tries = [lent(partial(try_one, mutation)) for mutation in mutations]
         for tried in _progress(tries, "mutations"):
@@ -187,7 +204,9 @@ def _progress(runs: Sequence[Future[T]], what: str) -> Iterator[Future[T]]:
 def _require_passing(guards: Sequence[str], tree: Path) -> None:
     status, output = run_tests(tree, guards, 0)
     if status:
-        raise RuntimeError(f"pytest {' '.join(guards)} fails without any mutation:\n{output[-4000:]}")
+        raise RuntimeError(
+            f"pytest {' '.join(guards)} fails without any mutation:\n{output[-4000:]}"
+        )
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -197,21 +216,33 @@ def table(outcomes: Sequence[Outcome]) -> str:
         by = re.sub(r"\[.*?\]", "", outcome.by).replace("tests/", "").replace("|", "\\|")
         file = outcome.mutation.file.removeprefix("pdserve/")
         seeds = f" ({len(outcome.mutation.seeds)} seeds)" if len(outcome.mutation.seeds) > 1 else ""
-        lines.append(f"| {outcome.mutation.name} | {file} | {outcome.verdict}{seeds} | {by} | {outcome.seconds:.0f} |")
+        lines.append(
+            f"| {outcome.mutation.name} | {file} | {outcome.verdict}{seeds} | {by} | "
+            f"{outcome.seconds:.0f} |"
+        )
     return "\n".join(lines)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="apply mutations, and say which tests notice them")
-    parser.add_argument("words", nargs="*", help="only mutations whose name holds one of these words")
+    parser.add_argument(
+        "words", nargs="*", help="only mutations whose name holds one of these words"
+    )
     parser.add_argument("--out", type=Path, help="write the table to this file, too")
     options = parser.parse_args(words)
     mutations = read_list(Path(__file__).with_suffix(".toml"))
     moved = [mutation.name for mutation in mutations if mutation.mutated(ROOT) is None]
     if moved:
-        print("their text has moved, tests/mutations.toml must follow:", *moved, sep="\n  ", file=sys.stderr)
+        print(
+            "their text has moved, tests/mutations.toml must follow:",
+            *moved,
+            sep="\n  ",
+            file=sys.stderr,
+        )
         return 1
-    chosen = [m for m in mutations if not options.words or any(word in m.name for word in options.words)]
+    chosen = [
+        m for m in mutations if not options.words or any(word in m.name for word in options.words)
+    ]
     outcomes = try_all(chosen)
     num_caught = sum(outcome.verdict == "caught" for outcome in outcomes)
     text = f"{num_caught} of {len(outcomes)} mutations are caught.\n\n{table(outcomes)}\n"

@@ -1,5 +1,6 @@
-"""Roles change and workers leave under 32 streams of every kind, without Ray: each answer equals an undisturbed one to
-the byte, and nothing has failed. The same over Ray, with counts and nodes: tests/test_elasticity_ray.py.
+"""Roles change and workers leave under 32 streams of every kind, without Ray: each answer equals an
+undisturbed one to the byte, and nothing has failed. The same over Ray, with counts and nodes:
+tests/test_elasticity_ray.py.
 """
 
 import asyncio
@@ -17,7 +18,8 @@ from pdserve.router.admin import Admin
 from pdserve.router.fleet.worker_state import WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
-ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts
+# prompts of more than 128 tokens come in parts
+ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}
 CONFIG = RouterConfig(split="always", policy="round-robin", worker_silence_s=300.0)
 
 
@@ -79,7 +81,9 @@ async def test_roles_change_under_load(workers: list[Host], calm: Calm) -> None:
             await Admin(late.fleet).set_role(host.worker_id, role)
 
 
-async def test_streams_of_a_worker_that_leaves_end_there_or_are_moved(workers: list[Host], calm: Calm) -> None:
+async def test_streams_of_a_worker_that_leaves_end_there_or_are_moved(
+    workers: list[Host], calm: Calm
+) -> None:
     p0, d0, d1 = workers
     async with cluster(p0, d0, config=CONFIG, drain_s=0.1) as running:
         async with load(running.client, calm) as asking:

@@ -1,5 +1,6 @@
-"""make soak: the demo model over Ray on several raylets; counts and roles change, and a node leaves and returns, under
-constant load with long streams open. No request fails and every answer equals an undisturbed one to the byte.
+"""make soak: the demo model over Ray on several raylets; counts and roles change, and a node leaves
+and returns, under constant load with long streams open. No request fails and every answer equals an
+undisturbed one to the byte.
 
 What happens at which moment of a request: test_elasticity.py, without Ray.
 """
@@ -70,14 +71,20 @@ def asks(num: int, max_tokens: int) -> list[Ask]:
 async def calm(nodes: Nodes) -> tuple[Calm, Calm]:
     """Long ones, short ones."""
     async with connected(PORT) as http:
-        return await calmed(http, lambda: asks(NUM_LONG, LONG)), await calmed(http, lambda: asks(NUM_SHORT, SHORT))
+        return await calmed(http, lambda: asks(NUM_LONG, LONG)), await calmed(
+            http, lambda: asks(NUM_SHORT, SHORT)
+        )
 
 
 @asynccontextmanager
 async def under_load(calm: tuple[Calm, Calm]) -> AsyncIterator[tuple[httpx.AsyncClient, Load]]:
     """Long streams are open, and short ones come and go."""
     long, short = calm
-    async with connected(PORT) as http, load(http, long, LOAD_S) as streams, load(http, short, LOAD_S) as asking:
+    async with (
+        connected(PORT) as http,
+        load(http, long, LOAD_S) as streams,
+        load(http, short, LOAD_S) as asking,
+    ):
         await streams.until_round()
         streams.is_over = True  # no second round
         yield http, asking
@@ -95,18 +102,25 @@ async def until(client: Client, reached: Callable[[ClusterReport], bool]) -> Clu
 
 
 def roles(report: ClusterReport) -> tuple[int, int]:
-    """Workers that prefill and that decode, draining ones left out; all must be running at Serve, too."""
+    """Workers that prefill and that decode, draining ones left out; all must be running at Serve,
+    too."""
     stay = [worker for worker in report.workers if worker.state == "running"]
-    return sum(worker.role == "prefill" for worker in stay), sum(worker.role == "decode" for worker in stay)
+    return sum(worker.role == "prefill" for worker in stay), sum(
+        worker.role == "decode" for worker in stay
+    )
 
 
 def is_busy(report: ClusterReport, num_decode: int) -> bool:
     """So many workers decode something now."""
-    return sum(worker.role == "decode" and worker.num_running > 0 for worker in report.workers) == num_decode
+    return (
+        sum(worker.role == "decode" and worker.num_running > 0 for worker in report.workers)
+        == num_decode
+    )
 
 
 async def totals(http: httpx.AsyncClient, name: str, label: str) -> dict[str, float]:
-    """A counter by one of its labels; the two routers take turns in answering, so often enough they are both seen."""
+    """A counter by one of its labels; the two routers take turns in answering, so often enough they
+    are both seen."""
     found: dict[str, float] = {}
     for _ in range(16):
         async with httpx.AsyncClient(base_url=http.base_url) as fresh:
@@ -114,7 +128,9 @@ async def totals(http: httpx.AsyncClient, name: str, label: str) -> dict[str, fl
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
                 if sample.name == name:
-                    found[sample.labels[label]] = max(found.get(sample.labels[label], 0.0), sample.value)
+                    found[sample.labels[label]] = max(
+                        found.get(sample.labels[label], 0.0), sample.value
+                    )
     return found
 
 
@@ -129,7 +145,10 @@ async def test_counts_and_roles_change_under_load(client: Client, calm: tuple[Ca
     async with under_load(calm) as (http, asking):
         await client.ascale(prefill=2, decode=3)
         report = await until(client, lambda report: roles(report) == (2, 3) and is_busy(report, 3))
-        names = {role: [w.worker for w in report.workers if w.role == role] for role in ("prefill", "decode")}
+        names = {
+            role: [w.worker for w in report.workers if w.role == role]
+            for role in ("prefill", "decode")
+        }
         await asking.until_round()
         assert await handed_over(http, names["prefill"])
 
@@ -139,11 +158,16 @@ async def test_counts_and_roles_change_under_load(client: Client, calm: tuple[Ca
         await asking.until_round()
         assert await handed_over(http, [names["decode"][0]])
         report = await client.aworkers()
-        assert roles(report) == (2, 2) and {w.role for w in report.workers} == {"prefill", "decode", "both"}
+        assert roles(report) == (2, 2) and {w.role for w in report.workers} == {
+            "prefill",
+            "decode",
+            "both",
+        }
         await client.aset_role(names["decode"][0], "decode")
         await client.aset_role(names["prefill"][0], "prefill")
 
-        async with load(http, calm[0], LOAD_S) as late:  # the workers that are to leave shall have long ones, too
+        # the workers that are to leave shall have long ones, too
+        async with load(http, calm[0], LOAD_S) as late:
             await late.until_round()
             late.is_over = True
             await client.ascale(prefill=1, decode=1)
@@ -155,7 +179,9 @@ async def test_counts_and_roles_change_under_load(client: Client, calm: tuple[Ca
         print(f"moved: {reasons}")
 
 
-async def test_a_node_leaves_and_another_like_it_comes(nodes: Nodes, client: Client, calm: tuple[Calm, Calm]) -> None:
+async def test_a_node_leaves_and_another_like_it_comes(
+    nodes: Nodes, client: Client, calm: tuple[Calm, Calm]
+) -> None:
     await client.ascale(prefill=1, decode=3)
     before = await until(client, lambda report: roles(report) == (1, 3))
     async with under_load(calm) as (_, asking):
@@ -168,6 +194,8 @@ async def test_a_node_leaves_and_another_like_it_comes(nodes: Nodes, client: Cli
         assert (await client.aworkers()).counts["decode"].target == 3
         nodes.add(resources)
         report = await until(client, lambda report: roles(report) == (1, 3) and is_busy(report, 3))
-        new = {worker.worker for worker in report.workers} - {worker.worker for worker in before.workers}
+        new = {worker.worker for worker in report.workers} - {
+            worker.worker for worker in before.workers
+        }
         assert len(new) == resources["decode"]
         await asking.until_round()

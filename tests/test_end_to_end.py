@@ -1,6 +1,8 @@
-"""The shipped demo model through everything but Ray: HTTP, router, separate worker processes, KV by NIXL.
+"""The shipped demo model through everything but Ray: HTTP, router, separate worker processes, KV by
+NIXL.
 
-Serve's part (replicas, addressing, failures) is in tests/cluster; here is what must come out, token for token.
+Serve's part (replicas, addressing, failures) is in tests/cluster; here is what must come out, token
+for token.
 """
 
 import asyncio
@@ -28,7 +30,9 @@ NUM_PROMPTS = 200
 @pytest.fixture(scope="module")
 def pd() -> Iterator[list[Host]]:
     """Prompts of more than 256 tokens come in parts."""
-    with hosts(DEMO, "P", "D", engine={"num_kv_blocks": 2048, "max_num_batched_tokens": 256}) as started:
+    with hosts(
+        DEMO, "P", "D", engine={"num_kv_blocks": 2048, "max_num_batched_tokens": 256}
+    ) as started:
         yield started
 
 
@@ -51,7 +55,9 @@ GREEDY = {"temperature": 0, "max_tokens": 24}
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 16}
 
 
-async def test_split_equals_aggregated_equals_offline(pd: list[Host], alone: list[Host], prompts: list[str]) -> None:
+async def test_split_equals_aggregated_equals_offline(
+    pd: list[Host], alone: list[Host], prompts: list[str]
+) -> None:
     """200 prompts, greedy and seeded sampling with n=2: text and token ids."""
     llm = LLM(str(DEMO), device="cpu")
     for settings in (GREEDY, SAMPLED):
@@ -74,7 +80,9 @@ async def _answers(running: Cluster, prompts: list[str], settings: dict) -> list
 
     async def one(seed: int, prompt: str) -> list[tuple]:
         async with gate:
-            answer = await running.complete(prompt=prompt, seed=seed, return_token_ids=True, **settings)
+            answer = await running.complete(
+                prompt=prompt, seed=seed, return_token_ids=True, **settings
+            )
         return [(c["text"], c["token_ids"], c["finish_reason"]) for c in answer["choices"]]
 
     return list(await asyncio.gather(*(one(seed, prompt) for seed, prompt in enumerate(prompts))))
@@ -91,10 +99,13 @@ async def test_metrics_prove_that_kv_moved(pd: list[Host], prompts: list[str]) -
 
 
 async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> None:
-    """One prompt that is handed over in parts: bytes as the layout says, times that fit into each other."""
+    """One prompt that is handed over in parts: bytes as the layout says, times that fit into each
+    other."""
     async with cluster(*pd) as running:
         body = {"model": MODEL, "prompt": "The timeline of " + prompts[1], **GREEDY}
-        answer = await running.client.post("/v1/completions", json=body, headers={"x-pdserve-timeline": "1"})
+        answer = await running.client.post(
+            "/v1/completions", json=body, headers={"x-pdserve-timeline": "1"}
+        )
         [line] = msgspec.convert(answer.json()["timeline"], list[PromptTimeline])
         p, d = line.legs
         ends = ("prefill", "prefill", "handed over"), ("decode", "decode", "finished")
@@ -104,21 +115,33 @@ async def test_timeline_of_a_hand_over(pd: list[Host], prompts: list[str]) -> No
         assert hello.kv_cache is not None and line.prompt_tokens > 256 and d.prepared_s is not None
         num_blocks = -(-line.prompt_tokens // hello.block_size)
         cached = moved.cached_tokens // hello.block_size
-        assert (moved.source, moved.bytes) == ("p2p", (num_blocks - cached) * hello.kv_cache.block_bytes)
+        assert (moved.source, moved.bytes) == (
+            "p2p",
+            (num_blocks - cached) * hello.kv_cache.block_bytes,
+        )
         assert 0 <= moved.early_bytes <= moved.bytes and moved.descriptors > 0 and moved.transport
         assert moved.lag_s is not None and 0 < moved.lag_s < line.total_s
         assert moved.gb_per_s is not None and moved.gb_per_s > 0
-        assert moved.wait_s <= moved.seconds <= (d.queue_s or 0) + 0.01 and moved.reason == moved.detail == ""
+        assert (
+            moved.wait_s <= moved.seconds <= (d.queue_s or 0) + 0.01
+            and moved.reason == moved.detail == ""
+        )
         assert p.complete and d.complete and line.unreported_s is None
-        assert line.first_token_s is not None and d.submitted_s is not None and d.ended_s is not None
+        assert (
+            line.first_token_s is not None and d.submitted_s is not None and d.ended_s is not None
+        )
         assert (p.prefill_s or 0) < line.first_token_s <= d.submitted_s < d.ended_s <= line.total_s
 
 
 async def test_openai_client_streams_a_chat(pd: list[Host]) -> None:
     async with cluster(*pd) as running:
         client = openai.AsyncOpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-        messages: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is 42 + 17?"}]
-        whole = await client.chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=32)
+        messages: list[ChatCompletionMessageParam] = [
+            {"role": "user", "content": "What is 42 + 17?"}
+        ]
+        whole = await client.chat.completions.create(
+            model=MODEL, messages=messages, temperature=0, max_tokens=32
+        )
         stream = await client.chat.completions.create(
             model=MODEL, messages=messages, temperature=0, max_tokens=32, stream=True
         )
@@ -130,16 +153,26 @@ async def test_openai_client_streams_a_chat(pd: list[Host]) -> None:
         await client.close()
 
 
-async def test_half_of_a_hundred_disconnect_and_every_block_is_free(pd: list[Host], prompts: list[str]) -> None:
+async def test_half_of_a_hundred_disconnect_and_every_block_is_free(
+    pd: list[Host], prompts: list[str]
+) -> None:
     rng = random.Random(3)
     async with cluster(*pd) as running:
 
         async def one(index: int) -> bool:
-            body = {"model": MODEL, "prompt": prompts[index], "max_tokens": 60, "stream": True, "ignore_eos": True}
+            body = {
+                "model": MODEL,
+                "prompt": prompts[index],
+                "max_tokens": 60,
+                "stream": True,
+                "ignore_eos": True,
+            }
             patience = rng.uniform(0.01, 1.5) if index % 2 else 600.0
             try:
                 async with asyncio.timeout(patience):
-                    async with running.client.stream("POST", "/v1/completions", json=body) as answer:
+                    async with running.client.stream(
+                        "POST", "/v1/completions", json=body
+                    ) as answer:
                         return "data: [DONE]" in [line async for line in answer.aiter_lines()]
             except TimeoutError:
                 return False
@@ -167,15 +200,20 @@ async def test_two_prefill_and_two_decode_workers_recall(prompts: list[str]) -> 
     with hosts(DEMO, "P0", "P1", "D0", "D1") as started:
         async with cluster(*started) as running:
             asked = recall_prompts(seed=1234, num_prompts=12)
-            answers = await asyncio.gather(*(running.complete(prompt=p.prompt, **GREEDY) for p in asked))
-            right = [p.answer in a["choices"][0]["text"] for p, a in zip(asked, answers, strict=True)]
+            answers = await asyncio.gather(
+                *(running.complete(prompt=p.prompt, **GREEDY) for p in asked)
+            )
+            right = [
+                p.answer in a["choices"][0]["text"] for p, a in zip(asked, answers, strict=True)
+            ]
             assert sum(right) >= 11
             assert len([state for state in running.fleet.workers if state.role == "decode"]) == 2
             await running.until_metric("pdserve_kv_transfers_total", 12, outcome="done")
 
 
 async def test_the_urgent_overtake_at_both_workers() -> None:
-    """Twelve patient ones and an urgent one, which comes last; P computes one prompt at a time, D two answers."""
+    """Twelve patient ones and an urgent one, which comes last; P computes one prompt at a time, D
+    two answers."""
     draw = random.Random(3)
     ids = [[draw.randrange(100, 1500) for _ in range(200)] for _ in range(13)]
     finished: list[int] = []
@@ -199,15 +237,20 @@ async def test_the_urgent_overtake_at_both_workers() -> None:
 
 
 async def test_a_prompt_waits_for_its_turn_longer_than_an_attempts_deadline() -> None:
-    """D answers one request at a time: the next one's rows are there, and it has no tokens until the first ends."""
+    """D answers one request at a time: the next one's rows are there, and it has no tokens until
+    the first ends."""
     config = RouterConfig(split="always", attempt_deadline_s=1.0, max_attempts=3)
     with hosts(DEMO, "P", "D", engine={"max_num_seqs": 1}) as workers:
         async with cluster(*workers, config=config) as running:
-            first = asyncio.create_task(running.complete(prompt=[300] * 20, max_tokens=900, ignore_eos=True))
+            first = asyncio.create_task(
+                running.complete(prompt=[300] * 20, max_tokens=900, ignore_eos=True)
+            )
             while await running.metric("pdserve_router_generation_tokens_total") < 2:
                 await asyncio.sleep(0.01)
             body = {"model": MODEL, "prompt": [400] * 20, "max_tokens": 4, "ignore_eos": True}
-            answer = await running.client.post("/v1/completions", json=body, headers={"x-pdserve-timeline": "1"})
+            answer = await running.client.post(
+                "/v1/completions", json=body, headers={"x-pdserve-timeline": "1"}
+            )
             assert answer.status_code == 200, answer.text
             [timeline] = answer.json()["timeline"]
             assert timeline["legs"][-1]["queue_s"] > 1.5, "it did not wait: this shows nothing"

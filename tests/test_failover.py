@@ -1,7 +1,8 @@
-"""Workers killed under 32 streams of every kind, without Ray: each answer equals an undisturbed one to the byte.
+"""Workers killed under 32 streams of every kind, without Ray: each answer equals an undisturbed one
+to the byte.
 
-A victim has all requests when it dies; who takes over joins just before. Frozen processes hold a moment still. The same
-over Ray, with nodes: tests/test_failover_ray.py.
+A victim has all requests when it dies; who takes over joins just before. Frozen processes hold a
+moment still. The same over Ray, with nodes: tests/test_failover_ray.py.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ from pdserve.configs.router import RouterConfig
 from pdserve.router.fleet.worker_state import Leg, WorkerState
 from pdserve.text.tokenizer import Tokenizer
 
-ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}  # prompts of more than 128 tokens come in parts
+# prompts of more than 128 tokens come in parts
+ENGINE = {"num_kv_blocks": 2048, "max_num_batched_tokens": 128}
 CONFIG = RouterConfig(split="always", max_attempts=3, worker_silence_s=300.0)
 LONGEST_GAP_S = 30.0  # far below worker_silence_s: deaths are noticed by closed connections
 
@@ -61,7 +63,8 @@ async def stage(workers: list[Host]) -> Stage:
 
 @asynccontextmanager
 async def under_way(running: Cluster, stage: Stage) -> AsyncIterator[list[Ask]]:
-    """All requests asked; behind the block every answer has come, as it was without a disturbance."""
+    """All requests asked; behind the block every answer has come, as it was without a
+    disturbance."""
     asks = stage.asks()
     tasks = [asyncio.create_task(ask.run(running.client)) for ask in asks]
     try:
@@ -94,7 +97,8 @@ async def failovers(running: Cluster) -> float:
 
 
 async def begin(running: Cluster, asks: list[Ask], p: Host, successor: Host, *meets: Host) -> None:
-    """P, which stands still, has all requests, and the successor is there, connected; then P goes on."""
+    """P, which stands still, has all requests, and the successor is there, connected; then P goes
+    on."""
     await until(lambda: len(legs_of(running, p)) == len(asks))
     running.join(successor)
     await running.settled(successor, *meets)
@@ -114,14 +118,16 @@ async def test_a_decode_worker_dies_and_then_its_successor(stage: Stage) -> None
             freeze(first.pid)
             assert [ask for ask in asks if ask.name == "three choices" and 0 < len(ask.ended) < 3]
             num_first = len(legs_of(running, first))
-            assert num_first >= len(asks) // 2  # an answer or two have ended, or, unstreamed, are still at P
+            # an answer or two have ended, or, unstreamed, are still at P
+            assert num_first >= len(asks) // 2
             first.kill()
             await until(lambda: mid_stream(asks, 30))
             freeze(second.pid)
             running.join(third)
             await running.settled(third)
             num_second = len(legs_of(running, second))
-            assert num_second >= len(asks) // 4  # some had more tokens than others when the first died
+            # some had more tokens than others when the first died
+            assert num_second >= len(asks) // 4
             second.kill()
             await until(lambda: len(legs_of(running, third)) > 0)
             assert await failovers(running) >= (num_first + num_second) * 3 // 4
@@ -145,7 +151,9 @@ async def test_a_prefill_worker_dies_while_some_prompts_are_handed_over(stage: S
             assert await failovers(running) > 0
 
 
-async def test_a_prefill_worker_dies_when_all_is_handed_over_and_nothing_arrived(stage: Stage) -> None:
+async def test_a_prefill_worker_dies_when_all_is_handed_over_and_nothing_arrived(
+    stage: Stage,
+) -> None:
     p = stage["P1"]
     d = stage["D2"]
     async with cluster(p, d, config=CONFIG) as running, under_way(running, stage) as asks:
@@ -172,7 +180,12 @@ async def test_both_workers_die_between_hand_off_and_arrival(stage: Stage) -> No
 async def all_handed_over(running: Cluster, asks: list[Ask], p: Host, d: Host) -> None:
     """D stands still, P has done its part."""
     freeze(d.pid)
-    await until(lambda: len(legs_of(running, p)) == len(asks) and all(leg.handed_off for leg in legs_of(running, p)))
+    await until(
+        lambda: (
+            len(legs_of(running, p)) == len(asks)
+            and all(leg.handed_off for leg in legs_of(running, p))
+        )
+    )
 
 
 async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> None:
@@ -181,7 +194,10 @@ async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> 
     router = RouterProcess(DEMO, CONFIG, 1.0, alive[0].shell.parent)
     try:
         router.wait()
-        async with cluster(*alive) as observer, httpx.AsyncClient(base_url=router.url, timeout=300) as client:
+        async with (
+            cluster(*alive) as observer,
+            httpx.AsyncClient(base_url=router.url, timeout=300) as client,
+        ):
             async with asyncio.timeout(60):
                 while (await client.get("/health")).status_code != 200:
                     await asyncio.sleep(0.05)
@@ -191,7 +207,8 @@ async def test_a_killed_routers_blocks_are_free_within_seconds(stage: Stage) -> 
             while not await blocks_in_use(observer):
                 await asyncio.sleep(0.05)
             router.close()
-            async with asyncio.timeout(10):  # answers of 1,500 tokens take longer; workers push once a second
+            # answers of 1,500 tokens take longer; workers push once a second
+            async with asyncio.timeout(10):
                 while await blocks_in_use(observer):
                     await asyncio.sleep(0.02)
             ends = await asyncio.gather(*tasks, return_exceptions=True)

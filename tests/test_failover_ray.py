@@ -1,7 +1,8 @@
-"""make soak: the demo model over Ray, a raylet for each worker; engines and whole nodes killed under 32 streams.
+"""make soak: the demo model over Ray, a raylet for each worker; engines and whole nodes killed
+under 32 streams.
 
-Every answer equals an undisturbed one to the byte and no stream pauses for long. Ray's settings are those of
-`pdserve up`. What happens at which moment of a request: test_failover.py.
+Every answer equals an undisturbed one to the byte and no stream pauses for long. Ray's settings are
+those of `pdserve up`. What happens at which moment of a request: test_failover.py.
 """
 
 import asyncio
@@ -36,7 +37,9 @@ CONFIG = {
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with serving(APP, PORT, CONFIG, *({role: 1.0} for role in ("prefill", "prefill", "decode", "decode"))) as nodes:
+    with serving(
+        APP, PORT, CONFIG, *({role: 1.0} for role in ("prefill", "prefill", "decode", "decode"))
+    ) as nodes:
         yield nodes
 
 
@@ -59,7 +62,8 @@ def kill_node(nodes: Nodes, role: str) -> None:
 
 
 def vanish(nodes: Nodes, role: str) -> None:
-    """No connection is closed, as if the node's network were cut: Ray's health checks find out, after 6 s."""
+    """No connection is closed, as if the node's network were cut: Ray's health checks find out,
+    after 6 s."""
     _, raylet = nodes.take(role)
     for pid in (*children(raylet), raylet):
         os.kill(pid, signal.SIGSTOP)
@@ -74,14 +78,17 @@ async def test_streams_survive(
     role: str,
     num_tokens: int,
 ) -> None:
-    """num_tokens: that some stream (1), or every stream, has when it happens: prompts are handed over, or all were."""
+    """num_tokens: that some stream (1), or every stream, has when it happens: prompts are handed
+    over, or all were."""
     make, expected = calm
     await asyncio.to_thread(wait_until_healthy, APP)
     asks = make()
     async with asyncio.timeout(REQUEST_S), connected(PORT) as client:
         before = await failovers(client)
         tasks = [asyncio.create_task(ask.run(client, max_tokens=NUM_TOKENS)) for ask in asks]
-        while not (mid_stream(asks, num_tokens) if num_tokens > 1 else any(ask.counts for ask in asks)):
+        while not (
+            mid_stream(asks, num_tokens) if num_tokens > 1 else any(ask.counts for ask in asks)
+        ):
             await asyncio.sleep(0.002)
         strike(nodes, role)
         answers = await asyncio.gather(*tasks, return_exceptions=True)
@@ -89,12 +96,16 @@ async def test_streams_survive(
     if strike is not kill_engine:
         nodes.add({role: 1.0})
     gap = check(asks, answers, expected)
-    print(f"{strike.__name__} of {role} at {num_tokens}: longest gap {gap:.2f} s, {count:g} failovers")
+    print(
+        f"{strike.__name__} of {role} at {num_tokens}: longest gap {gap:.2f} s, {count:g} failovers"
+    )
     assert gap < (VANISHED_S if strike is vanish else LONGEST_GAP_S)
     assert count > 0 or role == "prefill"
 
 
 async def failovers(client: httpx.AsyncClient) -> float:
     text = (await client.get("/metrics")).text
-    lines = [line for line in text.splitlines() if line.startswith("pdserve_router_failovers_total")]
+    lines = [
+        line for line in text.splitlines() if line.startswith("pdserve_router_failovers_total")
+    ]
     return sum(float(line.split()[-1]) for line in lines)

@@ -1,4 +1,5 @@
-"""The rooms import one way only (docs/architecture.md), and what serves HTTP stays free of torch."""
+"""The rooms import one way only (docs/architecture.md), and what serves HTTP stays free of
+torch."""
 
 import ast
 import subprocess
@@ -33,12 +34,16 @@ ALLOWED: dict[str, set[str]] = {
 ONLY: dict[tuple[str, str], set[str]] = {
     ("kvtransfer", "engine"): {"pdserve.engine.memory.device_memory"},
     ("kvtransfer", "kernels"): {"pdserve.kernels.ops"},
-    ("cluster", "models"): {"pdserve.models.checkpoint", "pdserve.models.config", "pdserve.models.generation_defaults"},
+    ("cluster", "models"): {
+        "pdserve.models.checkpoint",
+        "pdserve.models.config",
+        "pdserve.models.generation_defaults",
+    },
     ("bench", "engine"): {"pdserve.engine.llm"},
     ("cluster", "bench"): {"pdserve.bench.cli", "pdserve.bench.option_values"},
 }
-# rooms inside a room, and files beside them, from the lowest to the highest; what stands in one line does not import
-# each other
+# rooms inside a room, and files beside them, from the lowest to the highest; what stands in one
+# line does not import each other
 ORDER: dict[str, list[str]] = {
     "kernels": [
         "launching",
@@ -78,7 +83,11 @@ ORDER: dict[str, list[str]] = {
         "cli",
     ],
 }
-OUTSIDE: dict[str, set[str]] = {"ray": {"cluster"}, "nixl": {"kvtransfer"}, "lmcache": {"kvtransfer"}}
+OUTSIDE: dict[str, set[str]] = {
+    "ray": {"cluster"},
+    "nixl": {"kvtransfer"},
+    "lmcache": {"kvtransfer"},
+}
 
 
 def files() -> list[Path]:
@@ -97,11 +106,14 @@ def imports_of(path: Path) -> set[str]:
 
 
 def name_of(path: Path) -> str:
-    return ".".join(("pdserve", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+    return ".".join(("pdserve", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(
+        ".__init__"
+    )
 
 
 def modules_of(path: Path) -> set[str]:
-    """Our modules that a file imports; `from pdserve.a import b` is pdserve.a.b where b is a module."""
+    """Our modules that a file imports; `from pdserve.a import b` is pdserve.a.b where b is a
+    module."""
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pdserve."):
@@ -137,12 +149,17 @@ def test_rooms_inside_a_room_import_one_way(room: str) -> None:
         for module in modules_of(path):
             top, other, *_ = (*module.split(".")[1:], "", "")
             if top == room and other not in ("", name):
-                assert floor[other] < floor[name], f"{path.relative_to(ROOT)} must not import {module}"
+                assert floor[other] < floor[name], (
+                    f"{path.relative_to(ROOT)} must not import {module}"
+                )
 
 
 def test_no_file_imports_in_a_circle() -> None:
     known = {name_of(path): path for path in files()}
-    left = {name: {module for module in modules_of(path) if module in known} for name, path in known.items()}
+    left = {
+        name: {module for module in modules_of(path) if module in known}
+        for name, path in known.items()
+    }
     while ready := [name for name, imports in left.items() if not imports & left.keys()]:
         for name in ready:
             del left[name]
@@ -167,5 +184,8 @@ def test_router_and_shell_need_no_torch() -> None:
         "pdserve.cluster.deployments.router_replica",
         "pdserve.cluster.client",
     ]
-    code = f"import sys\nfor n in {names}: __import__(n)\nassert 'torch' not in sys.modules, 'torch was imported'"
+    code = (
+        f"import sys\nfor n in {names}: __import__(n)\nassert 'torch' not in sys.modules, 'torch "
+        "was imported'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -25,14 +25,19 @@ def test_last():
 
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
-    for folder, name, text in (("pdserve", "largest.py", SOURCE), ("tests", "test_largest.py", TESTS)):
+    for folder, name, text in (
+        ("pdserve", "largest.py", SOURCE),
+        ("tests", "test_largest.py", TESTS),
+    ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / name).write_text(text)
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\naddopts = '-q'\n")
     return tmp_path
 
 
-def mutation(old: str, new: str, survives: str = "", guard: str = "tests/test_largest.py") -> Mutation:
+def mutation(
+    old: str, new: str, survives: str = "", guard: str = "tests/test_largest.py"
+) -> Mutation:
     return Mutation(f"{old} {new}", "pdserve/largest.py", old, new, (guard,), survives=survives)
 
 
@@ -44,9 +49,15 @@ def verdict(tree: Path, *arguments: str, limit_s: float = 60.0) -> tuple[Verdict
 
 @pytest.mark.processes
 def test_verdicts(tree: Path) -> None:
-    assert verdict(tree, "number > best", "number < best") == ("caught", "tests/test_largest.py::test_last")
+    assert verdict(tree, "number > best", "number < best") == (
+        "caught",
+        "tests/test_largest.py::test_last",
+    )
     equal = "equal ones are the same"
-    assert verdict(tree, "number > best", "number >= best", equal) == ("survived, with a reason", equal)
+    assert verdict(tree, "number > best", "number >= best", equal) == (
+        "survived, with a reason",
+        equal,
+    )
     assert verdict(tree, "number > beast", "")[0] == "moved"
     assert verdict(tree, "best", "worst")[0] == "moved", "the text is there several times"
     assert verdict(tree, "> best", "< best", "", "tests/nowhere.py")[0] == "broken"
@@ -55,8 +66,15 @@ def test_verdicts(tree: Path) -> None:
 
 
 def test_only_what_is_caught_or_has_a_reason_is_good() -> None:
-    verdicts = [_verdict(is_caught, reason) for is_caught in (True, False) for reason in ("", "a reason")]
-    assert verdicts == ["caught", "caught, but said to be equivalent", "survived", "survived, with a reason"]
+    verdicts = [
+        _verdict(is_caught, reason) for is_caught in (True, False) for reason in ("", "a reason")
+    ]
+    assert verdicts == [
+        "caught",
+        "caught, but said to be equivalent",
+        "survived",
+        "survived, with a reason",
+    ]
     assert [each for each in verdicts if each in GOOD] == ["caught", "survived, with a reason"]
 
 
@@ -65,7 +83,8 @@ def test_every_seed_must_catch_it(tree: Path) -> None:
     tests = tree / "tests" / "test_largest.py"
     tests.write_text(
         TESTS.replace(
-            "def test_last():", "def test_last(request):\n    if request.config.option.hypothesis_seed == '2': return"
+            "def test_last():",
+            "def test_last(request):\n    if request.config.option.hypothesis_seed == '2': return",
         )
     )
     lucky = Mutation("x", "pdserve/largest.py", "> best", "< best", ("tests",), seeds=(1, 2, 3))

@@ -1,5 +1,6 @@
-"""A chat over four workers and one KV pool (LMCache's server), all in processes of their own: its next turn finds what
-the turns before it left, on whichever workers they ran; and a server that dies costs nothing but that.
+"""A chat over four workers and one KV pool (LMCache's server), all in processes of their own: its
+next turn finds what the turns before it left, on whichever workers they ran; and a server that dies
+costs nothing but that.
 """
 
 import asyncio
@@ -36,7 +37,12 @@ def server() -> Iterator[PoolServer]:
 
 @pytest.fixture(scope="module")
 def workers(server: PoolServer) -> Iterator[list[Host]]:
-    pool = {"mode": "connect", "address": server.address, "chunk_tokens": CHUNK, "request_deadline_ms": 2000}
+    pool = {
+        "mode": "connect",
+        "address": server.address,
+        "chunk_tokens": CHUNK,
+        "request_deadline_ms": 2000,
+    }
     with hosts(DEMO, "P0", "P1", "D0", "D1", transfer={"pool": pool}) as started:
         yield started
 
@@ -50,13 +56,16 @@ async def generated(running: Cluster) -> float:
 
 
 async def told(running: Cluster, generated_before: float) -> None:
-    """Wait until the workers have told what they counted of one answer, and have nothing left to store of it: what they
-    stored by then was the same in two messages, which they push once a second."""
+    """Wait until the workers have told what they counted of one answer, and have nothing left to
+    store of it: what they stored by then was the same in two messages, which they push once a
+    second."""
     stored = -1.0
     async with asyncio.timeout(60):
         while await generated(running) < generated_before + GREEDY["max_tokens"]:
             await asyncio.sleep(0.1)
-        while stored != (stored := await running.metric("pdserve_kv_pool_bytes_total", operation="store")):
+        while stored != (
+            stored := await running.metric("pdserve_kv_pool_bytes_total", operation="store")
+        ):
             await asyncio.sleep(1.2)
 
 
@@ -64,8 +73,11 @@ def words(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(8, 1536) for _ in range(count)]
 
 
-async def test_the_next_turn_of_a_chat_finds_the_ones_before(workers: list[Host], server: PoolServer) -> None:
-    """Every turn runs on other workers than the one before: these are told to leave out all others."""
+async def test_the_next_turn_of_a_chat_finds_the_ones_before(
+    workers: list[Host], server: PoolServer
+) -> None:
+    """Every turn runs on other workers than the one before: these are told to leave out all
+    others."""
     rng = random.Random(11)
     llm = LLM(str(DEMO), device="cpu")
     chat = words(rng, 300)
@@ -83,18 +95,27 @@ async def test_the_next_turn_of_a_chat_finds_the_ones_before(workers: list[Host]
             await told(running, generated_before)
             spent = await computed(running) - before
             if turn:
-                assert spent <= len(chat) - known, f"turn {turn}: {spent} of {len(chat)} computed, {known} were known"
-                assert await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve") > found
+                assert spent <= len(chat) - known, (
+                    f"turn {turn}: {spent} of {len(chat)} computed, {known} were known"
+                )
+                assert (
+                    await running.metric("pdserve_kv_pool_bytes_total", operation="retrieve")
+                    > found
+                )
                 assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= known
             known = full
             chat = chat + tokens + words(rng, 40)
 
 
-async def test_a_server_that_dies_costs_nothing_else(workers: list[Host], server: PoolServer) -> None:
+async def test_a_server_that_dies_costs_nothing_else(
+    workers: list[Host], server: PoolServer
+) -> None:
     rng = random.Random(12)
     llm = LLM(str(DEMO), device="cpu")
     prompts = [words(rng, 200) for _ in range(6)]
-    outputs = llm.generate(prompts, [SamplingParams(**GREEDY, seed=1)] * len(prompts), use_tqdm=False)
+    outputs = llm.generate(
+        prompts, [SamplingParams(**GREEDY, seed=1)] * len(prompts), use_tqdm=False
+    )
     async with cluster(*workers) as running:
         for index, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
             if index == 2:
@@ -110,7 +131,13 @@ async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() ->
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    pool = {"mode": "start", "address": address, "chunk_tokens": CHUNK, "request_deadline_ms": 2000, "l1_gib": 0.25}
+    pool = {
+        "mode": "start",
+        "address": address,
+        "chunk_tokens": CHUNK,
+        "request_deadline_ms": 2000,
+        "l1_gib": 0.25,
+    }
     rng = random.Random(13)
     prompt = words(rng, 200)
 
@@ -141,5 +168,7 @@ async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() ->
 
 def pool_children(host: Host) -> list[psutil.Process]:
     return [
-        child for child in psutil.Process(host.process.pid).children() if "lmcache_server" in " ".join(child.cmdline())
+        child
+        for child in psutil.Process(host.process.pid).children()
+        if "lmcache_server" in " ".join(child.cmdline())
     ]

@@ -1,12 +1,13 @@
-"""make soak: many requests over tiny pools, several routers and a KV pool, with aborts, kills and freezes of everybody,
-bursts that are more than routers take, and wrong requests.
+"""make soak: many requests over tiny pools, several routers and a KV pool, with aborts, kills and
+freezes of everybody, bursts that are more than routers take, and wrong requests.
 
-Every token that reaches a client is the right one, every request ends in time, with its answer or a clear error, and in
-the end no block is owned, quarantined or lost. After a third of the time one P, one D and one router are only frozen:
-these must not gather memory, descriptors, threads or tasks. Seeded by PDSERVE_SOAK_SEED (printed; the order of the
-chaos, not its timing against the requests); it lasts PDSERVE_SOAK_MINUTES, and until PDSERVE_SOAK_REQUESTS were asked,
-which are asked again when there is time. PDSERVE_SOAK_TLS=tcp: reads that need the other side's
-process, so that freezes leave many of them unsettled (with CMA, UCX's choice here, they end by themselves).
+Every token that reaches a client is the right one, every request ends in time, with its answer or a
+clear error, and in the end no block is owned, quarantined or lost. After a third of the time one P,
+one D and one router are only frozen: these must not gather memory, descriptors, threads or tasks.
+Seeded by PDSERVE_SOAK_SEED (printed; the order of the chaos, not its timing against the requests);
+it lasts PDSERVE_SOAK_MINUTES, and until PDSERVE_SOAK_REQUESTS were asked, which are asked again
+when there is time. PDSERVE_SOAK_TLS=tcp: reads that need the other side's process, so that freezes
+leave many of them unsettled (with CMA, UCX's choice here, they end by themselves).
 """
 
 import asyncio
@@ -48,9 +49,17 @@ CONCURRENCY = 12
 RETRIES = 4
 POOL = {"num_kv_blocks": 96, "max_num_seqs": 16, "max_num_batched_tokens": 128}
 PULL_DEADLINE_S = 1.0
-TRANSFER = {"pull_deadline_s": PULL_DEADLINE_S, "lease_s": 3.0, "ucx_tls": os.environ.get("PDSERVE_SOAK_TLS")}
+TRANSFER = {
+    "pull_deadline_s": PULL_DEADLINE_S,
+    "lease_s": 3.0,
+    "ucx_tls": os.environ.get("PDSERVE_SOAK_TLS"),
+}
 ROUTER = RouterConfig(
-    split="always", worker_silence_s=3.0, attempt_deadline_s=10.0, max_attempts=3, max_concurrent_prompts=40
+    split="always",
+    worker_silence_s=3.0,
+    attempt_deadline_s=10.0,
+    max_attempts=3,
+    max_concurrent_prompts=40,
 )
 BURST = 120
 BURST_PAUSE_S = (10.0, 30.0)
@@ -58,10 +67,13 @@ BAD_PAUSE_S = (0.1, 1.0)
 SAMPLE_S = 5.0
 RESUME_WAIT_S = 10.0
 
-# An attempt ends when one of its two legs shows no sign for so long, and its transfer has a deadline of its own.
+# An attempt ends when one of its two legs shows no sign for so long, and its transfer has a
+# deadline of its own.
 ATTEMPT_S = 2 * ROUTER.attempt_deadline_s + PULL_DEADLINE_S
 UNDISTURBED_S = 15.0  # what a request takes here at most when all are well
-LIMIT_S = UNDISTURBED_S + ROUTER.max_attempts * (ATTEMPT_S + RESUME_WAIT_S) + LONGEST_FREEZE_S + RETRIES
+LIMIT_S = (
+    UNDISTURBED_S + ROUTER.max_attempts * (ATTEMPT_S + RESUME_WAIT_S) + LONGEST_FREEZE_S + RETRIES
+)
 DRAINED_S = 15.0  # leases, quarantine and routers' silence are all shorter
 
 Request = tuple[list[int], dict[str, Any]]
@@ -69,7 +81,8 @@ Tokens = list[list[int]]
 
 
 def requests_of(rng: random.Random) -> list[Request]:
-    """Prompts over a few shared prefixes, greedy and sampled, short and long; every fourth was asked before."""
+    """Prompts over a few shared prefixes, greedy and sampled, short and long; every fourth was
+    asked before."""
     prefixes = [[rng.randrange(8, 1536) for _ in range(160)] for _ in range(6)]
     made: list[Request] = []
     for index in range(NUM_REQUESTS):
@@ -89,14 +102,22 @@ def answers_of(requests: list[Request]) -> dict[int, Tokens]:
     """What one engine alone answers, by seed: token ids of every choice."""
     distinct = {settings["seed"]: (prompt, settings) for prompt, settings in requests}
     params = [SamplingParams(**settings) for _, settings in distinct.values()]
-    outputs = LLM(str(DEMO), device="cpu").generate([prompt for prompt, _ in distinct.values()], params)
-    return {seed: [c.token_ids for c in output.outputs] for seed, output in zip(distinct, outputs, strict=True)}
+    outputs = LLM(str(DEMO), device="cpu").generate(
+        [prompt for prompt, _ in distinct.values()], params
+    )
+    return {
+        seed: [c.token_ids for c in output.outputs]
+        for seed, output in zip(distinct, outputs, strict=True)
+    }
 
 
 class Refused(Exception):
-    """An error in OpenAI's form. kind: status and code. retry_after: seconds, when asking again may help."""
+    """An error in OpenAI's form. kind: status and code. retry_after: seconds, when asking again may
+    help."""
 
-    def __init__(self, status: int, error: dict[str, Any], headers: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, status: int, error: dict[str, Any], headers: Mapping[str, str] | None = None
+    ) -> None:
         assert error["message"] and error["message"] != "the server failed; its log says why", error
         self.kind = f"{status}, {error['code'] or error['type']}"
         self.retry_after = float((headers or {}).get("retry-after", 0.0))
@@ -122,8 +143,8 @@ class Clients:
         await self._http.aclose()
 
     async def ask(self, index: int, request: Request, streams: bool, patience: float | None) -> str:
-        """How it ended; AssertionError when a token is wrong or the end is late. patience: seconds until its client
-        leaves."""
+        """How it ended; AssertionError when a token is wrong or the end is late. patience: seconds
+        until its client leaves."""
         began = time.monotonic()
         try:
             async with asyncio.timeout(patience):
@@ -171,25 +192,34 @@ class Clients:
         answer = await self._http.post(f"{router.url}/v1/completions", json=self._body(request))
         if answer.status_code != 200:
             raise Refused(answer.status_code, answer.json()["error"], answer.headers)
-        assert [choice["token_ids"] for choice in answer.json()["choices"]] == self._expected[request[1]["seed"]]
+        assert [choice["token_ids"] for choice in answer.json()["choices"]] == self._expected[
+            request[1]["seed"]
+        ]
 
     async def _stream(self, router: RouterProcess, request: Request) -> None:
-        """Checks each token as it comes: those of answers that are cut or refused later were right, too."""
+        """Checks each token as it comes: those of answers that are cut or refused later were right,
+        too."""
         expected = self._expected[request[1]["seed"]]
         counts = [0] * len(expected)
         async for event in self._events(router, self._body(request) | {"stream": True}):
             for choice in event["choices"]:
                 index = choice["index"]
                 tokens = choice["token_ids"]
-                assert tokens == expected[index][counts[index] : counts[index] + len(tokens)], f"seed {request[1]}"
+                assert tokens == expected[index][counts[index] : counts[index] + len(tokens)], (
+                    f"seed {request[1]}"
+                )
                 counts[index] += len(tokens)
         assert counts == [len(tokens) for tokens in expected]
 
-    async def _events(self, router: RouterProcess, body: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
+    async def _events(
+        self, router: RouterProcess, body: dict[str, Any]
+    ) -> AsyncIterator[dict[str, Any]]:
         ended = False
         async with self._http.stream("POST", f"{router.url}/v1/completions", json=body) as answer:
             if answer.status_code != 200:
-                raise Refused(answer.status_code, json.loads(await answer.aread())["error"], answer.headers)
+                raise Refused(
+                    answer.status_code, json.loads(await answer.aread())["error"], answer.headers
+                )
             async for line in answer.aiter_lines():
                 if line == "data: [DONE]":
                     ended = True
@@ -201,13 +231,16 @@ class Clients:
         assert ended, "a stream ended without [DONE]"
 
     async def ask_wrongly(self, bad: Bad) -> None:
-        """A wrong request gets its status and a message that names what is wrong; or hears that nobody has time."""
+        """A wrong request gets its status and a message that names what is wrong; or hears that
+        nobody has time."""
         began = time.monotonic()
         router = self._routers[int(began) % len(self._routers)]
         kills = router.num_kills
         headers = {"content-type": "application/json"}
         try:
-            answer = await self._http.request(bad.method, router.url + bad.path, content=bad.body, headers=headers)
+            answer = await self._http.request(
+                bad.method, router.url + bad.path, content=bad.body, headers=headers
+            )
         except httpx.ConnectError:
             return
         except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
@@ -217,13 +250,17 @@ class Clients:
         is_told = answer.status_code == bad.status and bad.names.lower() in message.lower()
         is_put_off = answer.status_code in (429, 503) and float(answer.headers["retry-after"]) > 0
         assert is_told or is_put_off, f"{bad}: {answer.status_code}, {message}"
-        self.ends["wrong, and told so" if is_told else "wrong, and put off"].append(time.monotonic() - began)
+        self.ends["wrong, and told so" if is_told else "wrong, and put off"].append(
+            time.monotonic() - began
+        )
 
     async def half_a_request(self, rng: random.Random) -> None:
         """A client that leaves in the middle of what it says."""
         router = rng.choice(self._routers)
         body = json.dumps({"model": MODEL, "prompt": [9] * 50, "stream": True}).encode()
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
+        ).encode()
         whole = head + body
         with contextlib.suppress(OSError):
             _, writer = await asyncio.open_connection("127.0.0.1", router.port)
@@ -241,13 +278,18 @@ class Clients:
             page = (await self._http.get(f"{router.url}/metrics", timeout=2.0)).text
         except httpx.TransportError:
             return None
-        return [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+        return [
+            sample for family in text_string_to_metric_families(page) for sample in family.samples
+        ]
 
     def table(self) -> str:
         """Markdown: how requests ended, and how long they took."""
         lines = ["| end | requests | median, s | longest, s |", "|---|---|---|---|"]
         for end, seconds in sorted(self.ends.items(), key=lambda item: -len(item[1])):
-            lines.append(f"| {end} | {len(seconds):,} | {statistics.median(seconds):.2f} | {max(seconds):.1f} |")
+            lines.append(
+                f"| {end} | {len(seconds):,} | {statistics.median(seconds):.2f} | "
+                f"{max(seconds):.1f} |"
+            )
         return "\n".join(lines)
 
 
@@ -268,20 +310,32 @@ async def audit(clients: Clients, routers: list[RouterProcess], victims: list[Vi
             victim.check()
         for router in routers:
             for worker, states in blocks_of(await clients.metrics(router) or []).items():
-                assert sum(states.values()) == POOL["num_kv_blocks"] - 1, f"the books of {worker}: {states}"
+                assert sum(states.values()) == POOL["num_kv_blocks"] - 1, (
+                    f"the books of {worker}: {states}"
+                )
 
 
 async def until_drained(clients: Clients, routers: list[RouterProcess]) -> float:
-    """Seconds until every router sees all workers with every block free, and has no request left."""
+    """Seconds until every router sees all workers with every block free, and has no request
+    left."""
     began = time.monotonic()
     while True:
         pages = [await clients.metrics(router) or [] for router in routers]
         states = [blocks_of(samples) for samples in pages]
-        running = [s.value for samples in pages for s in samples if s.name == "pdserve_router_num_requests_running"]
+        running = [
+            s.value
+            for samples in pages
+            for s in samples
+            if s.name == "pdserve_router_num_requests_running"
+        ]
         free = [worker["free"] for workers in states for worker in workers.values()]
-        if free == [POOL["num_kv_blocks"] - 1] * NUM_WORKERS * len(routers) and running == [0.0] * len(routers):
+        if free == [POOL["num_kv_blocks"] - 1] * NUM_WORKERS * len(routers) and running == [
+            0.0
+        ] * len(routers):
             return time.monotonic() - began
-        assert time.monotonic() - began < DRAINED_S, f"not at rest: running {running}, blocks {states}"
+        assert time.monotonic() - began < DRAINED_S, (
+            f"not at rest: running {running}, blocks {states}"
+        )
         await asyncio.sleep(0.2)
 
 
@@ -298,13 +352,27 @@ async def test_soak() -> None:
     rng = random.Random(SEED)
     requests = requests_of(rng)
     expected = answers_of(requests)
-    with tempfile.TemporaryDirectory(prefix="pdserve-soak-") as name, contextlib.ExitStack() as stack:
+    with (
+        tempfile.TemporaryDirectory(prefix="pdserve-soak-") as name,
+        contextlib.ExitStack() as stack,
+    ):
         folder = Path(name)
-        shared = PoolVictim(PoolConfig(mode="start", address=free_address(), chunk_tokens=64, l1_gib=0.25))
+        shared = PoolVictim(
+            PoolConfig(mode="start", address=free_address(), chunk_tokens=64, l1_gib=0.25)
+        )
         stack.callback(shared.close)
         pool = {"mode": "connect", "address": shared.address, "chunk_tokens": 64, "breaker_s": 1.0}
         workers = stack.enter_context(
-            hosts(DEMO, "P0", "P1", "D0", "D1", engine=POOL, transfer={**TRANSFER, "pool": pool}, shells=folder)
+            hosts(
+                DEMO,
+                "P0",
+                "P1",
+                "D0",
+                "D1",
+                engine=POOL,
+                transfer={**TRANSFER, "pool": pool},
+                shells=folder,
+            )
         )
         assert len(workers) == NUM_WORKERS
         routers = [RouterProcess(DEMO, ROUTER, RESUME_WAIT_S, folder) for _ in range(NUM_ROUTERS)]
@@ -337,17 +405,25 @@ def living(victims: list[Victim]) -> dict[str, Victim]:
     return {victim.kind: victim for victim in reversed(victims) if victim.kind != "pool"}
 
 
-async def held(clients: Clients, routers: list[RouterProcess], victims: list[Victim]) -> dict[str, Holdings]:
+async def held(
+    clients: Clients, routers: list[RouterProcess], victims: list[Victim]
+) -> dict[str, Holdings]:
     """What they hold at rest."""
     found = {}
     for name, victim in living(victims).items():
         assert victim.process.pid is not None
-        found[name] = holdings(victim.process.pid, await clients.tasks(routers[0]) if name == "router" else None)
+        found[name] = holdings(
+            victim.process.pid, await clients.tasks(routers[0]) if name == "router" else None
+        )
     return found
 
 
 async def run(
-    clients: Clients, requests: list[Request], routers: list[RouterProcess], victims: list[Victim], rng: random.Random
+    clients: Clients,
+    requests: list[Request],
+    routers: list[RouterProcess],
+    victims: list[Victim],
+    rng: random.Random,
 ) -> None:
     """All requests amid the chaos; then everything comes to rest."""
     chaos = Chaos(victims, random.Random(rng.random()))
@@ -355,7 +431,9 @@ async def run(
     ends = began + 60 * MINUTES
     watch = MemoryWatch()
     with tqdm(total=len(requests), desc="soak", unit="request") as progress:
-        asking = asyncio.create_task(all_of_them(clients, requests, random.Random(rng.random()), ends, progress))
+        asking = asyncio.create_task(
+            all_of_them(clients, requests, random.Random(rng.random()), ends, progress)
+        )
         striking = asyncio.create_task(chaos.run())
         asking.add_done_callback(lambda _: chaos.stop())
         endless = {
@@ -367,7 +445,9 @@ async def run(
         try:
             waiting = {asking, striking}
             while waiting:
-                done, _ = await asyncio.wait({*waiting, *endless}, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(
+                    {*waiting, *endless}, return_when=asyncio.FIRST_COMPLETED
+                )
                 for task in done:
                     task.result()
                 waiting -= done
@@ -381,16 +461,23 @@ async def run(
     print(f"strikes: {dict(sorted(chaos.struck.items()))}\n{watch.table()}")
     finished = sum(len(times) for end, times in clients.ends.items() if end.startswith("finished"))
     assert finished > asked // 2
-    assert any("429" in message for message in clients.messages), "no burst was too much: this was no overload"
+    assert any("429" in message for message in clients.messages), (
+        "no burst was too much: this was no overload"
+    )
     watch.check()
     print(f"at rest after {await until_drained(clients, routers):.1f} s")
-    await asyncio.sleep(2.0)  # workers at rest check their blocks for themselves, and die when one is lost
+    # workers at rest check their blocks for themselves, and die when one is lost
+    await asyncio.sleep(2.0)
     for victim in victims:
         victim.check()
 
 
 async def all_of_them(
-    clients: Clients, requests: list[Request], rng: random.Random, ends: float, progress: "tqdm[Any]"
+    clients: Clients,
+    requests: list[Request],
+    rng: random.Random,
+    ends: float,
+    progress: "tqdm[Any]",
 ) -> None:
     """Each once, and again while there is time."""
     indices = itertools.count()
@@ -409,7 +496,8 @@ async def all_of_them(
 
 
 async def bursts(clients: Clients, requests: list[Request], rng: random.Random) -> None:
-    """Now and then more at once than the routers take: they say so, with the time after which to ask again."""
+    """Now and then more at once than the routers take: they say so, with the time after which to
+    ask again."""
     while True:
         await asyncio.sleep(rng.uniform(*BURST_PAUSE_S))
         chosen = [rng.randrange(len(requests)) for _ in range(BURST)]
@@ -421,11 +509,16 @@ async def bursts(clients: Clients, requests: list[Request], rng: random.Random) 
 async def nonsense(clients: Clients, rng: random.Random) -> None:
     while True:
         await asyncio.sleep(rng.uniform(*BAD_PAUSE_S))
-        await (clients.half_a_request(rng) if rng.random() < 0.2 else clients.ask_wrongly(rng.choice(BAD)))
+        await (
+            clients.half_a_request(rng)
+            if rng.random() < 0.2
+            else clients.ask_wrongly(rng.choice(BAD))
+        )
 
 
 async def spare_and_watch(victims: list[Victim], begins: float, watch: MemoryWatch) -> None:
-    """From `begins` on some live: their memory is watched. Those that are being killed then are spared their next."""
+    """From `begins` on some live: their memory is watched. Those that are being killed then are
+    spared their next."""
     await asyncio.sleep(begins - time.monotonic())
     for victim in living(victims).values():
         victim.spared = True
@@ -436,12 +529,18 @@ async def spare_and_watch(victims: list[Victim], begins: float, watch: MemoryWat
         await asyncio.sleep(SAMPLE_S)
 
 
-async def until_whole(clients: Clients, requests: list[Request], routers: list[RouterProcess]) -> None:
+async def until_whole(
+    clients: Clients, requests: list[Request], routers: list[RouterProcess]
+) -> None:
     """Nobody needs a restart: all answers come, and their KV moves between workers again."""
 
     async def pulls() -> float:
         samples = [sample for router in routers for sample in await clients.metrics(router) or []]
-        return sum(s.value for s in samples if s.name == "pdserve_kv_transfers_total" and s.labels["outcome"] == "done")
+        return sum(
+            s.value
+            for s in samples
+            if s.name == "pdserve_kv_transfers_total" and s.labels["outcome"] == "done"
+        )
 
     before = await pulls()
     for index, request in enumerate(requests[:16]):

@@ -1,12 +1,14 @@
-"""What a streamed token costs the whole cluster in CPU time, and what the cluster adds to the first token: `pdserve up`
-with engines on paper (paced_engine.py: a token every 20 ms, first tokens at once), HTTP clients in this process.
+"""What a streamed token costs the whole cluster in CPU time, and what the cluster adds to the first
+token: `pdserve up` with engines on paper (paced_engine.py: a token every 20 ms, first tokens at
+once), HTTP clients in this process.
 
     .venv/bin/python -m benchmarks.cluster.cluster_cpu --out benchmarks/results/cluster-cpu.jsonl
     .venv/bin/python -m benchmarks.cluster.cluster_cpu --mode aggregated --haproxy
 
-All processes count that descend from `pdserve up`: Ray's, routers, replicas, engines; the clients do not. A second
-figure leaves out what the same processes take when idle. Between the rounds a bare uvicorn streams as much (one
-process, no router): what a token costs on this machine today. Needs a quiet machine; wants at most 95 us and 5 ms.
+All processes count that descend from `pdserve up`: Ray's, routers, replicas, engines; the clients
+do not. A second figure leaves out what the same processes take when idle. Between the rounds a bare
+uvicorn streams as much (one process, no router): what a token costs on this machine today. Needs a
+quiet machine; wants at most 95 us and 5 ms.
 """
 
 import argparse
@@ -41,7 +43,9 @@ def document(mode: str, port: int, split: str) -> dict[str, Any]:
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [{"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}],
+        "applications": [
+            {"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}
+        ],
     }
 
 
@@ -50,7 +54,9 @@ def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:
     began = time.monotonic()
     time.sleep(options.idle_s)
     idle_share = sum(spent(before, cpu_seconds(server.pid)).values()) / (time.monotonic() - began)
-    first = LoadConfig(server.url, Shape.parse(f"{options.first_tokens}x{PROMPT_TOKENS}x2"), clients=1)
+    first = LoadConfig(
+        server.url, Shape.parse(f"{options.first_tokens}x{PROMPT_TOKENS}x2"), clients=1
+    )
     ttft = run_load(first, progress=False).figures()["ttft_ms"]
     rounds = []
     bare_us = []
@@ -58,28 +64,37 @@ def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:
         rounds.append(stream_round(server, options.streams, options.tokens, idle_share))
         bare_us.append(stream_round(bare, options.streams, options.tokens, 0.0)["us_per_token"])
         cost = rounds[-1]["us_per_token"]
-        print(f"round {number + 1}: {cost:.1f} us a token, bare uvicorn {bare_us[-1]:.1f}", flush=True)
+        print(
+            f"round {number + 1}: {cost:.1f} us a token, bare uvicorn {bare_us[-1]:.1f}", flush=True
+        )
     rounds.sort(key=lambda figures: figures["us_per_token"])
     return {
         "ttft_ms": ttft,
         "bare_us_per_token": repeated(bare_us),
         "idle_cpu_share": round(idle_share, 4),
         **{
-            name: repeated([figures[name] for figures in rounds]) for name in ("us_per_token", "us_per_token_less_idle")
+            name: repeated([figures[name] for figures in rounds])
+            for name in ("us_per_token", "us_per_token_less_idle")
         },
         "median_round": rounds[len(rounds) // 2],
     }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--mode", choices=("disaggregated", "aggregated"), default="disaggregated")
     parser.add_argument("--haproxy", action="store_true", help="HAProxy in front")
     parser.add_argument("--streams", type=integer(1), default=64)
     parser.add_argument("--tokens", type=integer(2), default=600, help="of each stream")
     parser.add_argument("--rounds", type=integer(1), default=5, help="the median counts")
-    parser.add_argument("--first-tokens", type=integer(1), default=100, help="requests of one client, for its TTFT")
-    parser.add_argument("--idle-s", type=POSITIVE, default=10.0, help="seconds without load, for what idles")
+    parser.add_argument(
+        "--first-tokens", type=integer(1), default=100, help="requests of one client, for its TTFT"
+    )
+    parser.add_argument(
+        "--idle-s", type=POSITIVE, default=10.0, help="seconds without load, for what idles"
+    )
     parser.add_argument("--out", type=Path, help="append a JSON line here")
     options = parser.parse_args()
     check_writable(options.out)
@@ -87,7 +102,9 @@ def main() -> int:
     flags = ["--haproxy"] if options.haproxy else []
     try:
         with (
-            serving(document(options.mode, port, "always"), port, PAPER_CLI, options=flags) as server,
+            serving(
+                document(options.mode, port, "always"), port, PAPER_CLI, options=flags
+            ) as server,
             bare_server() as bare,
         ):
             figures = measure(server, bare, options)
@@ -96,12 +113,27 @@ def main() -> int:
         return 2
     us = figures["us_per_token"]
     ttft = figures["ttft_ms"]
-    shape = {"mode": options.mode, "haproxy": options.haproxy, "streams": options.streams, "tokens": options.tokens}
-    append(options.out, {"benchmark": "cluster_cpu", **shape, **figures, "cores": os.cpu_count(), **circumstances()})
+    shape = {
+        "mode": options.mode,
+        "haproxy": options.haproxy,
+        "streams": options.streams,
+        "tokens": options.tokens,
+    }
+    append(
+        options.out,
+        {
+            "benchmark": "cluster_cpu",
+            **shape,
+            **figures,
+            "cores": os.cpu_count(),
+            **circumstances(),
+        },
+    )
     print(
         f"{us['median']:.1f} us of CPU a token (spread {us['spread']:.1f}, wanted {WANTED_US:g}), "
         f"{figures['us_per_token_less_idle']['median']:.1f} without what idles; "
-        f"bare uvicorn {figures['bare_us_per_token']['median']:.1f}; {figures['median_round']['by_kind']}\n"
+        f"bare uvicorn {figures['bare_us_per_token']['median']:.1f}; "
+        f"{figures['median_round']['by_kind']}\n"
         f"first token {ttft['p50']:.2f} ms, p99 {ttft['p99']:.2f} (wanted {WANTED_MS:g})"
     )
     return int(us["median"] > WANTED_US or ttft["p50"] > WANTED_MS)

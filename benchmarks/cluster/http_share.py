@@ -1,11 +1,13 @@
-"""Where the time of a request goes: HTTP, router, waiting, the engine's host, the device; in ms and as shares of what
-clients saw.
+"""Where the time of a request goes: HTTP, router, waiting, the engine's host, the device; in ms and
+as shares of what clients saw.
 
-Puts a closed-loop load on a running server for each number of clients and takes the difference of the router's own
-counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a server with one router replica.
+Puts a closed-loop load on a running server for each number of clients and takes the difference of
+the router's own counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a
+server with one router replica.
 
     .venv/bin/python -m benchmarks.cluster.http_share --url http://127.0.0.1:8000 --out
-    benchmarks/results/http-share.jsonl .venv/bin/python -m benchmarks.cluster.http_share --url ... --clients 1 32 128
+    benchmarks/results/http-share.jsonl .venv/bin/python -m benchmarks.cluster.http_share --url ...
+    --clients 1 32 128
     --input-len 1024 --output-len 128
 
     outside   client, network, and what stands before the router: HAProxy, Serve's HTTP server
@@ -55,23 +57,28 @@ def router_times(url: str) -> dict[str, float]:
     return times
 
 
-def measure(url: str, clients: int, input_len: Lengths, output_len: Lengths, rounds: int, vocab_size: int) -> Json:
+def measure(
+    url: str, clients: int, input_len: Lengths, output_len: Lengths, rounds: int, vocab_size: int
+) -> Json:
     """share_of() a closed loop, behind one like it that warms up."""
-    load = LoadConfig(url, Shape(clients, input_len, output_len), clients, vocab_size=vocab_size, seed=1)
+    load = LoadConfig(
+        url, Shape(clients, input_len, output_len), clients, vocab_size=vocab_size, seed=1
+    )
     run_load(load, progress=False)
     shape = Shape(max(clients * rounds, 8), input_len, output_len)
     result, share = share_of(replace(load, shape=shape, num_warmups=0, seed=clients))
     if share is None:
         raise ValueError(
-            f"of {shape.num_prompts} requests {len(result.finished)} finished ({dict(result.errors)}), and this router "
+            f"of {shape.num_prompts} requests {len(result.finished)} finished "
+            f"({dict(result.errors)}), and this router "
             "may have counted others: end other load on the server, and give it one router replica"
         )
     return share
 
 
 def share_of(load: LoadConfig) -> tuple[LoadResult, Json | None]:
-    """Puts a load without warm-ups on the server; mean milliseconds of a request by part, and their shares of what
-    clients saw: None when some failed or the router counted other requests.
+    """Puts a load without warm-ups on the server; mean milliseconds of a request by part, and their
+    shares of what clients saw: None when some failed or the router counted other requests.
     """
     time.sleep(SETTLE_S)
     before = router_times(load.url)
@@ -99,24 +106,36 @@ def table(rows: Sequence[Json]) -> str:
     """Markdown: a line a load, milliseconds and share by part."""
     names = list(rows[0]["share"])
     lines = [
-        "| load | in/out | request, ms | " + " | ".join(name.replace("_", " ") for name in names) + " |",
+        "| load | in/out | request, ms | "
+        + " | ".join(name.replace("_", " ") for name in names)
+        + " |",
         "|" + "---|" * (3 + len(names)),
     ]
     for row in rows:
         cells = [f"{row['ms'][name]:.1f} ({row['share'][name]:.1%})" for name in names]
         lengths = f"{row['input_len']}/{row['output_len']}"
-        lines.append(f"| {row['load']} | {lengths} | {row['request_ms']:.1f} | " + " | ".join(cells) + " |")
+        lines.append(
+            f"| {row['load']} | {lengths} | {row['request_ms']:.1f} | " + " | ".join(cells) + " |"
+        )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     parser.add_argument("--clients", type=integer(1), nargs="+", default=[1, 32, 128])
-    parser.add_argument("--input-len", type=Lengths.parse, default=Lengths(1024, 1024), help="default 1024")
-    parser.add_argument("--output-len", type=Lengths.parse, default=Lengths(128, 128), help="default 128")
+    parser.add_argument(
+        "--input-len", type=Lengths.parse, default=Lengths(1024, 1024), help="default 1024"
+    )
+    parser.add_argument(
+        "--output-len", type=Lengths.parse, default=Lengths(128, 128), help="default 128"
+    )
     parser.add_argument("--rounds", type=integer(1), default=3, help="requests of each client")
-    parser.add_argument("--vocab-size", type=integer(2), default=1000, help="prompts hold token ids below it")
+    parser.add_argument(
+        "--vocab-size", type=integer(2), default=1000, help="prompts hold token ids below it"
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     args = parser.parse_args()
     rows = []
@@ -125,7 +144,9 @@ def main() -> None:
         router_times(args.url)  # says at once when nobody is there
         bare = bare_us_per_token()
         for clients in args.clients:
-            row = measure(args.url, clients, args.input_len, args.output_len, args.rounds, args.vocab_size)
+            row = measure(
+                args.url, clients, args.input_len, args.output_len, args.rounds, args.vocab_size
+            )
             shared = {"bare_us_per_token": bare, **circumstances()}
             append(args.out, {"benchmark": "http_share", "device": gpu_name(), **row, **shared})
             rows.append(row)

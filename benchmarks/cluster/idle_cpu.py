@@ -1,10 +1,10 @@
-"""What an idle cluster costs: the CPU share of each worker (replica and engine process) over half a minute without
-requests.
+"""What an idle cluster costs: the CPU share of each worker (replica and engine process) over half a
+minute without requests.
 
     .venv/bin/python -m benchmarks.cluster.idle_cpu            # beside a running `make serve`
 
-After it, a bare uvicorn says how fast this machine is today. Exit code 1 when a worker takes 5 % of a core or more.
-Finds the processes of this machine by the titles Ray gives them.
+After it, a bare uvicorn says how fast this machine is today. Exit code 1 when a worker takes 5 % of
+a core or more. Finds the processes of this machine by the titles Ray gives them.
 """
 
 import argparse
@@ -25,7 +25,11 @@ ENGINE = "ray::EngineActor"
 
 def titled(*titles: str) -> list[psutil.Process]:
     """Processes whose title begins with one of `titles`."""
-    return [p for p in psutil.process_iter(["cmdline"]) if " ".join(p.info["cmdline"] or []).startswith(titles)]
+    return [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if " ".join(p.info["cmdline"] or []).startswith(titles)
+    ]
 
 
 def shares(processes: list[psutil.Process], seconds: int) -> list[float]:
@@ -33,11 +37,16 @@ def shares(processes: list[psutil.Process], seconds: int) -> list[float]:
     before = [sum(p.cpu_times()[:2]) for p in processes]
     for _ in tqdm(range(seconds), desc="idle", unit="s"):
         time.sleep(1)
-    return [(sum(p.cpu_times()[:2]) - start) / seconds for p, start in zip(processes, before, strict=True)]
+    return [
+        (sum(p.cpu_times()[:2]) - start) / seconds
+        for p, start in zip(processes, before, strict=True)
+    ]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=int, default=30)
     parser.add_argument("--out", type=Path, help="append a JSON line here")
     args = parser.parse_args()
@@ -46,16 +55,23 @@ def main() -> int:
     engines = titled(ENGINE)
     if not replicas or len(replicas) != len(engines):
         raise SystemExit(
-            f"found {len(replicas)} workers and {len(engines)} engines: start `make serve` first, and once"
+            f"found {len(replicas)} workers and {len(engines)} engines: start `make serve` first, "
+            "and once"
         )
     measured = shares(replicas + engines, args.seconds)
     worst = max(measured[: len(replicas)]) + max(measured[len(replicas) :])
     mean = sum(measured) / len(replicas)
     bare = bare_us_per_token()
     print(
-        f"{len(replicas)} workers: {mean:.1%} of a core each, at most {worst:.1%} (limit {LIMIT:.0%}); {beside(bare)}"
+        f"{len(replicas)} workers: {mean:.1%} of a core each, at most {worst:.1%} (limit "
+        f"{LIMIT:.0%}); {beside(bare)}"
     )
-    row = {"benchmark": "idle_cpu", "workers": len(replicas), "mean": round(mean, 4), "worst": round(worst, 4)}
+    row = {
+        "benchmark": "idle_cpu",
+        "workers": len(replicas),
+        "mean": round(mean, 4),
+        "worst": round(worst, 4),
+    }
     append(args.out, row | {"bare_us_per_token": bare} | circumstances())
     return int(worst >= LIMIT)
 

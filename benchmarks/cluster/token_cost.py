@@ -30,7 +30,9 @@ def titled(process: psutil.Process) -> str:
     found = re.match(r"ray::ServeReplica:\w+:(\w+)|ray::(\w+)", line)
     if found:
         return found.group(1) or found.group(2)
-    return "pdserve up" if "ENGINE_HOST" in line else Path(words[0]).name if words else process.name()
+    return (
+        "pdserve up" if "ENGINE_HOST" in line else Path(words[0]).name if words else process.name()
+    )
 
 
 def cpu_seconds(pid: int) -> dict[psutil.Process, float]:
@@ -45,7 +47,9 @@ def cpu_seconds(pid: int) -> dict[psutil.Process, float]:
     return taken
 
 
-def spent(before: dict[psutil.Process, float], after: dict[psutil.Process, float]) -> dict[str, float]:
+def spent(
+    before: dict[psutil.Process, float], after: dict[psutil.Process, float]
+) -> dict[str, float]:
     """Seconds between two readings, by kind of process."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for process, taken in after.items():
@@ -56,7 +60,11 @@ def spent(before: dict[psutil.Process, float], after: dict[psutil.Process, float
 def stream_round(server: Server, streams: int, tokens: int, idle_share: float) -> Json:
     """One load of `streams` clients, each with one answer of `tokens`."""
     load = LoadConfig(
-        server.url, Shape.parse(f"{streams}x{PROMPT_TOKENS}x{tokens}"), clients=streams, num_warmups=0, model=DEMO.name
+        server.url,
+        Shape.parse(f"{streams}x{PROMPT_TOKENS}x{tokens}"),
+        clients=streams,
+        num_warmups=0,
+        model=DEMO.name,
     )
     before = cpu_seconds(server.pid)
     began = time.monotonic()
@@ -64,7 +72,9 @@ def stream_round(server: Server, streams: int, tokens: int, idle_share: float) -
     seconds = time.monotonic() - began
     by_kind = spent(before, cpu_seconds(server.pid))
     if len(result.finished) != streams:
-        raise ValueError(f"{streams - len(result.finished)} of {streams} streams failed: {dict(result.errors)}")
+        raise ValueError(
+            f"{streams - len(result.finished)} of {streams} streams failed: {dict(result.errors)}"
+        )
     num_tokens = sum(outcome.num_tokens for outcome in result.finished)
     largest_first = sorted(by_kind.items(), key=lambda item: -item[1])
     total = sum(by_kind.values())

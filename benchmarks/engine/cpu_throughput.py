@@ -1,12 +1,13 @@
-"""Tokens per second on CPU: `LLM.generate` and the HTTP endpoint against transformers `generate`, one prompt after
-the other.
+"""Tokens per second on CPU: `LLM.generate` and the HTTP endpoint against transformers `generate`,
+one prompt after the other.
 
-Sixteen prompts of 128 tokens, 64 tokens out each, greedy, end-of-sequence ignored. The sides run in interleaved
-rounds, so a busy machine hits all of them; the figure is the median of the rounds' ratios. Token ids must agree
-between all sides. Behind them, a bare uvicorn says how fast this machine is today.
+Sixteen prompts of 128 tokens, 64 tokens out each, greedy, end-of-sequence ignored. The sides run in
+interleaved rounds, so a busy machine hits all of them; the figure is the median of the rounds'
+ratios. Token ids must agree between all sides. Behind them, a bare uvicorn says how fast this
+machine is today.
 
-    python -m benchmarks.engine.cpu_throughput                               # LLM against transformers
-    python -m benchmarks.engine.cpu_throughput --url http://127.0.0.1:8000   # and `make serve`
+    python -m benchmarks.engine.cpu_throughput                     # LLM against transformers
+    python -m benchmarks.engine.cpu_throughput --url http://127.0.0.1:8000   # `make serve`
 """
 
 import argparse
@@ -37,7 +38,9 @@ Side = Callable[[list[list[int]]], list[list[int]]]
 def prompts_of(round_number: int, vocab_size: int) -> list[list[int]]:
     """Fresh prompts each round: a prefix cache must not help."""
     rng = random.Random(round_number)
-    return [[rng.randrange(8, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
+    return [
+        [rng.randrange(8, vocab_size) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)
+    ]
 
 
 def transformers_side(path: str) -> Side:
@@ -51,7 +54,11 @@ def transformers_side(path: str) -> Side:
             ids = torch.tensor([prompt])
             mask = torch.ones_like(ids)
             out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=OUTPUT_TOKENS, do_sample=False, pad_token_id=0
+                ids,
+                attention_mask=mask,
+                max_new_tokens=OUTPUT_TOKENS,
+                do_sample=False,
+                pad_token_id=0,
             )
             outputs.append(out[0, PROMPT_TOKENS:].tolist())
         return outputs
@@ -64,14 +71,22 @@ def llm_side(path: str) -> Side:
     params = SamplingParams(temperature=0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
 
     def run(prompts: list[list[int]]) -> list[list[int]]:
-        return [output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        return [
+            output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
 
     return run
 
 
 def http_side(url: str, model: str, stream: bool) -> Side:
     """All prompts at once over one client, as whole answers or as server-sent events."""
-    body = {"model": model, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "model": model,
+        "max_tokens": OUTPUT_TOKENS,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
 
     async def whole(client: httpx.AsyncClient, prompt: list[int]) -> list[int]:
         answer = await client.post(f"{url}/v1/completions", json={**body, "prompt": prompt})
@@ -98,7 +113,9 @@ def http_side(url: str, model: str, stream: bool) -> Side:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="demo/pdserve-demo", help="folder of the served model")
     parser.add_argument("--url", help="also measure this endpoint")
     parser.add_argument("--served-name", default="pdserve-demo")
@@ -137,8 +154,14 @@ def report(rates: dict[str, list[float]], args: argparse.Namespace) -> None:
     }
     for name, values in rates.items():
         ratios = [value / base for value, base in zip(values, rates["transformers"], strict=True)]
-        row[name] = {"tokens_per_s": round(statistics.median(values), 1), "ratio": round(statistics.median(ratios), 2)}
-        print(f"{name:14} {statistics.median(values):8.0f} tok/s   {statistics.median(ratios):5.2f} x transformers")
+        row[name] = {
+            "tokens_per_s": round(statistics.median(values), 1),
+            "ratio": round(statistics.median(ratios), 2),
+        }
+        print(
+            f"{name:14} {statistics.median(values):8.0f} tok/s   {statistics.median(ratios):5.2f} "
+            "x transformers"
+        )
     print(beside(bare))
     append(args.out, row)
 

@@ -1,11 +1,14 @@
-"""From a profiler's trace to parts of a step: which kernel belongs to which matrix, attention, norm ... and the gaps.
+"""From a profiler's trace to parts of a step: which kernel belongs to which matrix, attention, norm
+... and the gaps.
 
-cuBLAS's kernel names do not say which product they compute, so products are told apart by where they stand between
-attention and activation, whose names are known:
+cuBLAS's kernel names do not say which product they compute, so products are told apart by where
+they stand between attention and activation, whose names are known:
 
-    qkv | attention | o, gate-up | activation | down, (head,) qkv of the next layer or step | attention ...
+    qkv | attention | o, gate-up | activation | down, (head,) qkv of the next layer or step |
+    attention ...
 
-Reads the Chrome trace that torch.profiler writes; no torch. Used by benchmarks/engine/step_profile.py.
+Reads the Chrome trace that torch.profiler writes; no torch. Used by
+benchmarks/engine/step_profile.py.
 """
 
 import json
@@ -22,7 +25,10 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("inputs", r"gather|update_tables|store_tokens|embedding|indexselect"),
     ("merge", r"^merge"),
     ("attention", r"attention|attend|paged|flash|fmha|sdpa|^decode_|^prefill_"),
-    ("product + activation", r"(gemm|gemv|linear|matmul|product).*silu|silu.*(gemm|gemv|linear|matmul|product)"),
+    (
+        "product + activation",
+        r"(gemm|gemv|linear|matmul|product).*silu|silu.*(gemm|gemv|linear|matmul|product)",
+    ),
     ("reduction", r"splitk.*reduce|reduce.*splitk"),
     ("product", r"gemm|gemv|nvjet|xmma|cutlass|linear|matmul|product|splitk"),
     ("activation", r"silu|swiglu"),
@@ -31,15 +37,20 @@ NAMES: tuple[tuple[str, str], ...] = (
 )
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES]
 
-BLOCKED_COPY_US = 50.0  # starting a copy takes a few microseconds; a longer call waited for the device
+# starting a copy takes a few microseconds; a longer call waited for the device
+BLOCKED_COPY_US = 50.0
 
-# Landmarks around -> what stands between them. Attention on both sides: the activation is inside a product.
+# Landmarks around -> what stands between them. Attention on both sides: the activation is inside a
+# product.
 ORDERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("", "attention"): (("qkv",),),
     ("attention", "activation"): (("o", "gate-up"),),
     ("activation", "attention"): (("down", "qkv"), ("down", "head", "qkv")),
     ("activation", ""): (("down",), ("down", "head")),
-    ("attention", "attention"): (("o", "gate-up", "down", "qkv"), ("o", "gate-up", "down", "head", "qkv")),
+    ("attention", "attention"): (
+        ("o", "gate-up", "down", "qkv"),
+        ("o", "gate-up", "down", "head", "qkv"),
+    ),
     ("attention", ""): (("o", "gate-up", "down"), ("o", "gate-up", "down", "head")),
 }
 
@@ -59,7 +70,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Trace:
-    """Device work in order of start; waiting_us: what the host spent in calls that wait for the device."""
+    """Device work in order of start; waiting_us: what the host spent in calls that wait for the
+    device."""
 
     kernels: list[Kernel]
     waiting_us: float
@@ -69,7 +81,11 @@ def read_trace(path: Path) -> Trace:
     """A Chrome trace of torch.profiler with CUDA activities."""
     events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
     on_device = ("kernel", "gpu_memcpy", "gpu_memset")
-    kernels = [Kernel(e["name"], float(e["ts"]), float(e["dur"])) for e in events if e.get("cat") in on_device]
+    kernels = [
+        Kernel(e["name"], float(e["ts"]), float(e["dur"]))
+        for e in events
+        if e.get("cat") in on_device
+    ]
     calls = [e for e in events if e.get("cat") in ("cuda_runtime", "cuda_driver")]
     waiting = [float(e["dur"]) for e in calls if _waits(e["name"], e["dur"])]
     return Trace(sorted(kernels, key=lambda kernel: kernel.start), sum(waiting))
@@ -114,8 +130,8 @@ def _name_products(parts: list[str], window: list[int], before: str, after: str)
 
 
 def _resolve(parts: list[str]) -> list[str]:
-    """A reduction belongs to the product before it, a merge to attention or sampling, the unknown behind the head to
-    sampling.
+    """A reduction belongs to the product before it, a merge to attention or sampling, the unknown
+    behind the head to sampling.
     """
     resolved: list[str] = []
     product = "other"

@@ -1,13 +1,13 @@
-"""Host time of one eager forward (no CUDA graph) at Llama-3.1-8B shapes: what a step with prefill chunks costs the host
-before the device has anything to do, whatever the number of rows.
+"""Host time of one eager forward (no CUDA graph) at Llama-3.1-8B shapes: what a step with prefill
+chunks costs the host before the device has anything to do, whatever the number of rows.
 
     python -m benchmarks.engine.eager_host --out benchmarks/results/eager-host.jsonl
     python -m benchmarks.engine.eager_host --rows 1920 2048 2084 2176 --decodes 0 36
 
-Medians over forwards that start on an idle device and are not waited for; launches are counted by torch's profiler.
-With --rows: time until the device is done, over the rows of a step, where the tiles of cuBLAS's products make steps.
-Weights are left as they were allocated: results are not looked at. A bare uvicorn
-says how fast the host is. Knows model and attention, no engine.
+Medians over forwards that start on an idle device and are not waited for; launches are counted by
+torch's profiler. With --rows: time until the device is done, over the rows of a step, where the
+tiles of cuBLAS's products make steps. Weights are left as they were allocated: results are not
+looked at. A bare uvicorn says how fast the host is. Knows model and attention, no engine.
 """
 
 import argparse
@@ -60,7 +60,8 @@ class Result:
 
 @dataclass(frozen=True)
 class Stair:
-    """One JSON line of --out with --rows: a prompt chunk of num_rows - num_decodes rows beside so many decodes."""
+    """One JSON line of --out with --rows: a prompt chunk of num_rows - num_decodes rows beside so
+    many decodes."""
 
     num_rows: int
     num_decodes: int
@@ -84,7 +85,8 @@ class Step:
         self._layers = torch.zeros(shape, dtype=torch.bfloat16, device=device).unbind(2)
 
     def forward(self, num_decodes: int, prompts: tuple[int, ...]) -> Callable[[], object]:
-        """What the model runner does in an eager step, its inputs being on the device. All write to one block."""
+        """What the model runner does in an eager step, its inputs being on the device. All write to
+        one block."""
 
         def ints(*values: int) -> torch.Tensor:
             return torch.tensor(values, dtype=torch.int32, device=self._device)
@@ -98,7 +100,9 @@ class Step:
             StepShape(num_decodes, CONTEXT if num_decodes else 0, max(prompts), prompts),
             positions=zeros,
             slot_mapping=torch.arange(num_rows, device=self._device) % BLOCK_SIZE,
-            block_tables=torch.zeros((num_seqs, num_blocks), dtype=torch.int32, device=self._device),
+            block_tables=torch.zeros(
+                (num_seqs, num_blocks), dtype=torch.int32, device=self._device
+            ),
             table_rows=torch.arange(num_seqs, dtype=torch.int32, device=self._device),
             context_lens=ints(*[CONTEXT] * num_decodes, *prompts),
             query_starts=ints(*starts),
@@ -112,7 +116,9 @@ class Step:
     def warm_dense_prefill(self, num_rows: int) -> None:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _rope: object) -> torch.Tensor:
+        def attend(
+            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _rope: object
+        ) -> torch.Tensor:
             if layer == 0:
                 self._ops.warm_dense_prefill(q, k, v, self._scale)
             return q
@@ -145,19 +151,28 @@ def measure(name: str, run: Callable[[], object], num_layers: int, commit: str) 
         torch.cuda.synchronize()
     launches = sum(event.device_type == torch.autograd.DeviceType.CUDA for event in prof.events())
     return Result(
-        name, round(host, 2), round(device, 2), round(launches / num_layers, 2), torch.cuda.get_device_name(), commit
+        name,
+        round(host, 2),
+        round(device, 2),
+        round(launches / num_layers, 2),
+        torch.cuda.get_device_name(),
+        commit,
     )
 
 
 def measure_stairs(step: Step, cases: Iterable[Case], commit: str) -> list[Stair]:
-    """In rounds over all cases, so that clocks that fall as the device warms are no step between two of them."""
+    """In rounds over all cases, so that clocks that fall as the device warms are no step between
+    two of them."""
     cases = list(cases)
     runs = [step.forward(*case) for case in cases]
     for run in runs * 3:
         run()
     rounds = [[timed(run) for run in runs] for _ in range(ROUNDS)]
     device = torch.cuda.get_device_name()
-    return [stair(case, times, device, commit) for case, times in zip(cases, zip(*rounds, strict=True), strict=True)]
+    return [
+        stair(case, times, device, commit)
+        for case, times in zip(cases, zip(*rounds, strict=True), strict=True)
+    ]
 
 
 def stair(case: Case, times: Sequence[tuple[float, float]], device: str, commit: str) -> Stair:
@@ -165,12 +180,21 @@ def stair(case: Case, times: Sequence[tuple[float, float]], device: str, commit:
     num_rows = num_decodes + sum(prompts)
     host_ms, device_ms = medians_ms(times)
     us_per_row = round(device_ms * 1000 / num_rows, 3)
-    return Stair(num_rows, num_decodes, round(host_ms, 3), round(device_ms, 3), us_per_row, len(times), device, commit)
+    return Stair(
+        num_rows,
+        num_decodes,
+        round(host_ms, 3),
+        round(device_ms, 3),
+        us_per_row,
+        len(times),
+        device,
+        commit,
+    )
 
 
 def mixed_cases(rows: Sequence[int], decodes: Sequence[int]) -> list[Case]:
-    """One prompt chunk beside decodes, for every number of decodes, over all numbers of rows of a step; ValueError for
-    a chunk that the engine or the model would not have.
+    """One prompt chunk beside decodes, for every number of decodes, over all numbers of rows of a
+    step; ValueError for a chunk that the engine or the model would not have.
     """
     cases: list[Case] = []
     for num_decodes in decodes:
@@ -179,7 +203,8 @@ def mixed_cases(rows: Sequence[int], decodes: Sequence[int]) -> list[Case]:
             if num_decodes < 0 or not 2 <= chunk <= LLAMA_8B.max_position:
                 raise ValueError(
                     f"{num_rows} rows with {num_decodes} decodes leave a chunk of {chunk}: "
-                    f"--rows must be 2 to {LLAMA_8B.max_position} above --decodes, which must not be negative"
+                    f"--rows must be 2 to {LLAMA_8B.max_position} above --decodes, which must not "
+                    "be negative"
                 )
             cases.append((num_decodes, (chunk,)))
     return cases
@@ -187,11 +212,21 @@ def mixed_cases(rows: Sequence[int], decodes: Sequence[int]) -> list[Case]:
 
 def parse(arguments: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[Case]]:
     """The arguments, and the cases that --rows and --decodes ask for; exits on a wrong one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
     parser.add_argument("--commit", help="of the code measured (default: git's)")
-    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="measure steps of N rows instead of the cases")
-    parser.add_argument("--decodes", type=int, nargs="+", metavar="D", help="of those rows (default: 0)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="measure steps of N rows instead of the cases",
+    )
+    parser.add_argument(
+        "--decodes", type=int, nargs="+", metavar="D", help="of those rows (default: 0)"
+    )
     args = parser.parse_args(arguments)
     if args.decodes and not args.rows:
         parser.error("--decodes needs --rows: the fixed cases have their own")
@@ -223,14 +258,20 @@ def print_cases(step: Step, commit: str, bare: Json, out: Path | None) -> None:
     print(f"{'eager forward':28} host ms  until done  launches a layer")
     for name, case in CASES.items():
         result = measure(name, step.forward(*case), LLAMA_8B.num_layers, commit)
-        print(f"{name:28} {result.host_ms:7.2f} {result.device_ms:11.2f} {result.launches_per_layer:17.2f}")
+        print(
+            f"{name:28} {result.host_ms:7.2f} {result.device_ms:11.2f} "
+            f"{result.launches_per_layer:17.2f}"
+        )
         append(out, asdict(result) | {"bare_us_per_token": bare})
 
 
 def print_stairs(stairs: Iterable[Stair], bare: Json, out: Path | None) -> None:
     print("  rows  decodes  until done ms  us a row  host ms")
     for s in stairs:
-        print(f"{s.num_rows:6,} {s.num_decodes:8,} {s.device_ms:14.3f} {s.us_per_row:9.3f} {s.host_ms:8.3f}")
+        print(
+            f"{s.num_rows:6,} {s.num_decodes:8,} {s.device_ms:14.3f} {s.us_per_row:9.3f} "
+            f"{s.host_ms:8.3f}"
+        )
         append(out, asdict(s) | {"bare_us_per_token": bare})
 
 

@@ -4,8 +4,8 @@
     python -m benchmarks.engine.kernels --only prefill --sweep
 
 Medians of triton.testing.do_bench (which clears the L2 cache between runs). Ceilings are an H200's
-(benchmarks/results); with another device pass its own. --sweep times attention over other tiles and split counts as
-well. Knows only the kernels: no engine, no model.
+(benchmarks/results); with another device pass its own. --sweep times attention over other tiles and
+split counts as well. Knows only the kernels: no engine, no model.
 """
 
 import argparse
@@ -40,8 +40,8 @@ QKV_HEADS = HEADS + 2 * KV_HEADS
 
 @dataclass(frozen=True)
 class Case:
-    """work: bytes moved (unit "TB/s") or floating-point operations done (unit "TFLOP/s") by each of the `num_calls`
-    calls that `call` makes.
+    """work: bytes moved (unit "TB/s") or floating-point operations done (unit "TFLOP/s") by each of
+    the `num_calls` calls that `call` makes.
     """
 
     name: str
@@ -80,7 +80,9 @@ class PagedInputs:
 
 def paged_inputs(contexts: list[int], block_size: int) -> PagedInputs:
     num_blocks = [triton.cdiv(context, block_size) for context in contexts]
-    pool = torch.randn((sum(num_blocks) + 1, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM), dtype=DTYPE, device="cuda")
+    pool = torch.randn(
+        (sum(num_blocks) + 1, KV_HEADS, LAYERS, 2, block_size, HEAD_DIM), dtype=DTYPE, device="cuda"
+    )
     ids = (torch.randperm(sum(num_blocks), device="cuda", dtype=torch.int32) + 1).split(num_blocks)
     tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
     lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
@@ -94,24 +96,37 @@ def random(*shape: int) -> torch.Tensor:
 
 def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
     """Grids are sized for MODEL_LEN tokens, as in a captured graph."""
-    batches = {f"{s} x {n}": [n] * s for s, n in ((64, 8192), (256, 1024), (1, 8192), (1, 1024), (1, 128))}
+    batches = {
+        f"{s} x {n}": [n] * s for s, n in ((64, 8192), (256, 1024), (1, 8192), (1, 1024), (1, 128))
+    }
     batches["64 x 128..8066"] = [128 + 126 * i for i in range(64)]
     batches["63 x 1024, 1 x 65536"] = [1024] * 63 + [65536]
     for batch, contexts in batches.items():
         inputs = paged_inputs(contexts, block_size)
         q = random(len(contexts), QKV_HEADS, HEAD_DIM)[:, :HEADS]
         out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
-        args = (q, inputs.kv, inputs.block_tables, inputs.table_rows, inputs.context_lens, HEAD_DIM**-0.5)
+        args = (
+            q,
+            inputs.kv,
+            inputs.block_tables,
+            inputs.table_rows,
+            inputs.context_lens,
+            HEAD_DIM**-0.5,
+        )
         work = sum(contexts) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
         name = f"decode {batch}, blocks of {block_size}"
         yield Case(name, decode_graph(inputs, q), work, "TB/s", LAYERS)
         for tiles, programs in decode_sweep() if sweep else ():
-            label = f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} programs {programs}"
+            label = (
+                f"{name}: n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages} programs "
+                f"{programs}"
+            )
             yield Case(label, partial(launch_decode, *args, tiles, programs, out), work, "TB/s")
 
 
 def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
-    """One call a layer, replayed as the engine does it: launched one by one, short calls would wait for the host."""
+    """One call a layer, replayed as the engine does it: launched one by one, short calls would wait
+    for the host."""
 
     def step() -> None:
         for layer in range(LAYERS):
@@ -132,12 +147,21 @@ def decode_sweep() -> Iterator[tuple[AttentionTiles, int]]:
     base = decode_tiles(HEADS // KV_HEADS, HEAD_DIM, DTYPE)
     num_sms = torch.cuda.get_device_properties(0).multi_processor_count
     for block_n, num_stages, per_sm in ((64, 3, 3), (64, 5, 2), (64, 7, 1), (32, 6, 3), (32, 8, 3)):
-        yield AttentionTiles(base.block_m, block_n, base.block_d, base.num_warps, num_stages), per_sm * num_sms
+        yield (
+            AttentionTiles(base.block_m, block_n, base.block_d, base.num_warps, num_stages),
+            per_sm * num_sms,
+        )
 
 
 def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
     """(sequences, queries, past tokens)."""
-    for num_seqs, length, past in ((1, 2048, 0), (1, 8192, 0), (1, 16384, 0), (16, 1024, 0), (1, 8192, 8192)):
+    for num_seqs, length, past in (
+        (1, 2048, 0),
+        (1, 8192, 0),
+        (1, 16384, 0),
+        (16, 1024, 0),
+        (1, 8192, 8192),
+    ):
         inputs = paged_inputs([past + length] * num_seqs, block_size)
         q = random(num_seqs * length, QKV_HEADS, HEAD_DIM)[:, :HEADS]
         out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
@@ -150,7 +174,9 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
         name = f"prefill {num_seqs} x {length} behind {past}, blocks of {block_size}"
         yield Case(name, partial(triton_ops.paged_prefill, *args), work, "TFLOP/s")
         for tiles in prefill_sweep() if sweep else ():
-            label = f"{name}: m{tiles.block_m} n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages}"
+            label = (
+                f"{name}: m{tiles.block_m} n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages}"
+            )
             yield Case(label, partial(launch_prefill, *args, tiles, out), work, "TFLOP/s")
 
 
@@ -167,19 +193,41 @@ def prefill_work(num_seqs: int, length: int, past: int) -> float:
 def dense_cases() -> Iterator[Case]:
     """The same work as prefill's, by cuDNN."""
     for num_seqs, length in ((1, 2048), (1, 8192), (1, 16384), (16, 1024)):
-        q, k, v = random(num_seqs * length, QKV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        q, k, v = random(num_seqs * length, QKV_HEADS, HEAD_DIM).split(
+            (HEADS, KV_HEADS, KV_HEADS), dim=1
+        )
         call = partial(triton_ops.fresh_prefill, q, k, v, (length,) * num_seqs, HEAD_DIM**-0.5)
-        yield Case(f"dense prefill {num_seqs} x {length}", call, prefill_work(num_seqs, length, 0), "TFLOP/s")
+        yield Case(
+            f"dense prefill {num_seqs} x {length}",
+            call,
+            prefill_work(num_seqs, length, 0),
+            "TFLOP/s",
+        )
     q, k, v = random(8192, QKV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     triton_ops.warm_dense_prefill(q, k, v, HEAD_DIM**-0.5)
     for past, length in ((8192, 8192), (8192, 7808), (24576, 8192)):
         inputs = paged_inputs([past + length], 64)
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
         paged = inputs.kv, inputs.block_tables, inputs.table_rows, inputs.context_lens, starts
-        call = partial(triton_ops.chunk_prefill, q[:length], k[:length], v[:length], *paged, past, HEAD_DIM**-0.5)
-        yield Case(f"dense prefill {length} behind {past}", call, prefill_work(1, length, past), "TFLOP/s")
+        call = partial(
+            triton_ops.chunk_prefill,
+            q[:length],
+            k[:length],
+            v[:length],
+            *paged,
+            past,
+            HEAD_DIM**-0.5,
+        )
+        yield Case(
+            f"dense prefill {length} behind {past}", call, prefill_work(1, length, past), "TFLOP/s"
+        )
         again = partial(triton_ops.paged_prefill, q[:length], *paged, length, HEAD_DIM**-0.5)
-        yield Case(f"dense prefill {length} behind {past}, paged", again, prefill_work(1, length, past), "TFLOP/s")
+        yield Case(
+            f"dense prefill {length} behind {past}, paged",
+            again,
+            prefill_work(1, length, past),
+            "TFLOP/s",
+        )
 
 
 def elementwise_cases(num_tokens: int) -> Iterator[Case]:
@@ -187,7 +235,12 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     x = random(num_tokens, HIDDEN)
     weight = random(HIDDEN)
     rows = num_tokens * DTYPE.itemsize
-    yield Case(f"rms_norm {num_tokens}", partial(triton_ops.rms_norm, x, weight, 1e-5), 2 * rows * HIDDEN, "TB/s")
+    yield Case(
+        f"rms_norm {num_tokens}",
+        partial(triton_ops.rms_norm, x, weight, 1e-5),
+        2 * rows * HIDDEN,
+        "TB/s",
+    )
     qkv = random(num_tokens, QKV_HEADS, HEAD_DIM)
     q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     positions = torch.arange(num_tokens, device="cuda")
@@ -195,7 +248,9 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     kv = paged_inputs([num_tokens], 16).kv
     slots = torch.randperm(num_tokens, device="cuda") + 16
     rope_work = rows * (2 * HEADS + 5 * KV_HEADS) * HEAD_DIM + num_tokens * HEAD_DIM * 4
-    rope = partial(triton_ops.rope_write_kv, q, k, v, cos, torch.zeros_like(cos), positions, kv, slots)
+    rope = partial(
+        triton_ops.rope_write_kv, q, k, v, cos, torch.zeros_like(cos), positions, kv, slots
+    )
     yield Case(f"rope_write_kv {num_tokens}", rope, rope_work, "TB/s")
 
     silu = partial(triton_ops.silu_mul, random(num_tokens, 2 * INTERMEDIATE))
@@ -203,15 +258,22 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
 
 
 def product_cases() -> Iterator[Case]:
-    """Rows of a decode batch times each matrix of a layer and the head, the op and cuBLAS; the work counts weights."""
-    shapes = {"qkv": (QKV_HEADS * HEAD_DIM, HIDDEN), "o": (HIDDEN, HIDDEN), "gate_up": (2 * INTERMEDIATE, HIDDEN)}
+    """Rows of a decode batch times each matrix of a layer and the head, the op and cuBLAS; the work
+    counts weights."""
+    shapes = {
+        "qkv": (QKV_HEADS * HEAD_DIM, HIDDEN),
+        "o": (HIDDEN, HIDDEN),
+        "gate_up": (2 * INTERMEDIATE, HIDDEN),
+    }
     shapes |= {"down": (HIDDEN, INTERMEDIATE), "head": (VOCAB, HIDDEN)}
     for name, shape in shapes.items():
         weight = random(*shape)
         work = shape[0] * shape[1] * DTYPE.itemsize
         for num_rows in (1, 2, 4, 8, 16, 32, 64):
             x = random(num_rows, shape[1])
-            yield Case(f"product {name} {num_rows}", partial(triton_ops.linear, x, weight), work, "TB/s")
+            yield Case(
+                f"product {name} {num_rows}", partial(triton_ops.linear, x, weight), work, "TB/s"
+            )
             cublas = partial(torch.nn.functional.linear, x, weight)
             yield Case(f"product {name} {num_rows}, cuBLAS", cublas, work, "TB/s")
 
@@ -220,42 +282,79 @@ def copy_cases() -> Iterator[Case]:
     pool = random(512, KV_HEADS, 32, 2, 16, HEAD_DIM)  # 2 MiB a block
     src, dst = torch.randperm(512, device="cuda").split(256)
     work = 2 * 256 * pool.stride(0) * DTYPE.itemsize
-    yield Case("copy_blocks 256 x 2 MiB", partial(triton_ops.copy_blocks, pool, src, dst), work, "TB/s")
+    yield Case(
+        "copy_blocks 256 x 2 MiB", partial(triton_ops.copy_blocks, pool, src, dst), work, "TB/s"
+    )
 
 
 def sampling_cases() -> Iterator[Case]:
-    """From logits to tokens; the work counts the logits once, though some must read them twice. Normal logits are as
-    flat as it gets: a top_p alone keeps most of the vocabulary then.
+    """From logits to tokens; the work counts the logits once, though some must read them twice.
+    Normal logits are as flat as it gets: a top_p alone keeps most of the vocabulary then.
     """
     for rows in (1, 64, 512):
         logits = random(rows, VOCAB)
         work = rows * VOCAB * DTYPE.itemsize
         ones, zeros = (torch.full((rows,), value, device="cuda") for value in (1.0, 0.0))
         keys = torch.randint(-(2**31), 2**31, (rows,), device="cuda").int()
-        top_k, off = (torch.full((rows,), value, dtype=torch.int32, device="cuda") for value in (50, VOCAB))
+        top_k, off = (
+            torch.full((rows,), value, dtype=torch.int32, device="cuda") for value in (50, VOCAB)
+        )
         yield Case(f"sample {rows}, greedy", partial(triton_ops.draw_tokens, logits), work, "TB/s")
-        yield Case(f"sample {rows}, drawn", partial(triton_ops.draw_tokens, logits, ones, keys), work, "TB/s")
+        yield Case(
+            f"sample {rows}, drawn",
+            partial(triton_ops.draw_tokens, logits, ones, keys),
+            work,
+            "TB/s",
+        )
         filtered = partial(filtered_draw, logits, ones, keys)
-        yield Case(f"sample {rows}, top_k 50, top_p 0.9", partial(filtered, top_k, ones * 0.9, zeros), work, "TB/s")
-        yield Case(f"sample {rows}, top_p 0.9", partial(filtered, off, ones * 0.9, zeros), work, "TB/s")
+        yield Case(
+            f"sample {rows}, top_k 50, top_p 0.9",
+            partial(filtered, top_k, ones * 0.9, zeros),
+            work,
+            "TB/s",
+        )
+        yield Case(
+            f"sample {rows}, top_p 0.9", partial(filtered, off, ones * 0.9, zeros), work, "TB/s"
+        )
         peaked = partial(filtered_draw, logits * 4, ones, keys)
-        yield Case(f"sample {rows}, top_p 0.9, peaked", partial(peaked, off, ones * 0.9, zeros), work, "TB/s")
+        yield Case(
+            f"sample {rows}, top_p 0.9, peaked",
+            partial(peaked, off, ones * 0.9, zeros),
+            work,
+            "TB/s",
+        )
 
         counts = torch.zeros(rows + 1, VOCAB, dtype=torch.int32, device="cuda")
         counts.scatter_(1, torch.randint(VOCAB, (rows + 1, 1000), device="cuda"), 1)
         slots = torch.arange(1, rows + 1, dtype=torch.int32, device="cuda")
         settings = counts, slots, ones * 1.1, ones * 0.1, ones * 0.1
-        yield Case(f"sample {rows}, penalties", partial(penalised_draw, logits, settings), work, "TB/s")
+        yield Case(
+            f"sample {rows}, penalties", partial(penalised_draw, logits, settings), work, "TB/s"
+        )
         ids = torch.randint(VOCAB, (rows + 1, MAX_LOGIT_BIAS), device="cuda").int()
-        edits = slots, torch.full((rows + 1,), MAX_LOGIT_BIAS, device="cuda").int(), ids, torch.rand_like(ids.float())
-        yield Case(f"sample {rows}, {MAX_LOGIT_BIAS} biases", partial(edited_draw, logits, edits), work, "TB/s")
+        edits = (
+            slots,
+            torch.full((rows + 1,), MAX_LOGIT_BIAS, device="cuda").int(),
+            ids,
+            torch.rand_like(ids.float()),
+        )
+        yield Case(
+            f"sample {rows}, {MAX_LOGIT_BIAS} biases",
+            partial(edited_draw, logits, edits),
+            work,
+            "TB/s",
+        )
         scores = partial(triton_ops.token_logprobs, logits, slots)
         yield Case(f"sample {rows}, logprob of one token", partial(scores, 0), work, "TB/s")
         yield Case(f"sample {rows}, logprobs of 5", partial(scores, 5), work, "TB/s")
 
 
-def filtered_draw(logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *settings: torch.Tensor) -> None:
-    triton_ops.draw_tokens(logits, temperature, keys, triton_ops.cut_tokens(logits, temperature, *settings))
+def filtered_draw(
+    logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *settings: torch.Tensor
+) -> None:
+    triton_ops.draw_tokens(
+        logits, temperature, keys, triton_ops.cut_tokens(logits, temperature, *settings)
+    )
 
 
 def edited_draw(logits: torch.Tensor, edits: tuple[torch.Tensor, ...]) -> None:
@@ -287,18 +386,32 @@ def measure(case: Case, ceilings: dict[str, float], commit: str) -> Result:
     milliseconds /= case.num_calls
     rate = case.work / (milliseconds * 1e-3) / 1e12
     device = torch.cuda.get_device_name()
-    return Result(case.name, milliseconds * 1e3, rate, case.unit, ceilings[case.unit], device, commit)
+    return Result(
+        case.name, milliseconds * 1e3, rate, case.unit, ceilings[case.unit], device, commit
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     parser.add_argument("--only", default="", help="run the cases whose name starts with this")
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128], help="KV block sizes of attention")
-    parser.add_argument("--sweep", action="store_true", help="time other tiles and split counts too")
+    parser.add_argument(
+        "--block-sizes",
+        type=int,
+        nargs="+",
+        default=[16, 64, 128],
+        help="KV block sizes of attention",
+    )
+    parser.add_argument(
+        "--sweep", action="store_true", help="time other tiles and split counts too"
+    )
     parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
     parser.add_argument("--flop-ceiling", type=float, default=696.0, help="bf16 TFLOP/s")
-    parser.add_argument("--commit", default=git_commit(), help="revision noted in --out (default: git's)")
+    parser.add_argument(
+        "--commit", default=git_commit(), help="revision noted in --out (default: git's)"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("kernels.py needs a CUDA device, and torch sees none")
@@ -312,7 +425,10 @@ def main() -> None:
         progress.set_description(case.name)
         result = measure(case, ceilings, args.commit)
         share = result.rate / result.ceiling
-        tqdm.write(f"{result.name:<64}{result.microseconds:>10.1f}{result.rate:>9.3f} {result.unit:<8}{share:>11.0%}")
+        tqdm.write(
+            f"{result.name:<64}{result.microseconds:>10.1f}{result.rate:>9.3f} "
+            f"{result.unit:<8}{share:>11.0%}"
+        )
         append(args.out, asdict(result))
 
 

@@ -1,10 +1,12 @@
-"""What a decode step's sampling costs the host: arrays made and sent, with and without edits of single logits.
+"""What a decode step's sampling costs the host: arrays made and sent, with and without edits of
+single logits.
 
     python -m benchmarks.engine.sampling_host [--rows 64] [--ids 1024]
 
-Steps of `RowStaging`, which needs no device, over rows that go on by one token. Prints the milliseconds of a later step
-and the bytes that it sends to the device (median of many), and the first step, in which all rows join, beside it: for
-rows that are greedy and no more, with `logit_bias`, and with stop tokens masked by min_tokens.
+Steps of `RowStaging`, which needs no device, over rows that go on by one token. Prints the
+milliseconds of a later step and the bytes that it sends to the device (median of many), and the
+first step, in which all rows join, beside it: for rows that are greedy and no more, with
+`logit_bias`, and with stop tokens masked by min_tokens.
 """
 
 import argparse
@@ -47,7 +49,9 @@ def main() -> None:
     ids = range(100, 100 + args.ids)
     cases = {
         "greedy": SamplingParams(temperature=0),
-        f"logit_bias of {args.ids}": SamplingParams(temperature=0, logit_bias=dict.fromkeys(ids, 1.0)),
+        f"logit_bias of {args.ids}": SamplingParams(
+            temperature=0, logit_bias=dict.fromkeys(ids, 1.0)
+        ),
         f"{args.ids} stop tokens masked": SamplingParams(
             temperature=0, stop_token_ids=list(ids), min_tokens=2 * STEPS, max_tokens=None
         ),

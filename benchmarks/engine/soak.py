@@ -1,11 +1,13 @@
-"""Minutes of mixed requests through one engine: random lengths, choices, sampling, seeds, aborts; nothing may go wrong.
+"""Minutes of mixed requests through one engine: random lengths, choices, sampling, seeds, aborts;
+nothing may go wrong.
 
-    python -m benchmarks.engine.soak --minutes 8 --model benchmarks/shapes/llama-3.1-8b --load-format dummy
+    python -m benchmarks.engine.soak --minutes 8 --model benchmarks/shapes/llama-3.1-8b
+    --load-format dummy
     python -m benchmarks.engine.soak --minutes 0.2  # the demo model on CPU
 
-Keeps the engine full, checks its books often, and ends with an empty pool. Prints throughput and memory a window; exits
-1 when a request got a token too many or too few, when blocks or memory leak, or when throughput falls. Drives the
-public Engine.
+Keeps the engine full, checks its books often, and ends with an empty pool. Prints throughput and
+memory a window; exits 1 when a request got a token too many or too few, when blocks or memory leak,
+or when throughput falls. Drives the public Engine.
 """
 
 import argparse
@@ -39,8 +41,8 @@ STEADY_SECONDS = 10.0  # shorter windows see single prompts, and are not compare
 
 @dataclass
 class Live:
-    """A request in flight. position: the next token of each choice that is not over. dies_at: tokens after which one
-    choice, or all, are aborted.
+    """A request in flight. position: the next token of each choice that is not over. dies_at:
+    tokens after which one choice, or all, are aborted.
     """
 
     position: dict[int, int]
@@ -61,7 +63,8 @@ class Totals:
 
 
 class Soak:
-    """Keeps `concurrency` requests in flight. Prompts of one kind share a prefix, so that caching takes part."""
+    """Keeps `concurrency` requests in flight. Prompts of one kind share a prefix, so that caching
+    takes part."""
 
     def __init__(self, engine: Engine, concurrency: int, longest: int, seed: int) -> None:
         self.engine = engine
@@ -72,7 +75,9 @@ class Soak:
         self._live: dict[RequestKey, Live] = {}
         self._names = itertools.count()
         vocab = engine.spec.vocab_size
-        self._prefixes = [[self._rng.randrange(vocab) for _ in range(self._longest)] for _ in range(8)]
+        self._prefixes = [
+            [self._rng.randrange(vocab) for _ in range(self._longest)] for _ in range(8)
+        ]
 
     def run(self, seconds: float) -> Totals:
         """Go on for so long; returns what happened since the last call."""
@@ -97,7 +102,9 @@ class Soak:
             self.engine.step()
         self.engine.check_integrity()
         blocks = self.engine.blocks
-        assert blocks.num_free == blocks.num_usable, f"{blocks.num_usable - blocks.num_free} blocks are lost"
+        assert blocks.num_free == blocks.num_usable, (
+            f"{blocks.num_usable - blocks.num_free} blocks are lost"
+        )
 
     def _submit(self) -> None:
         rng = self._rng
@@ -109,19 +116,31 @@ class Soak:
         sampling = self._sampling(max_tokens)
         starts = tuple(map(Start, range(sampling.n)))
         key = RequestKey("soak", 0, str(next(self._names)))
-        submit = Submit(key=key, phase="full", prompt_token_ids=prompt, sampling=sampling, starts=starts)
+        submit = Submit(
+            key=key, phase="full", prompt_token_ids=prompt, sampling=sampling, starts=starts
+        )
         self.engine.add(self.engine.make_request(submit), starts)
         dies_at = rng.randint(0, sampling.n * max_tokens) if rng.random() < 0.15 else None
-        self._live[key] = Live(dict.fromkeys(range(sampling.n), 0), max_tokens, dies_at, rng.random() < 0.5)
+        self._live[key] = Live(
+            dict.fromkeys(range(sampling.n), 0), max_tokens, dies_at, rng.random() < 0.5
+        )
         self.totals.requests += 1
 
     def _sampling(self, max_tokens: int) -> SamplingParams:
         rng = self._rng
         more: dict[str, object] = {}
         if rng.random() < 0.3:
-            more |= {"top_p": rng.uniform(0.5, 1.0), "top_k": rng.choice([0, 1, 40]), "min_p": rng.choice([0.0, 0.05])}
+            more |= {
+                "top_p": rng.uniform(0.5, 1.0),
+                "top_k": rng.choice([0, 1, 40]),
+                "min_p": rng.choice([0.0, 0.05]),
+            }
         if rng.random() < 0.2:
-            more |= {"presence_penalty": 0.3, "frequency_penalty": 0.2, "repetition_penalty": rng.choice([1.0, 1.1])}
+            more |= {
+                "presence_penalty": 0.3,
+                "frequency_penalty": 0.2,
+                "repetition_penalty": rng.choice([1.0, 1.1]),
+            }
         if rng.random() < 0.1:
             more |= {"logprobs": rng.choice([0, 5]), "logit_bias": {rng.randrange(100): 2.0}}
         if rng.random() < 0.02:
@@ -142,7 +161,8 @@ class Soak:
                 self._take(key.request_id, live, event)
             elif live is None and not isinstance(event, PromptScored):
                 self.totals.faults.append(f"{key.request_id}: an event of a request that is over")
-        for key, live in list(self._live.items()):  # behind the step: its other events were on their way already
+        # behind the step: its other events were on their way already
+        for key, live in list(self._live.items()):
             if live.position and live.dies_at is not None and live.seen >= live.dies_at:
                 self._abort(key, live)
             if not live.position:
@@ -151,12 +171,16 @@ class Soak:
     def _take(self, name: str, live: Live, delta: Delta) -> None:
         expected = live.position.get(delta.choice)
         if expected != delta.position:
-            self.totals.faults.append(f"{name}/{delta.choice}: token {delta.position}, not {expected}")
+            self.totals.faults.append(
+                f"{name}/{delta.choice}: token {delta.position}, not {expected}"
+            )
         live.position[delta.choice] = delta.position + len(delta.token_ids)
         live.seen += len(delta.token_ids)
         self.totals.tokens += len(delta.token_ids)
         if delta.finish_reason == "length" and live.position[delta.choice] != live.max_tokens:
-            self.totals.faults.append(f"{name}/{delta.choice}: {live.position[delta.choice]} tokens")
+            self.totals.faults.append(
+                f"{name}/{delta.choice}: {live.position[delta.choice]} tokens"
+            )
         if delta.finish_reason:
             del live.position[delta.choice]
 
@@ -197,12 +221,16 @@ def verdict(windows: list[Json]) -> list[str]:
             faults.append(f"{name} grew by {growth}")
     rates = [w["tokens_per_s"] for w in counted if w["seconds"] >= STEADY_SECONDS]
     if rates and min(rates) < STEADY * statistics.median(rates):
-        faults.append(f"throughput fell to {min(rates)} tok/s from a median of {statistics.median(rates):.0f}")
+        faults.append(
+            f"throughput fell to {min(rates)} tok/s from a median of {statistics.median(rates):.0f}"
+        )
     return faults
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--windows", type=int, default=16, help="lines of the report")
     parser.add_argument("--concurrency", type=int, default=300, help="requests in flight")
@@ -211,7 +239,12 @@ def main() -> None:
     add_model_arguments(parser)
     add_output_arguments(parser)
     options = parser.parse_args()
-    if options.minutes <= 0 or options.windows < 1 or options.concurrency < 1 or options.longest < 1:
+    if (
+        options.minutes <= 0
+        or options.windows < 1
+        or options.concurrency < 1
+        or options.longest < 1
+    ):
         parser.error("--minutes, --windows, --concurrency and --longest must be above 0")
     try:
         check_writable(options.out)
@@ -232,7 +265,10 @@ def main() -> None:
             tqdm.write(fault)
     soak.finish()
     faults = verdict(windows)
-    append(options.out, {"benchmark": "engine_soak", **circumstances(options.commit), "windows": windows})
+    append(
+        options.out,
+        {"benchmark": "engine_soak", **circumstances(options.commit), "windows": windows},
+    )
     print("\n".join(faults) or "no leak, no fault, steady throughput")
     sys.exit(bool(faults))
 

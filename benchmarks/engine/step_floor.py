@@ -1,7 +1,9 @@
-"""What a step must cost at least: bytes and floating-point operations counted by hand, over the card's ceilings.
+"""What a step must cost at least: bytes and floating-point operations counted by hand, over the
+card's ceilings.
 
-Each part costs max(bytes / read rate, operations / product rate): inputs read once, outputs written once, nothing
-shared between parts. Knows shapes alone; no torch. Used by benchmarks/engine/step_profile.py.
+Each part costs max(bytes / read rate, operations / product rate): inputs read once, outputs written
+once, nothing shared between parts. Knows shapes alone; no torch. Used by
+benchmarks/engine/step_profile.py.
 """
 
 from collections import defaultdict
@@ -39,14 +41,17 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Rows of one sequence in one step: `start` rows lie in its context already, `num_rows` are computed."""
+    """Rows of one sequence in one step: `start` rows lie in its context already, `num_rows` are
+    computed."""
 
     start: int
     num_rows: int
     samples: bool = True
 
 
-def step_floor(spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Sequence[Chunk]) -> dict[str, float]:
+def step_floor(
+    spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Sequence[Chunk]
+) -> dict[str, float]:
     """Part -> seconds of one step. itemsize: bytes of one number."""
     rows = sum(chunk.num_rows for chunk in chunks)
     samples = sum(chunk.samples for chunk in chunks)
@@ -78,7 +83,9 @@ def step_floor(spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Seque
         "head": product(samples, hidden, spec.vocab_size) if samples else 0.0,
         "sampling": moved(samples * spec.vocab_size),
     }
-    total: dict[str, float] = defaultdict(float, {part: spec.num_layers * seconds for part, seconds in layer.items()})
+    total: dict[str, float] = defaultdict(
+        float, {part: spec.num_layers * seconds for part, seconds in layer.items()}
+    )
     for part, seconds in once.items():
         total[part] += seconds
     return {part: total[part] for part in PARTS}
@@ -88,7 +95,10 @@ def _attention(spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunk: Chunk)
     """Causal: row i of the chunk sees start + i + 1 keys; two products of head_dim each."""
     keys = chunk.start + chunk.num_rows
     seen = chunk.num_rows * chunk.start + chunk.num_rows * (chunk.num_rows + 1) / 2
-    numbers = 2 * keys * spec.num_kv_heads * spec.head_dim + 2 * chunk.num_rows * spec.num_heads * spec.head_dim
+    numbers = (
+        2 * keys * spec.num_kv_heads * spec.head_dim
+        + 2 * chunk.num_rows * spec.num_heads * spec.head_dim
+    )
     return ceilings.seconds(numbers * itemsize, 4.0 * spec.num_heads * spec.head_dim * seen)
 
 

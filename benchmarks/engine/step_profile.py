@@ -4,10 +4,10 @@
     python -m benchmarks.engine.step_profile --decode 64 --context 8192 --prefill
     python -m benchmarks.engine.step_profile --decode --prefill 2048
 
-Wall times are measured without the profiler; the split into parts comes from torch.profiler's device activities
-(CUPTI), over steps right behind. Host time is what the host needs for a step when it does not wait for the device.
-Drives the public Engine (`add`, `step`), so it knows nothing of how a step is made. Needs a CUDA device. Ceilings are
-an H200's: with another card pass its own.
+Wall times are measured without the profiler; the split into parts comes from torch.profiler's
+device activities (CUPTI), over steps right behind. Host time is what the host needs for a step when
+it does not wait for the device. Drives the public Engine (`add`, `step`), so it knows nothing of
+how a step is made. Needs a CUDA device. Ceilings are an H200's: with another card pass its own.
 """
 
 import argparse
@@ -45,7 +45,8 @@ PROFILED_PROMPTS = 2
 
 @dataclass(frozen=True)
 class Measured:
-    """One scenario; `trace` holds `num_profiled` units (decode steps, or prompts), floors and wall are of one."""
+    """One scenario; `trace` holds `num_profiled` units (decode steps, or prompts), floors and wall
+    are of one."""
 
     name: str
     wall_s: float
@@ -105,11 +106,15 @@ class Profiler:
         self._num_generated: Counter[RequestKey] = Counter()
 
     def decode(self, batch_sizes: Sequence[int], context: int) -> Iterator[Measured]:
-        """Steady decode steps of each batch size, the largest first: prompts are computed once, sequences leave."""
+        """Steady decode steps of each batch size, the largest first: prompts are computed once,
+        sequences leave."""
         running: list[RequestKey] = []
         for batch in sorted(batch_sizes, reverse=True):
             if not running:
-                running = [self._add(context, self.engine.max_request_tokens - context) for _ in range(batch)]
+                running = [
+                    self._add(context, self.engine.max_request_tokens - context)
+                    for _ in range(batch)
+                ]
                 self._step_until_all_run(set(running))
             while len(running) > batch:
                 self.engine.abort(running.pop())
@@ -118,7 +123,9 @@ class Profiler:
             profiled, trace = self._profiled(lambda: self._steps(self.num_steps))
             now = [context + self._num_generated[key] - self.num_steps // 2 for key in running]
             floor = self._floor([Chunk(tokens, 1) for tokens in now])
-            yield Measured(f"decode {batch} x {context}", wall, profiled, trace, self.num_steps, floor)
+            yield Measured(
+                f"decode {batch} x {context}", wall, profiled, trace, self.num_steps, floor
+            )
         for key in running:
             self.engine.abort(key)
         self._drain()
@@ -162,7 +169,9 @@ class Profiler:
     def _steps(self, count: int) -> None:
         results = [self.engine.step() for _ in range(count)]
         for result in results:
-            self._num_generated.update(key for key, event in result.events if isinstance(event, Delta))
+            self._num_generated.update(
+                key for key, event in result.events if isinstance(event, Delta)
+            )
 
     def _drain(self) -> None:
         while self.engine.has_work:
@@ -190,27 +199,44 @@ def table(row: Json) -> str:
     """One scenario as text."""
     lines = [
         f"{row['scenario']}: wall {row['wall_ms']:.3f} ms, device {row['device_ms']:.3f}, "
-        f"host {row['host_ms']:.3f}, floor {row['floor_ms']:.3f} ({row['floor_ms'] / row['wall_ms']:.0%} of wall)",
-        f"    {'part':<16}{'ms':>10}{'of device':>11}{'floor ms':>10}{'of floor':>10}{'kernels':>9}",
+        f"host {row['host_ms']:.3f}, floor {row['floor_ms']:.3f} "
+        f"({row['floor_ms'] / row['wall_ms']:.0%} of wall)",
+        f"    {'part':<16}{'ms':>10}{'of device':>11}{'floor ms':>10}"
+        f"{'of floor':>10}{'kernels':>9}",
     ]
     for part, spent in row["parts"].items():
         if spent["ms"] or spent["floor_ms"]:
-            reached = f"{spent['floor_ms'] / spent['ms']:.0%}" if spent["ms"] and spent["floor_ms"] else ""
+            reached = (
+                f"{spent['floor_ms'] / spent['ms']:.0%}"
+                if spent["ms"] and spent["floor_ms"]
+                else ""
+            )
             share = spent["ms"] / row["device_ms"]
             floor = f"{spent['floor_ms']:.3f}" if spent["floor_ms"] else ""
             lines.append(
-                f"    {part:<16}{spent['ms']:>10.3f}{share:>11.1%}{floor:>10}{reached:>10}{spent['kernels']:>9.1f}"
+                f"    {part:<16}{spent['ms']:>10.3f}{share:>11.1%}{floor:>10}"
+                f"{reached:>10}{spent['kernels']:>9.1f}"
             )
     lines += [f"    other: {ms:.3f} ms {name}" for name, ms in row["other_kernels"].items()]
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--decode", type=int, nargs="*", default=[1, 64, 256], help="batch sizes (default 1 64 256)")
-    parser.add_argument("--context", type=int, default=1024, help="tokens each decoding sequence has (default 1024)")
-    parser.add_argument("--prefill", type=int, nargs="*", default=[2048, 8192, 16000], help="prompt lengths")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps timed, and profiled (default 16)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--decode", type=int, nargs="*", default=[1, 64, 256], help="batch sizes (default 1 64 256)"
+    )
+    parser.add_argument(
+        "--context", type=int, default=1024, help="tokens each decoding sequence has (default 1024)"
+    )
+    parser.add_argument(
+        "--prefill", type=int, nargs="*", default=[2048, 8192, 16000], help="prompt lengths"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=16, help="decode steps timed, and profiled (default 16)"
+    )
     parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
     parser.add_argument("--flop-ceiling", type=float, default=696.0, help="TFLOP/s of products")
     add_model_arguments(parser)
@@ -237,8 +263,13 @@ def run(options: argparse.Namespace) -> None:
     model = ModelConfig(path=options.model, load_format=options.load_format, dtype=options.dtype)
     engine = build_engine(model, EngineConfig(**engine_fields(options)))
     if max(options.decode, default=0) > engine.config.max_num_seqs:
-        raise ValueError(f"--decode {max(options.decode)} is more than --max-num-seqs {engine.config.max_num_seqs}")
-    profiler = Profiler(engine, Ceilings(options.read_ceiling * 1e12, options.flop_ceiling * 1e12), options.steps)
+        raise ValueError(
+            f"--decode {max(options.decode)} is more than --max-num-seqs "
+            f"{engine.config.max_num_seqs}"
+        )
+    profiler = Profiler(
+        engine, Ceilings(options.read_ceiling * 1e12, options.flop_ceiling * 1e12), options.steps
+    )
     scenarios = itertools.chain(
         (profiler.prefill(num_tokens) for num_tokens in options.prefill),
         profiler.decode(options.decode, options.context),
@@ -246,8 +277,14 @@ def run(options: argparse.Namespace) -> None:
     for measured in scenarios:
         row = measured.row()
         print(table(row), flush=True)
-        facts = {"model": Path(options.model).name, "device": torch.cuda.get_device_name(engine.device)}
-        append(options.out, row | facts | {"engine": engine_fields(options)} | circumstances(options.commit))
+        facts = {
+            "model": Path(options.model).name,
+            "device": torch.cuda.get_device_name(engine.device),
+        }
+        append(
+            options.out,
+            row | facts | {"engine": engine_fields(options)} | circumstances(options.commit),
+        )
 
 
 if __name__ == "__main__":

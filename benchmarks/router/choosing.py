@@ -1,12 +1,14 @@
-"""What the router's policies do for workers with small prefix caches: prompt tokens computed, and waiting.
+"""What the router's policies do for workers with small prefix caches: prompt tokens computed, and
+waiting.
 
-Four workers in threads, each a real engine (scheduler, blocks, prefix cache, sampler) and a real worker loop, but for
-the model: a step takes the time that its rows would take on some device, and gives logits that say nothing. A real
-router in this process. Workloads are open: requests come at random moments, whatever the workers do. Policies take
-turns, each with fresh workers.
+Four workers in threads, each a real engine (scheduler, blocks, prefix cache, sampler) and a real
+worker loop, but for the model: a step takes the time that its rows would take on some device, and
+gives logits that say nothing. A real router in this process. Workloads are open: requests come at
+random moments, whatever the workers do. Policies take turns, each with fresh workers.
 
     .venv/bin/python -m benchmarks.router.choosing --out benchmarks/results/choosing-cpu.jsonl
-    .venv/bin/python -m benchmarks.router.choosing --workloads shared --policies round-robin default --repeats 1
+    .venv/bin/python -m benchmarks.router.choosing --workloads shared --policies round-robin default
+    --repeats 1
 """
 
 import argparse
@@ -90,7 +92,9 @@ class PacedRunner:
         first_row = dict(zip(plan.num_tokens, itertools.accumulate([0, *counts]), strict=False))
         slots = [member.slot for members in siblings for member in members]
         hidden = torch.empty(sum(counts), 0)
-        return StepOutput(hidden, first_row, self.logits(hidden, slots), torch.tensor(slots, dtype=torch.int32))
+        return StepOutput(
+            hidden, first_row, self.logits(hidden, slots), torch.tensor(slots, dtype=torch.int32)
+        )
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         return torch.zeros(len(rows), self._vocab_size)
@@ -110,7 +114,8 @@ class PacedWorker(threading.Thread):
         super().__init__(daemon=True)
         self.worker_id = worker_id
         self.engine = build_engine(
-            ModelConfig(path=str(DEMO), load_format="dummy"), EngineConfig(device="cpu", num_kv_blocks=num_kv_blocks)
+            ModelConfig(path=str(DEMO), load_format="dummy"),
+            EngineConfig(device="cpu", num_kv_blocks=num_kv_blocks),
         )
         self.engine.runner = PacedRunner(self.engine)  # type: ignore[assignment]
         self._worker = WorkerLoop(
@@ -132,7 +137,9 @@ class PacedWorker(threading.Thread):
         while not self._worker.stopped:
             timeout = self._worker.turn()
             try:
-                self._worker.handle(self._commands.get(timeout=timeout) if timeout else self._commands.get_nowait())
+                self._worker.handle(
+                    self._commands.get(timeout=timeout) if timeout else self._commands.get_nowait()
+                )
                 while True:
                     self._worker.handle(self._commands.get_nowait())
             except queue.Empty:
@@ -178,17 +185,23 @@ def _moments(draw: random.Random, count: int, rate: float) -> list[float]:
 def shared(draw: random.Random, count: int) -> list[Arrival]:
     """Eight system prompts of 512 tokens, each request with 32 of its own."""
     systems = [_tokens(draw, 512) for _ in range(8)]
-    return [Arrival(at, draw.choice(systems) + _tokens(draw, 32)) for at in _moments(draw, count, 30.0)]
+    return [
+        Arrival(at, draw.choice(systems) + _tokens(draw, 32)) for at in _moments(draw, count, 30.0)
+    ]
 
 
 def distinct(draw: random.Random, count: int) -> list[Arrival]:
     """Nothing in common, lengths from 32 to 1,500 with many short ones."""
     lengths = [min(1500, max(32, int(draw.lognormvariate(5.5, 1.0)))) for _ in range(count)]
-    return [Arrival(at, _tokens(draw, length)) for at, length in zip(_moments(draw, count, 30.0), lengths, strict=True)]
+    return [
+        Arrival(at, _tokens(draw, length))
+        for at, length in zip(_moments(draw, count, 30.0), lengths, strict=True)
+    ]
 
 
 def conversations(draw: random.Random, count: int) -> list[Arrival]:
-    """Twelve at a time, each of up to eight turns that repeat all before and add 128 tokens, with a session's name."""
+    """Twelve at a time, each of up to eight turns that repeat all before and add 128 tokens, with a
+    session's name."""
     arrivals = []
     histories = [_tokens(draw, 128) for _ in range(12)]
     names = itertools.count(12)
@@ -210,8 +223,11 @@ WORKLOADS: dict[str, Callable[[random.Random, int], list[Arrival]]] = {
 }
 
 
-async def measure(policy: str, arrivals: Sequence[Arrival], num_workers: int, num_kv_blocks: int) -> dict[str, float]:
-    """Prompt tokens computed over all workers, their share of all prompt tokens, milliseconds to the first token."""
+async def measure(
+    policy: str, arrivals: Sequence[Arrival], num_workers: int, num_kv_blocks: int
+) -> dict[str, float]:
+    """Prompt tokens computed over all workers, their share of all prompt tokens, milliseconds to
+    the first token."""
     workers = [PacedWorker(f"w{i}", num_kv_blocks) for i in range(num_workers)]
     fleet = Fleet()
     service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(policy=policy), "demo")
@@ -249,13 +265,19 @@ async def _ask(service: Service, arrival: Arrival) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--workloads", nargs="+", choices=list(WORKLOADS), default=list(WORKLOADS))
     parser.add_argument("--policies", nargs="+", choices=list(POLICIES), default=list(POLICIES))
     parser.add_argument("--workers", type=int, default=4)
-    parser.add_argument("--blocks", type=int, default=160, help="of 16 tokens, KV cache of each worker")
+    parser.add_argument(
+        "--blocks", type=int, default=160, help="of 16 tokens, KV cache of each worker"
+    )
     parser.add_argument("--requests", type=int, default=240)
-    parser.add_argument("--repeats", type=int, default=5, help="each another draw, of all policies in turn")
+    parser.add_argument(
+        "--repeats", type=int, default=5, help="each another draw, of all policies in turn"
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     check_writable(options.out)
@@ -268,18 +290,31 @@ def main() -> None:
         for repeat in range(options.repeats):
             arrivals = WORKLOADS[workload](random.Random(repeat), options.requests)
             for policy in options.policies:
-                runs[policy].append(asyncio.run(measure(policy, arrivals, options.workers, options.blocks)))
+                runs[policy].append(
+                    asyncio.run(measure(policy, arrivals, options.workers, options.blocks))
+                )
         for policy, results in runs.items():
-            append(options.out, _row(options, workload, policy, results) | {"bare_us_per_token": bare})
-            print(f"{workload:14}{policy:14}" + "".join(f"{k} {_median(results, k):9.2f}  " for k in results[0]))
+            append(
+                options.out, _row(options, workload, policy, results) | {"bare_us_per_token": bare}
+            )
+            print(
+                f"{workload:14}{policy:14}"
+                + "".join(f"{k} {_median(results, k):9.2f}  " for k in results[0])
+            )
 
 
-def _row(options: argparse.Namespace, workload: str, policy: str, results: list[dict[str, float]]) -> dict[str, Any]:
+def _row(
+    options: argparse.Namespace, workload: str, policy: str, results: list[dict[str, float]]
+) -> dict[str, Any]:
     row: dict[str, Any] = {"benchmark": "choosing", "workload": workload, "policy": policy}
     row |= {"workers": options.workers, "blocks": options.blocks, "requests": options.requests}
     for name in results[0]:
         values = [result[name] for result in results]
-        row[name] = {"median": round(_median(results, name), 4), "min": min(values), "max": max(values)}
+        row[name] = {
+            "median": round(_median(results, name), 4),
+            "min": min(values),
+            "max": max(values),
+        }
     return row | circumstances()
 
 

@@ -1,8 +1,9 @@
-"""What refusing late requests gives: requests a second that keep their TTFT target, for several `slo.refuse_beyond`.
+"""What refusing late requests gives: requests a second that keep their TTFT target, for several
+`slo.refuse_beyond`.
 
-Two workers of `benchmarks.router.choosing` (a step takes the time that its rows would take on some device), a real
-router, prompts of 100 to 900 tokens at random moments: fewer than the workers can do, and more. Refused ones do not
-come again.
+Two workers of `benchmarks.router.choosing` (a step takes the time that its rows would take on some
+device), a real router, prompts of 100 to 900 tokens at random moments: fewer than the workers can
+do, and more. Refused ones do not come again.
 
     .venv/bin/python -m benchmarks.router.goodput --out benchmarks/results/goodput-cpu.jsonl
 """
@@ -36,12 +37,17 @@ def arrivals(draw: random.Random, rate: float, seconds: float) -> list[Arrival]:
     at = 0.0
     found = []
     while (at := at + draw.expovariate(rate)) < seconds:
-        found.append(Arrival(at, tuple(draw.choices(range(FIRST_TOKEN, VOCAB), k=draw.randint(100, 900)))))
+        found.append(
+            Arrival(at, tuple(draw.choices(range(FIRST_TOKEN, VOCAB), k=draw.randint(100, 900))))
+        )
     return found
 
 
-async def measure(refuse_beyond: float | None, asked: Sequence[Arrival], seconds: float) -> dict[str, float]:
-    """Of all requests: a second in time, the shares in time, late and refused, and the others' TTFT in ms."""
+async def measure(
+    refuse_beyond: float | None, asked: Sequence[Arrival], seconds: float
+) -> dict[str, float]:
+    """Of all requests: a second in time, the shares in time, late and refused, and the others' TTFT
+    in ms."""
     workers = [PacedWorker(f"w{i}", 4096) for i in range(2)]
     fleet = Fleet()
     slo = SloConfig(ttft_ms=TTFT_MS, refuse_beyond=refuse_beyond)
@@ -93,11 +99,19 @@ async def _ask(service: Service, prompt: tuple[int, ...]) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", nargs="+", type=float, default=[15.0, 45.0], help="requests a second")
-    parser.add_argument("--limits", nargs="+", type=float, default=[0.0, 4.0, 2.0, 1.0, 0.5], help="0: never refuse")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--rates", nargs="+", type=float, default=[15.0, 45.0], help="requests a second"
+    )
+    parser.add_argument(
+        "--limits", nargs="+", type=float, default=[0.0, 4.0, 2.0, 1.0, 0.5], help="0: never refuse"
+    )
     parser.add_argument("--seconds", type=float, default=15.0)
-    parser.add_argument("--repeats", type=int, default=3, help="each another draw, of all limits in turn")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="each another draw, of all limits in turn"
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     check_writable(options.out)
@@ -112,14 +126,26 @@ def main() -> None:
             for limit in options.limits:
                 runs[limit].append(asyncio.run(measure(limit or None, asked, options.seconds)))
         for limit, results in runs.items():
-            middle = {name: round(statistics.median(r[name] for r in results), 3) for name in results[0]}
-            spread = {
-                f"{name}_spread": [min(v), max(v)] for name in middle if (v := [round(r[name], 3) for r in results])
+            middle = {
+                name: round(statistics.median(r[name] for r in results), 3) for name in results[0]
             }
-            row = {"benchmark": "goodput", "rate": rate, "ttft_ms": TTFT_MS, "refuse_beyond": limit or None}
-            append(options.out, row | middle | spread | {"bare_us_per_token": bare} | circumstances())
+            spread = {
+                f"{name}_spread": [min(v), max(v)]
+                for name in middle
+                if (v := [round(r[name], 3) for r in results])
+            }
+            row = {
+                "benchmark": "goodput",
+                "rate": rate,
+                "ttft_ms": TTFT_MS,
+                "refuse_beyond": limit or None,
+            }
+            append(
+                options.out, row | middle | spread | {"bare_us_per_token": bare} | circumstances()
+            )
             print(
-                f"{rate:6.1f}/s  beyond {limit or None!s:5}" + "".join(f"  {k} {v:g}" for k, v in middle.items()),
+                f"{rate:6.1f}/s  beyond {limit or None!s:5}"
+                + "".join(f"  {k} {v:g}" for k, v in middle.items()),
                 flush=True,
             )
 

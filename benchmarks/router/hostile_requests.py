@@ -1,8 +1,9 @@
-"""What somebody may send to a router who wishes it ill, or does not know better: the rows of router_stall.py.
+"""What somebody may send to a router who wishes it ill, or does not know better: the rows of
+router_stall.py.
 
-Each row is a name, what it is in a few words, and a coroutine that sends it to a port of 127.0.0.1 and says what came
-back; `hostile/` has them by subject. Runs in a process of its own, so that building and sending megabytes holds up
-nobody who measures.
+Each row is a name, what it is in a few words, and a coroutine that sends it to a port of 127.0.0.1
+and says what came back; `hostile/` has them by subject. Runs in a process of its own, so that
+building and sending megabytes holds up nobody who measures.
 """
 
 from multiprocessing.connection import Connection
@@ -12,7 +13,8 @@ import uvloop
 from benchmarks.router.hostile import answers, bodies, connections, parameters, prompts
 from benchmarks.router.hostile.sending import ROWS, chats, completes
 
-SUBJECTS = (prompts, parameters, bodies, answers, connections)  # their rows are in ROWS once they are imported
+# their rows are in ROWS once they are imported
+SUBJECTS = (prompts, parameters, bodies, answers, connections)
 
 
 def warm_up(port: int) -> None:
@@ -24,7 +26,8 @@ def warm_up(port: int) -> None:
 
 
 def run_sender(pipe: Connection) -> None:
-    """The process that sends: a row's name in, "ready" out; then a port in, the answers out; None ends it."""
+    """The process that sends: a row's name in, "ready" out; then a port in, the answers out; None
+    ends it."""
     while (name := pipe.recv()) is not None:
         row_ = ROWS[name]
         attack = ROWS[name].prepare()

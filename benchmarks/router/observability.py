@@ -1,7 +1,9 @@
-"""CPU time of looking: counting a token and a prompt, a request's log line, a /metrics page, the bridge to Ray.
+"""CPU time of looking: counting a token and a prompt, a request's log line, a /metrics page, the
+bridge to Ray.
 
-One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the node's agent pays
-is in docs/metrics.md. Beside it, what a streamed token costs a bare uvicorn on this machine.
+One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sends nothing. What the
+node's agent pays is in docs/metrics.md. Beside it, what a streamed token costs a bare uvicorn on
+this machine.
 
     .venv/bin/python -m benchmarks.router.observability
 """
@@ -96,12 +98,16 @@ async def measure() -> dict[str, float]:
         "log line, text": log_line_us("text"),
         "log line, json fields": log_line_us("json"),
         "page of a router without workers": cost_us(lambda: exposition(metrics, fleet), 50),
-        "bridge, one series": cost_us(lambda: gauge.set(1.0, {"le": "1", "worker": "w", "role": "decode"}), 10_000),
+        "bridge, one series": cost_us(
+            lambda: gauge.set(1.0, {"le": "1", "worker": "w", "role": "decode"}), 10_000
+        ),
     }
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     print(json.dumps({"cpu_us": asyncio.run(measure()), "bare_us_per_token": bare_us_per_token()}))
 
 

@@ -1,9 +1,9 @@
-"""CPU time of the router process per streamed token: uvicorn and the router in one process, a paced engine on paper in
-another.
+"""CPU time of the router process per streamed token: uvicorn and the router in one process, a paced
+engine on paper in another.
 
-The engine sends what a worker sends, one batch a step with one Delta a stream, over the same wire; clients read
-raw bytes. What Serve and HAProxy add is not in it, and neither is the engine. Beside the figures stands what a token
-costs a bare uvicorn on this machine.
+The engine sends what a worker sends, one batch a step with one Delta a stream, over the same wire;
+clients read raw bytes. What Serve and HAProxy add is not in it, and neither is the engine. Beside
+the figures stands what a token costs a bare uvicorn on this machine.
 
     .venv/bin/python -m benchmarks.router.router_cpu --out benchmarks/results/router-cpu.jsonl
     .venv/bin/python -m benchmarks.router.router_cpu --streams 128 --profile /tmp/router.prof
@@ -75,7 +75,9 @@ def run_router(address: str, port: int, profile: Path | None) -> None:
 async def _serve(address: str, port: int) -> None:
     fleet = Fleet(worker_silence_s=1e6)
     app = build_app(fleet, Tokenizer.load(DEMO), RouterConfig(split="always"), MODEL)
-    config = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", access_log=False)
+    config = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", access_log=False
+    )
     server = uvicorn.Server(config)
 
     async def cpu(request: Request) -> PlainTextResponse:
@@ -93,12 +95,25 @@ async def _serve(address: str, port: int) -> None:
 
 async def stream(port: int, api: str, num_tokens: int, with_ids: bool) -> int:
     """Tokens that one client saw."""
-    prompt = {"prompt": [5, 6, 7]} if api == "completions" else {"messages": [{"role": "user", "content": "Hi"}]}
-    asked = {"model": MODEL, "max_tokens": num_tokens, "ignore_eos": True, "stream": True, "return_token_ids": with_ids}
+    prompt = (
+        {"prompt": [5, 6, 7]}
+        if api == "completions"
+        else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    asked = {
+        "model": MODEL,
+        "max_tokens": num_tokens,
+        "ignore_eos": True,
+        "stream": True,
+        "return_token_ids": with_ids,
+    }
     body = json.dumps(prompt | asked).encode()
     path = "/v1/completions" if api == "completions" else "/v1/chat/completions"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: "
+        f"{len(body)}\r\n\r\n"
+    )
     writer.write(head.encode() + body)
     answer = await reader.read(-1)
     writer.close()
@@ -106,11 +121,17 @@ async def stream(port: int, api: str, num_tokens: int, with_ids: bool) -> int:
     return answer.count(b"data: ") - 1
 
 
-async def measure(port: int, api: str, num_streams: int, num_tokens: int, with_ids: bool) -> dict[str, Any]:
+async def measure(
+    port: int, api: str, num_streams: int, num_tokens: int, with_ids: bool
+) -> dict[str, Any]:
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         before = float((await client.get("/cpu")).text)
         began = time.monotonic()
-        events = sum(await asyncio.gather(*[stream(port, api, num_tokens, with_ids) for _ in range(num_streams)]))
+        events = sum(
+            await asyncio.gather(
+                *[stream(port, api, num_tokens, with_ids) for _ in range(num_streams)]
+            )
+        )
         wall = time.monotonic() - began
         cpu = float((await client.get("/cpu")).text) - before
     tokens = num_streams * num_tokens
@@ -127,7 +148,10 @@ async def measure(port: int, api: str, num_streams: int, num_tokens: int, with_i
 
 
 async def wait_until_ready(port: int) -> None:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client, asyncio.timeout(60):
+    async with (
+        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
+        asyncio.timeout(60),
+    ):
         while True:
             try:
                 if (await client.get("/health")).status_code == 200:
@@ -144,7 +168,8 @@ async def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
     for num_streams in tqdm(args.streams, desc="router", unit="load"):
         num_tokens = max(args.tokens, 4000 // num_streams)
         rounds = [
-            await measure(args.port, args.api, num_streams, num_tokens, args.token_ids) for _ in range(args.rounds)
+            await measure(args.port, args.api, num_streams, num_tokens, args.token_ids)
+            for _ in range(args.rounds)
         ]
         rows.append(sorted(rounds, key=lambda row: row["cpu_us_per_token"])[len(rounds) // 2])
     async with httpx.AsyncClient() as client:
@@ -153,22 +178,34 @@ async def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 32, 128])
-    parser.add_argument("--tokens", type=int, default=200, help="per stream (a lone stream gets 4000)")
-    parser.add_argument("--step-ms", type=float, default=20.0, help="of the engine (a lone stream needs 2)")
+    parser.add_argument(
+        "--tokens", type=int, default=200, help="per stream (a lone stream gets 4000)"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=20.0, help="of the engine (a lone stream needs 2)"
+    )
     parser.add_argument("--api", choices=("completions", "chat"), default="completions")
-    parser.add_argument("--token-ids", action="store_true", help="ask for token ids, as load generators do")
+    parser.add_argument(
+        "--token-ids", action="store_true", help="ask for token ids, as load generators do"
+    )
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--profile", type=Path, help="write the router's cProfile here (slows it down)")
+    parser.add_argument(
+        "--profile", type=Path, help="write the router's cProfile here (slows it down)"
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     args = parser.parse_args()
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="pdserve-") as folder:
         address = f"ipc://{folder}/engine"
         engine = spawn.Process(target=run_engine, args=(address, args.step_ms / 1000), daemon=True)
-        router = spawn.Process(target=run_router, args=(address, args.port, args.profile), daemon=True)
+        router = spawn.Process(
+            target=run_router, args=(address, args.port, args.profile), daemon=True
+        )
         engine.start()
         router.start()
         rows = asyncio.run(run_all(args))

@@ -1,13 +1,14 @@
 """Whether one client can make a router stand still for all others, or take its memory.
 
-    .venv/bin/python -m benchmarks.router.router_stall --out benchmarks/results/router-stall-cpu.jsonl
-    .venv/bin/python -m benchmarks.router.router_stall --only chat-10mb stops
-    .venv/bin/python -m benchmarks.router.router_stall --list
+    .venv/bin/python -m benchmarks.router.router_stall --out
+    benchmarks/results/router-stall-cpu.jsonl .venv/bin/python -m benchmarks.router.router_stall
+    --only chat-10mb stops .venv/bin/python -m benchmarks.router.router_stall --list
 
-A router as `pdserve up` starts it (its own HTTP server, application and fleet, under uvloop) in a process of its own,
-with an engine on paper in another. A third process reads 8 streams of 50 tokens a second and asks for /health twenty
-times a second, each time on a new connection; a fourth sends the rows of hostile_requests.py. Each row has a fresh
-router, and is measured twice: without the request (control) and with it.
+A router as `pdserve up` starts it (its own HTTP server, application and fleet, under uvloop) in a
+process of its own, with an engine on paper in another. A third process reads 8 streams of 50 tokens
+a second and asks for /health twenty times a second, each time on a new connection; a fourth sends
+the rows of hostile_requests.py. Each row has a fresh router, and is measured twice: without the
+request (control) and with it.
 
     gap      longest time without a token of the 8 streams; wanted: at most 100 ms, or 50 ms above
              the control
@@ -17,8 +18,8 @@ router, and is measured twice: without the request (control) and with it.
     witness  how late a timer came in the process that measures: what the machine itself adds
     engine   how late a step of the engine on paper came
 
-Exit code 1 when a row misses. A row that misses on a busy machine is tried again, --attempts times in all; the last
-counts. Everything stays on 127.0.0.1, and the router may take --memory-gb at most.
+Exit code 1 when a row misses. A row that misses on a busy machine is tried again, --attempts times
+in all; the last counts. Everything stays on 127.0.0.1, and the router may take --memory-gb at most.
 """
 
 import argparse
@@ -140,11 +141,15 @@ class Bench:
             with _process(run_watcher, port, theirs):
                 return self._measure(row, router, port, ours, late)
 
-    def _measure(self, row: Row, router: BaseProcess, port: int, watcher: Connection, late: Any) -> Result:
+    def _measure(
+        self, row: Row, router: BaseProcess, port: int, watcher: Connection, late: Any
+    ) -> Result:
         assert router.pid is not None
         memory = _Memory(router.pid)
         if not self._calm(watcher, router):
-            raise RuntimeError(f"{NUM_STREAMS} streams do not flow, before anything was sent beside them")
+            raise RuntimeError(
+                f"{NUM_STREAMS} streams do not flow, before anything was sent beside them"
+            )
         _look(watcher)
         time.sleep(self._control_s)
         control = _look(watcher)
@@ -178,7 +183,9 @@ class Bench:
         result.misses = misses(row, result, router.is_alive())
         return result
 
-    def _calm(self, watcher: Connection, router: BaseProcess, memory: _Memory | None = None) -> bool:
+    def _calm(
+        self, watcher: Connection, router: BaseProcess, memory: _Memory | None = None
+    ) -> bool:
         """Wait until all streams have flowed for a while, from now on. False when they will not."""
         began = time.monotonic()
         while time.monotonic() < began + GIVE_UP_S and router.is_alive():
@@ -228,8 +235,19 @@ def misses(row: Row, result: Result, is_alive: bool) -> list[str]:
 
 def table(results: Sequence[Result]) -> str:
     """Markdown: a line a row."""
-    names = ("gap, ms", "control", "/health", "memory, MB", "refused, s", "witness, ms", "engine, ms")
-    lines = [f"| row | {' | '.join(names)} | answers | misses |", "|---|" + "---:|" * len(names) + "---|---|"]
+    names = (
+        "gap, ms",
+        "control",
+        "/health",
+        "memory, MB",
+        "refused, s",
+        "witness, ms",
+        "engine, ms",
+    )
+    lines = [
+        f"| row | {' | '.join(names)} | answers | misses |",
+        "|---|" + "---:|" * len(names) + "---|---|",
+    ]
     for result in results:
         cells = [
             result.row,
@@ -248,12 +266,23 @@ def table(results: Sequence[Result]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=list(ROWS), metavar="ROW", help="these rows (--list)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", nargs="+", choices=list(ROWS), metavar="ROW", help="these rows (--list)"
+    )
     parser.add_argument("--list", action="store_true", help="print the rows and end")
     parser.add_argument("--attempts", type=integer(1), default=2, help="of a row that misses")
-    parser.add_argument("--control-s", type=POSITIVE, default=3.0, help="seconds without the request")
-    parser.add_argument("--memory-gb", type=POSITIVE, default=6.0, help="of the router: more ends it, not the machine")
+    parser.add_argument(
+        "--control-s", type=POSITIVE, default=3.0, help="seconds without the request"
+    )
+    parser.add_argument(
+        "--memory-gb",
+        type=POSITIVE,
+        default=6.0,
+        help="of the router: more ends it, not the machine",
+    )
     parser.add_argument("--out", type=Path, help="append JSON lines here")
     options = parser.parse_args()
     if options.list:

@@ -1,7 +1,9 @@
-"""What the rule of the conditional split would do: one P, one D, Poisson arrivals, on paper, with its own constants.
+"""What the rule of the conditional split would do: one P, one D, Poisson arrivals, on paper, with
+its own constants.
 
-The hardware is three numbers (prefill tokens a second, a decode step's milliseconds, its growth with rows), the router
-knows all state at once, and the hand-off takes a constant time; so this compares rules, and predicts no server.
+The hardware is three numbers (prefill tokens a second, a decode step's milliseconds, its growth
+with rows), the router knows all state at once, and the hand-off takes a constant time; so this
+compares rules, and predicts no server.
 
     .venv/bin/python -m benchmarks.router.split_rule --rate 15 --prompt 2048 --tokens 128
 """
@@ -32,7 +34,8 @@ class Request:
 
 @dataclass
 class Cluster:
-    """mode: "auto", "split", "whole", or "unbounded" (auto without the budget). Times are milliseconds."""
+    """mode: "auto", "split", "whole", or "unbounded" (auto without the budget). Times are
+    milliseconds."""
 
     mode: str
     num_prompt_tokens: int
@@ -75,7 +78,11 @@ class Cluster:
 
     def step_ms(self) -> float:
         """Of D's next step, without a prompt in it."""
-        return STEP_MS + ROW_MS * len(self.decoding) * self.num_prompt_tokens / 2300 if self.decoding else 0.0
+        return (
+            STEP_MS + ROW_MS * len(self.decoding) * self.num_prompt_tokens / 2300
+            if self.decoding
+            else 0.0
+        )
 
 
 def simulate(
@@ -98,7 +105,9 @@ def simulate(
         while cluster.under_way and cluster.under_way[0][0] <= now:
             cluster.decoding.append(heapq.heappop(cluster.under_way)[2])
         if not cluster.decoding and not cluster.queue:
-            events = [r.arrived for r in list(coming)[:1]] + [ready for ready, _, _ in cluster.under_way[:1]]
+            events = [r.arrived for r in list(coming)[:1]] + [
+                ready for ready, _, _ in cluster.under_way[:1]
+            ]
             now = min(events)
             continue
         prompt = cluster.queue.popleft() if cluster.queue else None
@@ -134,7 +143,9 @@ def _finish_step(cluster: Cluster, prompt: Request | None, now: float) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rate", type=float, default=15.0, help="requests a second")
     parser.add_argument("--prompt", type=int, default=2048, help="tokens")
     parser.add_argument("--tokens", type=int, default=128, help="generated, at least 2")
@@ -143,7 +154,8 @@ def main() -> None:
     options = parser.parse_args()
     for mode in ("split", "whole", "unbounded", "auto"):
         runs = [
-            simulate(mode, options.rate, options.prompt, options.tokens, options.count, s) for s in range(options.seeds)
+            simulate(mode, options.rate, options.prompt, options.tokens, options.count, s)
+            for s in range(options.seeds)
         ]
         middle = {name: sorted(run[name] for run in runs)[len(runs) // 2] for name in runs[0]}
         print(f"{mode:10}" + "".join(f"  {name} {value:8.2f}" for name, value in middle.items()))

@@ -45,7 +45,8 @@ class _Stream(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         writing = cast(asyncio.Transport, transport)  # uvloop's derive from no class of asyncio's
         body = (
-            f'{{"model":"{MODEL}","prompt":[5,6,7],"max_tokens":{CONTEXT - 8},"stream":true,"ignore_eos":true}}'
+            f'{{"model":"{MODEL}","prompt":[5,6,7],"max_tokens":{CONTEXT - 8},'
+            '"stream":true,"ignore_eos":true}'
         ).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
         writing.write(head.encode() + body)
@@ -62,7 +63,8 @@ class _Stream(asyncio.Protocol):
 
 
 class _Watcher:
-    """Answers "look" with what was seen since the last look, and "calm" with for how long all streams have flowed."""
+    """Answers "look" with what was seen since the last look, and "calm" with for how long all
+    streams have flowed."""
 
     def __init__(self, port: int, pipe: Connection) -> None:
         self.window = Window()

@@ -1,8 +1,10 @@
-"""An engine that computes nothing: one token a step for each choice, steps at fixed moments, whatever they cost.
+"""An engine that computes nothing: one token a step for each choice, steps at fixed moments,
+whatever they cost.
 
-It speaks what a worker's engine speaks, as P, as D or as both: what is measured around it is the router, Ray and the
-wires. First tokens come at once while MAX_SEQS choices have room; prompts beyond that wait. Used by router_cpu.py and
-router_stall.py (a socket) and by cluster_cpu.py (as an engine host under Ray).
+It speaks what a worker's engine speaks, as P, as D or as both: what is measured around it is the
+router, Ray and the wires. First tokens come at once while MAX_SEQS choices have room; prompts
+beyond that wait. Used by router_cpu.py and router_stall.py (a socket) and by cluster_cpu.py (as an
+engine host under Ray).
 """
 
 import time
@@ -16,7 +18,15 @@ import zmq
 
 from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.codec import PROTOCOL_VERSION, decode_command, encode
-from pdserve.protocol.commands import Cancel, Command, ConnectPeer, RouterLost, Stop, Submit, Subscribe
+from pdserve.protocol.commands import (
+    Cancel,
+    Command,
+    ConnectPeer,
+    RouterLost,
+    Stop,
+    Submit,
+    Subscribe,
+)
 from pdserve.protocol.events import (
     Arrived,
     CacheState,
@@ -46,7 +56,8 @@ ALL_ROUTERS = "*"
 
 @dataclass(slots=True)
 class _Choice:
-    """position: of its next token. last: of its last one. top: alternatives of each token; None: no logprobs."""
+    """position: of its next token. last: of its last one. top: alternatives of each token; None: no
+    logprobs."""
 
     number: int
     position: int
@@ -55,8 +66,8 @@ class _Choice:
 
 
 class PacedEngine:
-    """role: "prefill", "decode" or "both". step_s: of a decode step. max_model_len: what Hello says. The methods of
-    `cluster.deployments.engine_actor.Host`.
+    """role: "prefill", "decode" or "both". step_s: of a decode step. max_model_len: what Hello
+    says. The methods of `cluster.deployments.engine_actor.Host`.
     """
 
     def __init__(
@@ -109,7 +120,10 @@ class PacedEngine:
                 self._send(f"{router_id}/{session}", self._hello(), state, self._snapshot())
             case ConnectPeer(meta=meta):
                 status = PeerStatus(
-                    engine_id=meta.engine_id, incarnation=meta.incarnation, connected=True, bytes_per_s=1e9
+                    engine_id=meta.engine_id,
+                    incarnation=meta.incarnation,
+                    connected=True,
+                    bytes_per_s=1e9,
                 )
                 self._send(ALL_ROUTERS, status)
             case Submit():
@@ -129,7 +143,9 @@ class PacedEngine:
         self._waiting.pop(key, None)
         self._scoring = deque(entry for entry in self._scoring if entry[0].key != key)
         before = self._running.pop(key, [])
-        left = [] if choices is None else [choice for choice in before if choice.number not in choices]
+        left = (
+            [] if choices is None else [choice for choice in before if choice.number not in choices]
+        )
         if left:
             self._running[key] = left
         self._num_running -= len(before) - len(left)
@@ -147,7 +163,8 @@ class PacedEngine:
                 self._scoring.append((submit, _scores(submit), []))
 
     def _begin(self, submit: Submit) -> None:
-        """Send what stands at once: first tokens, and the hand-off behind them or the arrival before them."""
+        """Send what stands at once: first tokens, and the hand-off behind them or the arrival
+        before them."""
         room = self._max_model_len - len(submit.prompt_token_ids)
         key = submit.key
         last = (submit.sampling.max_tokens or room) - 1
@@ -187,7 +204,8 @@ class PacedEngine:
         self._admit()
 
     def _score(self) -> None:
-        """Some of the first scored prompt's log-probabilities; with the last of them all go out, and it begins."""
+        """Some of the first scored prompt's log-probabilities; with the last of them all go out,
+        and it begins."""
         if not self._scoring:
             return
         submit, parts, made = self._scoring[0]
@@ -269,7 +287,9 @@ def _token(key: RequestKey, choice: _Choice) -> Delta:
     token = 3 + hash((key.request_id, choice.number, position)) % 400
     reason: FinishReason | None = "length" if position == choice.last else None
     logprobs = None if choice.top is None else (TokenLogprob(token, -1.0, 1, choice.top),)
-    return Delta(key.request_id, key.attempt, choice.number, position, (token,), reason, None, logprobs)
+    return Delta(
+        key.request_id, key.attempt, choice.number, position, (token,), reason, None, logprobs
+    )
 
 
 def _top(count: int) -> tuple[tuple[int, float], ...]:
@@ -282,7 +302,9 @@ def _scores(submit: Submit) -> Iterator[PromptScored]:
     step = SCORES_PER_EVENT // (1 + len(top))
     for start in range(0, len(prompt), step):
         end = min(start + step, len(prompt))
-        scored = [None if i == 0 else TokenLogprob(prompt[i], -1.0, 1, top) for i in range(start, end)]
+        scored = [
+            None if i == 0 else TokenLogprob(prompt[i], -1.0, 1, top) for i in range(start, end)
+        ]
         yield PromptScored(
             request_id=submit.key.request_id,
             attempt=submit.key.attempt,
@@ -296,6 +318,8 @@ def _scores(submit: Submit) -> Iterator[PromptScored]:
 class PacedEngineHost(PacedEngine):
     """The engine host of a cluster on paper: `module:Class` for `cluster.app.assemble`."""
 
-    def __init__(self, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
+    def __init__(
+        self, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+    ) -> None:
         super().__init__(address, config.role, STEP_S, worker_id, incarnation)
         self.progress = StartProgress()

@@ -62,8 +62,9 @@ def serving(
     deadline_s: float = 300.0,
     options: Sequence[str] = (),
 ) -> Iterator[Server]:
-    """Serves the cluster.yaml `document`, whose HTTP port is `port`, until the context ends. cli: the words of the
-    `pdserve` command; options: of its `up`. ValueError, with the end of its log, when it is not ready in time.
+    """Serves the cluster.yaml `document`, whose HTTP port is `port`, until the context ends. cli:
+    the words of the `pdserve` command; options: of its `up`. ValueError, with the end of its log,
+    when it is not ready in time.
     """
     with tempfile.TemporaryDirectory(prefix="pdserve-cluster-") as scratch:
         cluster = Path(scratch) / "cluster.yaml"
@@ -82,7 +83,9 @@ def serving(
             try:
                 await_ready(lambda: process.poll() is None, url, deadline_s)
             except TimeoutError:
-                raise ValueError(f"`pdserve up` did not become ready:\n{log.read_text()[-2000:]}") from None
+                raise ValueError(
+                    f"`pdserve up` did not become ready:\n{log.read_text()[-2000:]}"
+                ) from None
             yield Server(url, process.pid)
         finally:
             stop(process)
@@ -101,7 +104,8 @@ def await_ready(is_alive: Callable[[], bool], url: str, deadline_s: float) -> No
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
-    """SIGTERM (a shell's background jobs ignore SIGINT), then whatever is left of the session it leads."""
+    """SIGTERM (a shell's background jobs ignore SIGINT), then whatever is left of the session it
+    leads."""
     process.terminate()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(STOP_S)

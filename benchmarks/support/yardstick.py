@@ -38,7 +38,10 @@ def bare_us_per_token() -> Json:
     with bare_server() as server:
         for _ in range(ROUNDS):
             before = _cpu_s(server)
-            run_load(LoadConfig(server.url, shape, clients=STREAMS, num_warmups=0, model="bare"), progress=False)
+            run_load(
+                LoadConfig(server.url, shape, clients=STREAMS, num_warmups=0, model="bare"),
+                progress=False,
+            )
             costs.append(1e6 * (_cpu_s(server) - before) / (STREAMS * TOKENS))
     return repeated(costs)
 
@@ -55,7 +58,8 @@ def beside(bare: Json) -> str:
 
 
 def serve_bare(port: int) -> None:
-    """The cheapest server that streams completions: a token of text every step, each stream with a clock of its own."""
+    """The cheapest server that streams completions: a token of text every step, each stream with a
+    clock of its own."""
 
     async def complete(request: Request) -> StreamingResponse:
         asked = json.loads(await request.body())
@@ -64,8 +68,14 @@ def serve_bare(port: int) -> None:
             for position in range(asked["max_tokens"]):
                 await asyncio.sleep(STEP_S)
                 reason = "length" if position == asked["max_tokens"] - 1 else None
-                choice = {"index": 0, "text": f" {position}", "token_ids": [position], "finish_reason": reason}
-                yield f"data: {json.dumps({'id': 'x', 'object': 'text_completion', 'choices': [choice]})}\n\n".encode()
+                choice = {
+                    "index": 0,
+                    "text": f" {position}",
+                    "token_ids": [position],
+                    "finish_reason": reason,
+                }
+                data = {"id": "x", "object": "text_completion", "choices": [choice]}
+                yield f"data: {json.dumps(data)}\n\n".encode()
             yield b"data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")
@@ -76,14 +86,22 @@ def serve_bare(port: int) -> None:
     async def cpu(request: Request) -> PlainTextResponse:
         return PlainTextResponse(repr(time.process_time()))
 
-    routes = [Route("/v1/completions", complete, methods=["POST"]), Route("/health", health), Route("/cpu", cpu)]
-    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning", access_log=False)
+    routes = [
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/health", health),
+        Route("/cpu", cpu),
+    ]
+    uvicorn.run(
+        Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning", access_log=False
+    )
 
 
 @contextlib.contextmanager
 def bare_server() -> Iterator[Server]:
     port = free_port()
-    process = multiprocessing.get_context("spawn").Process(target=serve_bare, args=(port,), daemon=True)
+    process = multiprocessing.get_context("spawn").Process(
+        target=serve_bare, args=(port,), daemon=True
+    )
     process.start()
     assert process.pid is not None
     try:

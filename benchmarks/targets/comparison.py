@@ -1,7 +1,7 @@
 """What is compared of a benchmark's rows, and when one side counts as not slower than the other.
 
-A figure's ratio is new / old, turned over for figures that are better when higher: above 1 the new side is worse. Pure
-data; starts nothing. Used by ab.py.
+A figure's ratio is new / old, turned over for figures that are better when higher: above 1 the new
+side is worse. Pure data; starts nothing. Used by ab.py.
 """
 
 import math
@@ -20,7 +20,8 @@ MAX_RATIO = 1.01
 # of the 95 % interval, where that decides
 GPU_HALF_WIDTH = 0.02
 CPU_HALF_WIDTH = 0.04
-# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on; behind the table the normal quantile.
+# Student's t for a two-sided 95 % interval, by degrees of freedom from 1 on; behind the table the
+# normal quantile.
 T_95 = (
     12.706,
     4.303,
@@ -56,8 +57,8 @@ class Figure:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ratios of one figure, a pair of neighbouring runs each. half_width: of the interval that may decide.
-    is_judged: see Figure.
+    """The ratios of one figure, a pair of neighbouring runs each. half_width: of the interval that
+    may decide. is_judged: see Figure.
     """
 
     ratios: tuple[float, ...]
@@ -70,7 +71,8 @@ class Comparison:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """95 % interval of the ratio's geometric mean (Student's t over logarithms); endless for a single pair."""
+        """95 % interval of the ratio's geometric mean (Student's t over logarithms); endless for a
+        single pair."""
         count = len(self.ratios)
         if count < 2:
             return 0.0, math.inf
@@ -100,8 +102,8 @@ def half_width(row: Json, device: str) -> float:
 
 
 def figures_of(row: Json, targets: Mapping[str, Row]) -> dict[str, Figure]:
-    """Name (with the row's) -> figure. targets: rows of the table of targets by id. ValueError: a row whose figures
-    nobody knows, or one of a load in which requests failed."""
+    """Name (with the row's) -> figure. targets: rows of the table of targets by id. ValueError: a
+    row whose figures nobody knows, or one of a load in which requests failed."""
     if row["benchmark"] == "targets":
         return _of_targets(row, targets)
     if row["benchmark"] == "cluster_cpu":
@@ -129,13 +131,21 @@ def _of_targets(row: Json, targets: Mapping[str, Row]) -> dict[str, Figure]:
         better = target.unit in HIGHER_IS_BETTER
         return {f"{target.id} {target.metric}": Figure(value, better)}
     if figures["num_failed"]:
-        raise ValueError(f"{target.id}: {figures['num_failed']} requests failed: {figures['errors']}")
+        raise ValueError(
+            f"{target.id}: {figures['num_failed']} requests failed: {figures['errors']}"
+        )
     values = http_figures(figures)
-    shown = {name: value for name in ("ttft_p50", "tpot_p50") if (value := values[name]) is not None}
+    shown = {
+        name: value for name in ("ttft_p50", "tpot_p50") if (value := values[name]) is not None
+    }
     # Of several clients that each wait for their answer, TTFT and TPOT trade against each other, by
-    # which prompts happen to share a step: clients = requests/s x time of a request. That is judged.
+    # which prompts happen to share a step: clients = requests/s x time of a request. That is
+    # judged.
     is_crowd = target.clients is not None and target.clients > 1
-    found = {f"{target.id} {name}": Figure(value, is_judged=not is_crowd) for name, value in shown.items()}
+    found = {
+        f"{target.id} {name}": Figure(value, is_judged=not is_crowd)
+        for name, value in shown.items()
+    }
     if target.clients is not None:
         found[f"{target.id} tok_s"] = Figure(figures["output_tokens_per_s"], higher_is_better=True)
     if is_crowd:
@@ -152,17 +162,24 @@ def _request_ms(figures: Json, target: HttpRow) -> float:
 
 def _of_hand_off(row: Json) -> dict[str, Figure]:
     if row["part"] != "requests":
-        return {f"hand_off {row['part']} {name}": Figure(row[name]["p50"]) for name in ("off_ms", "on_ms")}
+        return {
+            f"hand_off {row['part']} {name}": Figure(row[name]["p50"])
+            for name in ("off_ms", "on_ms")
+        }
     names = [name for name in ("ttft_ms", "gap_ms", "tpot_ms", "pull_ms") if name in row]
     where = f"hand_off {row['tokens']} {row['mode']}"
     return {f"{where} {name}": Figure(row[name]["p50"]) for name in names}
 
 
 def compared(
-    pairs: Sequence[tuple[Mapping[str, Figure], Mapping[str, Figure]]], half_width_of: Mapping[str, float]
+    pairs: Sequence[tuple[Mapping[str, Figure], Mapping[str, Figure]]],
+    half_width_of: Mapping[str, float],
 ) -> dict[str, Comparison]:
     """Figure's name -> comparison, of the figures that both sides of every pair have."""
     names = [name for name in pairs[0][0] if all(name in side for pair in pairs for side in pair)]
     return {
-        name: Comparison(tuple(new[name].over(old[name]) for old, new in pairs), half_width_of[name]) for name in names
+        name: Comparison(
+            tuple(new[name].over(old[name]) for old, new in pairs), half_width_of[name]
+        )
+        for name in names
     }

@@ -1,4 +1,5 @@
-"""The table of targets with ours filled in: one engine offline, and one behind HTTP, beside vLLM's figures.
+"""The table of targets with ours filled in: one engine offline, and one behind HTTP, beside vLLM's
+figures.
 
     python -m benchmarks.targets --out benchmarks/results/targets-h200.jsonl  # all rows, one GPU
     python -m benchmarks.targets --only offline --only http-32  # parts and single rows
@@ -6,11 +7,12 @@
     python -m benchmarks.targets --only pair --replicas  # or two whole workers
     python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl  # only the table
 
-Rows and figures are in targets.toml. The start row runs first, then the other offline rows with one engine, each in
-processes of their own, which leave the device when they are done; then HTTP against `pdserve up` with one aggregated
-worker (or --url). Offline figures are medians of --repeats runs; HTTP figures come from one run of as many requests as
-the table says; with a server of its own, a third table tells where the time of these requests went. Options of the
-engine are those of `pdserve bench`. Each result is printed and appended to --out as soon as it is there.
+Rows and figures are in targets.toml. The start row runs first, then the other offline rows with one
+engine, each in processes of their own, which leave the device when they are done; then HTTP against
+`pdserve up` with one aggregated worker (or --url). Offline figures are medians of --repeats runs;
+HTTP figures come from one run of as many requests as the table says; with a server of its own, a
+third table tells where the time of these requests went. Options of the engine are those of `pdserve
+bench`. Each result is printed and appended to --out as soon as it is there.
 """
 
 import argparse
@@ -35,8 +37,22 @@ from benchmarks.cluster.http_share import table as share_table
 from benchmarks.support.places import BENCHMARKS, SHAPES
 from benchmarks.support.served_cluster import CLI, environment, free_port, serving
 from benchmarks.support.stand_in_tokenizer import servable_folder
-from benchmarks.targets.table import HttpRow, OfflineRow, Row, choose, read_results, read_rows, render
-from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields, offline_line, serve_report
+from benchmarks.targets.table import (
+    HttpRow,
+    OfflineRow,
+    Row,
+    choose,
+    read_results,
+    read_rows,
+    render,
+)
+from pdserve.bench.cli import (
+    add_model_arguments,
+    add_output_arguments,
+    engine_fields,
+    offline_line,
+    serve_report,
+)
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances, gpu_name, repeated
@@ -47,26 +63,49 @@ JOIN_S = 60.0
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--table", type=Path, default=BENCHMARKS / "targets" / "targets.toml", help="rows and figures to beat"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--only", action="append", default=[], help="offline, http, pair or a row's id; may be repeated"
+        "--table",
+        type=Path,
+        default=BENCHMARKS / "targets" / "targets.toml",
+        help="rows and figures to beat",
     )
     parser.add_argument(
-        "--sequential", action="store_true", help="pair rows: D pulls when P has computed the whole prompt"
+        "--only",
+        action="append",
+        default=[],
+        help="offline, http, pair or a row's id; may be repeated",
     )
     parser.add_argument(
-        "--split", choices=["always", "auto"], default="always", help="pair rows: which prompts P computes"
+        "--sequential",
+        action="store_true",
+        help="pair rows: D pulls when P has computed the whole prompt",
     )
     parser.add_argument(
-        "--replicas", action="store_true", help="pair rows: two workers that do whole requests, instead of P and D"
+        "--split",
+        choices=["always", "auto"],
+        default="always",
+        help="pair rows: which prompts P computes",
     )
-    parser.add_argument("--from", type=Path, dest="saved", help="show the results of this file; measure nothing")
-    parser.add_argument("--url", help="HTTP rows against this running server instead of one started here")
-    parser.add_argument("--haproxy", action="store_true", help="start the server with HAProxy in front")
-    parser.add_argument("--repeats", type=integer(1), default=3, help="timed runs of each offline row (default 3)")
+    parser.add_argument(
+        "--replicas",
+        action="store_true",
+        help="pair rows: two workers that do whole requests, instead of P and D",
+    )
+    parser.add_argument(
+        "--from", type=Path, dest="saved", help="show the results of this file; measure nothing"
+    )
+    parser.add_argument(
+        "--url", help="HTTP rows against this running server instead of one started here"
+    )
+    parser.add_argument(
+        "--haproxy", action="store_true", help="start the server with HAProxy in front"
+    )
+    parser.add_argument(
+        "--repeats", type=integer(1), default=3, help="timed runs of each offline row (default 3)"
+    )
     add_model_arguments(parser)
     parser.set_defaults(model=str(SHAPES / "llama-3.1-8b"), load_format="dummy")
     parser.set_defaults(engine_max_num_batched_tokens="8192", engine_max_num_seqs="512")
@@ -74,13 +113,20 @@ def main() -> int:
     options = parser.parse_args()
     try:
         rows = choose(read_rows(options.table), options.only)
-        results, failures = (read_results(options.saved), []) if options.saved else measure(rows, options)
+        results, failures = (
+            (read_results(options.saved), []) if options.saved else measure(rows, options)
+        )
     except (ValueError, OSError) as error:
         print(f"targets: {error}", file=sys.stderr)
         return 2
     print("\n" + render(rows, results))
-    if shares := [share for result in results.values() if (share := result["figures"].get("share"))]:
-        print("\nWhere the time of these requests went (benchmarks.cluster.http_share)\n\n" + share_table(shares))
+    if shares := [
+        share for result in results.values() if (share := result["figures"].get("share"))
+    ]:
+        print(
+            "\nWhere the time of these requests went (benchmarks.cluster.http_share)\n\n"
+            + share_table(shares)
+        )
     for failure in failures:
         print(f"targets: {failure}", file=sys.stderr)
     return 1 if failures else 0
@@ -92,7 +138,8 @@ def exit_at_signal(*_: object) -> None:
 
 
 def measure(rows: Sequence[Row], options: argparse.Namespace) -> tuple[dict[str, Json], list[str]]:
-    """Row id -> result, and what kept a part from being measured. ValueError when the options are wrong."""
+    """Row id -> result, and what kept a part from being measured. ValueError when the options are
+    wrong."""
     check_writable(options.out)
     engine = engine_fields(options)
     device = "cpu" if options.engine_device == "cpu" else gpu_name()
@@ -121,9 +168,19 @@ def measure(rows: Sequence[Row], options: argparse.Namespace) -> tuple[dict[str,
 
 def _engine_arguments(options: argparse.Namespace) -> list[str]:
     """The model's and engine's options, as a command line."""
-    given = {name: text for name, text in vars(options).items() if name.startswith("engine_") and text is not None}
-    flags = {f"--{name.removeprefix('engine_').replace('_', '-')}": text for name, text in given.items()}
-    flags |= {"--model": options.model, "--load-format": options.load_format, "--dtype": options.dtype}
+    given = {
+        name: text
+        for name, text in vars(options).items()
+        if name.startswith("engine_") and text is not None
+    }
+    flags = {
+        f"--{name.removeprefix('engine_').replace('_', '-')}": text for name, text in given.items()
+    }
+    flags |= {
+        "--model": options.model,
+        "--load-format": options.load_format,
+        "--dtype": options.dtype,
+    }
     return [part for flag in flags.items() for part in flag]
 
 
@@ -134,14 +191,28 @@ def _start(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple[R
 
 
 def start_figures(options: argparse.Namespace) -> Json:
-    """Seconds from starting a Python process to its first token; how many compiled kernels Triton had from before."""
+    """Seconds from starting a Python process to its first token; how many compiled kernels Triton
+    had from before."""
     cache = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
     num_cached = len(list(cache.glob("*"))) if cache.is_dir() else 0
-    command = [*CLI, "bench", "latency", *_engine_arguments(options), "--input-len", "16", "--output-len", "1"]
+    command = [
+        *CLI,
+        "bench",
+        "latency",
+        *_engine_arguments(options),
+        "--input-len",
+        "16",
+        "--output-len",
+        "1",
+    ]
     began = time.perf_counter()
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            [*command, "--repeats", "1"], env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
+            [*command, "--repeats", "1"],
+            env=environment(),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
         )
         watchdog = threading.Timer(DEADLINE_S, process.kill)
         watchdog.start()
@@ -152,12 +223,18 @@ def start_figures(options: argparse.Namespace) -> Json:
             process.stdout.read()
             if process.wait() != 0 or not line:
                 errors.seek(0)
-                raise ValueError(f"the start row failed: {errors.read()[-2000:] or f'no end in {DEADLINE_S:g} s'}")
+                raise ValueError(
+                    "the start row failed: "
+                    f"{errors.read()[-2000:] or f'no end in {DEADLINE_S:g} s'}"
+                )
         finally:
             watchdog.cancel()
             process.kill()
             process.wait()
-    print(f"start: {seconds:.1f} s ({num_cached} kernels in Triton's cache before); {line.strip()}", flush=True)
+    print(
+        f"start: {seconds:.1f} s ({num_cached} kernels in Triton's cache before); {line.strip()}",
+        flush=True,
+    )
     return {"seconds": repeated([seconds]), "num_cached_kernels": num_cached}
 
 
@@ -185,13 +262,19 @@ def _offline(rows: Sequence[Row], options: argparse.Namespace) -> Iterator[tuple
         process.kill()
 
 
-def _measure_offline(rows: Sequence[OfflineRow], options: argparse.Namespace, out: Connection) -> None:
+def _measure_offline(
+    rows: Sequence[OfflineRow], options: argparse.Namespace, out: Connection
+) -> None:
     """Sends the figures of each row; a text in place of them says what went wrong."""
     from pdserve.bench.offline import Bench, OfflineConfig
 
     try:
         engine = engine_fields(options)
-        bench = Bench(OfflineConfig(options.model, options.load_format, options.dtype, engine, options.repeats))
+        bench = Bench(
+            OfflineConfig(
+                options.model, options.load_format, options.dtype, engine, options.repeats
+            )
+        )
         for row in rows:
             assert row.shape is not None
             run = {"latency": bench.latency, "throughput": bench.throughput}[row.kind]
@@ -201,7 +284,9 @@ def _measure_offline(rows: Sequence[OfflineRow], options: argparse.Namespace, ou
         out.send(str(error))
 
 
-def _http(rows: Sequence[Row], options: argparse.Namespace, is_pair: bool) -> Iterator[tuple[Row, Json]]:
+def _http(
+    rows: Sequence[Row], options: argparse.Namespace, is_pair: bool
+) -> Iterator[tuple[Row, Json]]:
     http = [row for row in rows if isinstance(row, HttpRow) and row.is_pair == is_pair]
     if not http:
         return
@@ -217,7 +302,10 @@ def _http(rows: Sequence[Row], options: argparse.Namespace, is_pair: bool) -> It
 def _load_with_share(load: LoadConfig) -> tuple[LoadResult, Json | None]:
     """The load and, by the router's counters, where its time went; warm-ups are not counted in."""
     warm_up = Shape(load.num_warmups, load.shape.input_len, load.shape.output_len)
-    run_load(replace(load, shape=warm_up, clients=1, rate=None, num_warmups=0, seed=load.seed + 1), progress=False)
+    run_load(
+        replace(load, shape=warm_up, clients=1, rate=None, num_warmups=0, seed=load.seed + 1),
+        progress=False,
+    )
     return share_of(replace(load, num_warmups=0))
 
 
@@ -231,14 +319,18 @@ def _server(options: argparse.Namespace, is_pair: bool) -> Iterator[str]:
         port = free_port()
         document = cluster_document(options, Path(scratch), port, is_pair)
         began = time.perf_counter()
-        with serving(document, port, CLI, DEADLINE_S, ["--haproxy"] if options.haproxy else []) as server:
+        with serving(
+            document, port, CLI, DEADLINE_S, ["--haproxy"] if options.haproxy else []
+        ) as server:
             print(f"pdserve up: ready after {time.perf_counter() - began:.1f} s", flush=True)
             yield server.url
 
 
-def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_pair: bool) -> dict[str, Any]:
-    """cluster.yaml of one aggregated worker, or of a prefill and a decode worker, with the options' model and
-    engine."""
+def cluster_document(
+    options: argparse.Namespace, scratch: Path, port: int, is_pair: bool
+) -> dict[str, Any]:
+    """cluster.yaml of one aggregated worker, or of a prefill and a decode worker, with the options'
+    model and engine."""
     num_gpus = 0 if options.engine_device == "cpu" or gpu_name() == "cpu" else 1
     model = {
         "path": str(servable_folder(Path(options.model), scratch).resolve()),
@@ -259,5 +351,7 @@ def cluster_document(options: argparse.Namespace, scratch: Path, port: int, is_p
     return {
         "proxy_location": "HeadOnly",
         "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [{"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}],
+        "applications": [
+            {"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}
+        ],
     }

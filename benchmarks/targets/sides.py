@@ -1,4 +1,5 @@
-"""The two sides of a comparison: a commit's package and benchmarks, packed, unpacked and run by themselves.
+"""The two sides of a comparison: a commit's package and benchmarks, packed, unpacked and run by
+themselves.
 
 A pack is `pdserve/` and `benchmarks/` of one commit without the saved results, as .tar.xz (about
 0.3 MB), so that it can travel to a machine without git. The demo model is not in it: both sides use
@@ -52,7 +53,9 @@ class Side:
             text=True,
         )
         if not done.stdout.strip().startswith(f"{self.folder}{os.sep}"):
-            raise ValueError(f"{self.label}: pdserve comes from elsewhere: {done.stdout}{done.stderr}")
+            raise ValueError(
+                f"{self.label}: pdserve comes from elsewhere: {done.stdout}{done.stderr}"
+            )
 
     def _place_of(self, module: str) -> str:
         """Where this side has the benchmark: commits before the folders have all in one."""
@@ -64,7 +67,8 @@ class Side:
     def run(self, module: str, arguments: tuple[str, ...], timeout_s: float) -> list[Json]:
         """The rows that `python -m benchmarks.MODULE ARGUMENTS --out FILE` writes on this side.
 
-        ValueError, with the end of what it printed: no row, no end in time, or a status that is not 0.
+        ValueError, with the end of what it printed: no row, no end in time, or a status that is not
+        0.
         """
         with tempfile.TemporaryDirectory(prefix="pdserve-ab-run-") as scratch:
             out = Path(scratch) / "rows.jsonl"
@@ -91,7 +95,8 @@ class Side:
             missed_target = module in REPORT_TARGETS and process.returncode == 1
             if not rows or not (process.returncode == 0 or missed_target):
                 raise ValueError(
-                    f"{self.label}: `benchmarks.{module} {' '.join(arguments)}` gave no figures: {problem}\n"
+                    f"{self.label}: `benchmarks.{module} {' '.join(arguments)}` gave no figures: "
+                    f"{problem}\n"
                     f"{log.read_text(errors='replace')[-LOG_TAIL:]}"
                 )
             return rows
@@ -103,14 +108,16 @@ def read_rows(path: Path) -> list[Json]:
 
 
 def pack(commit: str, folder: Path) -> Path:
-    """Write the pack of a commit into `folder`. ValueError: no git, no such commit, or the pack is too large."""
+    """Write the pack of a commit into `folder`. ValueError: no git, no such commit, or the pack is
+    too large."""
     try:
         name = _git("rev-parse", "--short", "--verify", f"{commit}^{{commit}}").decode().strip()
         data = lzma.compress(_git("archive", "--format=tar", name, "--", *PACKED))
     except (OSError, subprocess.CalledProcessError) as error:
         said = getattr(error, "stderr", b"").decode(errors="replace").strip()
         raise ValueError(
-            f"{commit!r} is neither a pack nor a commit that git can read here ({said or error}): give "
+            f"{commit!r} is neither a pack nor a commit that git can read here ({said or error}): "
+            "give "
             "a commit of this repository, or a file that `--pack FOLDER` wrote where git is"
         ) from error
     if len(data) > MAX_PACK_BYTES:
@@ -121,7 +128,8 @@ def pack(commit: str, folder: Path) -> Path:
 
 
 def unpack(side: str, folder: Path) -> Side:
-    """A commit, or the path of a pack, laid out in a new folder below `folder`. ValueError as in `pack`."""
+    """A commit, or the path of a pack, laid out in a new folder below `folder`. ValueError as in
+    `pack`."""
     folder.mkdir(parents=True)
     source = Path(side) if side.endswith(SUFFIX) else pack(side, folder)
     tree = folder / "tree"
@@ -135,4 +143,6 @@ def unpack(side: str, folder: Path) -> Side:
 
 
 def _git(*arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, check=True).stdout
+    return subprocess.run(
+        ["git", *arguments], cwd=REPOSITORY, capture_output=True, check=True
+    ).stdout

@@ -1,4 +1,5 @@
-"""The table of targets: rows read from targets.toml, saved results beside them, what is behind marked.
+"""The table of targets: rows read from targets.toml, saved results beside them, what is behind
+marked.
 
 Pure data and text: measures nothing, imports no torch. Used by benchmarks/targets/measure.py.
 """
@@ -34,7 +35,8 @@ HTTP_COLUMNS = {
 
 @dataclass(frozen=True)
 class OfflineRow:
-    """kind: "start", or the bench command that measures `shape`; metric: which of its figures counts."""
+    """kind: "start", or the bench command that measures `shape`; metric: which of its figures
+    counts."""
 
     id: str
     work: str
@@ -55,8 +57,9 @@ class OfflineRow:
 
 @dataclass(frozen=True)
 class HttpRow:
-    """A load: clients (closed loop) or rate (open loop). vllm: of HTTP_FIGURES those that are known, in ms and tok/s;
-    target: those that ours must reach. is_pair: on a prefill and a decode worker with a GPU each, not on one worker.
+    """A load: clients (closed loop) or rate (open loop). vllm: of HTTP_FIGURES those that are
+    known, in ms and tok/s; target: those that ours must reach. is_pair: on a prefill and a decode
+    worker with a GPU each, not on one worker.
     """
 
     id: str
@@ -86,17 +89,21 @@ def read_rows(path: Path) -> list[Row]:
     for kind, section in ((OfflineRow, "offline"), (HttpRow, "http"), (HttpRow, "pair")):
         for entry in document.get(section, []):
             try:
-                more: dict[str, Any] = {"shape": Shape.parse(entry["shape"])} if "shape" in entry else {}
+                more: dict[str, Any] = (
+                    {"shape": Shape.parse(entry["shape"])} if "shape" in entry else {}
+                )
                 more |= {"is_pair": True} if section == "pair" else {}
                 rows.append(kind(**(entry | more)))
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}: [[{section}]] {entry.get('id', entry)}: {error}") from error
+                raise ValueError(
+                    f"{path}: [[{section}]] {entry.get('id', entry)}: {error}"
+                ) from error
     return rows
 
 
 def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
-    """Rows of the named parts ("offline", "http", "pair") and ids; of none, all that one GPU can do. ValueError names
-    an unknown one."""
+    """Rows of the named parts ("offline", "http", "pair") and ids; of none, all that one GPU can
+    do. ValueError names an unknown one."""
     known = [*PARTS, *(row.id for row in rows)]
     for name in only:
         if name not in known:
@@ -127,7 +134,8 @@ def read_results(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def mark(ours: float, vllm: float | None, target: float | None, higher_is_better: bool) -> str:
-    """How a figure stands. One of vllm and target may be None: the other one is what must be reached."""
+    """How a figure stands. One of vllm and target may be None: the other one is what must be
+    reached."""
     sign = 1 if higher_is_better else -1
     reached = [bound is None or sign * ours >= sign * bound for bound in (vllm, target)]
     if all(reached):
@@ -143,14 +151,21 @@ def render(rows: Sequence[Row], results: Mapping[str, Mapping[str, Any]]) -> str
         lines = [_offline_line(row, results.get(row.id)) for row in offline]
         head = ["work", "vLLM", "floor", "ours must reach", "ours", "vLLM's speed x", ""]
         parts.append("One GPU, offline\n\n" + _table([head, *lines]))
-    for part, title in (("http", "One GPU, HTTP server, streaming"), ("pair", "Two GPUs, 1P + 1D, streaming")):
+    for part, title in (
+        ("http", "One GPU, HTTP server, streaming"),
+        ("pair", "Two GPUs, 1P + 1D, streaming"),
+    ):
         http = [row for row in rows if isinstance(row, HttpRow) and part_of(row) == part]
-        names = [name for name in HTTP_COLUMNS if name != GAP or any(GAP in row.target for row in http)]
+        names = [
+            name for name in HTTP_COLUMNS if name != GAP or any(GAP in row.target for row in http)
+        ]
         lines = [line for row in http for line in _http_lines(row, results.get(row.id), names)]
         head = ["load", "", *(HTTP_COLUMNS[name] for name in names), "failed", "client CPU"]
         if lines:
             parts.append(f"{title}\n\n" + _table([head, *lines]))
-    origins = sorted({f"{r['device']}, {r['commit']}" for row in rows if (r := results.get(row.id))})
+    origins = sorted(
+        {f"{r['device']}, {r['commit']}" for row in rows if (r := results.get(row.id))}
+    )
     return "\n\n".join([*parts, LEGEND, *(f"ours: {origin}" for origin in origins)])
 
 
@@ -169,7 +184,9 @@ def _offline_line(row: OfflineRow, result: Mapping[str, Any] | None) -> list[str
     return [*line, cell, f"{factor:.2f}", mark(ours, row.vllm, row.target, higher)]
 
 
-def _http_lines(row: HttpRow, result: Mapping[str, Any] | None, names: Sequence[str]) -> list[list[str]]:
+def _http_lines(
+    row: HttpRow, result: Mapping[str, Any] | None, names: Sequence[str]
+) -> list[list[str]]:
     """names: of HTTP_COLUMNS."""
 
     def line(first: str, second: str, cells: Mapping[str, str], *rest: str) -> list[str]:
@@ -187,7 +204,10 @@ def _http_lines(row: HttpRow, result: Mapping[str, Any] | None, names: Sequence[
 
 
 def _shown(row: HttpRow, figures: Mapping[str, float]) -> dict[str, str]:
-    return {name: _number(figures[name]) if name in figures else _blank(row, name) for name in HTTP_FIGURES}
+    return {
+        name: _number(figures[name]) if name in figures else _blank(row, name)
+        for name in HTTP_FIGURES
+    }
 
 
 def _blank(row: HttpRow, name: str) -> str:
@@ -196,7 +216,9 @@ def _blank(row: HttpRow, name: str) -> str:
 
 def http_figures(figures: Mapping[str, Any]) -> dict[str, float | None]:
     """HTTP_FIGURES of a load's figures (bench.load); those of older runs have no gap."""
-    latencies = {f"{name}_{p}": figures[f"{name}_ms"][p] for name in ("ttft", "tpot") for p in ("p50", "p99")}
+    latencies = {
+        f"{name}_{p}": figures[f"{name}_ms"][p] for name in ("ttft", "tpot") for p in ("p50", "p99")
+    }
     gap = figures["gap_ms"]["p50"] if "gap_ms" in figures else None
     return latencies | {GAP: gap, "tok_s": figures["output_tokens_per_s"]}
 
@@ -226,6 +248,11 @@ def _table(lines: Sequence[Sequence[str]]) -> str:
     """Markdown with aligned columns."""
     widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
     text = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+        "| "
+        + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        + " |"
+        for line in lines
     ]
-    return "\n".join([text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]])
+    return "\n".join(
+        [text[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *text[1:]]
+    )

@@ -1,8 +1,10 @@
-"""A prefill and a decode engine in processes of their own, a device each, and a router by hand: no Ray, no HTTP.
+"""A prefill and a decode engine in processes of their own, a device each, and a router by hand: no
+Ray, no HTTP.
 
-Starts engine hosts as cluster.deployments.engine_actor does, introduces them, and sends what router.request.request_run
-would send, when it would. Says when each event arrived, by this process's perf_counter; measures nothing. Torch-free,
-so that the engines' processes choose their device before torch loads. Used by benchmarks/transfer/hand_off.py.
+Starts engine hosts as cluster.deployments.engine_actor does, introduces them, and sends what
+router.request.request_run would send, when it would. Says when each event arrived, by this
+process's perf_counter; measures nothing. Torch-free, so that the engines' processes choose their
+device before torch loads. Used by benchmarks/transfer/hand_off.py.
 """
 
 import asyncio
@@ -54,7 +56,8 @@ _spawn = multiprocessing.get_context("spawn")
 
 
 class EngineProcess:
-    """A process with one engine host. gpu: what CUDA_VISIBLE_DEVICES says there; None leaves it alone."""
+    """A process with one engine host. gpu: what CUDA_VISIBLE_DEVICES says there; None leaves it
+    alone."""
 
     def __init__(self, config: WorkerConfig, name: str, gpu: str | None) -> None:
         self.name = name
@@ -62,14 +65,18 @@ class EngineProcess:
         self.address = f"ipc://{self._folder.name}/engine"
         self._pipe, far_end = _spawn.Pipe()
         worker_id = f"{name}-{time.time_ns()}"
-        self._process = _spawn.Process(target=_serve, args=(far_end, config, worker_id, self.address, gpu), daemon=True)
+        self._process = _spawn.Process(
+            target=_serve, args=(far_end, config, worker_id, self.address, gpu), daemon=True
+        )
         self._process.start()
         far_end.close()
 
     def wait_ready(self) -> None:
         """ValueError when it does not come up."""
         try:
-            trouble = self._pipe.recv() if self._pipe.poll(START_S) else f"not ready after {START_S:g} s"
+            trouble = (
+                self._pipe.recv() if self._pipe.poll(START_S) else f"not ready after {START_S:g} s"
+            )
         except EOFError:
             trouble = "its process ended with no word"
         if trouble:
@@ -86,8 +93,11 @@ class EngineProcess:
         self._folder.cleanup()
 
 
-def _serve(parent: Connection, config: WorkerConfig, worker_id: str, address: str, gpu: str | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's goes to the whole group; the parent ends us
+def _serve(
+    parent: Connection, config: WorkerConfig, worker_id: str, address: str, gpu: str | None
+) -> None:
+    # a terminal's goes to the whole group; the parent ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
@@ -115,9 +125,11 @@ def _end_with(parent: Connection) -> None:
 
 
 @contextmanager
-def engine_processes(configs: Sequence[WorkerConfig], gpus: Sequence[str | None]) -> Iterator[list[EngineProcess]]:
-    """Ready engines, named by their role; gone behind the context, whatever ends it. ValueError when one does not
-    start."""
+def engine_processes(
+    configs: Sequence[WorkerConfig], gpus: Sequence[str | None]
+) -> Iterator[list[EngineProcess]]:
+    """Ready engines, named by their role; gone behind the context, whatever ends it. ValueError
+    when one does not start."""
     started: list[EngineProcess] = []
     try:
         for config, gpu in zip(configs, gpus, strict=True):
@@ -143,8 +155,11 @@ class Leg:
     events: list[tuple[float, Event]] = field(default_factory=list)
     woken: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def until(self, kind: type[E], test: Callable[[E], bool] = lambda event: True) -> tuple[float, E]:
-        """The first such event and its time, when it is there. ValueError when the leg fails or nothing comes."""
+    async def until(
+        self, kind: type[E], test: Callable[[E], bool] = lambda event: True
+    ) -> tuple[float, E]:
+        """The first such event and its time, when it is there. ValueError when the leg fails or
+        nothing comes."""
         seen = 0
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -154,17 +169,22 @@ class Leg:
                         if isinstance(event, kind) and test(event):
                             return now, event
                         if isinstance(event, Failed):
-                            raise ValueError(f"engine {self.worker.name} failed a request: {event.message}")
+                            raise ValueError(
+                                f"engine {self.worker.name} failed a request: {event.message}"
+                            )
                     seen = len(self.events)
                     if self.worker.is_gone:
                         raise ValueError(f"engine {self.worker.name} ended")
                     await self.woken.wait()
         except TimeoutError:
-            raise ValueError(f"engine {self.worker.name}: no {kind.__name__} in {ANSWER_S:g} s") from None
+            raise ValueError(
+                f"engine {self.worker.name}: no {kind.__name__} in {ANSWER_S:g} s"
+            ) from None
 
 
 class Worker:
-    """An engine's event stream, read as it comes. watch: also sees each batch of events, with its time."""
+    """An engine's event stream, read as it comes. watch: also sees each batch of events, with its
+    time."""
 
     def __init__(self, process: EngineProcess) -> None:
         self.name = process.name
@@ -187,7 +207,9 @@ class Worker:
         self.send(ConnectPeer(meta=peer.hello.kv_cache))
         _, status = await self._own.until(PeerStatus)
         if not status.connected:
-            raise ValueError(f"engine {self.name} cannot pull from engine {peer.name}: {status.detail}")
+            raise ValueError(
+                f"engine {self.name} cannot pull from engine {peer.name}: {status.detail}"
+            )
         return status
 
     def send(self, command: Command) -> None:
@@ -243,8 +265,8 @@ class Worker:
 
 @dataclass(frozen=True)
 class Answer:
-    """One request. sent, times (one a token), handed (P's Handoff), arrived: perf_counter() seconds; the latter two of
-    split requests alone.
+    """One request. sent, times (one a token), handed (P's Handoff), arrived: perf_counter()
+    seconds; the latter two of split requests alone.
     """
 
     sent: float
@@ -277,7 +299,9 @@ class Pair:
         worker.send(_submit(leg, phase, prompt, sampling, first, ticket))
         return leg
 
-    async def whole(self, worker: Worker, prompt: tuple[int, ...], sampling: SamplingParams) -> Answer:
+    async def whole(
+        self, worker: Worker, prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> Answer:
         """Prompt and answer on one engine."""
         sent = time.perf_counter()
         leg = self.submit(worker, "full", prompt, sampling)
@@ -286,10 +310,15 @@ class Pair:
         return Answer(sent, *_tokens(leg))
 
     async def split(
-        self, prompt: tuple[int, ...], sampling: SamplingParams, announce: bool, overlap: bool = False
+        self,
+        prompt: tuple[int, ...],
+        sampling: SamplingParams,
+        announce: bool,
+        overlap: bool = False,
     ) -> Answer:
-        """Prompt on P, answer on D. announce: D is prepared, and pulls what P publishes as it comes; overlap: for which
-        P cuts the last chunk short. ValueError when the rows did not come from P's memory."""
+        """Prompt on P, answer on D. announce: D is prepared, and pulls what P publishes as it
+        comes; overlap: for which P cuts the last chunk short. ValueError when the rows did not come
+        from P's memory."""
         request_id = next(self._ids)
         p_leg = self.p.open_leg(request_id, 1)
         d_leg = self.d.open_leg(request_id, 2)
@@ -297,7 +326,9 @@ class Pair:
         self.p.send(_submit(p_leg, "prefill", prompt, sampling, overlap=overlap))
         if announce:
             assert self.p.hello.kv_cache is not None
-            source = Source(self.p.hello.kv_cache.engine_id, self.p.hello.kv_cache.incarnation, p_leg.key)
+            source = Source(
+                self.p.hello.kv_cache.engine_id, self.p.hello.kv_cache.incarnation, p_leg.key
+            )
             self.d.send(Prepare(submit=_submit(d_leg, "decode", prompt, sampling), source=source))
         handed, handoff = await p_leg.until(Handoff)
         first_times, first = _tokens(p_leg)
@@ -314,7 +345,8 @@ class Pair:
         now, arrived = await leg.until(Arrived)
         if arrived.source != "p2p":
             raise ValueError(
-                f"D came by rows through {arrived.source!r} instead of a transfer: {arrived.reason} {arrived.detail}"
+                f"D came by rows through {arrived.source!r} instead of a transfer: "
+                f"{arrived.reason} {arrived.detail}"
             )
         return now, arrived
 

@@ -1,18 +1,19 @@
-"""The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a request costs and
-gives, and what transfers do to the steps of both engines.
+"""The hand-over between two real engines on two devices, without Ray and HTTP: what splitting a
+request costs and gives, and what transfers do to the steps of both engines.
 
     python -m benchmarks.transfer.hand_off --model benchmarks/shapes/llama-3.1-8b \\
         --load-format dummy                                                  # two GPUs
     python -m benchmarks.transfer.hand_off --device cpu --tokens 256 1024 --context 128 \\
         --chunk 512 --batch 4                                                # here
 
-requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes (overlapped: P cuts the
-prompt for it; announced: it does not, but D pulls without waiting for the router), and split in sequence, round
-robin. TTFT; gap between the first and the second token; TPOT with that gap in it; "lag": from P's last row written to
-D's last byte verified, by the clocks of both; "seen": from P's hand-off to D's Arrived as this process sees them (D
-sends it behind the step that its engine was in, or that the rows went into); "pull": D's own time from the Submit
-until the rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is not
-announced.
+requests: the same prompt whole on P, whole on D, split with the rows pulled while P computes
+(overlapped: P cuts the prompt for it; announced: it does not, but D pulls without waiting for the
+router), and split in sequence, round robin. TTFT; gap between the first and the second token; TPOT
+with that gap in it; "lag": from P's last row written to D's last byte verified, by the clocks of
+both; "seen": from P's hand-off to D's Arrived as this process sees them (D sends it behind the step
+that its engine was in, or that the rows went into); "pull": D's own time from the Submit until the
+rows joined, and the GB/s of what was moved in it. A prompt too short to be published in parts is
+not announced.
 
 decode: step time of a batch on D with and without transfers: D pulls, one after the other, prompts
 of the longest --tokens that never join the batch (it fills D's slots). Pairs of intervals,
@@ -65,7 +66,8 @@ def check(plan: Plan, pair: Pair) -> None:
     for option, num_tokens in wanted.items():
         if num_tokens > hello.max_request_tokens:
             raise ValueError(
-                f"{option} asks for requests of {num_tokens} tokens, the engine takes {hello.max_request_tokens}"
+                f"{option} asks for requests of {num_tokens} tokens, the engine takes "
+                f"{hello.max_request_tokens}"
             )
     if "decode" in plan.parts:
 
@@ -75,8 +77,10 @@ def check(plan: Plan, pair: Pair) -> None:
         needed = plan.batch * blocks(batch_tokens(plan)) + plan.in_flight * blocks(max(plan.tokens))
         if needed > pair.d.snapshot.total_blocks:
             raise ValueError(
-                f"--batch {plan.batch} beside {plan.in_flight} transfers needs {needed} blocks of {hello.block_size} "
-                f"tokens, the engine has {pair.d.snapshot.total_blocks}: ask for less, or give it more memory"
+                f"--batch {plan.batch} beside {plan.in_flight} transfers needs {needed} blocks of "
+                f"{hello.block_size} "
+                f"tokens, the engine has {pair.d.snapshot.total_blocks}: ask for less, or give it "
+                "more memory"
             )
 
 
@@ -95,7 +99,9 @@ async def serve(pair: Pair, mode: str, prompt: tuple[int, ...], sampling: Sampli
     return await pair.split(prompt, sampling, mode != SEQUENTIAL, mode == OVERLAPPED)
 
 
-async def measure_requests(plan: Plan, pair: Pair, num_tokens: int, tick: Callable[[], Any]) -> list[Json]:
+async def measure_requests(
+    plan: Plan, pair: Pair, num_tokens: int, tick: Callable[[], Any]
+) -> list[Json]:
     """A row a mode. ValueError when answers differ that must not."""
     names = modes(pair, num_tokens)
     answers: dict[str, list[Answer]] = {mode: [] for mode in names}
@@ -112,13 +118,16 @@ async def measure_requests(plan: Plan, pair: Pair, num_tokens: int, tick: Callab
     for row in rows:
         if row["num_different"] and plan.must_agree:
             raise ValueError(
-                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} answers differ from "
+                f"{row['mode']}, {num_tokens} tokens: {row['num_different']} of {plan.repeats} "
+                "answers differ from "
                 f"those {WHOLE_P}"
             )
     return rows
 
 
-def request_row(num_tokens: int, mode: str, answers: Sequence[Answer], expected: Sequence[list[int]]) -> Json:
+def request_row(
+    num_tokens: int, mode: str, answers: Sequence[Answer], expected: Sequence[list[int]]
+) -> Json:
     pairs = zip(answers, expected, strict=True)
     row: Json = {
         "part": "requests",
@@ -131,7 +140,9 @@ def request_row(num_tokens: int, mode: str, answers: Sequence[Answer], expected:
         "gap_ms": summary([answer.times[1] - answer.times[0] for answer in answers]),
         "tpot_ms": summary([(a.times[-1] - a.times[0]) / (len(a.times) - 1) for a in answers]),
     }
-    handed = [(answer.handed, *answer.arrived) for answer in answers if answer.handed and answer.arrived]
+    handed = [
+        (answer.handed, *answer.arrived) for answer in answers if answer.handed and answer.arrived
+    ]
     return row | hand_over_figures(handed) if handed else row
 
 
@@ -139,13 +150,17 @@ def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
     """(P's hand-off, D's Arrived, what that says) of some requests."""
     arrived = [event for _, _, event in handed]
     late = [(event, event.num_bytes - event.num_early_bytes) for event in arrived]
-    rates = [num_bytes / (event.seconds - event.wait_s) / 1e9 for event, num_bytes in late if num_bytes]
+    rates = [
+        num_bytes / (event.seconds - event.wait_s) / 1e9 for event, num_bytes in late if num_bytes
+    ]
     return {
         "lag_ms": summary([event.lag_s for event in arrived]),
         "seen_ms": summary([there - here for here, there, _ in handed]),
         "pull_ms": summary([event.seconds for event in arrived]),
         "bytes": arrived[0].num_bytes,
-        "early_share": round(statistics.median(event.num_early_bytes / event.num_bytes for event in arrived), 4),
+        "early_share": round(
+            statistics.median(event.num_early_bytes / event.num_bytes for event in arrived), 4
+        ),
         "descriptors": statistics.median(event.num_descriptors for event in arrived),
         "transport": "/".join(sorted({event.transport for event in arrived})),
         "gb_per_s": round(statistics.median(rates), 2) if rates else None,
@@ -158,20 +173,47 @@ def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Markdown."""
     return "\n".join(
-        ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(r) + " |" for r in rows)]
+        [
+            "| " + " | ".join(head) + " |",
+            "|" + "---|" * len(head),
+            *("| " + " | ".join(r) + " |" for r in rows),
+        ]
     )
 
 
 def request_table(rows: Sequence[Json]) -> str:
     """Times in ms: median / worst."""
-    head = ["tokens", "", "TTFT", "1st to 2nd token", "TPOT", "lag", "seen", "pull", "MiB", "early", "descriptors"]
+    head = [
+        "tokens",
+        "",
+        "TTFT",
+        "1st to 2nd token",
+        "TPOT",
+        "lag",
+        "seen",
+        "pull",
+        "MiB",
+        "early",
+        "descriptors",
+    ]
     lines = []
     for row in rows:
-        cells = [f"{row['tokens']:,}", row["mode"], *(_times(row[name]) for name in ("ttft_ms", "gap_ms", "tpot_ms"))]
+        cells = [
+            f"{row['tokens']:,}",
+            row["mode"],
+            *(_times(row[name]) for name in ("ttft_ms", "gap_ms", "tpot_ms")),
+        ]
         if "bytes" in row:
             rate = "-" if row["gb_per_s"] is None else f"{row['gb_per_s']:.1f}"
-            cells += [_times(row[name]) for name in ("lag_ms", "seen_ms", "pull_ms")] + [f"{row['bytes'] / 2**20:,.1f}"]
-            cells += [f"{row['early_share']:.0%}", f"{row['descriptors']:,.0f}", row["transport"], rate]
+            cells += [_times(row[name]) for name in ("lag_ms", "seen_ms", "pull_ms")] + [
+                f"{row['bytes'] / 2**20:,.1f}"
+            ]
+            cells += [
+                f"{row['early_share']:.0%}",
+                f"{row['descriptors']:,.0f}",
+                row["transport"],
+                rate,
+            ]
         else:
             cells += [""] * 8
         lines.append([*cells, f"{row['num_different']} of {row['repeats']}"])
@@ -180,14 +222,30 @@ def request_table(rows: Sequence[Json]) -> str:
 
 def step_table(row: Json) -> str:
     """One line."""
-    what = f"{row['batch']} x {row['context']:,}" if row["part"] == "decode" else f"{row['chunk']:,}"
+    what = (
+        f"{row['batch']} x {row['context']:,}" if row["part"] == "decode" else f"{row['chunk']:,}"
+    )
     ratio = row["ratio"]
-    cells = [what, f"{row['tokens']:,}", str(row["pairs"]), *(_times(row[name]) for name in ("off_ms", "on_ms"))]
+    cells = [
+        what,
+        f"{row['tokens']:,}",
+        str(row["pairs"]),
+        *(_times(row[name]) for name in ("off_ms", "on_ms")),
+    ]
     cells += [f"{ratio['median']:.3f}", " to ".join(f"{value:.3f}" for value in ratio["quarters"])]
     cells += [" to ".join(f"{value:.3f}" for value in ratio["range"]), str(row["num_transfers"])]
     cells += [f"{row['gb_per_s']:.1f}", row["transport"]]
     first = "D decodes" if row["part"] == "decode" else "P computes"
-    head = [first, "pulled prompt", "pairs", "step ms without", "with transfers", "ratio", "half of the pairs", "range"]
+    head = [
+        first,
+        "pulled prompt",
+        "pairs",
+        "step ms without",
+        "with transfers",
+        "ratio",
+        "half of the pairs",
+        "range",
+    ]
     return table([*head, "transfers", "GB/s", "transport"], [cells])
 
 
@@ -198,11 +256,16 @@ def _times(figures: Json) -> str:
 # --- the run ---
 
 
-async def run(plan: Plan, processes: Sequence[EngineProcess], record: Callable[[Json], None]) -> None:
+async def run(
+    plan: Plan, processes: Sequence[EngineProcess], record: Callable[[Json], None]
+) -> None:
     """Measures what the plan says; each row is recorded when it is there, tables are printed."""
     async with connected(processes) as pair:
         check(plan, pair)
-        tqdm.write(f"self-test of the connection: {pair.status.transport}, {pair.status.bytes_per_s / 1e9:.1f} GB/s")
+        tqdm.write(
+            f"self-test of the connection: {pair.status.transport}, "
+            f"{pair.status.bytes_per_s / 1e9:.1f} GB/s"
+        )
         gc.collect()
         gc.freeze()
         with tqdm(total=plan.num_units, unit="round", leave=False) as bar:
@@ -221,7 +284,8 @@ async def run(plan: Plan, processes: Sequence[EngineProcess], record: Callable[[
 
 
 def find_gpus(device: str) -> list[str | None]:
-    """What each engine's CUDA_VISIBLE_DEVICES shall be; None on CPU. ValueError unless there are two."""
+    """What each engine's CUDA_VISIBLE_DEVICES shall be; None on CPU. ValueError unless there are
+    two."""
     if device == "cpu":
         return [None, None]
     import torch  # here, and not in the engines' processes before these have chosen
@@ -241,7 +305,9 @@ def worker_config(options: argparse.Namespace, role: Role) -> WorkerConfig:
     if options.engine_max_num_seqs is not None:
         raise ValueError("--max-num-seqs is --batch in this benchmark: leave it out")
     if fields["enable_prefix_caching"]:
-        raise ValueError("--enable-prefix-caching: the same prompt is served several times, without a cache")
+        raise ValueError(
+            "--enable-prefix-caching: the same prompt is served several times, without a cache"
+        )
     return WorkerConfig(
         role=role,
         model=ModelConfig(path=options.model, dtype=options.dtype, load_format=options.load_format),
@@ -268,17 +334,42 @@ def make_plan(options: argparse.Namespace, must_agree: bool) -> Plan:
 
 
 def parse() -> tuple[argparse.ArgumentParser, argparse.Namespace]:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--tokens", type=integer(1), nargs="+", default=[1024, 8192], help="prompts; default 1024 8192")
-    parser.add_argument("--output-len", type=integer(2), default=32, help="tokens of an answer (default 32)")
-    parser.add_argument("--repeats", type=integer(1), default=9, help="prompts of each length (default 9)")
-    parser.add_argument("--batch", type=integer(1), default=32, help="sequences that decode (default 32)")
-    parser.add_argument("--context", type=integer(1), default=1024, help="their prompts (default 1024)")
-    parser.add_argument("--chunk", type=integer(1), default=2048, help="prompts P computes while read (default 2048)")
+    parser.add_argument(
+        "--tokens",
+        type=integer(1),
+        nargs="+",
+        default=[1024, 8192],
+        help="prompts; default 1024 8192",
+    )
+    parser.add_argument(
+        "--output-len", type=integer(2), default=32, help="tokens of an answer (default 32)"
+    )
+    parser.add_argument(
+        "--repeats", type=integer(1), default=9, help="prompts of each length (default 9)"
+    )
+    parser.add_argument(
+        "--batch", type=integer(1), default=32, help="sequences that decode (default 32)"
+    )
+    parser.add_argument(
+        "--context", type=integer(1), default=1024, help="their prompts (default 1024)"
+    )
+    parser.add_argument(
+        "--chunk",
+        type=integer(1),
+        default=2048,
+        help="prompts P computes while read (default 2048)",
+    )
     parser.add_argument("--pairs", type=integer(1), default=20, help="of intervals (default 20)")
-    parser.add_argument("--steps", type=integer(1), default=64, help="decode steps of an interval (default 64)")
-    parser.add_argument("--in-flight", type=integer(1), default=2, help="transfers at once (default 2)")
+    parser.add_argument(
+        "--steps", type=integer(1), default=64, help="decode steps of an interval (default 64)"
+    )
+    parser.add_argument(
+        "--in-flight", type=integer(1), default=2, help="transfers at once (default 2)"
+    )
     parser.add_argument("--seed", type=SEED, default=0)
     add_model_arguments(parser)
     add_output_arguments(parser)

@@ -33,7 +33,9 @@ class Plan:
 
     def prompt(self, num_tokens: int, vocab_size: int, name: str) -> tuple[int, ...]:
         lengths = Lengths(num_tokens, num_tokens)
-        [work] = draw_work(Shape(1, lengths, lengths), vocab_size, f"{self.seed}/{num_tokens}/{name}")
+        [work] = draw_work(
+            Shape(1, lengths, lengths), vocab_size, f"{self.seed}/{num_tokens}/{name}"
+        )
         return tuple(work.prompt_token_ids)
 
     @property
@@ -48,8 +50,8 @@ def greedy(max_tokens: int) -> SamplingParams:
 
 
 def batch_tokens(plan: Plan) -> int:
-    """Longest that a sequence of the batch may become: twice the steps that count, and as many for those that do not
-    (the first and last transfers of an interval)."""
+    """Longest that a sequence of the batch may become: twice the steps that count, and as many for
+    those that do not (the first and last transfers of an interval)."""
     return plan.context + 4 * plan.steps + 64 * SETTLE
 
 

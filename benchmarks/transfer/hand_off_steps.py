@@ -1,5 +1,6 @@
-"""Step times of two engines with and without transfers between them: the parts "decode" and "prefill" of
-benchmarks/transfer/hand_off.py, whose header says what is measured. Knows no tables and no command line.
+"""Step times of two engines with and without transfers between them: the parts "decode" and
+"prefill" of benchmarks/transfer/hand_off.py, whose header says what is measured. Knows no tables
+and no command line.
 """
 
 import asyncio
@@ -20,10 +21,17 @@ CHUNKS = 4  # prompts of P in an interval
 
 
 class Pulls:
-    """D pulls one prompt of P's again and again, in_flight at once, while the context is open. arrivals: when and
-    how."""
+    """D pulls one prompt of P's again and again, in_flight at once, while the context is open.
+    arrivals: when and how."""
 
-    def __init__(self, pair: Pair, plan: Plan, prompt: tuple[int, ...], first: tuple[int, ...], ticket: Ticket) -> None:
+    def __init__(
+        self,
+        pair: Pair,
+        plan: Plan,
+        prompt: tuple[int, ...],
+        first: tuple[int, ...],
+        ticket: Ticket,
+    ) -> None:
         self._pair = pair
         self._plan = plan
         self._prompt = prompt
@@ -51,26 +59,30 @@ class Pulls:
 
     async def _pull(self) -> None:
         sampling = greedy(self._plan.output_len)
-        leg = self._pair.submit(self._pair.d, "decode", self._prompt, sampling, self._first, self._ticket)
+        leg = self._pair.submit(
+            self._pair.d, "decode", self._prompt, sampling, self._first, self._ticket
+        )
         self.arrivals.append(await self._pair.arrival(leg))
         self._pair.d.end(leg, cancel=True)
 
 
 async def published(plan: Plan, pair: Pair) -> tuple[Leg, Callable[[], Pulls]]:
-    """The longest of --tokens on P, and how it is pulled. D tells P that it is done by the ticket's key: under another
-    one P keeps the blocks, so they can be read again."""
+    """The longest of --tokens on P, and how it is pulled. D tells P that it is done by the ticket's
+    key: under another one P keeps the blocks, so they can be read again."""
     prompt = plan.prompt(max(plan.tokens), pair.p.hello.vocab_size, "pulled")
     leg = pair.submit(pair.p, "prefill", prompt, greedy(plan.output_len))
     _, handoff = await leg.until(Handoff)
     _, first = await leg.until(Delta)
     ticket = handoff.ticket
-    kept = msgspec.structs.replace(ticket, key=msgspec.structs.replace(ticket.key, request_id="kept"))
+    kept = msgspec.structs.replace(
+        ticket, key=msgspec.structs.replace(ticket.key, request_id="kept")
+    )
     return leg, lambda: Pulls(pair, plan, prompt, first.token_ids, kept)
 
 
 class BatchSteps:
-    """When each step of a batch that decodes on `worker` was done: every batch of events that holds tokens of it. No
-    other request may have tokens there meanwhile."""
+    """When each step of a batch that decodes on `worker` was done: every batch of events that holds
+    tokens of it. No other request may have tokens there meanwhile."""
 
     def __init__(self, worker: Worker, legs: Sequence[Leg]) -> None:
         self._worker = worker
@@ -92,7 +104,8 @@ class BatchSteps:
         self._woken.set()
 
     async def take(self, count: int) -> list[float]:
-        """When the next step is done, and the `count` behind it: these lie wholly behind the call."""
+        """When the next step is done, and the `count` behind it: these lie wholly behind the
+        call."""
         start = len(self._times)
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -102,7 +115,9 @@ class BatchSteps:
                     self._woken.clear()
                     await self._woken.wait()
         except TimeoutError:
-            raise ValueError(f"engine {self._worker.name}: no {count} steps in {ANSWER_S:g} s") from None
+            raise ValueError(
+                f"engine {self._worker.name}: no {count} steps in {ANSWER_S:g} s"
+            ) from None
         return self._times[start : start + count + 1]
 
 
@@ -129,7 +144,9 @@ class Interval:
 Take = Callable[[], Awaitable[list[float]]]
 
 
-async def off_and_on(take: Take, pulls: Callable[[], Pulls], on_first: bool) -> tuple[Interval, Interval]:
+async def off_and_on(
+    take: Take, pulls: Callable[[], Pulls], on_first: bool
+) -> tuple[Interval, Interval]:
     """Two intervals, without transfers and with them."""
     off = None if on_first else Interval(await take(), [])
     async with pulls() as running:
@@ -138,11 +155,15 @@ async def off_and_on(take: Take, pulls: Callable[[], Pulls], on_first: bool) -> 
     return off or Interval(await take(), []), on
 
 
-async def decode_pair(plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int) -> tuple[Interval, Interval]:
+async def decode_pair(
+    plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int
+) -> tuple[Interval, Interval]:
     """A new batch, so that contexts are alike in every pair."""
     sampling = greedy(batch_tokens(plan) - plan.context)
     vocab_size = pair.d.hello.vocab_size
-    prompts = [plan.prompt(plan.context, vocab_size, f"batch {index}/{i}") for i in range(plan.batch)]
+    prompts = [
+        plan.prompt(plan.context, vocab_size, f"batch {index}/{i}") for i in range(plan.batch)
+    ]
     legs = [pair.submit(pair.d, "full", prompt, sampling) for prompt in prompts]
     for leg in legs:
         await leg.until(Delta)
@@ -160,7 +181,9 @@ async def decode_pair(plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index:
             pair.d.end(leg, cancel=True)
 
 
-async def prefill_pair(plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int) -> tuple[Interval, Interval]:
+async def prefill_pair(
+    plan: Plan, pair: Pair, pulls: Callable[[], Pulls], index: int
+) -> tuple[Interval, Interval]:
     prompt = plan.prompt(plan.chunk, pair.p.hello.vocab_size, f"chunk {index}")
 
     async def take() -> list[float]:
@@ -191,13 +214,21 @@ async def measure_steps(plan: Plan, pair: Pair, part: str, tick: Callable[[], An
         sizes = {"batch": plan.batch, "context": plan.context, "steps": plan.steps}
     else:
         sizes = {"chunk": plan.chunk, "steps": CHUNKS}
-    return {"part": part, **sizes, "tokens": max(plan.tokens), "in_flight": plan.in_flight, **step_figures(results)}
+    return {
+        "part": part,
+        **sizes,
+        "tokens": max(plan.tokens),
+        "in_flight": plan.in_flight,
+        **step_figures(results),
+    }
 
 
 def step_figures(results: Sequence[tuple[Interval, Interval]]) -> Json:
     """Of pairs (off, on). ratio: of the pairs' mean step times."""
     ratios = [on.step_s / off.step_s for off, on in results]
-    quarters = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    quarters = (
+        statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
+    )
     arrived = [event for _, on in results for event in on.arrived]
     seconds = sum(on.seconds for _, on in results)
     return {

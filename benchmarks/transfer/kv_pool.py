@@ -1,11 +1,12 @@
-"""The KV pool: store and retrieve through an LMCache server started here, beside a plain copy of as many bytes.
+"""The KV pool: store and retrieve through an LMCache server started here, beside a plain copy of as
+many bytes.
 
     python -m benchmarks.transfer.kv_pool --out benchmarks/results/kv-pool.jsonl --tokens 256 4096
 
-Two engines' pools (of the shape of `--layers`, `--kv-heads`, `--head-dim`) with block ids of their own, in scattered
-order. Timed from the call to the event in `poll`; "call_us" is what the engine loop's thread spends in the call. The
-rows of every retrieve are checked. The first store of a server writes memory that was never touched; "again" writes
-nothing, since the pool has the chunks.
+Two engines' pools (of the shape of `--layers`, `--kv-heads`, `--head-dim`) with block ids of their
+own, in scattered order. Timed from the call to the event in `poll`; "call_us" is what the engine
+loop's thread spends in the call. The rows of every retrieve are checked. The first store of a
+server writes memory that was never touched; "again" writes nothing, since the pool has the chunks.
 """
 
 import argparse
@@ -35,8 +36,12 @@ DEADLINE_S = 30.0
 class Side:
     """An engine's blocks and its pool."""
 
-    def __init__(self, address: str, config: PoolConfig, layout: KVLayout, num_blocks: int, device: str) -> None:
-        self.blocks = torch.zeros(num_blocks, *layout.block_shape, dtype=torch.bfloat16, device=device)
+    def __init__(
+        self, address: str, config: PoolConfig, layout: KVLayout, num_blocks: int, device: str
+    ) -> None:
+        self.blocks = torch.zeros(
+            num_blocks, *layout.block_shape, dtype=torch.bfloat16, device=device
+        )
         self.generations = np.zeros(num_blocks, np.int64)
         self._event = threading.Event()
         memory = KVCacheMemory(self.blocks, self.generations, layout, "benchmark")
@@ -73,11 +78,17 @@ def measure(writer: Side, reader: Side, num_tokens: int, repeats: int, layout: K
     for seed in range(repeats):
         random = np.random.default_rng([num_tokens, seed])
         tokens = random.integers(0, 128_000, num_tokens).tolist()
-        here, there = (random.permutation(len(writer.blocks))[:num_blocks].tolist() for _ in range(2))
-        writer.blocks[here] = torch.randn(num_blocks, *layout.block_shape, dtype=torch.bfloat16).to(writer.blocks)
+        here, there = (
+            random.permutation(len(writer.blocks))[:num_blocks].tolist() for _ in range(2)
+        )
+        writer.blocks[here] = torch.randn(num_blocks, *layout.block_shape, dtype=torch.bfloat16).to(
+            writer.blocks
+        )
         still = unchanged(writer.generations, here)
 
-        def store(ids: list[int] = here, tokens: list[int] = tokens, still: Callable[[], bool] = still) -> None:
+        def store(
+            ids: list[int] = here, tokens: list[int] = tokens, still: Callable[[], bool] = still
+        ) -> None:
             writer.pool.store(next(op_ids), tokens, "", ids, still)
 
         def retrieve(ids: list[int] = there, tokens: list[int] = tokens) -> None:
@@ -109,7 +120,9 @@ def plain_copy_ms(num_bytes: int, device: str) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, help="JSON lines are appended here")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", type=integer(1), nargs="+", default=[256, 4096], metavar="N")
@@ -141,10 +154,16 @@ def main() -> int:
     server = PoolServer(config)
     try:
         server.wait_ready()
-        writer, reader = (Side(server.address, config, layout, num_blocks, options.device) for _ in range(2))
+        writer, reader = (
+            Side(server.address, config, layout, num_blocks, options.device) for _ in range(2)
+        )
         for num_tokens in options.tokens:
             num_bytes = num_tokens * layout.token_bytes
-            row: Json = {"tokens": num_tokens, "mib": round(num_bytes / 2**20, 1), "device": options.device}
+            row: Json = {
+                "tokens": num_tokens,
+                "mib": round(num_bytes / 2**20, 1),
+                "device": options.device,
+            }
             row |= measure(writer, reader, num_tokens, options.repeats, layout)
             row["copy_ms"] = round(plain_copy_ms(num_bytes, options.device), 3)
             for what in ("store", "retrieve", "retrieve_again", "copy"):

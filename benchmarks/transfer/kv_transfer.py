@@ -1,4 +1,5 @@
-"""Bandwidth and latency of KV hand-overs between two engines' pools, beside a plain copy of as many bytes.
+"""Bandwidth and latency of KV hand-overs between two engines' pools, beside a plain copy of as many
+bytes.
 
     python -m benchmarks.transfer.kv_transfer --out benchmarks/results/kv-transfer-h200.jsonl
     python -m benchmarks.transfer.kv_transfer --device cpu --tokens 512 2048 --tls default tcp --ray
@@ -6,11 +7,12 @@
 
 The first takes two GPUs, the others none; the last runs in two namespaces of `ip netns`.
 
-A source and a sink process, each with a pool and a connector, as engines have them. A hand-over is timed from `pull` to
-the event that says its bytes are there and its generations were verified. "aged" pools have served 2,000 random
-requests before, so that a prompt's blocks are scattered. The bytes of the first hand-over of every case are checked.
-Between blocks of different sizes (--sink-block-sizes) they pass through the sink's staging ring.
-With --ray the same bytes also go through Ray's object store: gathered, returned by one actor, scattered by another.
+A source and a sink process, each with a pool and a connector, as engines have them. A hand-over is
+timed from `pull` to the event that says its bytes are there and its generations were verified.
+"aged" pools have served 2,000 random requests before, so that a prompt's blocks are scattered. The
+bytes of the first hand-over of every case are checked. Between blocks of different sizes
+(--sink-block-sizes) they pass through the sink's staging ring. With --ray the same bytes also go
+through Ray's object store: gathered, returned by one actor, scattered by another.
 """
 
 import argparse
@@ -71,7 +73,9 @@ def run_case(case: Case) -> Iterator[Json]:
 
 def plain_copy_ms(num_bytes: int, device: str, repeats: int) -> float:
     """Between the two devices, or within host memory."""
-    pair = [torch.device(device, index) if device == "cuda" else torch.device("cpu") for index in (0, 1)]
+    pair = [
+        torch.device(device, index) if device == "cuda" else torch.device("cpu") for index in (0, 1)
+    ]
     here, there = (torch.ones(num_bytes, dtype=torch.uint8, device=place) for place in pair)
     times = []
     for _ in range(repeats + 1):
@@ -90,7 +94,8 @@ def _synchronize(device: str) -> None:
 
 
 def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
-    """One actor gathers blocks and returns them, another gets and scatters them. Starts a Ray of its own."""
+    """One actor gathers blocks and returns them, another gets and scatters them. Starts a Ray of
+    its own."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # Ray reads it when it is imported
     import ray
 
@@ -121,7 +126,19 @@ def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
 
 def table(rows: list[Json]) -> str:
     """Markdown."""
-    head = ["tokens", "MiB", "block size", "to", "pool", "UCX_TLS", "transport", "descriptors", "ms", "worst", "GB/s"]
+    head = [
+        "tokens",
+        "MiB",
+        "block size",
+        "to",
+        "pool",
+        "UCX_TLS",
+        "transport",
+        "descriptors",
+        "ms",
+        "worst",
+        "GB/s",
+    ]
     more = [name for name in ("plain copy", "object store") if any(name in row for row in rows)]
     lines = [
         "| " + " | ".join([*head, *(f"{name}, GB/s" for name in more)]) + " |",
@@ -142,34 +159,65 @@ def table(rows: list[Json]) -> str:
             f"{row['ms']:.2f}",
             f"{row['ms_worst']:.2f}",
         ]
-        cells += [f"{row['gb_per_s']:.1f}", *(f"{row['bytes'] / row[name] / 1e6:.1f}" for name in more)]
+        cells += [
+            f"{row['gb_per_s']:.1f}",
+            *(f"{row['bytes'] / row[name] / 1e6:.1f}" for name in more),
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(SHAPES / "llama-3.1-8b"), help="folder whose KV shape is taken")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", default=str(SHAPES / "llama-3.1-8b"), help="folder whose KV shape is taken"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
     parser.add_argument("--tokens", type=integer(1), nargs="+", default=[1024, 8192])
-    parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 64, 128], choices=[16, 32, 64, 128])
     parser.add_argument(
-        "--sink-block-sizes", type=int, nargs="+", choices=[16, 32, 64, 128], help="each with each (default: the same)"
+        "--block-sizes", type=int, nargs="+", default=[16, 64, 128], choices=[16, 32, 64, 128]
     )
-    parser.add_argument("--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order")
-    parser.add_argument("--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX")
-    parser.add_argument("--netns", nargs=2, default=[], metavar=("SOURCE", "SINK"), help="network namespaces (root)")
-    parser.add_argument("--pool-tokens", type=integer(1), help="default: four times the longest of --tokens")
-    parser.add_argument("--progress-delay-us", type=integer(0), default=1000, help="of NIXL's progress thread")
-    parser.add_argument("--repeats", type=integer(1), default=7, help="timed hand-overs a row (median; default 7)")
+    parser.add_argument(
+        "--sink-block-sizes",
+        type=int,
+        nargs="+",
+        choices=[16, 32, 64, 128],
+        help="each with each (default: the same)",
+    )
+    parser.add_argument(
+        "--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order"
+    )
+    parser.add_argument(
+        "--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX"
+    )
+    parser.add_argument(
+        "--netns", nargs=2, default=[], metavar=("SOURCE", "SINK"), help="network namespaces (root)"
+    )
+    parser.add_argument(
+        "--pool-tokens", type=integer(1), help="default: four times the longest of --tokens"
+    )
+    parser.add_argument(
+        "--progress-delay-us", type=integer(0), default=1000, help="of NIXL's progress thread"
+    )
+    parser.add_argument(
+        "--repeats", type=integer(1), default=7, help="timed hand-overs a row (median; default 7)"
+    )
     parser.add_argument("--ray", action="store_true", help="also through Ray's object store")
     parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     parser.add_argument("--commit", help="revision noted in --out (default: git's)")
     options = parser.parse_args()
-    device = ("cuda" if torch.cuda.device_count() > 1 else "cpu") if options.device == "auto" else options.device
+    device = (
+        ("cuda" if torch.cuda.device_count() > 1 else "cpu")
+        if options.device == "auto"
+        else options.device
+    )
     if device == "cuda" and torch.cuda.device_count() < 2:
-        parser.error(f"--device cuda needs two GPUs, torch sees {torch.cuda.device_count()}: use cpu")
+        parser.error(
+            f"--device cuda needs two GPUs, torch sees {torch.cuda.device_count()}: use cpu"
+        )
     pool_tokens = options.pool_tokens or 4 * max(options.tokens)
     if pool_tokens < max(options.tokens):
         parser.error(f"--pool-tokens ({pool_tokens}) must hold the longest of --tokens")
@@ -195,7 +243,9 @@ def main() -> int:
             netns = tuple(options.netns)
             cases.append(Case(layouts, pool_tokens, *wanted, device, chosen, delay_us, netns))
     rows: list[Json] = []
-    with tqdm(total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False) as bar:
+    with tqdm(
+        total=len(cases) * len(options.ages) * len(options.tokens), unit="row", leave=False
+    ) as bar:
         for case in cases:
             try:
                 measured = []
@@ -207,8 +257,13 @@ def main() -> int:
                     if options.ray:
                         layout = case.layouts[0]
                         blocks = layout.num_blocks_for(row["tokens"])
-                        row["object store"] = object_store_ms(blocks, layout.block_bytes, options.repeats)
-                    append(options.out, {"benchmark": "kv_transfer", **row, **circumstances(options.commit)})
+                        row["object store"] = object_store_ms(
+                            blocks, layout.block_bytes, options.repeats
+                        )
+                    append(
+                        options.out,
+                        {"benchmark": "kv_transfer", **row, **circumstances(options.commit)},
+                    )
                     rows.append(row)
             except ValueError as error:
                 print(f"kv_transfer: UCX_TLS {case.tls or 'default'}: {error}", file=sys.stderr)

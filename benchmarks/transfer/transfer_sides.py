@@ -46,9 +46,9 @@ def _call(function: str, *arguments: Any) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """What one pair of processes measures. layouts: of source and sink; num_tokens: that each pool has room for. tls:
-    UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda". netns: network namespaces that source and sink enter;
-    empty: neither does."""
+    """What one pair of processes measures. layouts: of source and sink; num_tokens: that each pool
+    has room for. tls: UCX_TLS, None leaves it to UCX. device: "cpu" or "cuda". netns: network
+    namespaces that source and sink enter; empty: neither does."""
 
     layouts: tuple[KVLayout, KVLayout]
     num_tokens: int
@@ -61,7 +61,8 @@ class Case:
     netns: tuple[str, ...] = ()
 
     def enter_netns(self, rank: int) -> None:
-        """Call first in a process. With a /sys of its own, where UCX looks for devices. OSError without permission."""
+        """Call first in a process. With a /sys of its own, where UCX looks for devices. OSError
+        without permission."""
         if self.netns:
             with open(f"/run/netns/{self.netns[rank]}") as namespace:
                 _call("setns", namespace.fileno(), CLONE_NEWNET)
@@ -71,7 +72,8 @@ class Case:
 
 
 class Side:
-    """One engine's memory and connector. rank: 0 for the source, 1 for the sink; on CUDA also the device."""
+    """One engine's memory and connector. rank: 0 for the source, 1 for the sink; on CUDA also the
+    device."""
 
     def __init__(self, case: Case, rank: int) -> None:
         device = torch.device(case.device, rank) if case.device == "cuda" else torch.device("cpu")
@@ -90,9 +92,14 @@ class Side:
         pool = self.words.view(dtype).view(self.num_blocks, *self.layout.block_shape)
         memory = KVCacheMemory(pool, self.blocks.generations, self.layout, "benchmark")
         config = TransferConfig(
-            ucx_tls=case.tls, progress_delay_us=case.progress_delay_us, lease_s=DEADLINE_S, pull_deadline_s=DEADLINE_S
+            ucx_tls=case.tls,
+            progress_delay_us=case.progress_delay_us,
+            lease_s=DEADLINE_S,
+            pull_deadline_s=DEADLINE_S,
         )
-        self.sender, self.receiver = build_connector(config, memory, f"side-{rank}", time.time_ns(), self._woken.set)
+        self.sender, self.receiver = build_connector(
+            config, memory, f"side-{rank}", time.time_ns(), self._woken.set
+        )
 
     def wait(self, *kinds: type) -> Any:
         """The next event of these kinds. ValueError when none comes."""
@@ -234,8 +241,12 @@ def _check(side: Side, local: list[int], remote: tuple[int, ...], num_tokens: in
     step = 8 * max(theirs.block_size, ours.block_size)
     for first in range(0, num_tokens, step):
         count = min(step, num_tokens - first)
-        sent = torch.tensor(remote[first // theirs.block_size :][: theirs.num_blocks_for(count)], device=device)
-        arrived = torch.tensor(local[first // ours.block_size :][: ours.num_blocks_for(count)], device=device)
+        sent = torch.tensor(
+            remote[first // theirs.block_size :][: theirs.num_blocks_for(count)], device=device
+        )
+        arrived = torch.tensor(
+            local[first // ours.block_size :][: ours.num_blocks_for(count)], device=device
+        )
         wanted = _rows(contents(sent, theirs.block_bytes // WORD.itemsize), theirs)
         if not torch.equal(_rows(side.words[arrived], ours)[:count], wanted[:count]):
             raise ValueError("the bytes that arrived are not those of the source")
@@ -244,4 +255,8 @@ def _check(side: Side, local: list[int], remote: tuple[int, ...], num_tokens: in
 def _rows(blocks: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """[blocks, words] as [tokens, heads * layers * planes, words]."""
     heads, layers, planes, block_size, _ = layout.block_shape
-    return blocks.view(len(blocks), heads * layers * planes, block_size, -1).transpose(1, 2).flatten(0, 1)
+    return (
+        blocks.view(len(blocks), heads * layers * planes, block_size, -1)
+        .transpose(1, 2)
+        .flatten(0, 1)
+    )

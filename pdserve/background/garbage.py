@@ -1,13 +1,16 @@
-"""Full garbage collections only while they are short: each stops the event loop, and with it every stream.
+"""Full garbage collections only while they are short: each stops the event loop, and with it every
+stream.
 
-A full one passes over every object that refers to others: 100,000 take 5 to 20 ms, and thousands of prompts under way
-are several times as many. The interpreter begins one whenever a quarter more objects have survived, again and again
-while load grows. Here it is left to look for young garbage only, and the rest is collected
+A full one passes over every object that refers to others: 100,000 take 5 to 20 ms, and thousands of
+prompts under way are several times as many. The interpreter begins one whenever a quarter more
+objects have survived, again and again while load grows. Here it is left to look for young garbage
+only, and the rest is collected
 
     soon   while few objects are there
     late   after LATEST_S: garbage that outlived its youth is rare, but must not be kept for ever
 
-Knows nothing of what the objects are. Used by processes with one event loop and many streams: routers.
+Knows nothing of what the objects are. Used by processes with one event loop and many streams:
+routers.
 """
 
 import asyncio

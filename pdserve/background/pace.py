@@ -6,10 +6,11 @@
                 await pace.rest()
             work_on(item)
 
-All that begins in one turn of the loop shares one slice of its time; what is left queues, in order of arrival, and one
-of them gets a slice in each further turn. Between two rests nothing else may be awaited that paces itself: it would
-queue behind its own caller. Knows nothing of the work. One Pacer a router; used by whatever a request can make long,
-and at the steps of a request's life that many requests may reach together.
+All that begins in one turn of the loop shares one slice of its time; what is left queues, in order
+of arrival, and one of them gets a slice in each further turn. Between two rests nothing else may be
+awaited that paces itself: it would queue behind its own caller. Knows nothing of the work. One
+Pacer a router; used by whatever a request can make long, and at the steps of a request's life that
+many requests may reach together.
 """
 
 import asyncio
@@ -26,7 +27,8 @@ SLICE_S = 0.003
 class Pacer:
     def __init__(self) -> None:
         self._turns = asyncio.Lock()
-        self._until: float | None = None  # where the slice ends that this turn's beginners share; None: nobody began
+        # where the slice ends that this turn's beginners share; None: nobody began
+        self._until: float | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._pacing: set[asyncio.Task[Any] | None] = set()  # those that rest by a Pace
 
@@ -37,7 +39,8 @@ class Pacer:
         task.add_done_callback(self._tasks.discard)
 
     async def turn(self) -> None:
-        """Returns when there is time for something short: at once, unless this turn's slice is used up."""
+        """Returns when there is time for something short: at once, unless this turn's slice is used
+        up."""
         pace = self.pace()
         if pace.is_due:
             with pace:
@@ -54,13 +57,17 @@ class Pacer:
 
 
 class Pace:
-    """One piece of work. It begins in the slice of its turn, if there is something left of it; for each further slice
-    it queues with all others. A task rests by one at most: a second would wait for the turn that the first one has."""
+    """One piece of work. It begins in the slice of its turn, if there is something left of it; for
+    each further slice it queues with all others. A task rests by one at most: a second would wait
+    for the turn that the first one has."""
 
     __slots__ = ("_has_turn", "_pacing", "_task", "_turns", "_until")
 
-    def __init__(self, turns: asyncio.Lock, until: float, pacing: set[asyncio.Task[Any] | None]) -> None:
-        """until: when its first slice ends, of perf_counter(). pacing: the tasks that rest by a Pace."""
+    def __init__(
+        self, turns: asyncio.Lock, until: float, pacing: set[asyncio.Task[Any] | None]
+    ) -> None:
+        """until: when its first slice ends, of perf_counter(). pacing: the tasks that rest by a
+        Pace."""
         self._turns = turns
         self._pacing = pacing
         self._task: asyncio.Task[Any] | None = None  # nearly all work ends before it ever rests
@@ -71,7 +78,10 @@ class Pace:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         if self._task is not None:
             self._pacing.discard(self._task)
@@ -86,13 +96,16 @@ class Pace:
         """Let everybody else run, until there is another slice for this work."""
         if self._task is None:
             task = asyncio.current_task()
-            assert task not in self._pacing, "work that paces itself must be given its caller's Pace"
+            assert task not in self._pacing, (
+                "work that paces itself must be given its caller's Pace"
+            )
             self._pacing.add(task)
             self._task = task
         self._give_turn()
         await self._turns.acquire()
         self._has_turn = True
-        await asyncio.sleep(0)  # with the turn: what comes between two slices is a whole turn of the loop
+        # with the turn: what comes between two slices is a whole turn of the loop
+        await asyncio.sleep(0)
         self._until = time.perf_counter() + SLICE_S
 
     def _give_turn(self) -> None:

@@ -1,21 +1,23 @@
 """A deadline for others that does not run while this process stands still.
 
-A process that was stopped, suspended or frozen finds all its deadlines missed when it goes on, although the answers it
-waited for may have come long ago. `patience` is `asyncio.timeout` without that time. Knows nobody who is waited for.
-Used by `cluster.links.serve_links`; `router.fleet.watch` does the same for silence, once per tick for all workers.
+A process that was stopped, suspended or frozen finds all its deadlines missed when it goes on,
+although the answers it waited for may have come long ago. `patience` is `asyncio.timeout` without
+that time. Knows nobody who is waited for. Used by `cluster.links.serve_links`; `router.fleet.watch`
+does the same for silence, once per tick for all workers.
 """
 
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-LOOKS = 4  # per deadline: a look that comes later than twice its time says that the event loop stood still
+# per deadline: a look that comes later than twice its time says that the event loop stood still
+LOOKS = 4
 
 
 @asynccontextmanager
 async def patience(seconds: float) -> AsyncIterator[None]:
-    """Raises TimeoutError when the body takes longer, less the time in which the event loop stood still for more than a
-    quarter of `seconds`."""
+    """Raises TimeoutError when the body takes longer, less the time in which the event loop stood
+    still for more than a quarter of `seconds`."""
     async with asyncio.timeout(None) as timeout:
         looks = _Looks(timeout, seconds)
         try:

@@ -1,13 +1,16 @@
-"""Background tasks that do not end without a word: what one raises is logged with its traceback and counted.
+"""Background tasks that do not end without a word: what one raises is logged with its traceback and
+counted.
 
     keep:  running --returns--> ended           once:  running --returns--> ended
              |  ^                                         '----raises---> ended, logged and counted
            raises, logged and counted
-             '--pause: twice as long each time, up to a bound; short again after STEADY_S without a failure
+             '--pause: twice as long each time, up to a bound; short again after STEADY_S without a
+             failure
     both:  cancelled --> ended
 
-Knows nothing of what the tasks do: whoever starts one says whether it may be run again. The caller keeps the task that
-it gets, as with `asyncio.create_task`. Used by the router, and by the Serve replicas of routers and workers.
+Knows nothing of what the tasks do: whoever starts one says whether it may be run again. The caller
+keeps the task that it gets, as with `asyncio.create_task`. Used by the router, and by the Serve
+replicas of routers and workers.
 """
 
 import asyncio
@@ -46,9 +49,11 @@ class Pauses:
         return min(pause_s, self._longest_s)
 
 
-def keep(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float = 5.0) -> asyncio.Task[None]:
-    """Run until it returns or the task is cancelled; after an error run it again. name: one of few, a metric's label.
-    longest_pause_s: bound of the pause before another run."""
+def keep(
+    name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float = 5.0
+) -> asyncio.Task[None]:
+    """Run until it returns or the task is cancelled; after an error run it again. name: one of few,
+    a metric's label. longest_pause_s: bound of the pause before another run."""
     return once(name, _kept(name, run, longest_pause_s))
 
 
@@ -72,7 +77,9 @@ def failed(name: str, error: BaseException) -> None:
     logger.error("background task %s failed", name, exc_info=error)
 
 
-async def _kept(name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float) -> None:
+async def _kept(
+    name: str, run: Callable[[], Coroutine[Any, Any, None]], longest_pause_s: float
+) -> None:
     loop = asyncio.get_running_loop()
     pauses = Pauses(longest_pause_s)
     while True:

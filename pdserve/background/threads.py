@@ -1,13 +1,14 @@
-"""Background threads that do not end without a word: what one raises is logged with its traceback and counted.
+"""Background threads that do not end without a word: what one raises is logged with its traceback
+and counted.
 
     running --returns--> ended
       |  ^
     raises, logged and counted
       '--pause: as in `tasks.keep`; `finish` cuts it short --> ended
 
-The same function runs again on the same thread, so it must find its state whole wherever it raised. Knows nothing of
-what the threads do. Used for everything that an engine's process does beside its engine's loop; an error of that loop
-ends the process.
+The same function runs again on the same thread, so it must find its state whole wherever it raised.
+Knows nothing of what the threads do. Used for everything that an engine's process does beside its
+engine's loop; an error of that loop ends the process.
 """
 
 import logging
@@ -31,11 +32,13 @@ FAILURES = Counter(
 
 
 class KeptThread(threading.Thread):
-    """Starts at once; runs `run` until it returns, and after an error again. name: one of few, a metric's label. of:
-    what this thread is for, where there are several of that name. longest_pause_s: bound of the pause before another
-    run."""
+    """Starts at once; runs `run` until it returns, and after an error again. name: one of few, a
+    metric's label. of: what this thread is for, where there are several of that name.
+    longest_pause_s: bound of the pause before another run."""
 
-    def __init__(self, name: str, run: Callable[[], None], of: str = "", longest_pause_s: float = 5.0) -> None:
+    def __init__(
+        self, name: str, run: Callable[[], None], of: str = "", longest_pause_s: float = 5.0
+    ) -> None:
         super().__init__(name=f"{name} {of}".strip(), daemon=True)
         self._label = name
         self._work = run
@@ -63,8 +66,8 @@ class KeptThread(threading.Thread):
         return True
 
     def finish(self, timeout_s: float | None = None) -> bool:
-        """Wait, no longer than that, until it ends: what it runs has been told to return, and is not run again. Whether
-        it has ended."""
+        """Wait, no longer than that, until it ends: what it runs has been told to return, and is
+        not run again. Whether it has ended."""
         self._finishing.set()
         self.join(timeout_s)
         return not self.is_alive()

@@ -1,11 +1,12 @@
 """`pdserve bench latency|throughput|serve`: options, printed lines, JSON lines of `--out`.
 
-    pdserve bench latency --model MODEL --batch-size 1 8 --input-len 128 --output-len 256
-    pdserve bench throughput --model MODEL --shape 64x1024x256 --shape 200x128-2048x64-256
-    pdserve bench serve --url http://127.0.0.1:8000 --clients 32 --num-requests 128 --input-len 1024 --output-len 128
+    pdserve bench latency --model MODEL --batch-size 1 8 --input-len 128 --output-len 256 pdserve
+    bench throughput --model MODEL --shape 64x1024x256 --shape 200x128-2048x64-256 pdserve bench
+    serve --url http://127.0.0.1:8000 --clients 32 --num-requests 128 --input-len 1024 --output-len
+    128
 
-Options have vllm bench's names as well where that has one. Knows no Ray. `serve` never imports torch. Called by
-cluster.cli; benchmarks/ shares the options.
+Options have vllm bench's names as well where that has one. Knows no Ray. `serve` never imports
+torch. Called by cluster.cli; benchmarks/ shares the options.
 """
 
 import argparse
@@ -32,7 +33,9 @@ def fixed_length(text: str) -> Lengths:
     """ValueError for a range: the times of one batch belong to one length."""
     lengths = Lengths.parse(text)
     if lengths.low != lengths.high:
-        raise ValueError(f"latency needs fixed lengths, not {text!r}: name several, or use bench throughput")
+        raise ValueError(
+            f"latency needs fixed lengths, not {text!r}: name several, or use bench throughput"
+        )
     return lengths
 
 
@@ -43,17 +46,39 @@ FIXED_LENGTH = shown(fixed_length)
 
 def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="bench", required=True)
-    latency = commands.add_parser("latency", help="one engine, one batch: prefill ms and decode ms a token")
-    latency.add_argument("--batch-size", type=integer(1), nargs="+", default=[1], help="sequences at once (default 1)")
-    latency.add_argument("--input-len", type=FIXED_LENGTH, nargs="+", default=[Lengths(128, 128)], help="default 128")
-    latency.add_argument("--output-len", type=FIXED_LENGTH, nargs="+", default=[Lengths(128, 128)], help="default 128")
+    latency = commands.add_parser(
+        "latency", help="one engine, one batch: prefill ms and decode ms a token"
+    )
+    latency.add_argument(
+        "--batch-size",
+        type=integer(1),
+        nargs="+",
+        default=[1],
+        help="sequences at once (default 1)",
+    )
+    latency.add_argument(
+        "--input-len", type=FIXED_LENGTH, nargs="+", default=[Lengths(128, 128)], help="default 128"
+    )
+    latency.add_argument(
+        "--output-len",
+        type=FIXED_LENGTH,
+        nargs="+",
+        default=[Lengths(128, 128)],
+        help="default 128",
+    )
     throughput = commands.add_parser("throughput", help="one engine, many prompts: tokens a second")
     throughput.add_argument(
-        "--shape", type=SHAPE, action="append", required=True, help="PROMPTSxINxOUT; lengths may be ranges"
+        "--shape",
+        type=SHAPE,
+        action="append",
+        required=True,
+        help="PROMPTSxINxOUT; lengths may be ranges",
     )
     for command in (latency, throughput):
         add_model_arguments(command)
-        command.add_argument("--repeats", "--num-iters", type=integer(1), default=3, help="timed runs of each shape")
+        command.add_argument(
+            "--repeats", "--num-iters", type=integer(1), default=3, help="timed runs of each shape"
+        )
     _add_serve_arguments(commands.add_parser("serve", help="HTTP load on a running server"))
     for command in commands.choices.values():
         command.add_argument("--seed", type=SEED, default=0)
@@ -62,15 +87,28 @@ def add_bench_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """--model and one option for each field of EngineConfig."""
-    parser.add_argument("--model", default=DEFAULT_MODEL, help=f"folder or Hub id (default {DEFAULT_MODEL})")
-    parser.add_argument("--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights")
     parser.add_argument(
-        "--dtype", default="auto", choices=typing.get_args(ModelConfig.model_fields["dtype"].annotation)
+        "--model", default=DEFAULT_MODEL, help=f"folder or Hub id (default {DEFAULT_MODEL})"
     )
-    group = parser.add_argument_group("engine", "fields of EngineConfig; prefix caching is off unless asked for")
+    parser.add_argument(
+        "--load-format", choices=["auto", "dummy"], default="auto", help="dummy: random weights"
+    )
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=typing.get_args(ModelConfig.model_fields["dtype"].annotation),
+    )
+    group = parser.add_argument_group(
+        "engine", "fields of EngineConfig; prefix caching is off unless asked for"
+    )
     for name, field in EngineConfig.model_fields.items():
         default = False if name == "enable_prefix_caching" else field.get_default()
-        group.add_argument(f"--{name.replace('_', '-')}", dest=f"engine_{name}", metavar="X", help=f"default {default}")
+        group.add_argument(
+            f"--{name.replace('_', '-')}",
+            dest=f"engine_{name}",
+            metavar="X",
+            help=f"default {default}",
+        )
 
 
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,37 +125,68 @@ def engine_fields(options: argparse.Namespace) -> dict[str, Any]:
             try:
                 fields[name] = yaml.safe_load(text)
             except yaml.YAMLError:
-                raise ValueError(f"--{name.replace('_', '-')}: not a value in YAML: {text!r}") from None
+                raise ValueError(
+                    f"--{name.replace('_', '-')}: not a value in YAML: {text!r}"
+                ) from None
     try:
         EngineConfig(**fields)
     except ValidationError as error:
-        flags = ("--" + "-".join(map(str, e["loc"])).replace("_", "-") + f": {e['msg']}" for e in error.errors())
+        flags = (
+            "--" + "-".join(map(str, e["loc"])).replace("_", "-") + f": {e['msg']}"
+            for e in error.errors()
+        )
         raise ValueError("; ".join(flags)) from error
     return fields
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--url", "--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000")
+    parser.add_argument(
+        "--url", "--base-url", default="http://127.0.0.1:8000", help="default http://127.0.0.1:8000"
+    )
     parser.add_argument("--model", help="the name the server knows it by (default: its only one)")
     loop = parser.add_mutually_exclusive_group(required=True)
-    loop.add_argument("--clients", "--max-concurrency", type=integer(1), help="closed loop: requests in flight")
-    loop.add_argument("--rate", "--request-rate", type=POSITIVE, help="open loop: Poisson arrivals a second")
-    parser.add_argument("--num-requests", "--num-prompts", type=integer(1), default=100, help="default 100")
-    parser.add_argument("--input-len", "--random-input-len", type=LENGTHS, default=Lengths(1024, 1024))
-    parser.add_argument("--output-len", "--random-output-len", type=LENGTHS, default=Lengths(128, 128))
-    parser.add_argument(
-        "--vocab-size", type=integer(2), default=1000, help="prompts hold token ids below it (default 1000)"
+    loop.add_argument(
+        "--clients", "--max-concurrency", type=integer(1), help="closed loop: requests in flight"
+    )
+    loop.add_argument(
+        "--rate", "--request-rate", type=POSITIVE, help="open loop: Poisson arrivals a second"
     )
     parser.add_argument(
-        "--warmups", "--num-warmups", type=integer(0), default=2, help="untimed requests first (default 2)"
+        "--num-requests", "--num-prompts", type=integer(1), default=100, help="default 100"
     )
-    parser.add_argument("--timeout", type=POSITIVE, default=600.0, help="seconds a request may take (default 600)")
-    parser.add_argument("--no-ignore-eos", action="store_true", help="let the model end its answers")
-    parser.add_argument("--extra-body", default="{}", help="JSON added to each request; a null field is left out")
+    parser.add_argument(
+        "--input-len", "--random-input-len", type=LENGTHS, default=Lengths(1024, 1024)
+    )
+    parser.add_argument(
+        "--output-len", "--random-output-len", type=LENGTHS, default=Lengths(128, 128)
+    )
+    parser.add_argument(
+        "--vocab-size",
+        type=integer(2),
+        default=1000,
+        help="prompts hold token ids below it (default 1000)",
+    )
+    parser.add_argument(
+        "--warmups",
+        "--num-warmups",
+        type=integer(0),
+        default=2,
+        help="untimed requests first (default 2)",
+    )
+    parser.add_argument(
+        "--timeout", type=POSITIVE, default=600.0, help="seconds a request may take (default 600)"
+    )
+    parser.add_argument(
+        "--no-ignore-eos", action="store_true", help="let the model end its answers"
+    )
+    parser.add_argument(
+        "--extra-body", default="{}", help="JSON added to each request; a null field is left out"
+    )
 
 
 def run_bench(options: argparse.Namespace) -> int:
-    """The exit status: 1 when requests failed. ValueError and OSError say what is wrong with the options."""
+    """The exit status: 1 when requests failed. ValueError and OSError say what is wrong with the
+    options."""
     check_writable(options.out)
     if options.bench == "serve":
         return _serve(options)
@@ -128,7 +197,12 @@ def _offline(options: argparse.Namespace) -> int:
     from pdserve.bench.offline import Bench, OfflineConfig  # imports torch
 
     config = OfflineConfig(
-        options.model, options.load_format, options.dtype, engine_fields(options), options.repeats, options.seed
+        options.model,
+        options.load_format,
+        options.dtype,
+        engine_fields(options),
+        options.repeats,
+        options.seed,
     )
     shapes = options.shape if options.bench == "throughput" else _latency_shapes(options)
     bench = Bench(config)
@@ -152,7 +226,10 @@ def _offline(options: argparse.Namespace) -> int:
 
 
 def _latency_shapes(options: argparse.Namespace) -> list[Shape]:
-    return [Shape(*parts) for parts in itertools.product(options.batch_size, options.input_len, options.output_len)]
+    return [
+        Shape(*parts)
+        for parts in itertools.product(options.batch_size, options.input_len, options.output_len)
+    ]
 
 
 def offline_line(figures: Json) -> str:
@@ -165,7 +242,9 @@ def offline_line(figures: Json) -> str:
         "output_tokens_per_s": "tok/s out",
     }
     shown = [(figures[key], name) for key, name in names.items() if figures.get(key) is not None]
-    return "   ".join(f"{value['median']:,.2f} (±{value['spread'] / 2:,.2f}) {name}" for value, name in shown)
+    return "   ".join(
+        f"{value['median']:,.2f} (±{value['spread'] / 2:,.2f}) {name}" for value, name in shown
+    )
 
 
 def _serve(options: argparse.Namespace) -> int:
@@ -216,17 +295,28 @@ def serve_report(config: LoadConfig, result: LoadResult) -> str:
     figures = result.figures()
     lines = [
         f"{config.label}, {config.shape} (requests x in x out), model {result.model}",
-        f"  {figures['num_finished']} finished, {figures['num_failed']} failed in {figures['seconds']:.2f} s: "
+        f"  {figures['num_finished']} finished, {figures['num_failed']} failed in "
+        f"{figures['seconds']:.2f} s: "
         f"{figures['requests_per_s']:.2f} req/s, {figures['output_tokens_per_s']:,.0f} tok/s out",
     ]
-    for key, name in (("ttft_ms", "TTFT"), ("gap_ms", "gap"), ("tpot_ms", "TPOT"), ("itl_ms", "ITL")):
+    for key, name in (
+        ("ttft_ms", "TTFT"),
+        ("gap_ms", "gap"),
+        ("tpot_ms", "TPOT"),
+        ("itl_ms", "ITL"),
+    ):
         value = figures[key]
         if value["p50"] is not None:
-            lines.append(f"  {name}  p50 {value['p50']:9.2f}   p99 {value['p99']:9.2f}   mean {value['mean']:9.2f} ms")
+            lines.append(
+                f"  {name}  p50 {value['p50']:9.2f}   p99 {value['p99']:9.2f}   mean "
+                f"{value['mean']:9.2f} ms"
+            )
     late = figures["client_late_ms"]["p99"]
     sent_late = "" if late is None else f", requests sent late by p99 {late:.2f} ms"
     lines.append(f"  client: {result.cpu_share:.0%} of a core{sent_late}")
     if result.cpu_share > BUSY_CLIENT:
-        lines.append("  the client was busy: it may be what was measured; spread the load over several")
+        lines.append(
+            "  the client was busy: it may be what was measured; spread the load over several"
+        )
     lines += [f"  failed {count} x: {message}" for message, count in result.errors.most_common(10)]
     return "\n".join(lines)

@@ -1,9 +1,10 @@
-"""HTTP load on an OpenAI-compatible server: closed loop (each client sends its next request when the last has ended) or
-open loop (requests arrive by a Poisson process, whether or not the server keeps up).
+"""HTTP load on an OpenAI-compatible server: closed loop (each client sends its next request when
+the last has ended) or open loop (requests arrive by a Poisson process, whether or not the server
+keeps up).
 
-Reports time to first token (TTFT), from there to the second (gap), time per output token behind the first (TPOT), gaps
-between arrivals (ITL), rates, failures, and how busy this client was itself. Torch-free. Called by bench.cli and
-benchmarks/targets/measure.py.
+Reports time to first token (TTFT), from there to the second (gap), time per output token behind the
+first (TPOT), gaps between arrivals (ITL), rates, failures, and how busy this client was itself.
+Torch-free. Called by bench.cli and benchmarks/targets/measure.py.
 """
 
 import asyncio
@@ -29,9 +30,9 @@ BUSY_CLIENT = 0.7  # share of a core above which the client may be what is measu
 class LoadConfig:
     """One load. Either clients (closed loop) or rate (requests a second, open loop) is given.
 
-    shape: num_prompts requests and their lengths. model: None asks the server. vocab_size: prompts hold ids below it.
-    num_warmups: requests before the clock starts; they must all succeed. extra_body: fields of the request's JSON to
-    add; null removes one.
+    shape: num_prompts requests and their lengths. model: None asks the server. vocab_size: prompts
+    hold ids below it. num_warmups: requests before the clock starts; they must all succeed.
+    extra_body: fields of the request's JSON to add; null removes one.
     """
 
     url: str
@@ -52,7 +53,9 @@ class LoadConfig:
         if self.clients is not None and self.clients < 1:
             raise ValueError(f"--clients must be at least 1, not {self.clients}")
         if self.rate is not None and not 0 < self.rate < float("inf"):
-            raise ValueError(f"--rate must be a number of requests a second above 0, not {self.rate}")
+            raise ValueError(
+                f"--rate must be a number of requests a second above 0, not {self.rate}"
+            )
 
     @property
     def label(self) -> str:
@@ -61,7 +64,8 @@ class LoadConfig:
 
 @dataclass
 class LoadResult:
-    """What happened. lateness: open loop only, seconds each request was sent after its time. cpu_share: of one core."""
+    """What happened. lateness: open loop only, seconds each request was sent after its time.
+    cpu_share: of one core."""
 
     outcomes: list[Outcome]
     seconds: float
@@ -84,7 +88,9 @@ class LoadResult:
         return {
             "ttft_ms": percentiles([outcome.ttft for outcome in finished]),
             "gap_ms": percentiles([outcome.itls[0] for outcome in finished if outcome.itls]),
-            "tpot_ms": percentiles([outcome.tpot for outcome in finished if outcome.tpot is not None]),
+            "tpot_ms": percentiles(
+                [outcome.tpot for outcome in finished if outcome.tpot is not None]
+            ),
             "itl_ms": percentiles([gap for outcome in finished for gap in outcome.itls]),
             "output_tokens_per_s": round(num_tokens / self.seconds, 1),
             "requests_per_s": round(len(finished) / self.seconds, 3),
@@ -99,7 +105,8 @@ class LoadResult:
 
 
 def run_load(config: LoadConfig, progress: bool = True) -> LoadResult:
-    """Put the load on the server and wait for its end. ServerError (ValueError) when not even a warm-up succeeds."""
+    """Put the load on the server and wait for its end. ServerError (ValueError) when not even a
+    warm-up succeeds."""
     return uvloop.run(_run(config, progress))
 
 
@@ -107,12 +114,19 @@ async def _run(config: LoadConfig, progress: bool) -> LoadResult:
     async with CompletionClient(config.url, config.timeout_s) as client:
         model = config.model or await client.only_model()
         warmup = Shape(max(config.num_warmups, 1), config.shape.input_len, config.shape.output_len)
-        for work in draw_work(warmup, config.vocab_size, f"{config.seed}/warm-up")[: config.num_warmups]:
+        for work in draw_work(warmup, config.vocab_size, f"{config.seed}/warm-up")[
+            : config.num_warmups
+        ]:
             outcome = await client.complete(_body(config, model, work))
             if outcome.error is not None:
                 raise ServerError(f"a warm-up request failed: {outcome.error}")
-        bodies = [_body(config, model, work) for work in draw_work(config.shape, config.vocab_size, config.seed)]
-        with tqdm(total=len(bodies), desc=config.label, unit="request", disable=not progress) as bar:
+        bodies = [
+            _body(config, model, work)
+            for work in draw_work(config.shape, config.vocab_size, config.seed)
+        ]
+        with tqdm(
+            total=len(bodies), desc=config.label, unit="request", disable=not progress
+        ) as bar:
             gc.collect()
             gc.freeze()  # what exists now is not searched again while the clock runs
             cpu = time.process_time()
@@ -121,7 +135,9 @@ async def _run(config: LoadConfig, progress: bool) -> LoadResult:
             cpu_seconds = time.process_time() - cpu
             ended = time.perf_counter()
             gc.unfreeze()
-    seconds = max(outcome.ended_at for outcome in outcomes) - min(outcome.sent_at for outcome in outcomes)
+    seconds = max(outcome.ended_at for outcome in outcomes) - min(
+        outcome.sent_at for outcome in outcomes
+    )
     return LoadResult(outcomes, seconds, cpu_seconds / (ended - began), lateness, model)
 
 
@@ -178,4 +194,7 @@ async def _open_loop(
             await asyncio.sleep(max(0.0, began + arrival - time.perf_counter()))
             tasks.append(group.create_task(send(body)))
     outcomes = [task.result() for task in tasks]
-    return outcomes, [outcome.sent_at - began - arrival for outcome, arrival in zip(outcomes, arrivals, strict=True)]
+    return outcomes, [
+        outcome.sent_at - began - arrival
+        for outcome, arrival in zip(outcomes, arrivals, strict=True)
+    ]

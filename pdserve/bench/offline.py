@@ -1,8 +1,9 @@
-"""Speed of one engine in this process, through `LLM.generate` alone: latency of one batch, throughput of many prompts.
+"""Speed of one engine in this process, through `LLM.generate` alone: latency of one batch,
+throughput of many prompts.
 
-Prompts are fresh random token ids in every run, greedy, end-of-sequence ignored, so caches and early ends play no
-part. Prefill is what a run with one output token takes; decode is what the tokens behind it take, a step each. Called
-by bench.cli and benchmarks/targets/measure.py.
+Prompts are fresh random token ids in every run, greedy, end-of-sequence ignored, so caches and
+early ends play no part. Prefill is what a run with one output token takes; decode is what the
+tokens behind it take, a step each. Called by bench.cli and benchmarks/targets/measure.py.
 """
 
 import time
@@ -24,7 +25,8 @@ WARMUP_OUTPUT = 16
 
 @dataclass(frozen=True)
 class OfflineConfig:
-    """model: folder or Hub id. engine: fields of EngineConfig. repeats: timed runs of each shape."""
+    """model: folder or Hub id. engine: fields of EngineConfig. repeats: timed runs of each
+    shape."""
 
     model: str
     load_format: str
@@ -35,7 +37,8 @@ class OfflineConfig:
 
 
 class Bench:
-    """One engine and what is measured on it. start_s: from nothing to its first token, imports not counted."""
+    """One engine and what is measured on it. start_s: from nothing to its first token, imports not
+    counted."""
 
     def __init__(self, config: OfflineConfig) -> None:
         self.config = config
@@ -58,9 +61,13 @@ class Bench:
         return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
     def latency(self, shapes: list[Shape], progress: bool = True) -> Iterator[tuple[Shape, Json]]:
-        """A batch of each shape, whose lengths are fixed: prefill ms, decode ms a token, seconds of the whole."""
+        """A batch of each shape, whose lengths are fixed: prefill ms, decode ms a token, seconds of
+        the whole."""
         for shape in shapes:
-            if shape.input_len.low != shape.input_len.high or shape.output_len.low != shape.output_len.high:
+            if (
+                shape.input_len.low != shape.input_len.high
+                or shape.output_len.low != shape.output_len.high
+            ):
                 raise ValueError(f"latency needs fixed lengths, not {shape}")
         self._check(shapes)
         for shape, runs in self._repeats(shapes, self._prefill_and_whole, progress):
@@ -76,7 +83,9 @@ class Bench:
                 },
             )
 
-    def throughput(self, shapes: list[Shape], progress: bool = True) -> Iterator[tuple[Shape, Json]]:
+    def throughput(
+        self, shapes: list[Shape], progress: bool = True
+    ) -> Iterator[tuple[Shape, Json]]:
         """All prompts of a shape given at once: seconds, tokens a second in and out."""
         self._check(shapes)
         for shape, runs in self._repeats(shapes, self._run, progress):
@@ -84,8 +93,12 @@ class Bench:
                 shape,
                 {
                     "seconds": repeated([seconds for seconds, _, _ in runs]),
-                    "tokens_per_s": repeated([(num_in + num_out) / seconds for seconds, num_in, num_out in runs]),
-                    "output_tokens_per_s": repeated([num_out / seconds for seconds, _, num_out in runs]),
+                    "tokens_per_s": repeated(
+                        [(num_in + num_out) / seconds for seconds, num_in, num_out in runs]
+                    ),
+                    "output_tokens_per_s": repeated(
+                        [num_out / seconds for seconds, _, num_out in runs]
+                    ),
                 },
             )
 
@@ -95,11 +108,14 @@ class Bench:
         for shape in shapes:
             if shape.max_tokens > limit:
                 raise ValueError(
-                    f"shape {shape} has requests of {shape.max_tokens} tokens, but the engine takes {limit} "
+                    f"shape {shape} has requests of {shape.max_tokens} tokens, but the engine "
+                    f"takes {limit} "
                     "(max_model_len, or what the KV cache holds)"
                 )
 
-    def _repeats(self, shapes: list[Shape], run: Any, progress: bool) -> Iterator[tuple[Shape, list[Any]]]:
+    def _repeats(
+        self, shapes: list[Shape], run: Any, progress: bool
+    ) -> Iterator[tuple[Shape, list[Any]]]:
         repeats = self.config.repeats
         with tqdm(total=len(shapes) * repeats, unit="run", disable=not progress) as bar:
             for shape in shapes:
@@ -115,7 +131,9 @@ class Bench:
         """Untimed: one prompt at full length, and all of them short."""
         num_out = min(WARMUP_OUTPUT, shape.output_len.high)
         short = min(WARMUP_INPUT, shape.input_len.high)
-        self._run(Shape(1, Lengths(shape.input_len.high, shape.input_len.high), Lengths(num_out, num_out)))
+        self._run(
+            Shape(1, Lengths(shape.input_len.high, shape.input_len.high), Lengths(num_out, num_out))
+        )
         self._run(Shape(shape.num_prompts, Lengths(short, short), Lengths(num_out, num_out)))
 
     def _prefill_and_whole(self, shape: Shape) -> tuple[float, float]:
@@ -126,9 +144,14 @@ class Bench:
     def _run(self, shape: Shape) -> tuple[float, int, int]:
         """Seconds, tokens in, tokens out of one run over fresh prompts."""
         self._num_runs += 1
-        works = draw_work(shape, self.llm.engine.spec.vocab_size, f"{self.config.seed}/{self._num_runs}")
+        works = draw_work(
+            shape, self.llm.engine.spec.vocab_size, f"{self.config.seed}/{self._num_runs}"
+        )
         prompts = [work.prompt_token_ids for work in works]
-        params = [SamplingParams(temperature=0, max_tokens=work.output_len, ignore_eos=True) for work in works]
+        params = [
+            SamplingParams(temperature=0, max_tokens=work.output_len, ignore_eos=True)
+            for work in works
+        ]
         began = time.perf_counter()
         outputs = self.llm.generate(prompts, params, use_tqdm=False)
         seconds = time.perf_counter() - began

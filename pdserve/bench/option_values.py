@@ -1,4 +1,5 @@
-"""Values of command-line options: parsers for argparse that refuse, with a clear message, what could never work.
+"""Values of command-line options: parsers for argparse that refuse, with a clear message, what
+could never work.
 
 Knows no options. Torch-free. Used by bench.cli, cluster.cli and benchmarks/.
 """

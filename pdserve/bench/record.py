@@ -1,4 +1,5 @@
-"""Results of benchmarks: summaries of many values, the circumstances they were measured under, JSON lines.
+"""Results of benchmarks: summaries of many values, the circumstances they were measured under, JSON
+lines.
 
 Knows no engine and no server. Torch-free. Used by bench.cli and by the scripts in benchmarks/.
 """
@@ -22,24 +23,31 @@ Json = dict[str, Any]
 
 
 def percentiles(seconds: Sequence[float]) -> Json:
-    """Median, 99th percentile (linear between neighbours, as numpy's) and mean of times in seconds, as milliseconds.
-    All None without values.
+    """Median, 99th percentile (linear between neighbours, as numpy's) and mean of times in seconds,
+    as milliseconds. All None without values.
     """
     if not seconds:
         return {"p50": None, "p99": None, "mean": None}
     values = np.asarray(seconds) * 1e3
     p50, p99 = np.percentile(values, [50, 99])
-    return {"p50": round(float(p50), 3), "p99": round(float(p99), 3), "mean": round(float(values.mean()), 3)}
+    return {
+        "p50": round(float(p50), 3),
+        "p99": round(float(p99), 3),
+        "mean": round(float(values.mean()), 3),
+    }
 
 
 def repeated(values: Sequence[float]) -> Json:
     """Median and spread (largest - smallest) of a few repeats."""
-    return {"median": round(float(np.median(values)), 6), "spread": round(max(values) - min(values), 6)}
+    return {
+        "median": round(float(np.median(values)), 6),
+        "spread": round(max(values) - min(values), 6),
+    }
 
 
 def circumstances(commit: str | None = None) -> Json:
-    """What belongs beside every figure: commit, torch version, time, command line (of absolute paths the last part).
-    commit: where git cannot say it.
+    """What belongs beside every figure: commit, torch version, time, command line (of absolute
+    paths the last part). commit: where git cannot say it.
     """
     words = (Path(word).name if word.startswith("/") else word for word in sys.argv)
     return {
@@ -51,11 +59,15 @@ def circumstances(commit: str | None = None) -> Json:
 
 
 def git_commit() -> str:
-    """Short commit of the checkout that pdserve runs from, `+` behind it when files were changed; or "unknown"."""
+    """Short commit of the checkout that pdserve runs from, `+` behind it when files were changed;
+    or "unknown"."""
     folder = Path(pdserve.__file__).parent
     try:
         done = subprocess.run(
-            ["git", "describe", "--always", "--exclude=*", "--dirty=+"], cwd=folder, capture_output=True, text=True
+            ["git", "describe", "--always", "--exclude=*", "--dirty=+"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
         )
     except OSError:
         return "unknown"
@@ -63,13 +75,18 @@ def git_commit() -> str:
 
 
 def gpu_name() -> str:
-    """The first GPU's name, or "cpu"; asks the driver's tool, so that this process holds no memory on the device."""
+    """The first GPU's name, or "cpu"; asks the driver's tool, so that this process holds no memory
+    on the device."""
     query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return "cpu"
-    return done.stdout.strip().splitlines()[0] if done.returncode == 0 and done.stdout.strip() else "cpu"
+    return (
+        done.stdout.strip().splitlines()[0]
+        if done.returncode == 0 and done.stdout.strip()
+        else "cpu"
+    )
 
 
 def check_writable(path: Path | None) -> None:

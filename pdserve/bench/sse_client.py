@@ -1,10 +1,13 @@
-"""One streamed /v1/completions request over HTTP, timed: when it was sent, when each piece of output arrived.
+"""One streamed /v1/completions request over HTTP, timed: when it was sent, when each piece of
+output arrived.
 
-Works with any OpenAI-compatible server. Tokens are counted by the token ids in the events (`return_token_ids`: vLLM
-and pdserve send them), else by the usage at the end, else one an event. Whatever goes wrong is a message in the
-result, never an exception: a load test counts failures. Knows no load and no percentiles. Used by bench.load.
+Works with any OpenAI-compatible server. Tokens are counted by the token ids in the events
+(`return_token_ids`: vLLM and pdserve send them), else by the usage at the end, else one an event.
+Whatever goes wrong is a message in the result, never an exception: a load test counts failures.
+Knows no load and no percentiles. Used by bench.load.
 
-aiohttp costs 9 us of CPU an event under uvloop (24 under asyncio's own loop), a bare protocol class 6 (18).
+aiohttp costs 9 us of CPU an event under uvloop (24 under asyncio's own loop), a bare protocol class
+6 (18).
 """
 
 import asyncio
@@ -51,8 +54,8 @@ class ServerError(ValueError):
 
 @dataclass(slots=True)
 class Outcome:
-    """One request. sent_at and arrivals: time.perf_counter() seconds; an arrival is an event that held tokens.
-    error: why it failed, or None.
+    """One request. sent_at and arrivals: time.perf_counter() seconds; an arrival is an event that
+    held tokens. error: why it failed, or None.
     """
 
     sent_at: float = 0.0
@@ -70,7 +73,11 @@ class Outcome:
     @property
     def tpot(self) -> float | None:
         """Seconds a token after the first; None with a single token."""
-        return (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        return (
+            (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1)
+            if self.num_tokens > 1
+            else None
+        )
 
     @property
     def itls(self) -> list[float]:
@@ -93,7 +100,9 @@ class CompletionClient:
 
     async def __aenter__(self) -> "CompletionClient":
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=300)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None)
+        )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -113,13 +122,18 @@ class CompletionClient:
         except aiohttp.ClientError as error:
             raise ServerError(f"no server at {self._base}: {error}") from error
         except msgspec.MsgspecError as error:
-            raise ServerError(f"{url} answered something else than a list of models: {error}") from error
+            raise ServerError(
+                f"{url} answered something else than a list of models: {error}"
+            ) from error
         if len(names) != 1:
-            raise ServerError(f"the server has {len(names)} models ({', '.join(names)}): choose one by --model")
+            raise ServerError(
+                f"the server has {len(names)} models ({', '.join(names)}): choose one by --model"
+            )
         return names[0]
 
     async def complete(self, body: bytes) -> Outcome:
-        """Send one request (JSON of a streaming completion with one choice) and follow it to its end."""
+        """Send one request (JSON of a streaming completion with one choice) and follow it to its
+        end."""
         outcome = Outcome(sent_at=time.perf_counter())
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -135,7 +149,9 @@ class CompletionClient:
 
     async def _stream(self, body: bytes, outcome: Outcome) -> None:
         headers = {"content-type": "application/json"}
-        async with self._session.post(f"{self._base}/v1/completions", data=body, headers=headers) as answer:
+        async with self._session.post(
+            f"{self._base}/v1/completions", data=body, headers=headers
+        ) as answer:
             if answer.status != 200:
                 outcome.error = _refusal(answer.status, await answer.read())
                 return

@@ -1,6 +1,8 @@
-"""What a benchmark asks for: shapes, prompts of random token ids, arrival times. Everything follows from a seed.
+"""What a benchmark asks for: shapes, prompts of random token ids, arrival times. Everything follows
+from a seed.
 
-Knows neither engines nor servers. Torch-free. Used by bench.offline, bench.load and benchmarks/targets/measure.py.
+Knows neither engines nor servers. Torch-free. Used by bench.offline, bench.load and
+benchmarks/targets/measure.py.
 """
 
 import random
@@ -36,7 +38,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Shape:
-    """A batch: how many prompts, how long they are, how many tokens each generates. Written 64x1024x256."""
+    """A batch: how many prompts, how long they are, how many tokens each generates. Written
+    64x1024x256."""
 
     num_prompts: int
     input_len: Lengths
@@ -44,11 +47,13 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """`PROMPTSxINPUTxOUTPUT`, where input and output may be ranges. ValueError says what is wrong."""
+        """`PROMPTSxINPUTxOUTPUT`, where input and output may be ranges. ValueError says what is
+        wrong."""
         parts = text.lower().split("x")
         if len(parts) != 3 or not parts[0].strip().isdecimal() or int(parts[0]) < 1:
             raise ValueError(
-                f"a shape must look like 64x1024x256 or 64x512-1024x256 (prompts x in x out), not {text!r}"
+                "a shape must look like 64x1024x256 or 64x512-1024x256 (prompts x in x out), not "
+                f"{text!r}"
             )
         return cls(int(parts[0]), Lengths.parse(parts[1]), Lengths.parse(parts[2]))
 
@@ -73,13 +78,16 @@ def draw_work(shape: Shape, vocab_size: int, seed: int | str) -> list[Work]:
     """`shape.num_prompts` requests with prompts of even random token ids below vocab_size."""
     rng = random.Random(seed)
     return [
-        Work(rng.choices(range(vocab_size), k=shape.input_len.draw(rng)), shape.output_len.draw(rng))
+        Work(
+            rng.choices(range(vocab_size), k=shape.input_len.draw(rng)), shape.output_len.draw(rng)
+        )
         for _ in range(shape.num_prompts)
     ]
 
 
 def poisson_arrivals(rate: float, num_requests: int, seed: int | str) -> list[float]:
-    """Seconds from the start at which requests arrive: a Poisson process of `rate` requests a second."""
+    """Seconds from the start at which requests arrive: a Poisson process of `rate` requests a
+    second."""
     rng = random.Random(seed)
     now = 0.0
     times = []

@@ -1,8 +1,9 @@
-"""Builds the Serve application from a `ClusterConfig`: deployments `Router`, `Prefill` and `Decode`.
+"""Builds the Serve application from a `ClusterConfig`: deployments `Router`, `Prefill` and
+`Decode`.
 
-`serve run cluster.yaml` calls `build` by its import path, with `args:` of the YAML; Serve may do so in
-another process and folder than the user's. Decides placement, counts and deadlines; the work is in `router_replica`
-and `worker_replica`.
+`serve run cluster.yaml` calls `build` by its import path, with `args:` of the YAML; Serve may do so
+in another process and folder than the user's. Decides placement, counts and deadlines; the work is
+in `router_replica` and `worker_replica`.
 """
 
 import logging
@@ -47,9 +48,11 @@ class Refused(RayServeException, ValueError):
 
 
 def build(args: ClusterConfig) -> Application:
-    """The application of one cluster, for `serve run`, which asks for exactly one parameter; Serve carries HTTP.
+    """The application of one cluster, for `serve run`, which asks for exactly one parameter; Serve
+    carries HTTP.
 
-    Raises Refused when no model is named: Serve gives a file without `args:` an empty one. Raises NoCapacity.
+    Raises Refused when no model is named: Serve gives a file without `args:` an empty one. Raises
+    NoCapacity.
     """
     try:
         args.check_model_is_named()
@@ -62,28 +65,35 @@ def build(args: ClusterConfig) -> Application:
 
 
 def serve_host() -> str | None:
-    """Where the HTTP proxies of the connected Serve listen, if there are any; every interface when the file of
-    `serve run` does not say."""
+    """Where the HTTP proxies of the connected Serve listen, if there are any; every interface when
+    the file of `serve run` does not say."""
     serve_client = _get_global_client(raise_if_no_controller_running=False)
     return None if serve_client is None else serve_client.http_config.host
 
 
 def build_at(args: ClusterConfig, address: Address | None) -> Application:
-    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises NoCapacity."""
+    """address: where routers serve HTTP by themselves; None leaves that to Serve. Raises
+    NoCapacity."""
     await_capacity(args)
     return assemble(args, ENGINE_HOST, address)
 
 
-def assemble(config: ClusterConfig, engine_host: str, address: Address | None = None) -> Application:
-    """engine_host: import path of the class that an engine process runs (`cluster.deployments.engine_actor.Host`)."""
+def assemble(
+    config: ClusterConfig, engine_host: str, address: Address | None = None
+) -> Application:
+    """engine_host: import path of the class that an engine process runs
+    (`cluster.deployments.engine_actor.Host`)."""
     config = resolve_model(config)
     handles = [worker_deployment(config, key, engine_host) for key in config.worker_keys]
     return router_deployment(config).bind(config, address, *handles)
 
 
 def resolve_model(config: ClusterConfig) -> ClusterConfig:
-    """The same with the model's folder absolute, if it is a folder here: replicas may start elsewhere."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"path": config.model.resolved_path})})
+    """The same with the model's folder absolute, if it is a folder here: replicas may start
+    elsewhere."""
+    return config.model_copy(
+        update={"model": config.model.model_copy(update={"path": config.model.resolved_path})}
+    )
 
 
 def worker_deployment(config: ClusterConfig, key: WorkerKey, engine_host: str) -> Application:

@@ -1,9 +1,9 @@
-"""The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor` says what is missing,
-`pdserve bench` measures, `pdserve workers | role | scale` look at a running one and change it (`operate.commands`),
-`pdserve dashboard` prints one for Grafana.
+"""The command line: `pdserve up CLUSTER.yaml` serves a cluster on this machine, `pdserve doctor`
+says what is missing, `pdserve bench` measures, `pdserve workers | role | scale` look at a running
+one and change it (`operate.commands`), `pdserve dashboard` prints one for Grafana.
 
-Knows the options and which module does what. Imports Ray nowhere (for `cluster.operate.ray_settings`' reason). Entry
-point `main`, see pyproject.toml.
+Knows the options and which module does what. Imports Ray nowhere (for
+`cluster.operate.ray_settings`' reason). Entry point `main`, see pyproject.toml.
 """
 
 import argparse
@@ -27,14 +27,25 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     up_parser = commands.add_parser("up", help="serve a cluster on this machine until Ctrl-C")
     up_parser.add_argument("cluster", type=Path, help="cluster.yaml")
-    up_parser.add_argument("--port", type=integer(1, MAX_PORT), help="HTTP port, instead of the one in the file")
+    up_parser.add_argument(
+        "--port", type=integer(1, MAX_PORT), help="HTTP port, instead of the one in the file"
+    )
     up_parser.add_argument("--haproxy", action="store_true", help="HAProxy in front of the routers")
     up_parser.add_argument(
-        "--timeout", type=POSITIVE, default=600.0, help="seconds until it must be ready (default 600)"
+        "--timeout",
+        type=POSITIVE,
+        default=600.0,
+        help="seconds until it must be ready (default 600)",
     )
-    doctor_parser = commands.add_parser("doctor", help="say what this machine lacks, and why it matters")
-    doctor_parser.add_argument("cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml")
-    dashboard_parser = commands.add_parser("dashboard", help="print a Grafana dashboard of the cluster")
+    doctor_parser = commands.add_parser(
+        "doctor", help="say what this machine lacks, and why it matters"
+    )
+    doctor_parser.add_argument(
+        "cluster", type=Path, nargs="?", default=Path("cluster.yaml"), help="cluster.yaml"
+    )
+    dashboard_parser = commands.add_parser(
+        "dashboard", help="print a Grafana dashboard of the cluster"
+    )
     dashboard_parser.add_argument(
         "--source",
         choices=("ray", "routers"),

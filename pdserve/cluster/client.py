@@ -1,8 +1,8 @@
 """Python access to a running cluster: `connect().generate(prompts, params)`, without HTTP.
 
-Every prompt is one call to a router replica through a Serve handle; Serve spreads them. All calls run on one
-background event loop, so the same client serves plain scripts and asyncio programs. Torch-free. For users; nothing in
-pdserve calls it.
+Every prompt is one call to a router replica through a Serve handle; Serve spreads them. All calls
+run on one background event loop, so the same client serves plain scripts and asyncio programs.
+Torch-free. For users; nothing in pdserve calls it.
 """
 
 import asyncio
@@ -63,8 +63,8 @@ class ClusterError(RuntimeError):
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One prompt and its choices, named as in `pdserve.engine.llm.RequestOutput`. prompt: the text, if it was one.
-    timeline: where time and bytes went, if that was asked for."""
+    """One prompt and its choices, named as in `pdserve.engine.llm.RequestOutput`. prompt: the text,
+    if it was one. timeline: where time and bytes went, if that was asked for."""
 
     request_id: str
     prompt: str | None
@@ -77,29 +77,32 @@ class RequestOutput:
 
 
 def connect(address: str | None = None, app_name: str = APP_NAME) -> "Client":
-    """A client of the application `app_name` on the Ray cluster at `address`; None: RAY_ADDRESS, or the one on this
-    machine.
+    """A client of the application `app_name` on the Ray cluster at `address`; None: RAY_ADDRESS, or
+    the one on this machine.
 
-    Uses the connection that this process has, if any. Raises ConnectionError (no such cluster) and ValueError (no such
-    application).
+    Uses the connection that this process has, if any. Raises ConnectionError (no such cluster) and
+    ValueError (no such application).
     """
     if not ray.is_initialized():
         ray.init(address=address or "auto", namespace="serve", log_to_driver=False)
     try:
         serve.get_app_handle(app_name)
     except RayServeException as error:
-        raise ValueError(f"app_name: this cluster serves no application {app_name!r}; see `serve status`") from error
+        raise ValueError(
+            f"app_name: this cluster serves no application {app_name!r}; see `serve status`"
+        ) from error
     return Client(app_name)
 
 
 class Client:
-    """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe. `close` ends the
-    client's thread, and so does leaving a `with` block.
+    """Methods come in pairs: plain ones block; those with an `a` are for asyncio. Thread-safe.
+    `close` ends the client's thread, and so does leaving a `with` block.
 
-    Without sampling_params the model's defaults count (its generation_config.json), and SamplingParams' for the rest.
-    All take the keywords `priority` (an int; lower runs first), `session_id` (prompts of one session go to one worker
-    where nothing speaks against it) and `cache_salt` (prefix-cache blocks are shared between equal salts only); those
-    for whole answers also `timeline=True` (RequestOutput.timeline). All raise ValueError for what is wrong with the
+    Without sampling_params the model's defaults count (its generation_config.json), and
+    SamplingParams' for the rest. All take the keywords `priority` (an int; lower runs first),
+    `session_id` (prompts of one session go to one worker where nothing speaks against it) and
+    `cache_salt` (prefix-cache blocks are shared between equal salts only); those for whole answers
+    also `timeline=True` (RequestOutput.timeline). All raise ValueError for what is wrong with the
     request, and ClusterError when the cluster cannot answer it.
     """
 
@@ -116,8 +119,8 @@ class Client:
             raise
 
     def close(self) -> None:
-        """Cancel what still runs, and end the client's thread. What is called afterwards raises RuntimeError; to close
-        twice is allowed."""
+        """Cancel what still runs, and end the client's thread. What is called afterwards raises
+        RuntimeError; to close twice is allowed."""
         self._thread.close()
 
     def __enter__(self) -> Self:
@@ -147,7 +150,8 @@ class Client:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, **options: Any
     ) -> Iterator[OutputChunk]:
-        """New text and tokens of each choice as they come. Closing the iterator cancels the request."""
+        """New text and tokens of each choice as they come. Closing the iterator cancels the
+        request."""
         items: queue.SimpleQueue[OutputChunk | BaseException | None] = queue.SimpleQueue()
 
         async def pump() -> None:
@@ -195,21 +199,28 @@ class Client:
         return await self._thread.result_of(self._cluster(Look()))
 
     def set_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
-        """Change what a worker is for: "prefill", "decode" or "both", while it serves. worker: its id, or the part
-        behind `#`. Raises ClusterError 404 (no such worker) and 409: nobody would be left who can decode (force does it
-        all the same)."""
+        """Change what a worker is for: "prefill", "decode" or "both", while it serves. worker: its
+        id, or the part behind `#`. Raises ClusterError 404 (no such worker) and 409: nobody would
+        be left who can decode (force does it all the same)."""
         return self._thread.do(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
 
     async def aset_role(self, worker: str, role: str, force: bool = False) -> WorkerReport:
         """`set_role` for asyncio."""
-        return await self._thread.result_of(self._set_role(ChangeRole(worker=worker, role=role, force=force)))
+        return await self._thread.result_of(
+            self._set_role(ChangeRole(worker=worker, role=role, force=force))
+        )
 
-    def scale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> ClusterReport:
-        """Change how many workers there are; what is None stays. Returns at once: `workers().counts` says how far it
-        is. Raises ClusterError 409 when nobody might be left who can decode (force does it all the same)."""
+    def scale(
+        self, prefill: int | None = None, decode: int | None = None, force: bool = False
+    ) -> ClusterReport:
+        """Change how many workers there are; what is None stays. Returns at once:
+        `workers().counts` says how far it is. Raises ClusterError 409 when nobody might be left who
+        can decode (force does it all the same)."""
         return self._thread.do(self._cluster(_scaling(prefill, decode, force)))
 
-    async def ascale(self, prefill: int | None = None, decode: int | None = None, force: bool = False) -> ClusterReport:
+    async def ascale(
+        self, prefill: int | None = None, decode: int | None = None, force: bool = False
+    ) -> ClusterReport:
         """`scale` for asyncio."""
         return await self._thread.result_of(self._cluster(_scaling(prefill, decode, force)))
 
@@ -233,15 +244,23 @@ class Client:
         return outcome
 
     async def _generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | None, options: dict[str, Any]
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling: SamplingParams | None,
+        options: dict[str, Any],
     ) -> list[RequestOutput]:
         batch = _as_batch(prompts)
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._whole(prompt, sampling, options)) for prompt in batch]
         return [task.result() for task in tasks]
 
-    async def _whole(self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]) -> RequestOutput:
-        async with self._slots, aclosing(self._answers(_call(prompt, sampling, False, options))) as answers:
+    async def _whole(
+        self, prompt: Prompt, sampling: SamplingParams | None, options: dict[str, Any]
+    ) -> RequestOutput:
+        async with (
+            self._slots,
+            aclosing(self._answers(_call(prompt, sampling, False, options))) as answers,
+        ):
             async for answer in answers:
                 assert isinstance(answer, Whole)
                 return RequestOutput(
@@ -283,12 +302,15 @@ class Client:
 
 
 async def _router_handle(app_name: str, **options: Any) -> DeploymentHandle:
-    """On the client's own loop: with Serve's throughput flags a handle belongs to the loop that first uses it."""
+    """On the client's own loop: with Serve's throughput flags a handle belongs to the loop that
+    first uses it."""
     handle = serve.get_deployment_handle(ROUTER, app_name)
     return handle.options(_by_reference=False, **options)
 
 
-def _call(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]) -> GenerateCall:
+def _call(
+    prompt: Prompt, sampling: SamplingParams | None, stream: bool, options: dict[str, Any]
+) -> GenerateCall:
     known = OPTIONS if stream else OPTIONS | {"timeline": bool}
     for name, value in options.items():
         if name not in known:
@@ -305,12 +327,18 @@ def _call(prompt: Prompt, sampling: SamplingParams | None, stream: bool, options
 
 def _check(answer: Answer | Outcome) -> None:
     if isinstance(answer, Refused):
-        raise ValueError(answer.message) if answer.status == 400 else ClusterError(answer.message, answer.status)
+        raise (
+            ValueError(answer.message)
+            if answer.status == 400
+            else ClusterError(answer.message, answer.status)
+        )
 
 
 def _scaling(prefill: int | None, decode: int | None, force: bool) -> Scale:
     given = {"prefill": prefill, "decode": decode}
-    return Scale(targets={key: count for key, count in given.items() if count is not None}, force=force)
+    return Scale(
+        targets={key: count for key, count in given.items() if count is not None}, force=force
+    )
 
 
 def _as_batch(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

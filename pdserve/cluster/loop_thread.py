@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 class LoopThread:
-    """Runs until `close`. said_when_closed: text of the RuntimeError that whoever comes later gets."""
+    """Runs until `close`. said_when_closed: text of the RuntimeError that whoever comes later
+    gets."""
 
     def __init__(self, name: str, said_when_closed: str) -> None:
         self._said_when_closed = said_when_closed

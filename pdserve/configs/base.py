@@ -1,4 +1,5 @@
-"""The base of all configuration: frozen, unknown keys are errors, and YAML's unquoted words are named."""
+"""The base of all configuration: frozen, unknown keys are errors, and YAML's unquoted words are
+named."""
 
 import difflib
 from typing import Any, Literal, get_args, get_origin
@@ -14,14 +15,20 @@ from pydantic import (
 
 def _is_word(annotation: Any) -> bool:
     """Whether only certain words are values of this type."""
-    return get_origin(annotation) is Literal and all(isinstance(value, str) for value in get_args(annotation))
+    return get_origin(annotation) is Literal and all(
+        isinstance(value, str) for value in get_args(annotation)
+    )
 
 
 class Config(BaseModel):
     """Base of all configuration: frozen, no unknown keys."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=(), hide_input_in_errors=True
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        hide_input_in_errors=True,
     )
 
     @model_validator(mode="before")
@@ -31,7 +38,9 @@ class Config(BaseModel):
             for key in data:
                 if key not in cls.model_fields:
                     near = difflib.get_close_matches(str(key), cls.model_fields, n=1, cutoff=0.0)
-                    raise ValueError(f"unknown key {key!r} in {cls.__name__}: did you mean {near[0]!r}?")
+                    raise ValueError(
+                        f"unknown key {key!r} in {cls.__name__}: did you mean {near[0]!r}?"
+                    )
         return data
 
     @field_validator("*", mode="before")
@@ -43,7 +52,8 @@ class Config(BaseModel):
             if value is False and "off" in get_args(annotation):
                 return "off"
             raise ValueError(
-                f"{info.field_name} is {str(value).lower()} here: YAML reads an unquoted off or no as false, and on or "
+                f"{info.field_name} is {str(value).lower()} here: YAML reads an unquoted off or no "
+                "as false, and on or "
                 'yes as true; put the word in quotes, as "off"'
             )
         return value

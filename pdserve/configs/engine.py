@@ -17,11 +17,12 @@ Device = Literal["cpu", "cuda"]
 class ModelConfig(Config):
     """Which model is served and under which name.
 
-    path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the working directory,
-    then beside the `pdserve` package (so the shipped demo is found wherever Ray starts its processes). name: the
-    `model` clients send; defaults to the folder's last part. load_format: "auto" reads safetensors; "dummy" draws
-    random weights from config.json alone. seed: of the dummy weights. generation_config: "auto" takes temperature,
-    top_p, top_k, min_p, repetition_penalty and max_new_tokens of the folder's generation_config.json for requests that
+    path: a local folder in Hugging Face format or a Hub id. A relative folder is looked for in the
+    working directory, then beside the `pdserve` package (so the shipped demo is found wherever Ray
+    starts its processes). name: the `model` clients send; defaults to the folder's last part.
+    load_format: "auto" reads safetensors; "dummy" draws random weights from config.json alone.
+    seed: of the dummy weights. generation_config: "auto" takes temperature, top_p, top_k, min_p,
+    repetition_penalty and max_new_tokens of the folder's generation_config.json for requests that
     do not say them, as vLLM does; "none" takes none of them.
     """
 
@@ -48,13 +49,14 @@ class ModelConfig(Config):
 class EngineConfig(Config):
     """One engine: batch limits, KV cache, device. What is None is chosen by device: `for_device`.
 
-    block_size: tokens in a KV block (16 on CPU, 64 on CUDA, where larger blocks are read faster; prefixes are shared by
-    whole blocks). max_num_batched_tokens: token budget of one step (2,048; CUDA 8,192); prompts of 2,048 tokens or more
-    do not share a step. max_num_seqs: sequences in one step (256; CUDA 512). num_kv_blocks: size of the KV cache in
-    blocks; None sizes it from kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA).
-    deterministic: batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan and
-    queue a step while the device computes the one before (on CUDA). cuda_graphs: replay captured decode steps (CUDA
-    only).
+    block_size: tokens in a KV block (16 on CPU, 64 on CUDA, where larger blocks are read faster;
+    prefixes are shared by whole blocks). max_num_batched_tokens: token budget of one step (2,048;
+    CUDA 8,192); prompts of 2,048 tokens or more do not share a step. max_num_seqs: sequences in one
+    step (256; CUDA 512). num_kv_blocks: size of the KV cache in blocks; None sizes it from
+    kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA). deterministic:
+    batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan
+    and queue a step while the device computes the one before (on CUDA). cuda_graphs: replay
+    captured decode steps (CUDA only).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"

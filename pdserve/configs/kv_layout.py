@@ -1,9 +1,9 @@
 """KVLayout: the shape of one rank's KV cache, and every number derived from it.
 
-A block is one contiguous piece for all layers, `[kv_heads, layers, planes, block_size, row_width]`, so that a whole
-block, or a range of its KV heads, moves with one transfer descriptor (a descriptor costs about 5 us on NVLink whatever
-its size). Kernels, engine and kvtransfer take a KVLayout and hard-code nothing. Torch-free; knows no addresses and no
-devices.
+A block is one contiguous piece for all layers, `[kv_heads, layers, planes, block_size, row_width]`,
+so that a whole block, or a range of its KV heads, moves with one transfer descriptor (a descriptor
+costs about 5 us on NVLink whatever its size). Kernels, engine and kvtransfer take a KVLayout and
+hard-code nothing. Torch-free; knows no addresses and no devices.
 """
 
 import hashlib
@@ -17,9 +17,10 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 class LayerGroup(BaseModel):
     """Layers that store rows of the same shape inside a block.
 
-    layers: global layer ids in storage order. heads: *global* ids of the KV heads this rank stores. planes: 2 for K and
-    V, 1 for a joint latent row. row_width: elements of one token's row in one plane of one head. scale_bytes: bytes of
-    quantisation scales after the rows of the group (0 without).
+    layers: global layer ids in storage order. heads: *global* ids of the KV heads this rank stores.
+    planes: 2 for K and V, 1 for a joint latent row. row_width: elements of one token's row in one
+    plane of one head. scale_bytes: bytes of quantisation scales after the rows of the group (0
+    without).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -41,7 +42,8 @@ class LayerGroup(BaseModel):
 
 
 class KVLayout(BaseModel):
-    """One rank's KV cache: `num_blocks` blocks of `block_size` tokens; the first version builds exactly one group."""
+    """One rank's KV cache: `num_blocks` blocks of `block_size` tokens; the first version builds
+    exactly one group."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,9 +59,14 @@ class KVLayout(BaseModel):
         return self
 
     @classmethod
-    def uniform(cls, *, num_layers: int, heads: tuple[int, ...], head_dim: int, block_size: int, dtype: str) -> Self:
-        """The layout of a decoder whose layers all store K and V rows of `head_dim` for the global KV heads `heads`."""
-        group = LayerGroup(layers=tuple(range(num_layers)), heads=heads, row_width=head_dim, dtype=dtype)
+    def uniform(
+        cls, *, num_layers: int, heads: tuple[int, ...], head_dim: int, block_size: int, dtype: str
+    ) -> Self:
+        """The layout of a decoder whose layers all store K and V rows of `head_dim` for the global
+        KV heads `heads`."""
+        group = LayerGroup(
+            layers=tuple(range(num_layers)), heads=heads, row_width=head_dim, dtype=dtype
+        )
         return cls(groups=(group,), block_size=block_size)
 
     @property
@@ -92,7 +99,8 @@ class KVLayout(BaseModel):
         return -(-num_tokens // self.block_size)
 
     def compat_digest(self, model_fingerprint: str) -> str:
-        """Equal on two ranks exactly when a row's bytes mean the same on both (head ids and block sizes may differ)."""
+        """Equal on two ranks exactly when a row's bytes mean the same on both (head ids and block
+        sizes may differ)."""
         g = self.group
         text = f"{model_fingerprint}|{g.layers}|{g.planes}|{g.row_width}|{g.dtype}|{g.scale_bytes}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -1,7 +1,8 @@
 """The whole configuration of a cluster: one YAML (`args:` of cluster.yaml) in, one frozen tree out.
 
-Every other room receives its part from here; nobody sets a field later, derived values are properties. An unknown key
-is an error that names the nearest known one. Torch-free. Knows nothing of Ray.
+Every other room receives its part from here; nobody sets a field later, derived values are
+properties. An unknown key is an error that names the nearest known one. Torch-free. Knows nothing
+of Ray.
 """
 
 from typing import Any, Literal
@@ -27,9 +28,10 @@ MAX_REPLICAS = 1024  # of a deployment: a slip of the finger is no cluster
 
 
 class AutoscalingConfig(Config):
-    """How many workers a deployment may have, and when that changes (docs/elasticity.md). up_delay_s, down_delay_s: so
-    long there must be too few, or too many. queue_ms: what prompts may wait; None: half of slo.ttft_ms, or 250.
-    sequences: that a decode worker shall have; None: as many as slo.tpot_ms and its blocks allow.
+    """How many workers a deployment may have, and when that changes (docs/elasticity.md).
+    up_delay_s, down_delay_s: so long there must be too few, or too many. queue_ms: what prompts may
+    wait; None: half of slo.ttft_ms, or 250. sequences: that a decode worker shall have; None: as
+    many as slo.tpot_ms and its blocks allow.
     """
 
     min: int = Field(1, ge=1)
@@ -42,15 +44,17 @@ class AutoscalingConfig(Config):
     @model_validator(mode="after")
     def _check(self) -> "AutoscalingConfig":
         if self.max < self.min:
-            raise ValueError(f"autoscaling.max ({self.max}) must not be below autoscaling.min ({self.min})")
+            raise ValueError(
+                f"autoscaling.max ({self.max}) must not be below autoscaling.min ({self.min})"
+            )
         return self
 
 
 class DeploymentConfig(Config):
-    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank; resources per replica.
-    labels: only on nodes with all of these (`ray start --labels`), each a selector of Ray's: `value`, `!value`,
-    `in(a, b)` or `!in(a, b)`.
-    autoscaling: then `replicas` is for the start.
+    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank;
+    resources per replica. labels: only on nodes with all of these (`ray start --labels`), each a
+    selector of Ray's: `value`, `!value`, `in(a, b)` or `!in(a, b)`. autoscaling: then `replicas` is
+    for the start.
     """
 
     replicas: int = Field(1, ge=0, le=MAX_REPLICAS)
@@ -66,7 +70,8 @@ class DeploymentConfig(Config):
         bounds = self.autoscaling
         if bounds is not None and not bounds.min <= self.replicas <= bounds.max:
             raise ValueError(
-                f"replicas ({self.replicas}) must be from autoscaling.min ({bounds.min}) to autoscaling.max "
+                f"replicas ({self.replicas}) must be from autoscaling.min ({bounds.min}) to "
+                "autoscaling.max "
                 f"({bounds.max})"
             )
         return self
@@ -82,7 +87,11 @@ _SETTINGS = (dict, EngineConfig)  # checked or not
 
 def _engine_of(deployment: Any) -> Any:
     """What a deployment, checked or not, says of its engine."""
-    return deployment.get("engine") if isinstance(deployment, dict) else getattr(deployment, "engine", None)
+    return (
+        deployment.get("engine")
+        if isinstance(deployment, dict)
+        else getattr(deployment, "engine", None)
+    )
 
 
 def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
@@ -93,13 +102,15 @@ def _with_engine(deployment: Any, shared: dict[str, Any]) -> Any:
 
 
 class StartConfig(Config):
-    """How long a stage of an engine's start may show no progress, in seconds, before the start fails (docs/start.md).
+    """How long a stage of an engine's start may show no progress, in seconds, before the start
+    fails (docs/start.md).
 
-    process_s: Ray starts the process, which imports torch. download_s: the model comes from the Hub. config_s: its
-    configuration and samples of its weights are read. device_s: the device wakes. weights_s: until the next tensor is
-    loaded. compile_s: the first full step. kv_memory_s: the KV cache is allocated. graphs_s: until the next CUDA graph
-    is captured. warm_up_s: until the next warm-up request is done. registration_s: the transport registers the KV
-    pool. pool_s: beyond transfer.pool.start_deadline_s. connection_s: the replica reaches the engine.
+    process_s: Ray starts the process, which imports torch. download_s: the model comes from the
+    Hub. config_s: its configuration and samples of its weights are read. device_s: the device
+    wakes. weights_s: until the next tensor is loaded. compile_s: the first full step. kv_memory_s:
+    the KV cache is allocated. graphs_s: until the next CUDA graph is captured. warm_up_s: until the
+    next warm-up request is done. registration_s: the transport registers the KV pool. pool_s:
+    beyond transfer.pool.start_deadline_s. connection_s: the replica reaches the engine.
     """
 
     process_s: float = Field(300.0, gt=0)
@@ -121,9 +132,10 @@ class ClusterConfig(Config):
 
     engine: of all workers. `prefill.engine` and `decode.engine` override single fields of it.
 
-    mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode` workers alone, each
-    doing whole requests. placement_deadline_s: how long a start waits for nodes that have room for it all before it
-    fails; None leaves that to Ray, which waits for ever, for a cluster that an autoscaler makes larger.
+    mode: "disaggregated" serves with `prefill` and `decode` workers; "aggregated" with `decode`
+    workers alone, each doing whole requests. placement_deadline_s: how long a start waits for nodes
+    that have room for it all before it fails; None leaves that to Ray, which waits for ever, for a
+    cluster that an autoscaler makes larger.
     """
 
     mode: Literal["disaggregated", "aggregated"] = "disaggregated"
@@ -148,16 +160,23 @@ class ClusterConfig(Config):
             shared = _given(EngineConfig.model_validate(data.get("engine", {})))
         except ValidationError:
             return data  # reported in its own place
-        own = {key: data[key] for key in ("prefill", "decode") if isinstance(_engine_of(data.get(key)), _SETTINGS)}
+        own = {
+            key: data[key]
+            for key in ("prefill", "decode")
+            if isinstance(_engine_of(data.get(key)), _SETTINGS)
+        }
         return data | {key: _with_engine(deployment, shared) for key, deployment in own.items()}
 
     @model_validator(mode="after")
     def _check(self) -> "ClusterConfig":
         if self.decode.replicas < 1:
-            raise ValueError("decode.replicas must be at least 1: decode workers finish every request")
+            raise ValueError(
+                "decode.replicas must be at least 1: decode workers finish every request"
+            )
         if self.mode == "disaggregated" and self.prefill.replicas < 1:
             raise ValueError(
-                "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: aggregated"
+                "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: "
+                "aggregated"
             )
         if self.transfer.pool.mode != "off":
             for key in self.worker_keys:
@@ -168,21 +187,28 @@ class ClusterConfig(Config):
         engine = self.worker(key).engine
         if not engine.enable_prefix_caching:
             raise ValueError(
-                f"{key}.engine.enable_prefix_caching (from engine, unless set there) must be true with transfer.pool: "
+                f"{key}.engine.enable_prefix_caching (from engine, unless set there) must be true "
+                "with transfer.pool: "
                 "its rows are cached"
             )
         device = self.device(key)
         try:
             self.transfer.pool.blocks_per_chunk(engine.for_device(device).block_size)
         except ValueError as error:
-            chosen = "" if engine.block_size else f"; {device} engines have this block_size unless it is set"
+            chosen = (
+                ""
+                if engine.block_size
+                else f"; {device} engines have this block_size unless it is set"
+            )
             raise ValueError(f"{error} ({key} workers{chosen})") from None
 
     def check_model_is_named(self) -> None:
-        """ValueError unless model.path was written: whoever serves a file must not serve the demo by an oversight."""
+        """ValueError unless model.path was written: whoever serves a file must not serve the demo
+        by an oversight."""
         if "path" not in self.model.model_fields_set:
             raise ValueError(
-                "args.model.path is missing: it names the model to serve, a folder or a Hub id, as demo/pdserve-demo"
+                "args.model.path is missing: it names the model to serve, a folder or a Hub id, as "
+                "demo/pdserve-demo"
             )
 
     @property
@@ -194,8 +220,8 @@ class ClusterConfig(Config):
         return self.prefill if key == "prefill" else self.decode
 
     def device(self, key: WorkerKey) -> Device:
-        """Where these engines compute, as far as the configuration tells: those on `auto` that ask Ray for no GPU use
-        CUDA all the same where their node has a GPU.
+        """Where these engines compute, as far as the configuration tells: those on `auto` that ask
+        Ray for no GPU use CUDA all the same where their node has a GPU.
         """
         device = self.worker(key).engine.device
         if device == "auto":
@@ -216,8 +242,9 @@ class ClusterConfig(Config):
 
 
 class WorkerConfig(Config):
-    """What one worker (replica + engine) needs; made by `ClusterConfig.worker`. connects: whether it hands KV over at
-    all. host: its node's address, which peers reach it at; the engine's actor knows it.
+    """What one worker (replica + engine) needs; made by `ClusterConfig.worker`. connects: whether
+    it hands KV over at all. host: its node's address, which peers reach it at; the engine's actor
+    knows it.
     """
 
     role: Role = "both"

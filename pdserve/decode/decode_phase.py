@@ -4,13 +4,14 @@ batch; or recompute.
 Knows the engine and a KVReceiver; nothing of the prefill phase, of sockets or of routers. Driven by
 worker.loop on its one thread.
 
-    Prepare --> WAITING --blocks reserved--> FOLLOWING P's parts --lost, or blocks wanted by others--> IDLE (holds none)
-                   \\____________________________|________________________________________________________|
-                                               Submit, with the ticket
-    Submit  --> WAITING --blocks reserved--> PULLING --all bytes and generations good--> joined (source "p2p")
-                   |  \\--everything cached here--> joined (source "cache")
-                   |                            \\--any failure--> the engine computes the prompt (source "recompute")
-                   \\--no blocks before the deadline, or a ticket for other content--> the same
+    Prepare --> WAITING --blocks reserved--> FOLLOWING P's parts
+                FOLLOWING --lost, or blocks wanted by others--> IDLE (holds none)
+    Submit, with the ticket, to whichever of the three the Prepare has reached, or alone:
+    Submit  --> WAITING --blocks reserved--> PULLING
+                PULLING --all bytes and generations good--> joined (source "p2p")
+                PULLING --any failure--> the engine computes the prompt (source "recompute")
+                WAITING --everything cached here--> joined (source "cache")
+                WAITING --no blocks before the deadline, or a ticket for other content--> recompute
 
 A Prepare is a hint, and what it holds is the first to go: running sequences and submitted imports
 come before it. What of a failed pull was verified stays as cached blocks. After an unsettled
@@ -32,7 +33,8 @@ from pdserve.protocol.events import Event, PeerStatus
 from pdserve.protocol.handoff import Ticket
 from pdserve.protocol.request_key import RequestKey
 
-PREPARED_S = 60.0  # a Prepare may overtake the Submit and find its request over: nobody would end it
+# a Prepare may overtake the Submit and find its request over: nobody would end it
+PREPARED_S = 60.0
 
 Events = list[tuple[RequestKey, Event]]
 
@@ -116,7 +118,8 @@ class DecodePhase:
         if item.pull_id is not None:  # prepared for another source
             self._detach(item)
         item.source = source_of(ticket)
-        self._waiting.pop(item.key, None)  # from where it was prepared to the end of those with a ticket
+        # from where it was prepared to the end of those with a ticket
+        self._waiting.pop(item.key, None)
         self._waiting[item.key] = item
         return []
 
@@ -146,7 +149,9 @@ class DecodePhase:
         item = self._imports.get(key)
         if item is None:
             return
-        item.starts = () if choices is None else tuple(s for s in item.starts if s.choice not in choices)
+        item.starts = (
+            () if choices is None else tuple(s for s in item.starts if s.choice not in choices)
+        )
         if not item.starts:
             del self._imports[key]
             self._let_go(item)
@@ -172,16 +177,22 @@ class DecodePhase:
         submitted = [item for item in self._waiting.values() if item.ticket is not None]
         for item in sorted(submitted, key=lambda item: item.request.priority):
             if self.pulls.is_shunned(item.source.engine_id):
-                events += self._give_up(item, "quarantine-full", f"reads from {item.source.engine_id} do not end")
+                events += self._give_up(
+                    item, "quarantine-full", f"reads from {item.source.engine_id} do not end"
+                )
                 continue
             reservation = None if lacks_blocks else self.pulls.reserve(item)
             if reservation is not None:
                 events += self._start(item, reservation)
             elif now - item.started > self._deadline_s:
-                detail = f"{self.pulls.num_blocks(item)} blocks were not to be had within {self._deadline_s:g} s"
+                detail = (
+                    f"{self.pulls.num_blocks(item)} blocks were not to be had within "
+                    f"{self._deadline_s:g} s"
+                )
                 events += self._give_up(item, "no-blocks", detail)
             else:
-                lacks_blocks = True  # nobody overtakes by being small; the others are only given up in time
+                # nobody overtakes by being small; the others are only given up in time
+                lacks_blocks = True
         if lacks_blocks:
             self._revoke_one()
         return events
@@ -228,7 +239,11 @@ class DecodePhase:
     def _revoke_one(self) -> None:
         """End the newest pull that was only prepared; its blocks are free when the link has
         answered. One at a time."""
-        prepared = [item for item in self._imports.values() if item.pull_id is not None and item.ticket is None]
+        prepared = [
+            item
+            for item in self._imports.values()
+            if item.pull_id is not None and item.ticket is None
+        ]
         if prepared and not any(item.is_revoked for item in prepared):
             item = prepared[-1]
             item.is_revoked = True
@@ -261,13 +276,17 @@ class DecodePhase:
         item.is_hint = False
         if item.ticket is not None and not ended_as_hint:
             del self._imports[item.key]
-            return self._recompute(item.request, item.starts, event.reason, event.detail, item.spent())
+            return self._recompute(
+                item.request, item.starts, event.reason, event.detail, item.spent()
+            )
         item.began = None
         if item.ticket is not None:  # its Submit came meanwhile: the sequential way
             self._waiting[item.key] = item
         return []
 
-    def _join(self, item: KVImport, reservation: Reservation, source: str, done: PullDone | None = None) -> Events:
+    def _join(
+        self, item: KVImport, reservation: Reservation, source: str, done: PullDone | None = None
+    ) -> Events:
         del self._imports[item.key]
         reservation.request = item.request
         reservation.starts = item.starts

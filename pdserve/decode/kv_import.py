@@ -39,7 +39,9 @@ class KVImport:
     def spent(self) -> tuple[float, float]:
         """Seconds since the Submit, and how many of them it waited for blocks."""
         now = time.monotonic()
-        return now - self.started, max(0.0, (now if self.began is None else self.began) - self.started)
+        return now - self.started, max(
+            0.0, (now if self.began is None else self.began) - self.started
+        )
 
     def arrived(self, source: str, done: PullDone | None) -> Arrived:
         """The event of an import that joined. source: "cache", or "p2p" with the end of its
@@ -62,7 +64,9 @@ class KVImport:
         )
 
 
-def arrived_by_recompute(key: RequestKey, reason: str, detail: str, spent: tuple[float, float]) -> Arrived:
+def arrived_by_recompute(
+    key: RequestKey, reason: str, detail: str, spent: tuple[float, float]
+) -> Arrived:
     """The event of a request whose prompt is computed here after all. spent: as
     `KVImport.spent`."""
     return Arrived(

@@ -33,7 +33,9 @@ class Pulls:
     peers whose reads do not end.
     """
 
-    def __init__(self, engine: Engine, max_reserved_blocks: int, max_quarantined_blocks: int) -> None:
+    def __init__(
+        self, engine: Engine, max_reserved_blocks: int, max_quarantined_blocks: int
+    ) -> None:
         self.max_reserved_blocks = max_reserved_blocks
         self._engine = engine
         self._max_quarantined = max_quarantined_blocks
@@ -62,7 +64,9 @@ class Pulls:
     def is_shunned(self, engine_id: str) -> bool:
         """Reads from this peer do not end, and hold too much already."""
         held = sum(len(blocks) for _, blocks in self._quarantined.values())
-        return held > self._max_quarantined and any(peer == engine_id for peer, _ in self._quarantined.values())
+        return held > self._max_quarantined and any(
+            peer == engine_id for peer, _ in self._quarantined.values()
+        )
 
     def reserve(self, item: KVImport) -> Reservation | None:
         """None while the budget or the blocks do not allow it; running sequences keep a block each
@@ -105,7 +109,9 @@ class Pulls:
         if pull is None:
             return None
         if pull.item is None:
-            self._engine.cancel_reservation(pull.reservation, True, len(pull.reservation.destination))
+            self._engine.cancel_reservation(
+                pull.reservation, True, len(pull.reservation.destination)
+            )
             return None
         return pull.item, pull.reservation
 
@@ -114,7 +120,9 @@ class Pulls:
         pull = self._pulls.pop(event.pull_id, None)
         if pull is None:
             return None
-        blocks = self._engine.cancel_reservation(pull.reservation, event.settled, event.num_verified)
+        blocks = self._engine.cancel_reservation(
+            pull.reservation, event.settled, event.num_verified
+        )
         if not event.settled:
             self._quarantined[event.pull_id] = pull.engine_id, blocks
         return pull.item

@@ -1,6 +1,8 @@
-"""One engine: requests in, tokens out, one `step()` at a time; and `LLM`, the engine without a cluster.
+"""One engine: requests in, tokens out, one `step()` at a time; and `LLM`, the engine without a
+cluster.
 
-`engine.py` composes the rooms: scheduling decides what a step computes, memory owns the KV cache's blocks, execution
-runs the model, sampling turns logits into tokens. Knows no router, no HTTP, no Ray and no hand-off: whoever calls it
-takes held prompts and reservations from it, and moves the rows.
+`engine.py` composes the rooms: scheduling decides what a step computes, memory owns the KV cache's
+blocks, execution runs the model, sampling turns logits into tokens. Knows no router, no HTTP, no
+Ray and no hand-off: whoever calls it takes held prompts and reservations from it, and moves the
+rows.
 """

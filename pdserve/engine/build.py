@@ -1,4 +1,5 @@
-"""Builds an engine that is ready to serve: its components, the engine over them, and on CUDA the warm-up.
+"""Builds an engine that is ready to serve: its components, the engine over them, and on CUDA the
+warm-up.
 
 Knows no requests but the warm-up's. Called by `LLM` and by the worker's host.
 """
@@ -10,9 +11,11 @@ from pdserve.engine.warm_up import warm_up
 from pdserve.protocol.start_progress import StartProgress
 
 
-def build_engine(model: ModelConfig, config: EngineConfig, progress: StartProgress | None = None) -> Engine:
-    """Load the model and allocate the KV cache; ValueError names the parameter that is wrong. progress: hears how far
-    the start is."""
+def build_engine(
+    model: ModelConfig, config: EngineConfig, progress: StartProgress | None = None
+) -> Engine:
+    """Load the model and allocate the KV cache; ValueError names the parameter that is wrong.
+    progress: hears how far the start is."""
     progress = progress or StartProgress()
     engine = Engine(make_components(model, config, progress))
     if engine.device.type == "cuda":

@@ -1,7 +1,7 @@
 """Completes a step: waits for its end and does all that needs the tokens' values.
 
-Appends tokens, emits events, ends sequences, and keeps what others will read: held prompts until they are released.
-Knows no device beyond a step's fences. Called by the engine, once a step.
+Appends tokens, emits events, ends sequences, and keeps what others will read: held prompts until
+they are released. Knows no device beyond a step's fences. Called by the engine, once a step.
 """
 
 import time
@@ -13,17 +13,24 @@ from pdserve.engine.requests import Requests
 from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request, Sequence, Status
-from pdserve.engine.step_result import EngineStats, FinishedRows, HeldPrompt, StepResult, WrittenPrompt
+from pdserve.engine.step_result import (
+    EngineStats,
+    FinishedRows,
+    HeldPrompt,
+    StepResult,
+    WrittenPrompt,
+)
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.events import Delta, PromptScored
 from pdserve.protocol.request_key import FinishReason, RequestKey
 
-SCORES_PER_EVENT = 1 << 14  # log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms
+# log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms
+SCORES_PER_EVENT = 1 << 14
 
 
 class StepCollector:
-    """held: prompts whose blocks stay owned until `release_held`. keeps_finished_rows: whether the full blocks of
-    sequences that end are given to the caller (`StepResult.finished`)."""
+    """held: prompts whose blocks stay owned until `release_held`. keeps_finished_rows: whether the
+    full blocks of sequences that end are given to the caller (`StepResult.finished`)."""
 
     def __init__(
         self,
@@ -51,9 +58,16 @@ class StepCollector:
         self._blocks.end_step()
         seconds = step.ended.seconds_since(step.began)
         result = StepResult(
-            num_rows=step.num_rows, num_sequences=step.num_sequences, device_seconds=seconds, ended_at=ended_at
+            num_rows=step.num_rows,
+            num_sequences=step.num_sequences,
+            device_seconds=seconds,
+            ended_at=ended_at,
         )
-        result.written = [self._written(seq, rows) for seq, rows in step.written_rows if seq.status is Status.RUNNING]
+        result.written = [
+            self._written(seq, rows)
+            for seq, rows in step.written_rows
+            if seq.status is Status.RUNNING
+        ]
         for request, scored in step.scored:
             request.prompt_logprobs += scored.fetch()
         tokens = iter(step.sampled.fetch() if step.sampled is not None else ())
@@ -69,15 +83,20 @@ class StepCollector:
             self._blocks.release(held.block_ids)
 
     def _written(self, seq: Sequence, num_rows: int) -> WrittenPrompt:
-        """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight too."""
+        """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight
+        too."""
         blocks = tuple(seq.block_table[: num_rows // self._layout.block_size])
         return WrittenPrompt(seq.request.key, blocks, seq.request.content_digest(self._hasher))
 
     def _accept(self, members: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
-        """Append the tokens of a sequence and of the choices that forked off it in this step; emit their events. What
-        was sampled for one that has ended meanwhile is dropped.
+        """Append the tokens of a sequence and of the choices that forked off it in this step; emit
+        their events. What was sampled for one that has ended meanwhile is dropped.
         """
-        live = [(seq, token) for seq, token in zip(members, sampled, strict=True) if seq.status is not Status.FINISHED]
+        live = [
+            (seq, token)
+            for seq, token in zip(members, sampled, strict=True)
+            if seq.status is not Status.FINISHED
+        ]
         if not live:
             return
         request = live[0][0].request
@@ -110,7 +129,9 @@ class StepCollector:
         seq.num_pending -= 1
         self._stats.generation_tokens += 1
         reason = seq.finish_reason_after(token)
-        stopped_by = token if reason == "stop" and token in request.sampling.stop_token_ids else None
+        stopped_by = (
+            token if reason == "stop" and token in request.sampling.stop_token_ids else None
+        )
         logprobs = (sampled.logprob,) if sampled.logprob is not None else None
         delta = Delta(
             request.key.request_id,
@@ -129,7 +150,9 @@ class StepCollector:
         request = seq.request
         count = self._layout.num_blocks_for(request.num_prompt_tokens)
         blocks = tuple(seq.block_table[:count])
-        held = HeldPrompt(request.key, blocks, request.num_prompt_tokens, request.content_digest(self._hasher))
+        held = HeldPrompt(
+            request.key, blocks, request.num_prompt_tokens, request.content_digest(self._hasher)
+        )
         self._blocks.acquire(held.block_ids)
         self.held[request.key] = held
         result.held.append(held)
@@ -139,7 +162,8 @@ class StepCollector:
             return
         scored = request.prompt_logprobs if request.wants_prompt_logprobs else []
         request.prompt_reported = True
-        step = max(1, SCORES_PER_EVENT // (1 + (request.sampling.prompt_logprobs or 0)))  # positions
+        # positions
+        step = max(1, SCORES_PER_EVENT // (1 + (request.sampling.prompt_logprobs or 0)))
         for start in range(0, max(len(scored), 1), step):
             event = PromptScored(
                 request_id=request.key.request_id,

@@ -1,8 +1,8 @@
-"""What an engine is made of: device, model, KV cache, runner and sampler, put together in the order their memory asks
-for.
+"""What an engine is made of: device, model, KV cache, runner and sampler, put together in the order
+their memory asks for.
 
-Weights first, then a profiling step, then the KV cache from what is left. Knows no requests. Called once by each
-engine.
+Weights first, then a profiling step, then the KV cache from what is left. Knows no requests. Called
+once by each engine.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +29,8 @@ from pdserve.protocol.start_progress import StartProgress
 
 @dataclass(frozen=True)
 class EngineComponents:
-    """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in. max_model_len:
-    tokens a request may have as far as the model and the configuration go.
+    """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in.
+    max_model_len: tokens a request may have as far as the model and the configuration go.
     """
 
     config: ResolvedEngineConfig
@@ -44,7 +44,9 @@ class EngineComponents:
     max_model_len: int
 
 
-def make_components(model: ModelConfig, config: EngineConfig, progress: StartProgress) -> EngineComponents:
+def make_components(
+    model: ModelConfig, config: EngineConfig, progress: StartProgress
+) -> EngineComponents:
     """Load the model and allocate the KV cache; ValueError names the parameter that is wrong."""
     progress.enter("config")
     device = _device(config.device)
@@ -52,7 +54,9 @@ def make_components(model: ModelConfig, config: EngineConfig, progress: StartPro
     if device.type == "cpu":
         keep_freed_memory()
     if resolved.deterministic and device.type == "cuda":
-        raise ValueError("engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)")
+        raise ValueError(
+            "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
+        )
     path = model.resolved_path
     load_format = model.load_format
     with ThreadPoolExecutor(1) as beside:  # both wait rather than work
@@ -86,7 +90,9 @@ def make_components(model: ModelConfig, config: EngineConfig, progress: StartPro
         dtype=dtype,
     )
     num_slots = num_slots_for(resolved.max_num_seqs)
-    runner = ModelRunner(weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device)
+    runner = ModelRunner(
+        weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device
+    )
     sampler = Sampler(ops, spec.vocab_size, num_slots, max_edits(len(spec.eos_token_ids)), device)
     if _is_profiled(resolved, device):
         progress.enter("compile")
@@ -98,7 +104,9 @@ def make_components(model: ModelConfig, config: EngineConfig, progress: StartPro
         progress.enter("graphs")
         _compile(resolved, runner, sampler, TORCH_DTYPES[dtype], progress)
     fingerprint = f"{spec.fingerprint()}/{dtype}"
-    return EngineComponents(resolved, device, spec, layout, runner, sampler, num_blocks, fingerprint, max_len)
+    return EngineComponents(
+        resolved, device, spec, layout, runner, sampler, num_blocks, fingerprint, max_len
+    )
 
 
 def _compile(
@@ -108,7 +116,8 @@ def _compile(
     dtype: torch.dtype,
     progress: StartProgress,
 ) -> None:
-    """Capture the decode graphs; meanwhile the sampler's kernels are compiled, which leaves Python to others."""
+    """Capture the decode graphs; meanwhile the sampler's kernels are compiled, which leaves Python
+    to others."""
     with ThreadPoolExecutor(1) as beside:
         sampling = beside.submit(sampler.warm_up, dtype)
         if config.cuda_graphs:
@@ -126,7 +135,11 @@ def _reserved_bytes(config: ResolvedEngineConfig, runner: ModelRunner, sampler: 
         return 0
     rows = config.max_num_batched_tokens
     samples = min(rows, config.max_num_seqs)
-    step = runner.peak_activation_bytes(rows, samples) + sampler.peak_bytes(samples) + sampler.state_bytes()
+    step = (
+        runner.peak_activation_bytes(rows, samples)
+        + sampler.peak_bytes(samples)
+        + sampler.state_bytes()
+    )
     if not config.cuda_graphs:
         return step
     return step + runner.peak_activation_bytes(samples, samples)  # the graphs share one memory
@@ -136,7 +149,9 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("engine.device is 'cuda', but torch sees no CUDA device: set it to cpu or auto")
+        raise ValueError(
+            "engine.device is 'cuda', but torch sees no CUDA device: set it to cpu or auto"
+        )
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
@@ -147,8 +162,8 @@ def _wake(device: torch.device) -> None:
 
 
 def _dtype(name: str, spec: ModelSpec, device: torch.device) -> str:
-    """ "auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact enough to be
-    invariant.
+    """ "auto" is the checkpoint's dtype on CUDA; on CPU always float32, whose arithmetic is exact
+    enough to be invariant.
     """
     if name != "auto":
         return name

@@ -1,7 +1,7 @@
 """Queues a planned step on the device: all of a step that needs counts alone, and no token's value.
 
-Advances the sequences, forks choices, runs the model, scores prompts, samples. Knows no events and waits for nothing:
-what needs values is `engine.collect`. Called by the engine, once a step.
+Advances the sequences, forks choices, runs the model, scores prompts, samples. Knows no events and
+waits for nothing: what needs values is `engine.collect`. Called by the engine, once a step.
 """
 
 import time
@@ -20,13 +20,15 @@ from pdserve.engine.step_result import EngineStats
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start
 
-SCORED_ROWS = 256  # prompt positions whose logits are held at once: a whole chunk's would fill gigabytes
+# prompt positions whose logits are held at once: a whole chunk's would fill gigabytes
+SCORED_ROWS = 256
 
 
 @dataclass(frozen=True)
 class StepInFlight:
-    """A step that is queued on the device. siblings: the sequences of each sampled row, in the order of `sampled`.
-    written_rows: prompts to be handed over, and how many of their rows are written behind it.
+    """A step that is queued on the device. siblings: the sequences of each sampled row, in the
+    order of `sampled`. written_rows: prompts to be handed over, and how many of their rows are
+    written behind it.
     """
 
     began: Fence
@@ -84,15 +86,20 @@ class StepDispatcher:
             siblings=siblings,
             sampled=sampled,
             scored=scored,
-            written_rows=[(seq, seq.num_computed) for seq in plan.num_tokens if seq.request.prefill_only],
+            written_rows=[
+                (seq, seq.num_computed) for seq in plan.num_tokens if seq.request.prefill_only
+            ],
             host_seconds=time.perf_counter() - started,
         )
 
     def _advance(self, plan: StepPlan) -> list[Sequence]:
-        """Count the planned rows as computed, remember full blocks, and return the sequences that sample."""
+        """Count the planned rows as computed, remember full blocks, and return the sequences that
+        sample."""
         for seq, count in plan.num_tokens.items():
             seq.num_computed += count
-            self._stats.prompt_tokens += max(0, min(count, seq.request.num_prompt_tokens - seq.num_computed + count))
+            self._stats.prompt_tokens += max(
+                0, min(count, seq.request.num_prompt_tokens - seq.num_computed + count)
+            )
             self._scheduler.commit_full_blocks(seq)
         return [seq for seq in plan.num_tokens if seq.num_uncomputed == 0]
 
@@ -111,8 +118,8 @@ class StepDispatcher:
         return forks
 
     def _score_prompts(self, plan: StepPlan, output: StepOutput) -> list[tuple[Request, Scores]]:
-        """Log-probabilities of prompt tokens, each from the row before it; those that are scored already are left out
-        (after a preemption, or when another choice computed them).
+        """Log-probabilities of prompt tokens, each from the row before it; those that are scored
+        already are left out (after a preemption, or when another choice computed them).
         """
         scored = []
         for seq, count in plan.num_tokens.items():
@@ -125,7 +132,12 @@ class StepDispatcher:
                 positions = range(start, min(start + SCORED_ROWS, end))
                 logits = self.runner.logits(output.hidden, [first_row + p for p in positions])
                 targets = [request.prompt_token_ids[p + 1] for p in positions]
-                scored.append((request, self._sampler.score(logits, targets, request.sampling.prompt_logprobs or 0)))
+                scored.append(
+                    (
+                        request,
+                        self._sampler.score(logits, targets, request.sampling.prompt_logprobs or 0),
+                    )
+                )
             request.num_scored = max(request.num_scored, end + 1)
         return scored
 

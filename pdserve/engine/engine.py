@@ -1,9 +1,10 @@
 """The engine: requests in, protocol events out, one `step()` at a time.
 
-Owns scheduler, block manager, KV cache, model runner and sampler, and turns sampled tokens into events. The host plans
-and queues a step while the device computes the one before it (docs/engine-step.md). Serves both phases: a prefill-only
-request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that somebody else
-filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
+Owns scheduler, block manager, KV cache, model runner and sampler, and turns sampled tokens into
+events. The host plans and queues a step while the device computes the one before it
+(docs/engine-step.md). Serves both phases: a prefill-only request ends with its prompt's blocks held
+for a hand-off; a reserved request joins with blocks that somebody else filled. Knows no connector,
+no router, no text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
 """
 
 import time
@@ -30,7 +31,8 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class Engine:
-    """One model on one device; made by `engine.build`. Not thread-safe: one thread calls everything."""
+    """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
+    everything."""
 
     def __init__(self, parts: EngineComponents) -> None:
         self.config = parts.config
@@ -45,15 +47,28 @@ class Engine:
         self.scheduler = Scheduler(
             self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )
-        self.max_request_tokens = min(self.max_model_len, self.blocks.num_usable * self.config.block_size)
+        self.max_request_tokens = min(
+            self.max_model_len, self.blocks.num_usable * self.config.block_size
+        )
         self.request_checker = RequestChecker(
-            self.spec.vocab_size, self.spec.eos_token_ids, self.max_request_tokens, self.config.max_num_seqs
+            self.spec.vocab_size,
+            self.spec.eos_token_ids,
+            self.max_request_tokens,
+            self.config.max_num_seqs,
         )
         self.stats = EngineStats()
         self._requests = Requests(self.scheduler)
-        self._reservations = Reservations(self.blocks, self.hasher, self.layout, self._requests, self.scheduler)
+        self._reservations = Reservations(
+            self.blocks, self.hasher, self.layout, self._requests, self.scheduler
+        )
         self._dispatcher = StepDispatcher(
-            parts.runner, self.sampler, self.scheduler, self.blocks, self.hasher, self._requests, self.stats
+            parts.runner,
+            self.sampler,
+            self.scheduler,
+            self.blocks,
+            self.hasher,
+            self._requests,
+            self.stats,
         )
         self._collector = StepCollector(
             self.blocks, self.hasher, self.layout, self.scheduler, self._requests, self.stats
@@ -99,12 +114,13 @@ class Engine:
     # --- requests in and out ---
 
     def make_request(self, submit: Submit) -> Request:
-        """Check a Submit against this engine; ValueError naming the parameter when it can never run here."""
+        """Check a Submit against this engine; ValueError naming the parameter when it can never run
+        here."""
         return self.request_checker.request(submit)
 
     def add(self, request: Request, starts: Iterable[Start]) -> None:
-        """Queue a request that computes its prompt here. Fresh choices share one computation and fork behind the
-        prompt.
+        """Queue a request that computes its prompt here. Fresh choices share one computation and
+        fork behind the prompt.
         """
         self._require_whole()
         starts = tuple(starts)
@@ -117,7 +133,8 @@ class Engine:
             self.scheduler.add(seq)
 
     def abort(self, key: RequestKey, choices: tuple[int, ...] | None = None) -> bool:
-        """Stop a request (or some of its choices) and free their blocks; idempotent. True when the request is gone."""
+        """Stop a request (or some of its choices) and free their blocks; idempotent. True when the
+        request is gone."""
         return self._requests.abort(key, choices)
 
     def knows(self, key: RequestKey) -> bool:
@@ -129,8 +146,8 @@ class Engine:
         return self._requests.waits(key)
 
     def num_prompt_rows(self, key: RequestKey) -> int:
-        """How many of the prompt's rows are computed, by the choice that got furthest; 0 when the request is not
-        here."""
+        """How many of the prompt's rows are computed, by the choice that got furthest; 0 when the
+        request is not here."""
         return self._requests.num_prompt_rows(key)
 
     def content(self, request: Request) -> bytes:
@@ -140,26 +157,33 @@ class Engine:
     # --- blocks that others read or fill ---
 
     def keep_finished_rows(self) -> None:
-        """From now on the full blocks of sequences that end stay owned, by whoever reads `StepResult.finished`."""
+        """From now on the full blocks of sequences that end stay owned, by whoever reads
+        `StepResult.finished`."""
         self._collector.keeps_finished_rows = True
 
     def release_held(self, key: RequestKey) -> None:
         """Free the blocks of a held prompt; idempotent."""
         self._collector.release_held(key)
 
-    def reserve(self, request: Request, starts: tuple[Start, ...], num_blocks: int | None = None) -> Reservation | None:
-        """Blocks for the prompt's rows, or for the first num_blocks, cached ones first; None when too few are free."""
+    def reserve(
+        self, request: Request, starts: tuple[Start, ...], num_blocks: int | None = None
+    ) -> Reservation | None:
+        """Blocks for the prompt's rows, or for the first num_blocks, cached ones first; None when
+        too few are free."""
         self._require_whole()
         return self._reservations.reserve(request, starts, num_blocks)
 
     def join(self, reservation: Reservation) -> None:
-        """All rows of the reservation are in place: its choices go on behind their forced tokens."""
+        """All rows of the reservation are in place: its choices go on behind their forced
+        tokens."""
         self._require_whole()
         self._reservations.join(reservation)
 
-    def cancel_reservation(self, reservation: Reservation, settled: bool, num_filled: int = 0) -> list[int]:
-        """Give a reservation back. The first num_filled blocks of its destination hold their rows, and stay cached.
-        settled False: the others go to quarantine; those blocks are returned.
+    def cancel_reservation(
+        self, reservation: Reservation, settled: bool, num_filled: int = 0
+    ) -> list[int]:
+        """Give a reservation back. The first num_filled blocks of its destination hold their rows,
+        and stay cached. settled False: the others go to quarantine; those blocks are returned.
         """
         return self._reservations.cancel(reservation, settled, num_filled)
 
@@ -195,8 +219,8 @@ class Engine:
         self._is_torn = False
 
     def close(self) -> None:
-        """Wait for the device: the KV cache may be unregistered and freed then. Nothing is served any
-        more.
+        """Wait for the device: the KV cache may be unregistered and freed then. Nothing is served
+        any more.
         """
         self._is_torn = True
         self.runner.synchronize()
@@ -217,8 +241,8 @@ class Engine:
         return self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
 
     def check_integrity(self, others: Iterable[list[int]] = ()) -> None:
-        """AssertionError when blocks, owners and queues disagree; for tests and for idle moments. others: the blocks of
-        reservations and of finished rows."""
+        """AssertionError when blocks, owners and queues disagree; for tests and for idle moments.
+        others: the blocks of reservations and of finished rows."""
         self.scheduler.check_integrity()
         held = [list(h.block_ids) for h in self._collector.held.values()]
         self.blocks.check_integrity([*self._requests.block_tables(), *held, *others])

@@ -1,7 +1,8 @@
-"""Offline generation in this process: `LLM(model).generate(prompts, params)`, without Ray, router or hand-off.
+"""Offline generation in this process: `LLM(model).generate(prompts, params)`, without Ray, router
+or hand-off.
 
-Adds text to the engine: tokenising, detokenising, stop strings, a progress bar. Results look as vLLM users know them.
-Re-exports SamplingParams, the one name users need besides LLM.
+Adds text to the engine: tokenising, detokenising, stop strings, a progress bar. Results look as
+vLLM users know them. Re-exports SamplingParams, the one name users need besides LLM.
 """
 
 import logging
@@ -41,7 +42,8 @@ Prompt = str | Sequence[int] | TokensPrompt
 
 @dataclass
 class CompletionOutput:
-    """One choice. stop_reason: the stop string or stop token id that ended it, None for end-of-sequence and length."""
+    """One choice. stop_reason: the stop string or stop token id that ended it, None for
+    end-of-sequence and length."""
 
     index: int
     text: str = ""
@@ -71,10 +73,11 @@ class RequestOutput:
 class LLM:
     """A model in this process.
 
-    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random weights). dtype,
-    generation_config: see ModelConfig. seed: ModelConfig's; it also draws the seeds of requests that have none, so that
-    a run repeats. tokenizer: another folder to take the tokenizer from; False works with token ids alone. Other
-    keywords are EngineConfig's. ValueError names a bad one.
+    model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
+    weights). dtype, generation_config: see ModelConfig. seed: ModelConfig's; it also draws the
+    seeds of requests that have none, so that a run repeats. tokenizer: another folder to take the
+    tokenizer from; False works with token ids alone. Other keywords are EngineConfig's. ValueError
+    names a bad one.
     """
 
     def __init__(
@@ -89,14 +92,20 @@ class LLM:
         **engine: Any,
     ) -> None:
         config = ModelConfig(
-            path=model, dtype=dtype, load_format=load_format, seed=seed, generation_config=generation_config
+            path=model,
+            dtype=dtype,
+            load_format=load_format,
+            seed=seed,
+            generation_config=generation_config,
         )
         defaults = read_generation_defaults(
             resolve_folder(config.resolved_path, config.load_format), config.generation_config
         )
         self._default_sampling = SamplingParams.from_defaults(defaults)
         if defaults:
-            logger.info("sampling parameters by default, of generation_config.json: %s", described(defaults))
+            logger.info(
+                "sampling parameters by default, of generation_config.json: %s", described(defaults)
+            )
         self.engine = build_engine(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
@@ -107,8 +116,8 @@ class LLM:
         self._is_dirty = False
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `generate` and `chat` take without sampling_params: SamplingParams' own defaults, but for what the
-        model's generation_config.json says.
+        """What `generate` and `chat` take without sampling_params: SamplingParams' own defaults,
+        but for what the model's generation_config.json says.
         """
         return self._default_sampling
 
@@ -128,7 +137,10 @@ class LLM:
         batch = _as_batch(prompts)
         params = self._params_for(batch, sampling_params)
         stops = {stop: StopStrings(stop) for stop in {p.stop for p in params if p.stop}}
-        runs = [self._make_run(prompt, p, stops.get(p.stop)) for prompt, p in zip(batch, params, strict=True)]
+        runs = [
+            self._make_run(prompt, p, stops.get(p.stop))
+            for prompt, p in zip(batch, params, strict=True)
+        ]
         self._run(runs, use_tqdm)
         return [run.output for run in runs]
 
@@ -142,9 +154,12 @@ class LLM:
         """`generate` over one conversation or several, through the model's chat template."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer: create LLM with tokenizer=True or a folder")
-        conversations: Any = messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        conversations: Any = (
+            messages if messages and not isinstance(messages[0], Mapping) else [messages]
+        )
         prompts: list[Prompt] = [
-            self.tokenizer.apply_chat_template(conversation, add_generation_prompt) for conversation in conversations
+            self.tokenizer.apply_chat_template(conversation, add_generation_prompt)
+            for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -155,15 +170,24 @@ class LLM:
             return [params or self._default_sampling] * len(batch)
         each = list(params)
         if not all(isinstance(p, SamplingParams) for p in each):
-            raise ValueError("sampling_params must be a SamplingParams, or a list of them, one a prompt")
+            raise ValueError(
+                "sampling_params must be a SamplingParams, or a list of them, one a prompt"
+            )
         if len(each) != len(batch):
-            raise ValueError(f"sampling_params has {len(each)} entries for {len(batch)} prompts: give one, or one each")
+            raise ValueError(
+                f"sampling_params has {len(each)} entries for {len(batch)} prompts: give one, or "
+                "one each"
+            )
         return each
 
-    def _make_run(self, prompt: Prompt, params: SamplingParams, stops: StopStrings | None) -> "_Run":
+    def _make_run(
+        self, prompt: Prompt, params: SamplingParams, stops: StopStrings | None
+    ) -> "_Run":
         text, ids = self._tokenise(prompt)
         if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer: use stop_token_ids, or create LLM with a tokenizer")
+            raise ValueError(
+                "stop strings need a tokenizer: use stop_token_ids, or create LLM with a tokenizer"
+            )
         seed = self._seeds.randint(0, MAX_SEED) if params.seed is None else params.seed
         name = str(self._num_requests)
         self._num_requests += 1
@@ -181,12 +205,16 @@ class LLM:
     def _tokenise(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
             if set(prompt) != {"prompt_token_ids"}:
-                raise ValueError(f"a prompt's dict must hold prompt_token_ids alone, not {sorted(prompt)}")
+                raise ValueError(
+                    f"a prompt's dict must hold prompt_token_ids alone, not {sorted(prompt)}"
+                )
             return None, _token_ids(prompt["prompt_token_ids"])
         if not isinstance(prompt, str):
             return None, _token_ids(prompt)
         if self.tokenizer is None:
-            raise ValueError("a text prompt needs a tokenizer: give token ids, or create LLM with a tokenizer")
+            raise ValueError(
+                "a text prompt needs a tokenizer: give token ids, or create LLM with a tokenizer"
+            )
         return prompt, self.tokenizer.encode(prompt)
 
     def _run(self, runs: list["_Run"], use_tqdm: bool) -> None:
@@ -263,7 +291,10 @@ class _Run:
         if isinstance(event, PromptScored):
             self.output.num_cached_tokens = event.cached_tokens
             if event.logprobs is not None:
-                self.output.prompt_logprobs = [*(self.output.prompt_logprobs or []), *event.logprobs]
+                self.output.prompt_logprobs = [
+                    *(self.output.prompt_logprobs or []),
+                    *event.logprobs,
+                ]
         elif isinstance(event, Delta) and self.output.outputs[event.choice].finish_reason is None:
             return self._take_delta(event, self.output.outputs[event.choice])
         return None
@@ -300,4 +331,7 @@ def _token_ids(ids: Any) -> list[int]:
         items = list(ids)
         if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
             return [int(item) for item in items]
-    raise ValueError(f"prompt must be text, a list of token ids or {{'prompt_token_ids': [...]}}, not {ids!r:.80}")
+    raise ValueError(
+        "prompt must be text, a list of token ids or {'prompt_token_ids': [...]}, not "
+        f"{ids!r:.80}"
+    )

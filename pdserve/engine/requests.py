@@ -1,7 +1,7 @@
 """The requests of an engine that have unfinished choices, and the sequences made for them.
 
-Knows the scheduler, which runs the sequences; no blocks beyond what finishing a sequence frees, and no steps. One
-object an engine; not thread-safe.
+Knows the scheduler, which runs the sequences; no blocks beyond what finishing a sequence frees, and
+no steps. One object an engine; not thread-safe.
 """
 
 import itertools
@@ -42,12 +42,15 @@ class Requests:
             self._requests.pop(request.key, None)
 
     def abort(self, key: RequestKey, choices: tuple[int, ...] | None = None) -> bool:
-        """Stop a request (or some of its choices) and free their blocks; idempotent. True when the request is gone."""
+        """Stop a request (or some of its choices) and free their blocks; idempotent. True when the
+        request is gone."""
         request = self._requests.get(key)
         if request is None:
             return True
         for seq in list(request.sequences):
-            kept = () if choices is None else tuple(c for c in seq.pending_forks if c not in choices)
+            kept = (
+                () if choices is None else tuple(c for c in seq.pending_forks if c not in choices)
+            )
             if choices is None or (seq.choice in choices and not kept):
                 self.finish(seq)
             elif seq.choice in choices:
@@ -65,11 +68,13 @@ class Requests:
     def waits(self, key: RequestKey) -> bool:
         """Whether the request is here and none of its choices is in the running batch."""
         request = self._requests.get(key)
-        return request is not None and all(seq.status is not Status.RUNNING for seq in request.sequences)
+        return request is not None and all(
+            seq.status is not Status.RUNNING for seq in request.sequences
+        )
 
     def num_prompt_rows(self, key: RequestKey) -> int:
-        """How many of the prompt's rows are computed, by the choice that got furthest; 0 when the request is not
-        here."""
+        """How many of the prompt's rows are computed, by the choice that got furthest; 0 when the
+        request is not here."""
         request = self._requests.get(key)
         if request is None:
             return 0

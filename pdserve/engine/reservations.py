@@ -1,4 +1,5 @@
-"""Blocks for prompts whose rows somebody else fills: reserved, then joined to the batch or given back.
+"""Blocks for prompts whose rows somebody else fills: reserved, then joined to the batch or given
+back.
 
 Knows blocks and requests; not who fills them, nor when. One object an engine; called through it.
 """
@@ -16,7 +17,8 @@ from pdserve.protocol.commands import Start
 
 @dataclass
 class Reservation:
-    """Blocks for rows that somebody else will fill. block_table: the first `num_cached` hold their rows already."""
+    """Blocks for rows that somebody else will fill. block_table: the first `num_cached` hold their
+    rows already."""
 
     request: Request
     starts: tuple[Start, ...]
@@ -33,7 +35,12 @@ class Reservations:
     """num_out: reservations that were neither joined nor given back."""
 
     def __init__(
-        self, blocks: BlockManager, hasher: BlockHasher, layout: KVLayout, requests: Requests, scheduler: Scheduler
+        self,
+        blocks: BlockManager,
+        hasher: BlockHasher,
+        layout: KVLayout,
+        requests: Requests,
+        scheduler: Scheduler,
     ) -> None:
         self._blocks = blocks
         self._hasher = hasher
@@ -42,11 +49,16 @@ class Reservations:
         self._scheduler = scheduler
         self.num_out = 0
 
-    def reserve(self, request: Request, starts: tuple[Start, ...], num_blocks: int | None = None) -> Reservation | None:
-        """Blocks for the prompt's rows, or for the first num_blocks, cached ones first; None when too few are free."""
+    def reserve(
+        self, request: Request, starts: tuple[Start, ...], num_blocks: int | None = None
+    ) -> Reservation | None:
+        """Blocks for the prompt's rows, or for the first num_blocks, cached ones first; None when
+        too few are free."""
         cached = self._blocks.match(request.prompt_hashes(self._hasher)[:num_blocks])
         self._blocks.acquire(cached)
-        missing = (num_blocks or self._layout.num_blocks_for(request.num_prompt_tokens)) - len(cached)
+        missing = (num_blocks or self._layout.num_blocks_for(request.num_prompt_tokens)) - len(
+            cached
+        )
         try:
             fresh = self._blocks.allocate(missing, cached[-1] if cached else None)
         except OutOfBlocks:
@@ -56,7 +68,8 @@ class Reservations:
         return Reservation(request, starts, cached + fresh, len(cached))
 
     def join(self, reservation: Reservation) -> None:
-        """All rows of the reservation are in place: its choices go on behind their forced tokens."""
+        """All rows of the reservation are in place: its choices go on behind their forced
+        tokens."""
         self.num_out -= 1
         request = reservation.request
         request.prompt_reported = request.prefix_looked_up = True
@@ -73,8 +86,8 @@ class Reservations:
             self._scheduler.add(seq)
 
     def cancel(self, reservation: Reservation, settled: bool, num_filled: int = 0) -> list[int]:
-        """Give a reservation back. The first num_filled blocks of its destination hold their rows, and stay cached.
-        settled False: the others go to quarantine; those blocks are returned.
+        """Give a reservation back. The first num_filled blocks of its destination hold their rows,
+        and stay cached. settled False: the others go to quarantine; those blocks are returned.
         """
         self.num_out -= 1
         filled = reservation.num_cached + num_filled

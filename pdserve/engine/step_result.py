@@ -11,7 +11,8 @@ from pdserve.protocol.request_key import RequestKey
 
 @dataclass(frozen=True)
 class HeldPrompt:
-    """The blocks of a finished prefill-only request; they stay owned until `Engine.release_held(key)`."""
+    """The blocks of a finished prefill-only request; they stay owned until
+    `Engine.release_held(key)`."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
@@ -21,8 +22,8 @@ class HeldPrompt:
 
 @dataclass(frozen=True)
 class WrittenPrompt:
-    """How far a prompt that will be handed over is written on the device: all rows of these blocks, from its first
-    on. content: see HeldPrompt.
+    """How far a prompt that will be handed over is written on the device: all rows of these blocks,
+    from its first on. content: see HeldPrompt.
     """
 
     key: RequestKey
@@ -32,8 +33,8 @@ class WrittenPrompt:
 
 @dataclass(frozen=True)
 class FinishedRows:
-    """The full blocks of a sequence that has ended, with the tokens that they hold rows of and their digests; whoever
-    asked for them (`Engine.keeps_finished_rows`) releases the blocks.
+    """The full blocks of a sequence that has ended, with the tokens that they hold rows of and
+    their digests; whoever asked for them (`Engine.keeps_finished_rows`) releases the blocks.
     """
 
     token_ids: tuple[int, ...]
@@ -44,11 +45,12 @@ class FinishedRows:
 
 @dataclass
 class StepResult:
-    """What a step did that is now complete. The held prompts may be published at once, and the blocks of those written
-    in part.
+    """What a step did that is now complete. The held prompts may be published at once, and the
+    blocks of those written in part.
 
-    num_sequences: it computed rows of. device_seconds: it took the device (0 on CPU, where all time is the host's).
-    host_seconds: this thread worked for it. ended_at: seconds since the epoch when its end was known.
+    num_sequences: it computed rows of. device_seconds: it took the device (0 on CPU, where all time
+    is the host's). host_seconds: this thread worked for it. ended_at: seconds since the epoch when
+    its end was known.
     """
 
     events: list[tuple[RequestKey, Event]] = field(default_factory=list)

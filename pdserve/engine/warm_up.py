@@ -1,7 +1,9 @@
-"""Runs a few made-up requests through a new engine, so that no user's request pays for compiling a kernel.
+"""Runs a few made-up requests through a new engine, so that no user's request pays for compiling a
+kernel.
 
-They use the null prompt (token 0), every sampling feature, a full step and a fork, and leave nothing behind: no cached
-block, no count. Knows the engine from outside only. Called once by `engine.build` on CUDA.
+They use the null prompt (token 0), every sampling feature, a full step and a fork, and leave
+nothing behind: no cached block, no count. Knows the engine from outside only. Called once by
+`engine.build` on CUDA.
 """
 
 from pdserve.engine.engine import Engine
@@ -11,19 +13,28 @@ from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.protocol.start_progress import Report
 
 MIXED = SamplingParams(
-    n=2, temperature=0.8, top_k=20, min_tokens=2, stop_token_ids=[0], prompt_logprobs=1, seed=0, max_tokens=4
+    n=2,
+    temperature=0.8,
+    top_k=20,
+    min_tokens=2,
+    stop_token_ids=[0],
+    prompt_logprobs=1,
+    seed=0,
+    max_tokens=4,
 )
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 
 def warm_up(engine: Engine, report: Report) -> None:
-    """Blocks until the device has done it. Call before the first request. report: is called after each part."""
+    """Blocks until the device has done it. Call before the first request. report: is called after
+    each part."""
     caching = engine.blocks.enable_caching
     engine.blocks.enable_caching = False
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
     engine.runner.warm_dense_prefill(max(longest, 1))
-    # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are copied.
+    # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are
+    # copied.
     requests = ((longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED))
     for index, (length, sampling) in enumerate(requests):
         report(1 + index, 1 + len(requests))
@@ -38,7 +49,9 @@ def _run(engine: Engine, length: int, sampling: SamplingParams) -> None:
     key = RequestKey("warm-up", 0, str(length))
     starts = tuple(Start(choice) for choice in range(min(sampling.n, engine.config.max_num_seqs)))
     request = engine.make_request(
-        Submit(key=key, phase="full", prompt_token_ids=(0,) * length, sampling=sampling, starts=starts)
+        Submit(
+            key=key, phase="full", prompt_token_ids=(0,) * length, sampling=sampling, starts=starts
+        )
     )
     request.prefix_looked_up = True  # no statistics
     engine.add(request, starts)

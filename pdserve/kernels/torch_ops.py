@@ -1,9 +1,10 @@
-"""Every op of ops.py in plain torch: the oracle of the Triton kernels and the production path on CPU.
+"""Every op of ops.py in plain torch: the oracle of the Triton kernels and the production path on
+CPU.
 
-This module only gathers the ops, as `triton_ops.py` does; each stands in the `reference.py` of its room, beside the
-kernels whose twin it is. On CPU the results are batch-invariant bit for bit (linear/reference.py,
-attention/reference.py).
-Knows nothing of models, schedulers or block managers. Called by models through ops_for().
+This module only gathers the ops, as `triton_ops.py` does; each stands in the `reference.py` of its
+room, beside the kernels whose twin it is. On CPU the results are batch-invariant bit for bit
+(linear/reference.py, attention/reference.py). Knows nothing of models, schedulers or block
+managers. Called by models through ops_for().
 """
 
 from pdserve.kernels.attention.reference import (
@@ -18,7 +19,14 @@ from pdserve.kernels.attention.reference import (
     warm_dense_prefill,
 )
 from pdserve.kernels.batch.reference import gather_inputs, store_tokens, update_tables
-from pdserve.kernels.kv.reference import apply_rope, copy_blocks, gather_kv, repack, rope_write_kv, write_kv
+from pdserve.kernels.kv.reference import (
+    apply_rope,
+    copy_blocks,
+    gather_kv,
+    repack,
+    rope_write_kv,
+    write_kv,
+)
 from pdserve.kernels.linear.reference import linear, linear_add, norm_linear, norm_linear_silu_mul
 from pdserve.kernels.norm.reference import rms_norm, silu_mul
 from pdserve.kernels.sampling.reference import (

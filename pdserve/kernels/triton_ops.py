@@ -1,10 +1,11 @@
-"""Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The kernels are in
-norm/elementwise.py, linear/small_products.py, attention/{decode,prefill,dense}.py, kv/{cache_rows,repack}.py,
-batch/state.py and sampling/{draw,cut,edits,penalties,logprobs}.py; the `reference.py` of each room documents its
-functions.
+"""Every op of ops.py in Triton: checks what the kernels assume, prepares tensors, launches. The
+kernels are in norm/elementwise.py, linear/small_products.py, attention/{decode,prefill,dense}.py,
+kv/{cache_rows,repack}.py, batch/state.py and sampling/{draw,cut,edits,penalties,logprobs}.py; the
+`reference.py` of each room documents its functions.
 
-No op waits for the device, and every grid and tile follows from shapes alone. Called by models through ops_for().
-Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is imported), where only tests use it.
+No op waits for the device, and every grid and tile follows from shapes alone. Called by models
+through ops_for(). Works in Triton's CPU interpreter too (TRITON_INTERPRET=1 before triton is
+imported), where only tests use it.
 """
 
 from functools import lru_cache
@@ -16,7 +17,11 @@ from torch.nn import functional
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
-from pdserve.kernels.batch.state import launch_gather_inputs, launch_store_tokens, launch_update_tables
+from pdserve.kernels.batch.state import (
+    launch_gather_inputs,
+    launch_store_tokens,
+    launch_update_tables,
+)
 from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
 from pdserve.kernels.kv.repack import launch_repack
 from pdserve.kernels.launching.launch import is_hopper
@@ -41,7 +46,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slot_mapping: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """reference.rope_write_kv, rotating in place: the returned tensors are q and k."""
     _check_rows(q=q, k=k, v=v)
@@ -70,14 +82,18 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_add(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor) -> Tensor:
     """reference.linear_add, written to residual."""
     if residual.shape != (len(x), len(weight)) or not residual.is_contiguous():
-        raise ValueError(f"residual must be contiguous {(len(x), len(weight))}, not {tuple(residual.shape)}")
+        raise ValueError(
+            f"residual must be contiguous {(len(x), len(weight))}, not {tuple(residual.shape)}"
+        )
     if _is_small(x, weight):
         return _small_product(x, weight, bias, residual=residual)
     residual.addmm_(x, weight.mT)
     return residual if bias is None else residual.add_(bias)
 
 
-def norm_linear(x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def norm_linear(
+    x: Tensor, norm_weight: Tensor, eps: float, weight: Tensor, bias: Tensor | None = None
+) -> Tensor:
     """reference.norm_linear."""
     return linear(rms_norm(x, norm_weight, eps), weight, bias)
 
@@ -93,7 +109,8 @@ def norm_linear_silu_mul(
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:
-    """Whether x is of so few rows, and weight of such a kind, that linear/small_products.py is the faster."""
+    """Whether x is of so few rows, and weight of such a kind, that linear/small_products.py is the
+    faster."""
     return (
         0 < len(x) <= MAX_ROWS
         and (not x.is_cuda or is_hopper(x.device))  # their stages fill Hopper's shared memory
@@ -105,7 +122,11 @@ def _is_small(x: Tensor, weight: Tensor) -> bool:
 
 
 def _small_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool = False, residual: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool = False,
+    residual: Tensor | None = None,
 ) -> Tensor:
     if len(x) == 1:
         return launch_row_product(x, weight, bias, silu, residual=residual)
@@ -113,7 +134,12 @@ def _small_product(
 
 
 def gather_inputs(
-    ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+    ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    last_token: Tensor,
+    tables: Tensor,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """reference.gather_inputs."""
     _check_ids(ids=ids, positions=positions, slots=slots, tables=tables)
@@ -144,7 +170,9 @@ def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, .
     return dense.fresh_prefill_pays(q, k, v, query_lens)
 
 
-def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
+def fresh_prefill(
+    q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float
+) -> Tensor:
     """reference.fresh_prefill, by cuDNN, for prompts that fresh_prefill_pays() takes."""
     return dense.fresh_prefill(q, k, v, query_lens, scale)
 
@@ -172,7 +200,9 @@ def chunk_prefill(
     out = _output(q, out)
     done = dense.chunk_prefill(q, k, v, kv, block_tables, table_rows, prefix_len, scale, out)
     if done < len(q):
-        _prefill(q, kv, block_tables, table_rows, context_lens, query_starts, len(q), scale, out, done)
+        _prefill(
+            q, kv, block_tables, table_rows, context_lens, query_starts, len(q), scale, out, done
+        )
     return out
 
 
@@ -185,10 +215,19 @@ def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
         launch_copy_blocks(kv_cache, src, dst)
 
 
-def repack(source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
+def repack(
+    source: Tensor,
+    source_ids: Tensor,
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    skip: int,
+    num_rows: int,
+) -> None:
     """reference.repack."""
     if not (source.is_contiguous() and kv_cache.is_contiguous()):
-        raise ValueError("source and kv_cache must be contiguous: pass the whole ring and the whole KV cache")
+        raise ValueError(
+            "source and kv_cache must be contiguous: pass the whole ring and the whole KV cache"
+        )
     _check_ids(source_ids=source_ids, block_ids=block_ids)
     if num_rows:
         launch_repack(source, source_ids, kv_cache, block_ids, skip, num_rows)
@@ -213,7 +252,9 @@ def paged_decode(
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
-    num_programs = num_decode_programs(num_seqs * num_kv_heads, max_context_len, tiles.block_n, _num_sms(q.device))
+    num_programs = num_decode_programs(
+        num_seqs * num_kv_heads, max_context_len, tiles.block_n, _num_sms(q.device)
+    )
     launch_decode(q, kv, block_tables, table_rows, context_lens, scale, tiles, num_programs, out)
     return out
 
@@ -232,7 +273,18 @@ def paged_prefill(
     """reference.paged_prefill."""
     out = _output(q, out)
     if q.numel():
-        _prefill(q, kv, block_tables, table_rows, context_lens, query_starts, max(max_query_len, 1), scale, out, 0)
+        _prefill(
+            q,
+            kv,
+            block_tables,
+            table_rows,
+            context_lens,
+            query_starts,
+            max(max_query_len, 1),
+            scale,
+            out,
+            0,
+        )
     return out
 
 
@@ -265,7 +317,10 @@ def _output(q: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
-        raise ValueError(f"out must be contiguous {tuple(q.shape)} of {q.dtype}, not {tuple(out.shape)} of {out.dtype}")
+        raise ValueError(
+            f"out must be contiguous {tuple(q.shape)} of {q.dtype}, not {tuple(out.shape)} of "
+            f"{out.dtype}"
+        )
     return out
 
 
@@ -297,18 +352,27 @@ def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, valu
 
 
 def apply_penalties(
-    logits: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
 ) -> None:
     """reference.apply_penalties."""
     _check_ids(logits=logits, counts=counts)
     launch_penalties(logits, counts, slots, repetition, frequency, presence)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """reference.token_logprobs; the alternatives by torch.topk."""
     _check_rows(logits=logits)
     _check_ids(tokens=tokens)
-    logprobs, ranks, lse = launch_token_logprobs(logits, tokens, SAMPLING_PROGRAMS * _num_sms(logits.device))
+    logprobs, ranks, lse = launch_token_logprobs(
+        logits, tokens, SAMPLING_PROGRAMS * _num_sms(logits.device)
+    )
     if num_top == 0:
         none = logits.new_empty(len(logits), 0, dtype=torch.float32)
         return logprobs, ranks, none, none.long()
@@ -325,17 +389,24 @@ def _num_sms(device: torch.device) -> int:
 
 def _check_attention(q: Tensor, kv: Tensor, block_tables: Tensor, scale: float) -> None:
     if scale <= 0:
-        raise ValueError(f"scale must be above 0, not {scale}: the softmax subtracts its maximum before it scales")
+        raise ValueError(
+            f"scale must be above 0, not {scale}: the softmax subtracts its maximum before it "
+            "scales"
+        )
     _check_rows(q=q, block_tables=block_tables)
     _check_kv(kv)
     if q.shape[1] % kv.shape[1] or q.shape[1] // kv.shape[1] > 64:
-        raise ValueError(f"q must have 1 to 64 heads for each of kv's {kv.shape[1]}, not {q.shape[1]} in all")
+        raise ValueError(
+            f"q must have 1 to 64 heads for each of kv's {kv.shape[1]}, not {q.shape[1]} in all"
+        )
 
 
 def _check_rows(**tensors: Tensor) -> None:
     for name, tensor in tensors.items():
         if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dim: make it contiguous there")
+            raise ValueError(
+                f"{name} has stride {tensor.stride(-1)} in its last dim: make it contiguous there"
+            )
 
 
 def _check_ids(**tensors: Tensor) -> None:
@@ -349,6 +420,7 @@ def _check_kv(kv: Tensor) -> None:
     block_size, head_dim = kv.shape[3:]
     if kv.stride()[2:] != (block_size * head_dim, head_dim, 1) or block_size & (block_size - 1):
         raise ValueError(
-            "kv must be kv_cache[:, :, layer] of a contiguous KV cache whose block_size is a power of two, "
+            "kv must be kv_cache[:, :, layer] of a contiguous KV cache whose block_size is a power "
+            "of two, "
             f"not {tuple(kv.shape)} with strides {kv.stride()}"
         )

@@ -1,7 +1,9 @@
-"""Makes the (sender, receiver) pair of an engine over one shared agent: `build_connector`; and its pool: `build_pool`.
+"""Makes the (sender, receiver) pair of an engine over one shared agent: `build_connector`; and its
+pool: `build_pool`.
 
-A registry names the transports; nixl is imported only when it is chosen. Called once by the engine process, after the
-KV cache and the generation table are allocated for good (and after CUDA graph capture): they are registered here, once.
+A registry names the transports; nixl is imported only when it is chosen. Called once by the engine
+process, after the KV cache and the generation table are allocated for good (and after CUDA graph
+capture): they are registered here, once.
 """
 
 from collections.abc import Callable
@@ -28,7 +30,8 @@ from pdserve.protocol.handoff import KVCacheMeta, RankMemory
 
 @dataclass(frozen=True)
 class Transport:
-    """make_agent: from an agent's name. in_process: whether all peers, and so their letters, stay in this process."""
+    """make_agent: from an agent's name. in_process: whether all peers, and so their letters, stay
+    in this process."""
 
     make_agent: Callable[[str, TransferConfig], TransferAgent]
     in_process: bool
@@ -58,11 +61,13 @@ def build_connector(
     host: str = "127.0.0.1",
     registry: CollectorRegistry | None = None,
 ) -> tuple[Sender, EngineReceiver]:
-    """config.connector chooses the transport. incarnation: see KVCacheMeta. wake: called from any thread when a `poll`
-    has something. host: this machine's address, which peers' letters go to. registry: where the counters go. ValueError
-    when the memory is not what KVCacheMemory says."""
+    """config.connector chooses the transport. incarnation: see KVCacheMeta. wake: called from any
+    thread when a `poll` has something. host: this machine's address, which peers' letters go to.
+    registry: where the counters go. ValueError when the memory is not what KVCacheMemory says."""
     agent, meta, own = _registered(config, memory, engine_id, incarnation, 0)
-    mailbox = Mailbox(engine_id, incarnation, None if TRANSPORTS[config.connector].in_process else host)
+    mailbox = Mailbox(
+        engine_id, incarnation, None if TRANSPORTS[config.connector].in_process else host
+    )
     meta = msgspec.structs.replace(meta, mailbox=mailbox.party.mailbox)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
     sender = Sender(agent, mailbox, meta, memory.generations, config.lease_s, wake, metrics)
@@ -79,8 +84,9 @@ def build_rank(
     *,
     registry: CollectorRegistry | None = None,
 ) -> tuple[RankMemory, RankReceiver]:
-    """What a tensor parallel engine's other ranks have: a KV cache that peers may read, which rank 0 adds to its
-    sender's description (`Sender.add_ranks`), and a receiver, which it adds to its own (`EngineReceiver.add_ranks`).
+    """What a tensor parallel engine's other ranks have: a KV cache that peers may read, which rank
+    0 adds to its sender's description (`Sender.add_ranks`), and a receiver, which it adds to its
+    own (`EngineReceiver.add_ranks`).
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
     metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
@@ -105,11 +111,19 @@ def _check_memory(memory: KVCacheMemory) -> None:
     flat_bytes(memory.kv_cache)
     expected = (memory.kv_cache.shape[0], *memory.layout.block_shape)
     if tuple(memory.kv_cache.shape) != expected:
-        raise ValueError(f"kv_cache must have the shape {expected} of its layout, not {tuple(memory.kv_cache.shape)}")
-    generations = memory.generations
-    if generations.dtype != "int64" or generations.shape != (expected[0],) or not generations.flags.c_contiguous:
         raise ValueError(
-            f"generations must be contiguous int64 [{expected[0]}], not {generations.dtype} {generations.shape}"
+            f"kv_cache must have the shape {expected} of its layout, not "
+            f"{tuple(memory.kv_cache.shape)}"
+        )
+    generations = memory.generations
+    if (
+        generations.dtype != "int64"
+        or generations.shape != (expected[0],)
+        or not generations.flags.c_contiguous
+    ):
+        raise ValueError(
+            f"generations must be contiguous int64 [{expected[0]}], not {generations.dtype} "
+            f"{generations.shape}"
         )
 
 
@@ -149,9 +163,9 @@ def build_pool(
     shard: Shard | None = None,
     registry: CollectorRegistry | None = None,
 ) -> KVPool:
-    """The engine's pool over the server at `address` (config.address, or that of a `pool.lmcache_server.PoolServer`).
-    It connects, and connects again, in the background. shard: which part of the rows this rank stores. ValueError when
-    config does not fit the memory."""
+    """The engine's pool over the server at `address` (config.address, or that of a
+    `pool.lmcache_server.PoolServer`). It connects, and connects again, in the background. shard:
+    which part of the rows this rank stores. ValueError when config does not fit the memory."""
     from pdserve.kvtransfer.pool.lmcache_backend import lmcache_pool
 
     return lmcache_pool(address, config, memory, wake, shard=shard, registry=registry)

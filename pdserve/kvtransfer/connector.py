@@ -1,25 +1,28 @@
-"""The KV connector interface: a sender (P's side), a receiver (D's side) and the KV pool, apart, with few methods each.
+"""The KV connector interface: a sender (P's side), a receiver (D's side) and the KV pool, apart,
+with few methods each.
 
-All three are driven from the engine loop's thread and never block it: work happens on the connector's own threads,
-results come back through `poll()`, and `wake()` (given at construction) is called from any thread when `poll()` has
-something. A connector moves bytes and checks what they are; it does not know requests' tokens, the prefix cache, or who
-runs next. `p2p/` implements sender and receiver over a transport, `pool/` the KV pool over a server; nothing here names
-one.
+All three are driven from the engine loop's thread and never block it: work happens on the
+connector's own threads, results come back through `poll()`, and `wake()` (given at construction) is
+called from any thread when `poll()` has something. A connector moves bytes and checks what they
+are; it does not know requests' tokens, the prefix cache, or who runs next. `p2p/` implements sender
+and receiver over a transport, `pool/` the KV pool over a server; nothing here names one.
 
     pull:      BEGUN -follows parts, reads and verifies them- COMPLETED
                                                    -> PullDone | PullFailed(settled=True)
-               deadline, cancel or loss while bytes may still land: PullFailed(settled=False) ... -> PullSettled
-               After PullFailed(settled=False) the blocks that are not verified stay quarantined
-               until PullSettled.
+               deadline, cancel or loss while bytes may still land: PullFailed(settled=False) ... ->
+               PullSettled After PullFailed(settled=False) the blocks that are not verified stay
+               quarantined until PullSettled.
 
     retrieve:  waiting -> copying -> PoolDone | PoolFailed(settled=True)
-               deadline or cancel while rows are being copied: PoolFailed(settled=False) ... -> PoolSettled
+               deadline or cancel while rows are being copied: PoolFailed(settled=False) ... ->
+               PoolSettled
     store:     waiting -> copying -> PoolStored | PoolFailed, as above
 
-Any error of the KV pool is a miss for the request. Only our own threads copy, between KV blocks and memory shared with
-the server. So blocks are touched exactly while such a copy runs (a chunk at a time), however long the server takes,
-frozen or dead: an operation that ends while it waits for the server has settled at once. Destinations of a retrieve
-stay quarantined, and sources of a store stay owned, until an event with settled=True or PoolSettled.
+Any error of the KV pool is a miss for the request. Only our own threads copy, between KV blocks and
+memory shared with the server. So blocks are touched exactly while such a copy runs (a chunk at a
+time), however long the server takes, frozen or dead: an operation that ends while it waits for the
+server has settled at once. Destinations of a retrieve stay quarantined, and sources of a store stay
+owned, until an event with settled=True or PoolSettled.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,9 +43,9 @@ Outcome = Literal["done", "rejected", "expired"]
 
 @dataclass(frozen=True)
 class KVCacheMemory:
-    """The memory a connector registers. kv_cache: contiguous `[num_blocks, *layout.block_shape]`, allocated once and
-    never moved. generations: int64 `[num_blocks]` in host memory, bumped by the block manager before a block is
-    reused."""
+    """The memory a connector registers. kv_cache: contiguous `[num_blocks, *layout.block_shape]`,
+    allocated once and never moved. generations: int64 `[num_blocks]` in host memory, bumped by the
+    block manager before a block is reused."""
 
     kv_cache: torch.Tensor
     generations: np.ndarray
@@ -52,8 +55,8 @@ class KVCacheMemory:
 
 @dataclass(frozen=True)
 class Unpinned:
-    """The sender no longer needs a ticket's blocks pinned. "done": D has them; "rejected": D will not come;
-    "expired"."""
+    """The sender no longer needs a ticket's blocks pinned. "done": D has them; "rejected": D will
+    not come; "expired"."""
 
     key: RequestKey
     outcome: Outcome
@@ -61,10 +64,10 @@ class Unpinned:
 
 @dataclass(frozen=True)
 class PullDone:
-    """Every byte arrived and every generation still matched after the last byte. num_early_bytes: what was verified
-    before the prompt was complete; seconds: from there on. read_s: how long
-    reads were under way. ended_at: when the last piece was verified, which may be
-    before that, in seconds since the epoch.
+    """Every byte arrived and every generation still matched after the last byte. num_early_bytes:
+    what was verified before the prompt was complete; seconds: from there on. read_s: how long reads
+    were under way. ended_at: when the last piece was verified, which may be before that, in seconds
+    since the epoch.
     """
 
     pull_id: int
@@ -79,10 +82,10 @@ class PullDone:
 
 @dataclass(frozen=True)
 class PullFailed:
-    """reason: "stale-generation", "stale-incarnation", "peer-lost", "not-connected", "deadline", "cancelled", "error".
-    settled False: bytes may still land in the destination blocks until the one PullSettled comes for the same pull_id;
-    not in the first num_verified of them, which hold what was published and may be used. was_complete: `complete` had
-    come before.
+    """reason: "stale-generation", "stale-incarnation", "peer-lost", "not-connected", "deadline",
+    "cancelled", "error". settled False: bytes may still land in the destination blocks until the
+    one PullSettled comes for the same pull_id; not in the first num_verified of them, which hold
+    what was published and may be used. was_complete: `complete` had come before.
     """
 
     pull_id: int
@@ -116,23 +119,29 @@ class KVSender(Protocol):
         content: bytes,
         written_at: float | None = None,
     ) -> Ticket:
-        """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has waited for the
-        device) and which the caller owns, so their generations stand still. It keeps them pinned until `poll` returns
-        Unpinned for the key, or it calls `revoke`. content: `protocol.block_digests.BlockHasher.content` of what the
-        rows hold. written_at: see Ticket; None: now."""
+        """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has
+        waited for the device) and which the caller owns, so their generations stand still. It keeps
+        them pinned until `poll` returns Unpinned for the key, or it calls `revoke`. content:
+        `protocol.block_digests.BlockHasher.content` of what the rows hold. written_at: see Ticket;
+        None: now."""
         ...
 
     def publish_part(
-        self, key: RequestKey, block_ids: Sequence[int], content: bytes, written_at: float | None = None
+        self,
+        key: RequestKey,
+        block_ids: Sequence[int],
+        content: bytes,
+        written_at: float | None = None,
     ) -> None:
-        """Tell those who follow the prompt that its first blocks, of which these are all, are completely written. They
-        need not stay the prompt's: the generations of this moment are part of what is told.
+        """Tell those who follow the prompt that its first blocks, of which these are all, are
+        completely written. They need not stay the prompt's: the generations of this moment are part
+        of what is told.
         """
         ...
 
     def revoke(self, key: RequestKey) -> None:
-        """Forget the ticket, or the parts; no Unpinned follows. Safe at once: the peer only reads, and its generation
-        check catches reuse."""
+        """Forget the ticket, or the parts; no Unpinned follows. Safe at once: the peer only reads,
+        and its generation check catches reuse."""
         ...
 
     def poll(self) -> list[Unpinned]: ...
@@ -144,29 +153,46 @@ class KVReceiver(Protocol):
     """Pulls published blocks into local ones."""
 
     def connect(self, meta: KVCacheMeta) -> None:
-        """Connect (again) and run the timed self-test in the background; `poll` returns a PeerStatus. Idempotent. An
-        older incarnation of the same engine_id is dropped; an older one than the connected is ignored."""
+        """Connect (again) and run the timed self-test in the background; `poll` returns a
+        PeerStatus. Idempotent. An older incarnation of the same engine_id is dropped; an older one
+        than the connected is ignored."""
         ...
 
     def disconnect(self, engine_id: str, incarnation: int) -> None: ...
 
     def follow(
-        self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int, deadline_s: float
+        self,
+        pull_id: int,
+        source: Source,
+        content: bytes,
+        local_blocks: Sequence[int],
+        skip: int,
+        deadline_s: float,
     ) -> None:
-        """Begin a pull of a prompt that is being computed: read what P has published of it, as it comes, into
-        `local_blocks`, which are for the prompt's blocks (of our size) from `skip` on. Other content is not read.
-        pull_id: the caller's own counter, never used twice; all events of this pull carry it. deadline_s: of each read,
-        however long P computes. PullFailed may come at any time, PullDone only after `complete`.
+        """Begin a pull of a prompt that is being computed: read what P has published of it, as it
+        comes, into `local_blocks`, which are for the prompt's blocks (of our size) from `skip` on.
+        Other content is not read. pull_id: the caller's own counter, never used twice; all events
+        of this pull carry it. deadline_s: of each read, however long P computes. PullFailed may
+        come at any time, PullDone only after `complete`.
         """
         ...
 
     def complete(self, pull_id: int, ticket: Ticket, deadline_s: float) -> None:
-        """The whole prompt is published: read what is missing. No effect when the pull has failed meanwhile."""
+        """The whole prompt is published: read what is missing. No effect when the pull has failed
+        meanwhile."""
         ...
 
-    def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
-        """Read the ticket's rows into `local_blocks`, which are for all of the prompt's blocks (of our size) from
-        `skip` on (may be none: then only the sender is told). Exactly one PullDone or PullFailed comes."""
+    def pull(
+        self,
+        pull_id: int,
+        ticket: Ticket,
+        local_blocks: Sequence[int],
+        skip: int,
+        deadline_s: float,
+    ) -> None:
+        """Read the ticket's rows into `local_blocks`, which are for all of the prompt's blocks (of
+        our size) from `skip` on (may be none: then only the sender is told). Exactly one PullDone
+        or PullFailed comes."""
         ...
 
     def renew(self, tickets: Sequence[Ticket]) -> None:
@@ -178,7 +204,8 @@ class KVReceiver(Protocol):
         ...
 
     def cancel(self, pull_id: int) -> None:
-        """End a pull early; the usual PullFailed("cancelled", ...) follows unless it was already reported."""
+        """End a pull early; the usual PullFailed("cancelled", ...) follows unless it was already
+        reported."""
         ...
 
     def poll(self) -> list[ReceiverEvent]: ...
@@ -191,7 +218,8 @@ StillValid = Callable[[], bool]
 
 @dataclass(frozen=True)
 class PoolDone:
-    """The rows of tokens [skip_tokens, num_tokens) are in the local blocks; num_tokens may be less than was asked."""
+    """The rows of tokens [skip_tokens, num_tokens) are in the local blocks; num_tokens may be less
+    than was asked."""
 
     op_id: int
     num_tokens: int
@@ -201,7 +229,8 @@ class PoolDone:
 
 @dataclass(frozen=True)
 class PoolStored:
-    """The first num_tokens tokens were offered; num_bytes were copied (0 when the pool has them, or has no room)."""
+    """The first num_tokens tokens were offered; num_bytes were copied (0 when the pool has them, or
+    has no room)."""
 
     op_id: int
     num_tokens: int
@@ -210,9 +239,10 @@ class PoolStored:
 
 @dataclass(frozen=True)
 class PoolFailed:
-    """reason: "miss", "loading" (found, but not in memory in time: ask again later), "deadline", "not-connected",
-    "breaker-open", "wrong-content", "reused" (a source block got another owner), "cancelled", "closed", "timeout",
-    "error". settled False: our blocks are still being copied until the one PoolSettled of the same op_id."""
+    """reason: "miss", "loading" (found, but not in memory in time: ask again later), "deadline",
+    "not-connected", "breaker-open", "wrong-content", "reused" (a source block got another owner),
+    "cancelled", "closed", "timeout", "error". settled False: our blocks are still being copied
+    until the one PoolSettled of the same op_id."""
 
     op_id: int
     reason: str
@@ -247,18 +277,23 @@ class KVPool(Protocol):
         local_blocks: Sequence[int],
         deadline_s: float,
     ) -> None:
-        """Copy what the pool has of the rows behind the first `skip_tokens` (whole blocks) into `local_blocks`, which
-        belong to the tokens from skip_tokens on. One PoolDone or PoolFailed follows within
-        deadline_s. ValueError when the arguments do not fit together."""
+        """Copy what the pool has of the rows behind the first `skip_tokens` (whole blocks) into
+        `local_blocks`, which belong to the tokens from skip_tokens on. One PoolDone or PoolFailed
+        follows within deadline_s. ValueError when the arguments do not fit together."""
         ...
 
     def store(
-        self, op_id: int, token_ids: Sequence[int], salt: str, block_ids: Sequence[int], still_valid: StillValid
+        self,
+        op_id: int,
+        token_ids: Sequence[int],
+        salt: str,
+        block_ids: Sequence[int],
+        still_valid: StillValid,
     ) -> bool:
-        """Keep the whole chunks of `token_ids`, whose rows are completely written in `block_ids` (the block of token 0
-        first). False: refused (cap, breaker, no server, nothing whole), no event follows. Else one PoolStored or
-        PoolFailed. still_valid: asked from a thread of the pool, after rows were copied and before they can be found;
-        see `unchanged`."""
+        """Keep the whole chunks of `token_ids`, whose rows are completely written in `block_ids`
+        (the block of token 0 first). False: refused (cap, breaker, no server, nothing whole), no
+        event follows. Else one PoolStored or PoolFailed. still_valid: asked from a thread of the
+        pool, after rows were copied and before they can be found; see `unchanged`."""
         ...
 
     def cancel(self, op_id: int) -> None:
@@ -271,7 +306,8 @@ class KVPool(Protocol):
 
 
 def unchanged(generations: np.ndarray, block_ids: Sequence[int]) -> StillValid:
-    """A `still_valid` for an engine's generation table: whether no block has got a new owner since now."""
+    """A `still_valid` for an engine's generation table: whether no block has got a new owner since
+    now."""
     ids = np.asarray(block_ids, np.int64)
     before = generations[ids]
     return lambda: bool(np.array_equal(generations[ids], before))

@@ -1,7 +1,9 @@
-"""A checkpoint as files: which folder, which safetensors files, what their headers say, and a digest of their content.
+"""A checkpoint as files: which folder, which safetensors files, what their headers say, and a
+digest of their content.
 
-Torch-free: reads headers and samples of bytes, never whole tensors (models/loader.py does). Knows nothing of
-architectures. Called by models/config.py (identity of the weights) and models/loader.py (what to read).
+Torch-free: reads headers and samples of bytes, never whole tensors (models/loader.py does). Knows
+nothing of architectures. Called by models/config.py (identity of the weights) and models/loader.py
+(what to read).
 """
 
 import hashlib
@@ -14,8 +16,12 @@ from typing import BinaryIO, Literal
 LoadFormat = Literal["auto", "dummy"]
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-HUB_PATTERNS: dict[LoadFormat, list[str]] = {"auto": ["*.json", "*.safetensors"], "dummy": ["*.json"]}
-HUB_IGNORED = ["consolidated*", "original/*"]  # the same weights a second time, in the vendor's own naming
+HUB_PATTERNS: dict[LoadFormat, list[str]] = {
+    "auto": ["*.json", "*.safetensors"],
+    "dummy": ["*.json"],
+}
+# the same weights a second time, in the vendor's own naming
+HUB_IGNORED = ["consolidated*", "original/*"]
 
 SAMPLES = 4
 SAMPLE_BYTES = 16 << 10
@@ -23,7 +29,8 @@ SAMPLE_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """One tensor of a safetensors file: where its bytes lie (`start`, `end`: offsets in `file`) and what they mean."""
+    """One tensor of a safetensors file: where its bytes lie (`start`, `end`: offsets in `file`) and
+    what they mean."""
 
     name: str
     file: Path
@@ -34,9 +41,11 @@ class TensorEntry:
 
 
 def resolve_folder(path: str, load_format: LoadFormat) -> Path:
-    """The local folder of a model: `path` itself, or the snapshot of the Hub id `path` (downloaded when not cached).
+    """The local folder of a model: `path` itself, or the snapshot of the Hub id `path` (downloaded
+    when not cached).
 
-    `load_format` "dummy" downloads no weights. ValueError if `path` is neither a folder nor a repository of the Hub.
+    `load_format` "dummy" downloads no weights. ValueError if `path` is neither a folder nor a
+    repository of the Hub.
     """
     folder = Path(path)
     if folder.is_dir():
@@ -46,18 +55,26 @@ def resolve_folder(path: str, load_format: LoadFormat) -> Path:
 
     try:
         return Path(
-            snapshot_download(path, allow_patterns=HUB_PATTERNS[load_format], ignore_patterns=list(HUB_IGNORED))
+            snapshot_download(
+                path, allow_patterns=HUB_PATTERNS[load_format], ignore_patterns=list(HUB_IGNORED)
+            )
         )
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError) as error:
         raise ValueError(
-            f"model path {path!r} is not a local folder, and the Hugging Face Hub gave no such model: {error}"
+            f"model path {path!r} is not a local folder, and the Hugging Face Hub gave no such "
+            f"model: {error}"
         ) from error
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of `folder`: those its index names, or the single one. ValueError names what is missing."""
+    """The safetensors files of `folder`: those its index names, or the single one. ValueError names
+    what is missing."""
     index = folder / INDEX_FILE
-    names = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [SINGLE_FILE]
+    names = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.is_file()
+        else [SINGLE_FILE]
+    )
     absent = [name for name in names if not (folder / name).is_file()]
     if absent:
         raise ValueError(
@@ -68,12 +85,15 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_entries(file: Path) -> Iterator[TensorEntry]:
-    """The tensors of one safetensors file, from its header. ValueError if the file is cut short or no safetensors."""
+    """The tensors of one safetensors file, from its header. ValueError if the file is cut short or
+    no safetensors."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = file.stat().st_size
         if not 2 <= length <= size - 8:
-            raise ValueError(f"{file} is not a complete safetensors file: header of {length} bytes in {size}")
+            raise ValueError(
+                f"{file} is not a complete safetensors file: header of {length} bytes in {size}"
+            )
         header = json.loads(stream.read(length))
     for name, facts in header.items():
         if name == "__metadata__":
@@ -85,11 +105,13 @@ def tensor_entries(file: Path) -> Iterator[TensorEntry]:
 
 
 def weights_digest(folder: Path) -> str:
-    """Hex digest of the weights' identity: every tensor's name, dtype, shape and a sample of its bytes.
+    """Hex digest of the weights' identity: every tensor's name, dtype, shape and a sample of its
+    bytes.
 
-    Equal for the same weights on every host and however they are sharded: file names, sizes and times take no part. A
-    tensor of up to 64 KiB counts whole, a larger one by 4 windows of 16 KiB, so a retrained tensor changes the digest
-    while an 8B model is read in about a second. It tells models apart; it is no proof against forgery.
+    Equal for the same weights on every host and however they are sharded: file names, sizes and
+    times take no part. A tensor of up to 64 KiB counts whole, a larger one by 4 windows of 16 KiB,
+    so a retrained tensor changes the digest while an 8B model is read in about a second. It tells
+    models apart; it is no proof against forgery.
     """
     entries = [entry for file in weight_files(folder) for entry in tensor_entries(file)]
     digest = hashlib.blake2b(digest_size=16)

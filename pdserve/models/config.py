@@ -1,7 +1,9 @@
-"""ModelSpec: the facts of one model that the rest of pdserve needs, read from a Hugging Face folder or Hub id.
+"""ModelSpec: the facts of one model that the rest of pdserve needs, read from a Hugging Face folder
+or Hub id.
 
-Refuses by name, with ValueError, every configuration that would be computed wrongly: a model that loads is a model that
-is served exactly. Knows no tensors and no devices. Read once by the engine; passed to models/loader.py.
+Refuses by name, with ValueError, every configuration that would be computed wrongly: a model that
+loads is a model that is served exactly. Knows no tensors and no devices. Read once by the engine;
+passed to models/loader.py.
 """
 
 import hashlib
@@ -17,7 +19,8 @@ from pdserve.models.hf_config import HfConfig, read_hf_config
 RopeKind = Literal["default", "linear", "llama3"]
 SpecDtype = Literal["float32", "float16", "bfloat16"]
 
-# architecture (as in config.json) -> transformers' model_type, whose defaults fill what config.json leaves out
+# architecture (as in config.json) -> transformers' model_type, whose defaults fill what config.json
+# leaves out
 ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
@@ -27,7 +30,8 @@ ARCHITECTURES = {
 
 
 class RopeSpec(BaseModel):
-    """Rotary embedding: base `theta` and scaling rule `kind`; the other fields belong to "linear" and "llama3"."""
+    """Rotary embedding: base `theta` and scaling rule `kind`; the other fields belong to "linear"
+    and "llama3"."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -42,10 +46,11 @@ class RopeSpec(BaseModel):
 class ModelSpec(BaseModel):
     """Architecture facts of a decoder-only model; make it with `read_spec`.
 
-    family: transformers' model_type. dtype: of the checkpoint. qkv_bias, o_bias: biases of the attention projections.
-    qk_norm: RMSNorm over each head of q and k before the rotation. max_position: positions the rope tables cover.
-    eos_token_ids: of config.json and generation_config.json together. weights: their identity on
-    any host (a digest of their content, or the seed of dummy weights).
+    family: transformers' model_type. dtype: of the checkpoint. qkv_bias, o_bias: biases of the
+    attention projections. qk_norm: RMSNorm over each head of q and k before the rotation.
+    max_position: positions the rope tables cover. eos_token_ids: of config.json and
+    generation_config.json together. weights: their identity on any host (a digest of their content,
+    or the seed of dummy weights).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -72,15 +77,17 @@ class ModelSpec(BaseModel):
     weights: str
 
     def fingerprint(self) -> str:
-        """128-bit hex: equal only on workers that compute the same KV rows from the same tokens (in the same dtype)."""
+        """128-bit hex: equal only on workers that compute the same KV rows from the same tokens (in
+        the same dtype)."""
         return hashlib.blake2b(self.model_dump_json().encode(), digest_size=16).hexdigest()
 
     def max_len(self, max_model_len: int | None) -> int:
-        """Tokens that a request may have: as many as the model takes, or fewer on demand. ValueError when more are
-        asked for, as in vLLM.
+        """Tokens that a request may have: as many as the model takes, or fewer on demand.
+        ValueError when more are asked for, as in vLLM.
 
-        config.json's number also holds for scaled ropes: some models write the stretched length there and some the
-        original one (vLLM multiplies by the factor, which is too much for the former).
+        config.json's number also holds for scaled ropes: some models write the stretched length
+        there and some the original one (vLLM multiplies by the factor, which is too much for the
+        former).
         """
         if max_model_len is not None and max_model_len > self.max_position:
             stretch = ""
@@ -88,7 +95,8 @@ class ModelSpec(BaseModel):
                 by = f"linear rope scaling by {self.rope.factor:g}"
                 stretch = f"; if {by} is not in it yet, write the stretched length"
             raise ValueError(
-                f"engine.max_model_len ({max_model_len}) must not be above what the model takes, {self.max_position} "
+                f"engine.max_model_len ({max_model_len}) must not be above what the model takes, "
+                f"{self.max_position} "
                 f"(max_position_embeddings in its config.json): lower it or leave it out{stretch}"
             )
         return max_model_len or self.max_position
@@ -97,13 +105,16 @@ class ModelSpec(BaseModel):
 def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> ModelSpec:
     """The spec of the model in folder (or of Hub id) `path`.
 
-    "auto" also reads samples of the weights for the fingerprint; "dummy" needs config.json alone and takes `seed` for
-    it. ValueError names what cannot be served: architecture, sliding_window, rope type, activation, quantisation.
+    "auto" also reads samples of the weights for the fingerprint; "dummy" needs config.json alone
+    and takes `seed` for it. ValueError names what cannot be served: architecture, sliding_window,
+    rope type, activation, quantisation.
     """
     folder = resolve_folder(path, load_format)
     raw = _read_json(folder / "config.json")
     if raw is None:
-        raise ValueError(f"{folder} holds no config.json: it is not a model folder in Hugging Face format")
+        raise ValueError(
+            f"{folder} holds no config.json: it is not a model folder in Hugging Face format"
+        )
     architecture = _architecture(raw)
     try:
         hf = read_hf_config(raw, ARCHITECTURES[architecture])
@@ -112,7 +123,9 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
     _refuse_unservable(raw, hf)
     generation = _read_json(folder / "generation_config.json") or {}
     weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
-    return _spec(architecture, hf, _eos_ids(hf.eos_token_id, generation.get("eos_token_id")), weights)
+    return _spec(
+        architecture, hf, _eos_ids(hf.eos_token_id, generation.get("eos_token_id")), weights
+    )
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -120,33 +133,47 @@ def _read_json(file: Path) -> dict[str, Any] | None:
 
 
 def _architecture(raw: dict[str, Any]) -> str:
-    """The architecture config.json names, or the one of its model_type when it names none (a config saved alone)."""
-    named = raw.get("architectures") or [a for a, family in ARCHITECTURES.items() if family == raw.get("model_type")]
+    """The architecture config.json names, or the one of its model_type when it names none (a config
+    saved alone)."""
+    named = raw.get("architectures") or [
+        a for a, family in ARCHITECTURES.items() if family == raw.get("model_type")
+    ]
     architecture = named[0] if named else raw.get("model_type")
     if architecture not in ARCHITECTURES:
-        raise ValueError(f"architecture {architecture!r} is not known; known: {', '.join(sorted(ARCHITECTURES))}")
+        raise ValueError(
+            f"architecture {architecture!r} is not known; known: {', '.join(sorted(ARCHITECTURES))}"
+        )
     return architecture
 
 
 def _refuse_unservable(raw: dict[str, Any], hf: HfConfig) -> None:
     if raw.get("quantization_config") or raw.get("compression_config"):
-        raise ValueError("quantization_config: quantised checkpoints are not supported yet; use the 16-bit weights")
+        raise ValueError(
+            "quantization_config: quantised checkpoints are not supported yet; use the 16-bit "
+            "weights"
+        )
     if hf.sliding_window is not None:  # None too where Qwen's use_sliding_window is false
         raise ValueError(
             f"sliding_window={hf.sliding_window} is not supported yet: attention would see tokens "
-            f"that the model must not; where the model was trained without a window, set it to null in config.json"
+            "that the model must not; where the model was trained without a window, set it to "
+            "null in config.json"
         )
     if set(hf.layer_types or ()) - {"full_attention"}:
-        raise ValueError(f"layer_types {sorted(set(hf.layer_types or ()))}: only full_attention is supported")
+        raise ValueError(
+            f"layer_types {sorted(set(hf.layer_types or ()))}: only full_attention is supported"
+        )
     if hf.hidden_act != "silu":
         raise ValueError(f"hidden_act={hf.hidden_act!r} is not supported: only 'silu' is")
     if hf.num_attention_heads % hf.num_kv_heads:
         raise ValueError(
-            f"num_attention_heads={hf.num_attention_heads} is no multiple of num_key_value_heads={hf.num_kv_heads}"
+            f"num_attention_heads={hf.num_attention_heads} is no multiple of "
+            f"num_key_value_heads={hf.num_kv_heads}"
         )
 
 
-def _spec(architecture: str, hf: HfConfig, eos_token_ids: tuple[int, ...], weights: str) -> ModelSpec:
+def _spec(
+    architecture: str, hf: HfConfig, eos_token_ids: tuple[int, ...], weights: str
+) -> ModelSpec:
     family = ARCHITECTURES[architecture]
     return ModelSpec(
         architecture=architecture,
@@ -182,9 +209,14 @@ def _head_dim(hf: HfConfig) -> int:
 def _rope(hf: HfConfig) -> RopeSpec:
     facts = hf.rope_parameters
     if facts.rope_type not in get_args(RopeKind):
-        raise ValueError(f"rope_type={facts.rope_type!r} is not supported; supported: {', '.join(get_args(RopeKind))}")
+        raise ValueError(
+            f"rope_type={facts.rope_type!r} is not supported; supported: "
+            f"{', '.join(get_args(RopeKind))}"
+        )
     if facts.partial_rotary_factor != 1.0:
-        raise ValueError(f"partial_rotary_factor={facts.partial_rotary_factor} is not supported: only 1.0 is")
+        raise ValueError(
+            f"partial_rotary_factor={facts.partial_rotary_factor} is not supported: only 1.0 is"
+        )
     if facts.rope_type == "default":
         return RopeSpec(theta=facts.rope_theta)
     if facts.factor is None:
@@ -192,7 +224,10 @@ def _rope(hf: HfConfig) -> RopeSpec:
     if facts.rope_type == "linear":
         return RopeSpec(theta=facts.rope_theta, kind="linear", factor=facts.factor)
     if facts.low_freq_factor is None or facts.high_freq_factor is None:
-        raise ValueError("not a valid llama3 rope: low_freq_factor or high_freq_factor is missing in rope_scaling")
+        raise ValueError(
+            "not a valid llama3 rope: low_freq_factor or high_freq_factor is missing in "
+            "rope_scaling"
+        )
     return RopeSpec(
         theta=facts.rope_theta,
         kind="llama3",
@@ -209,7 +244,9 @@ def _dtype(dtype: str | None) -> SpecDtype:
     for known in get_args(SpecDtype):
         if name == known:
             return known
-    raise ValueError(f"dtype={name!r} is not supported; supported: {', '.join(get_args(SpecDtype))}")
+    raise ValueError(
+        f"dtype={name!r} is not supported; supported: {', '.join(get_args(SpecDtype))}"
+    )
 
 
 def _eos_ids(*sources: int | list[int] | None) -> tuple[int, ...]:

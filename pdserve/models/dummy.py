@@ -1,16 +1,17 @@
 """Random numbers that depend on (key, element index) alone: not on device, dtype or chunking.
 
-torch.Generator draws differently on CPU and CUDA and by dtype, so two workers with one seed could hold different dummy
-weights under one fingerprint. Here each element hashes its index (splitmix64, Steele et al. 2014) in integer
-arithmetic, which is exact everywhere. Used by models/weights.py for load_format="dummy".
+torch.Generator draws differently on CPU and CUDA and by dtype, so two workers with one seed could
+hold different dummy weights under one fingerprint. Here each element hashes its index (splitmix64,
+Steele et al. 2014) in integer arithmetic, which is exact everywhere. Used by models/weights.py for
+load_format="dummy".
 """
 
 import hashlib
 
 import torch
 
-# Elements hashed at once. On CPU the int64 temporaries must stay in the cache (ten times faster); elsewhere a chunk
-# only bounds their memory to a few hundred MiB.
+# Elements hashed at once. On CPU the int64 temporaries must stay in the cache (ten times faster);
+# elsewhere a chunk only bounds their memory to a few hundred MiB.
 CPU_CHUNK = 1 << 16
 DEVICE_CHUNK = 1 << 24
 MASK64 = (1 << 64) - 1
@@ -22,7 +23,8 @@ SUM_MEAN = 2 * 65535
 
 
 def fill_normal(target: torch.Tensor, std: float, key: str) -> None:
-    """Fill the contiguous `target` in place with nearly normal numbers (four uniforms summed) of the given std."""
+    """Fill the contiguous `target` in place with nearly normal numbers (four uniforms summed) of
+    the given std."""
     start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     flat = target.view(-1)
     chunk = CPU_CHUNK if target.device.type == "cpu" else DEVICE_CHUNK
@@ -35,7 +37,8 @@ def fill_normal(target: torch.Tensor, std: float, key: str) -> None:
 
 
 def _splitmix64(start: int, index: torch.Tensor) -> torch.Tensor:
-    """64 random bits for each int64 index; products wrap, and shifts are made logical by masking the sign's copies."""
+    """64 random bits for each int64 index; products wrap, and shifts are made logical by masking
+    the sign's copies."""
     z = index * _signed(GOLDEN) + _signed(start)
     z = (z ^ ((z >> 30) & (MASK64 >> 30))) * _signed(MIX1)
     z = (z ^ ((z >> 27) & (MASK64 >> 27))) * _signed(MIX2)

@@ -1,8 +1,10 @@
-"""The sampling parameters that a model's own generation_config.json recommends, under the names of SamplingParams.
+"""The sampling parameters that a model's own generation_config.json recommends, under the names of
+SamplingParams.
 
-As in vLLM they stand for what a request does not say: temperature, top_p, top_k, min_p, repetition_penalty, and
-max_new_tokens. The file's end-of-sequence tokens are read elsewhere (models/config.py) and always count. Torch-free;
-knows no requests. Read once by `LLM` and by each router.
+As in vLLM they stand for what a request does not say: temperature, top_p, top_k, min_p,
+repetition_penalty, and max_new_tokens. The file's end-of-sequence tokens are read elsewhere
+(models/config.py) and always count. Torch-free; knows no requests. Read once by `LLM` and by each
+router.
 """
 
 import json
@@ -23,9 +25,11 @@ TAKEN = {
 }
 
 
-def read_generation_defaults(folder: str | Path, generation_config: Literal["auto", "none"]) -> dict[str, Any]:
-    """What the file in `folder` says, unchecked; empty without a file, and for "none". ValueError when it is no JSON
-    object.
+def read_generation_defaults(
+    folder: str | Path, generation_config: Literal["auto", "none"]
+) -> dict[str, Any]:
+    """What the file in `folder` says, unchecked; empty without a file, and for "none". ValueError
+    when it is no JSON object.
     """
     file = Path(folder) / FILE
     if generation_config == "none" or not file.is_file():

@@ -1,7 +1,8 @@
-"""config.json as transformers would read it: the family's defaults filled in, old and new names as one.
+"""config.json as transformers would read it: the family's defaults filled in, old and new names as
+one.
 
-transformers' own classes would do, but importing them takes seconds of every start; a test compares the two. Knows what
-a configuration says, not what can be served (models/config.py).
+transformers' own classes would do, but importing them takes seconds of every start; a test compares
+the two. Knows what a configuration says, not what can be served (models/config.py).
 """
 
 from typing import Any
@@ -87,7 +88,8 @@ class HfConfig(BaseModel):
 
 
 def read_hf_config(raw: dict[str, Any], family: str) -> HfConfig:
-    """The configuration of a `family` in FAMILY_DEFAULTS from config.json's content; ValueError names a bad field."""
+    """The configuration of a `family` in FAMILY_DEFAULTS from config.json's content; ValueError
+    names a bad field."""
     values = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
     for new, old in RENAMED.items():
         if old in values:

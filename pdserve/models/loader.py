@@ -1,7 +1,8 @@
 """Builds a model and fills its weights: from safetensors, or at random for benchmarks.
 
-All or nothing: a weight that stays unfilled, or a checkpoint tensor nobody takes, is an error that names it. Knows no
-architecture (models/registry.py) and no fused matrices (models/weights.py). Called by the engine's model runner.
+All or nothing: a weight that stays unfilled, or a checkpoint tensor nobody takes, is an error that
+names it. Knows no architecture (models/registry.py) and no fused matrices (models/weights.py).
+Called by the engine's model runner.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,8 @@ from pdserve.parallel.dims import ParallelDims
 
 PROGRESS_BYTES = 1 << 30  # smaller checkpoints load in a moment and show no progress bar
 Report = Callable[[int, int], None]  # bytes that are loaded, of all
-# What the model may have no place for: rope tables that older tools stored, and the output matrix of a tied model.
+# What the model may have no place for: rope tables that older tools stored, and the output matrix
+# of a tied model.
 HARMLESS = ("rotary_emb.inv_freq", "lm_head.weight")
 NAMED_TENSORS = 8  # of a long list, an error names this many
 
@@ -36,11 +38,12 @@ def load_model(
     dims: ParallelDims | None = None,
     report: Report | None = None,
 ) -> CausalLM:
-    """The model of `spec` on `device`, computing in `dtype`, with the weights of folder (or Hub id) `path`.
+    """The model of `spec` on `device`, computing in `dtype`, with the weights of folder (or Hub id)
+    `path`.
 
-    "dummy" reads no file and draws weights from `seed` on the device, equal on every device. ValueError names the
-    tensors that are missing, unexpected, or of another shape than config.json says. report: is called after each
-    tensor.
+    "dummy" reads no file and draws weights from `seed` on the device, equal on every device.
+    ValueError names the tensors that are missing, unexpected, or of another shape than config.json
+    says. report: is called after each tensor.
     """
     model = BUILDERS[spec.architecture](spec, dtype, device, ops, dims or ParallelDims())
     tell = report or (lambda done, total: None)
@@ -76,14 +79,17 @@ def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
                 elif not name.endswith(HARMLESS):
                     unused.append(name)
     if unused:
-        raise ValueError(f"the model has no place for these tensors of {files[0].parent}: {_named(unused)}")
+        raise ValueError(
+            f"the model has no place for these tensors of {files[0].parent}: {_named(unused)}"
+        )
     if missing := weights.missing():
         raise ValueError(f"{files[0].parent} lacks these tensors: {_named(missing)}")
 
 
 def _with_progress(files: list[Path]) -> "tqdm[Path]":
     large = sum(file.stat().st_size for file in files) >= PROGRESS_BYTES
-    return tqdm(files, desc="loading weights", unit="file", disable=not large or None)  # None: of a terminal only
+    # None: of a terminal only
+    return tqdm(files, desc="loading weights", unit="file", disable=not large or None)
 
 
 def _named(names: list[str]) -> str:

@@ -1,7 +1,7 @@
 """Which class computes which architecture, and what the engine may ask of any model.
 
-A new family is one file and one line here (and one in models/config.py, which reads its configuration). Called by
-models/loader.py.
+A new family is one file and one line here (and one in models/config.py, which reads its
+configuration). Called by models/loader.py.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,9 @@
 """Parameters that know how to fill themselves: from checkpoint tensors, or at random.
 
-A Weight is one tensor made of one or more checkpoint tensors stacked along axis 0 (q, k, v; gate, up), so fused
-matrices need no special case in the loader (nano-vllm's idea). WeightSet owns all weights of a model. Knows no files
-and no architecture; models/llama.py declares weights, models/loader.py fills them.
+A Weight is one tensor made of one or more checkpoint tensors stacked along axis 0 (q, k, v; gate,
+up), so fused matrices need no special case in the loader (nano-vllm's idea). WeightSet owns all
+weights of a model. Knows no files and no architecture; models/llama.py declares weights,
+models/loader.py fills them.
 """
 
 from typing import Literal
@@ -16,10 +17,16 @@ BIAS_STD = 0.02
 
 
 class Weight:
-    """One parameter, `data [sum of rows, *columns]`; `parts`: checkpoint name -> rows, in order of stacking."""
+    """One parameter, `data [sum of rows, *columns]`; `parts`: checkpoint name -> rows, in order of
+    stacking."""
 
     def __init__(
-        self, parts: dict[str, int], columns: tuple[int, ...], init: Init, dtype: torch.dtype, device: torch.device
+        self,
+        parts: dict[str, int],
+        columns: tuple[int, ...],
+        init: Init,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self.data = torch.empty(sum(parts.values()), *columns, dtype=dtype, device=device)
         self.missing = set(parts)
@@ -31,24 +38,33 @@ class Weight:
         return self._slices[name]
 
     def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy checkpoint tensor `name` into its rows, converting dtype; ValueError on a wrong shape or integers"""
+        """Copy checkpoint tensor `name` into its rows, converting dtype; ValueError on a wrong
+        shape or integers"""
         target = self.part(name)
         if tensor.shape != target.shape:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)} in the checkpoint; config.json says {list(target.shape)}"
+                f"{name} has shape {list(tensor.shape)} in the checkpoint; config.json says "
+                f"{list(target.shape)}"
             )
         if not tensor.is_floating_point() or tensor.itemsize < 2:
-            raise ValueError(f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet")
+            raise ValueError(
+                f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet"
+            )
         target.copy_(tensor)
         self.missing.discard(name)
 
     def draw(self, seed: int) -> None:
-        """Random values under which activations keep their scale through any number of layers (norms are ones)."""
+        """Random values under which activations keep their scale through any number of layers
+        (norms are ones)."""
         for name, target in self._slices.items():
             if self._init == "ones":
                 target.fill_(1.0)
             else:
-                fill_normal(target, BIAS_STD if self._init == "bias" else target.shape[-1] ** -0.5, f"{seed}/{name}")
+                fill_normal(
+                    target,
+                    BIAS_STD if self._init == "bias" else target.shape[-1] ** -0.5,
+                    f"{seed}/{name}",
+                )
         self.missing.clear()
 
 

@@ -1,7 +1,8 @@
 """ParallelDims: how many ranks share one engine's model, and which of them this one is.
 
-One frozen value owns all degrees and says the numbers in its errors (torchtitan's idea). Models and the engine receive
-it; neither asks torch.distributed who it is. It opens no process group and knows no devices.
+One frozen value owns all degrees and says the numbers in its errors (torchtitan's idea). Models and
+the engine receive it; neither asks torch.distributed who it is. It opens no process group and knows
+no devices.
 """
 
 from dataclasses import dataclass
@@ -9,10 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees of tensor (tp), pipeline (pp), data (dp) and expert (ep) parallelism, and this process's `rank`.
+    """Degrees of tensor (tp), pipeline (pp), data (dp) and expert (ep) parallelism, and this
+    process's `rank`.
 
-    Ranks are numbered with tp innermost, then dp, then pp; expert groups reuse the tp and dp ranks. ValueError for a
-    degree below 1, a degree above 1 (not supported yet) and a rank outside the world.
+    Ranks are numbered with tp innermost, then dp, then pp; expert groups reuse the tp and dp ranks.
+    ValueError for a degree below 1, a degree above 1 (not supported yet) and a rank outside the
+    world.
     """
 
     tp: int = 1

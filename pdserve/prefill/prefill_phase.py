@@ -1,12 +1,13 @@
-"""What a worker does in the prefill phase: compute a prompt, publish its blocks, keep them pinned until D has them.
+"""What a worker does in the prefill phase: compute a prompt, publish its blocks, keep them pinned
+until D has them.
 
-Knows the engine and a KVSender; nothing of the decode phase, of sockets or of routers. Driven by worker.loop on its one
-thread.
+Knows the engine and a KVSender; nothing of the decode phase, of sockets or of routers. Driven by
+worker.loop on its one thread.
 
     COMPUTING --a step is complete--> its full blocks are told to whoever follows the prompt
     COMPUTING --its last step is complete--> PUBLISHED --done | rejected | expired--> blocks free
-        cancel frees the blocks in any state; over the pin budget the oldest ticket is revoked: its blocks become plain
-        cached blocks, which D may still read as long as their generations match
+        cancel frees the blocks in any state; over the pin budget the oldest ticket is revoked: its
+        blocks become plain cached blocks, which D may still read as long as their generations match
 """
 
 from collections import OrderedDict
@@ -21,11 +22,13 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class PrefillPhase:
-    """max_pinned_blocks: budget of blocks under tickets; a single ticket may exceed it. compute: gives a request to the
-    engine.
+    """max_pinned_blocks: budget of blocks under tickets; a single ticket may exceed it. compute:
+    gives a request to the engine.
     """
 
-    def __init__(self, engine: Engine, sender: KVSender, max_pinned_blocks: int, compute_here: ComputeHere) -> None:
+    def __init__(
+        self, engine: Engine, sender: KVSender, max_pinned_blocks: int, compute_here: ComputeHere
+    ) -> None:
         self._engine = engine
         self._compute_here = compute_here
         self._sender = sender
@@ -74,7 +77,9 @@ class PrefillPhase:
         return set(self._published)
 
     def _publish(self, held: HeldPrompt, written_at: float) -> Handoff:
-        ticket = self._sender.publish(held.key, held.block_ids, held.num_tokens, held.content, written_at)
+        ticket = self._sender.publish(
+            held.key, held.block_ids, held.num_tokens, held.content, written_at
+        )
         self._published[held.key] = held
         self._computing.discard(held.key)
         return Handoff(request_id=held.key.request_id, attempt=held.key.attempt, ticket=ticket)

@@ -5,8 +5,8 @@ import msgspec
 from pdserve.protocol.commands import Command
 from pdserve.protocol.events import EventBatch, RoutedBatch
 
-# A field added at the end of an array, with a default, does not change it: older readers skip it, newer ones do
-# without.
+# A field added at the end of an array, with a default, does not change it: older readers skip it,
+# newer ones do without.
 PROTOCOL_VERSION = 5
 
 

@@ -10,7 +10,8 @@ from pdserve.protocol.sampling_params import SamplingParams
 
 
 class Start(msgspec.Struct, frozen=True, array_like=True):
-    """One choice to generate: `forced` are the tokens the router already accepted; generation goes on behind them."""
+    """One choice to generate: `forced` are the tokens the router already accepted; generation goes
+    on behind them."""
 
     choice: int
     forced: tuple[int, ...] = ()
@@ -18,15 +19,18 @@ class Start(msgspec.Struct, frozen=True, array_like=True):
 
 class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     """Run (a phase of) a request. phase "prefill": compute the prompt, sample one token of each
-    start (no forced ones), publish the blocks; "decode": pull the ticket's blocks, or recompute, and generate; "full":
-    everything here. Dropped without an answer when the key's session is not open (any more). sampling.seed is set;
-    sampling.stop is empty, because routers look for stop strings themselves.
+    start (no forced ones), publish the blocks; "decode": pull the ticket's blocks, or recompute,
+    and generate; "full": everything here. Dropped without an answer when the key's session is not
+    open (any more). sampling.seed is set; sampling.stop is empty, because routers look for stop
+    strings themselves.
 
-    starts: distinct choices < n, at least one. All limits (max_tokens, min_tokens) and positions count forced tokens;
-    the next draw has position len(forced); forced tokens enter the penalties of their own choice. A start that forced
-    tokens already finish is invalid. sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once
-    it has them. cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
-    overlap: D pulls while P computes: the prompt's last chunk is kept short, so that little is left to move behind it.
+    starts: distinct choices < n, at least one. All limits (max_tokens, min_tokens) and positions
+    count forced tokens; the next draw has position len(forced); forced tokens enter the penalties
+    of their own choice. A start that forced tokens already finish is invalid.
+    sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once it has them.
+    cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
+    overlap: D pulls while P computes: the prompt's last chunk is kept short, so that little is left
+    to move behind it.
     """
 
     key: RequestKey
@@ -41,9 +45,10 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
-    """A hint: a Submit of phase "decode" with the same key, prompt and salt will follow when `source` has computed the
-    prompt; reserve blocks and pull what is ready meanwhile. Never answered; everything works without it. Ended by that
-    Submit, a Cancel of the key, or the router's loss.
+    """A hint: a Submit of phase "decode" with the same key, prompt and salt will follow when
+    `source` has computed the prompt; reserve blocks and pull what is ready meanwhile. Never
+    answered; everything works without it. Ended by that Submit, a Cancel of the key, or the
+    router's loss.
     """
 
     submit: Submit
@@ -51,8 +56,9 @@ class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag="cancel"):
-    """Idempotent: stop what the Submit of exactly this key started, drop its ticket, free its blocks; may come before
-    that Submit, which is then dropped. choices: only these (None: all; all that are left is the same as None)."""
+    """Idempotent: stop what the Submit of exactly this key started, drop its ticket, free its
+    blocks; may come before that Submit, which is then dropped. choices: only these (None: all; all
+    that are left is the same as None)."""
 
     key: RequestKey
     choices: tuple[int, ...] | None = None
@@ -70,8 +76,8 @@ class DisconnectPeer(msgspec.Struct, frozen=True, kw_only=True, tag="disconnect"
 
 
 class Subscribe(msgspec.Struct, frozen=True, kw_only=True, tag="subscribe"):
-    """A router opened its event stream; answered by a Hello to it. Sent by the replica shell, not by the router, which
-    sends nothing to the worker before that Hello."""
+    """A router opened its event stream; answered by a Hello to it. Sent by the replica shell, not
+    by the router, which sends nothing to the worker before that Hello."""
 
     router_id: str
     session: int
@@ -85,15 +91,17 @@ class Resync(msgspec.Struct, frozen=True, kw_only=True, tag="resync"):
 
 
 class RouterLost(msgspec.Struct, frozen=True, kw_only=True, tag="router_lost"):
-    """The event stream (router_id, session) ended: all requests it owns are aborted, its later Submits are dropped."""
+    """The event stream (router_id, session) ended: all requests it owns are aborted, its later
+    Submits are dropped."""
 
     router_id: str
     session: int
 
 
 class SetRole(msgspec.Struct, frozen=True, kw_only=True, tag="set_role"):
-    """What the worker is for, from now on; answered by a Snapshot to every router. What runs goes on, and every phase
-    is still served. Only "both" without a connector: any other role is ignored there."""
+    """What the worker is for, from now on; answered by a Snapshot to every router. What runs goes
+    on, and every phase is still served. Only "both" without a connector: any other role is ignored
+    there."""
 
     role: Literal["prefill", "decode", "both"]
 
@@ -102,4 +110,15 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
     """The engine process leaves its loop and releases its resources."""
 
 
-Command = Submit | Prepare | Cancel | ConnectPeer | DisconnectPeer | Subscribe | Resync | RouterLost | SetRole | Stop
+Command = (
+    Submit
+    | Prepare
+    | Cancel
+    | ConnectPeer
+    | DisconnectPeer
+    | Subscribe
+    | Resync
+    | RouterLost
+    | SetRole
+    | Stop
+)

@@ -10,8 +10,8 @@ from pdserve.protocol.request_key import FinishReason
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Log-probability of the token at one position, its rank (1 = likeliest), and the likeliest alternatives, best
-    first.
+    """Log-probability of the token at one position, its rank (1 = likeliest), and the likeliest
+    alternatives, best first.
     """
 
     token_id: int
@@ -21,12 +21,13 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
-    """First event on a new stream: what this worker is, and which peers it is connected to already. protocol:
-    PROTOCOL_VERSION; another one's events are not understood. kv_cache is None when it cannot hand KV over (aggregated
-    mode). parts_from: D may be prepared for prompts of so many tokens (0: none); long ones are published in parts.
-    caches_prefixes: its computed blocks can be found again.
-    cut_below: where D's link moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
-    kv_pool: name of the KV pool it uses, equal for workers that share one ("": none), of chunks of pool_chunk tokens.
+    """First event on a new stream: what this worker is, and which peers it is connected to already.
+    protocol: PROTOCOL_VERSION; another one's events are not understood. kv_cache is None when it
+    cannot hand KV over (aggregated mode). parts_from: D may be prepared for prompts of so many
+    tokens (0: none); long ones are published in parts. caches_prefixes: its computed blocks can be
+    found again. cut_below: where D's link moves fewer bytes a second, such a prompt shall have a
+    short last chunk (Submit.overlap). kv_pool: name of the KV pool it uses, equal for workers that
+    share one ("": none), of chunks of pool_chunk tokens.
     """
 
     protocol: int
@@ -46,8 +47,9 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hel
 
 
 class LegTimes(msgspec.Struct, frozen=True, array_like=True):
-    """Seconds of a leg at its worker up to now: waiting (for blocks, a slot, or a transfer), from its first step to the
-    prompt's end, from there on; and for how much of the latter two the device was busy."""
+    """Seconds of a leg at its worker up to now: waiting (for blocks, a slot, or a transfer), from
+    its first step to the prompt's end, from there on; and for how much of the latter two the device
+    was busy."""
 
     queue_s: float
     prefill_s: float
@@ -56,11 +58,12 @@ class LegTimes(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
-    """New tokens of one choice. position: index of the first among the choice's generated tokens (0 = first). logprobs:
-    one a token when asked for. A gap between two positions of a leg means a lost message: the leg has failed.
+    """New tokens of one choice. position: index of the first among the choice's generated tokens (0
+    = first). logprobs: one a token when asked for. A gap between two positions of a leg means a
+    lost message: the leg has failed.
 
-    stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None. times: with the last
-    token that the leg gives the choice.
+    stop_reason: the stop token id when finish_reason is "stop" through stop_token_ids, else None.
+    times: with the last token that the leg gives the choice.
     """
 
     request_id: str
@@ -75,8 +78,9 @@ class Delta(msgspec.Struct, frozen=True, array_like=True, tag="d"):
 
 
 class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
-    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: of the prompt tokens from `start`
-    on (the very first is None); long ones come in several events, `final` is the last."""
+    """The prompt is computed. cached_tokens: taken from the prefix cache. logprobs: of the prompt
+    tokens from `start` on (the very first is None); long ones come in several events, `final` is
+    the last."""
 
     request_id: str
     attempt: int
@@ -87,8 +91,8 @@ class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
-    """PromptScored as a router reads it: the log-probabilities stay as they came, which takes an eighth of what their
-    objects do. These are made when an answer is."""
+    """PromptScored as a router reads it: the log-probabilities stay as they came, which takes an
+    eighth of what their objects do. These are made when an answer is."""
 
     request_id: str
     attempt: int
@@ -99,7 +103,8 @@ class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
     @property
     def num_tokens(self) -> int:
-        """How many have an entry; 0 when there are no log-probabilities. Read from the head of msgpack's array."""
+        """How many have an entry; 0 when there are no log-probabilities. Read from the head of
+        msgpack's array."""
         data = memoryview(self.logprobs)
         if data[0] == 0xDC or data[0] == 0xDD:  # the array's length comes after its first byte
             return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5])
@@ -116,7 +121,8 @@ class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
 
 class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="handoff"):
-    """P published the prompt's blocks. Always follows the first tokens' Deltas in the same batch."""
+    """P published the prompt's blocks. Always follows the first tokens' Deltas in the same
+    batch."""
 
     request_id: str
     attempt: int
@@ -124,14 +130,15 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="h
 
 
 class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="arrived"):
-    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here), "recompute" (reason says
-    why), or "pool" (the first cached_tokens; may follow a "recompute", and comes from P too).
-    num_early_bytes: of num_bytes, moved before the Submit came.
+    """How D came by the prompt's KV. source: "p2p", "cache" (all was cached here), "recompute"
+    (reason says why), or "pool" (the first cached_tokens; may follow a "recompute", and comes from
+    P too). num_early_bytes: of num_bytes, moved before the Submit came.
 
-    seconds: from the Submit to the end, of which wait_s until blocks were free and the pull began (0 when it had begun
-    before). read_s: how long reads were under way, also before the Submit. lag_s: "p2p" only: from Ticket.written_at
-    until the last byte was verified here, by the clocks of both hosts, so it may be wrong by their difference, and
-    below 0. detail: of the reason, in words."""
+    seconds: from the Submit to the end, of which wait_s until blocks were free and the pull began
+    (0 when it had begun before). read_s: how long reads were under way, also before the Submit.
+    lag_s: "p2p" only: from Ticket.written_at until the last byte was verified here, by the clocks
+    of both hosts, so it may be wrong by their difference, and below 0. detail: of the reason, in
+    words."""
 
     request_id: str
     attempt: int
@@ -150,7 +157,8 @@ class Arrived(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="a
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="failed"):
-    """The attempt ended without finishing. kind "invalid": never retry; "internal": another worker may do."""
+    """The attempt ended without finishing. kind "invalid": never retry; "internal": another worker
+    may do."""
 
     request_id: str
     attempt: int
@@ -159,8 +167,8 @@ class Failed(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="fa
 
 
 class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="peer"):
-    """Whether this worker can pull from the peer; told to every router on every change. transport: what the timed
-    self-test saw; bytes_per_s: its bandwidth."""
+    """Whether this worker can pull from the peer; told to every router on every change. transport:
+    what the timed self-test saw; bytes_per_s: its bandwidth."""
 
     engine_id: str
     incarnation: int
@@ -171,22 +179,25 @@ class PeerStatus(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
 
 class LegsWaiting(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="legs_waiting"):
-    """Legs of this router, as (request id, attempt), that have nothing to say yet although nothing is wrong: they wait
-    for their turn behind work that goes on, for blocks, a transfer or the KV pool, or more of their prompt was computed
-    since the last such event. Sent before each Snapshot unless there are none. A leg that is neither here nor has
-    events hangs, or its Submit never came.
+    """Legs of this router, as (request id, attempt), that have nothing to say yet although nothing
+    is wrong: they wait for their turn behind work that goes on, for blocks, a transfer or the KV
+    pool, or more of their prompt was computed since the last such event. Sent before each Snapshot
+    unless there are none. A leg that is neither here nor has events hangs, or its Submit never
+    came.
     """
 
     legs: tuple[tuple[str, int], ...]
 
 
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="snapshot"):
-    """The worker's state, pushed by the engine itself about once a second, also when nothing changed: a sign of life.
+    """The worker's state, pushed by the engine itself about once a second, also when nothing
+    changed: a sign of life.
 
-    queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus families. cache_number: of
-    the last CacheChange before this. prefill_tokens_per_s: measured over the latest steps that were mostly prompt; 0:
-    none yet. busy: share of the latest seconds that it computed prompts. token_interval_s: between two tokens of a
-    running sequence, lately; 0: none runs.
+    queue_tokens: prompt tokens waiting to be computed. metrics: the worker's own prometheus
+    families. cache_number: of the last CacheChange before this. prefill_tokens_per_s: measured over
+    the latest steps that were mostly prompt; 0: none yet. busy: share of the latest seconds that it
+    computed prompts. token_interval_s: between two tokens of a running sequence, lately; 0: none
+    runs.
     """
 
     role: str
@@ -208,8 +219,9 @@ CACHE_KEY_BYTES = 8
 
 
 class CacheChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cache_change"):
-    """What this worker's prefix cache gained and lost, to all routers. number: one more than the last one's. stored,
-    dropped: the first CACHE_KEY_BYTES of each block's digest (`protocol.block_digests`), one behind the other."""
+    """What this worker's prefix cache gained and lost, to all routers. number: one more than the
+    last one's. stored, dropped: the first CACHE_KEY_BYTES of each block's digest
+    (`protocol.block_digests`), one behind the other."""
 
     number: int
     stored: bytes
@@ -217,8 +229,8 @@ class CacheChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, ta
 
 
 class CacheState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="cache_state"):
-    """All that the prefix cache held behind CacheChange `number`, in parts, counted from 0, to one router; changes may
-    come between two parts. stored: as in CacheChange."""
+    """All that the prefix cache held behind CacheChange `number`, in parts, counted from 0, to one
+    router; changes may come between two parts. stored: as in CacheChange."""
 
     number: int
     part: int
@@ -227,8 +239,9 @@ class CacheState(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 
 
 class PoolChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="pool_change"):
-    """What this worker stored in its KV pool or read there, and what it looked for in vain: of each chunk the key of
-    the block that ends it, as in CacheChange. Hints: the pool is shared, and tells nobody what it drops."""
+    """What this worker stored in its KV pool or read there, and what it looked for in vain: of each
+    chunk the key of the block that ends it, as in CacheChange. Hints: the pool is shared, and tells
+    nobody what it drops."""
 
     found: bytes
     missed: bytes
@@ -252,8 +265,9 @@ RoutedEvent = _Other | PackedScores
 
 
 class EventBatch(msgspec.Struct, frozen=True, kw_only=True):
-    """One message a step for one router: everything that happened to its requests, in order. What comes up to and with
-    each PromptScored that has log-probabilities goes before, in a message of its own."""
+    """One message a step for one router: everything that happened to its requests, in order. What
+    comes up to and with each PromptScored that has log-probabilities goes before, in a message of
+    its own."""
 
     worker_id: str
     incarnation: int

@@ -1,4 +1,5 @@
-"""What one engine needs to read another's KV cache: once about the engine, and for each hand-off a ticket.
+"""What one engine needs to read another's KV cache: once about the engine, and for each hand-off a
+ticket.
 
 Routers pass these on unread.
 """
@@ -9,7 +10,8 @@ from pdserve.protocol.request_key import RequestKey
 
 
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's registered memory. heads: global KV head ids there, in order. memory: NIXL's "DRAM" or "VRAM"."""
+    """One rank's registered memory. heads: global KV head ids there, in order. memory: NIXL's
+    "DRAM" or "VRAM"."""
 
     agent_name: str
     agent_metadata: bytes
@@ -20,9 +22,10 @@ class RankMemory(msgspec.Struct, frozen=True, array_like=True):
 
 
 class KVCacheMeta(msgspec.Struct, frozen=True, kw_only=True):
-    """What a peer needs once to read from an engine's KV cache. incarnation: the engine process's start, in ns of its
-    host's clock; between two of one engine_id the higher is the living one. mailbox: the address of its letters.
-    block_size: tokens of a block, which need not be the reader's."""
+    """What a peer needs once to read from an engine's KV cache. incarnation: the engine process's
+    start, in ns of its host's clock; between two of one engine_id the higher is the living one.
+    mailbox: the address of its letters. block_size: tokens of a block, which need not be the
+    reader's."""
 
     engine_id: str
     incarnation: int
@@ -38,14 +41,16 @@ class KVCacheMeta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, kw_only=True):
-    """Permission to read published blocks: valid while the generations still match and the incarnation lives.
+    """Permission to read published blocks: valid while the generations still match and the
+    incarnation lives.
 
-    block_ids: P's blocks, of block_size tokens, in order of position from token 0; the last may be partly filled.
-    generations: one a block, as they were when the block's rows were written. num_tokens: rows published (0: a part of
-    a prompt, of whole blocks). lease_s: P unpins after this long
-    unless renewed. content: digest of the tokens, salt and model whose rows these are; D computes its own and refuses
-    another's. key: of P's Submit; D's has another attempt (and session). written_at: seconds since the epoch by P's
-    clock when its engine knew that the last of these rows is written.
+    block_ids: P's blocks, of block_size tokens, in order of position from token 0; the last may be
+    partly filled. generations: one a block, as they were when the block's rows were written.
+    num_tokens: rows published (0: a part of a prompt, of whole blocks). lease_s: P unpins after
+    this long unless renewed. content: digest of the tokens, salt and model whose rows these are; D
+    computes its own and refuses another's. key: of P's Submit; D's has another attempt (and
+    session). written_at: seconds since the epoch by P's clock when its engine knew that the last of
+    these rows is written.
     """
 
     engine_id: str

@@ -9,7 +9,8 @@ from prometheus_client.registry import Collector
 
 
 class Sample(msgspec.Struct, frozen=True, array_like=True):
-    """One exposed sample of a metric: its name with suffix (`_bucket`, `_total` ...), labels and value."""
+    """One exposed sample of a metric: its name with suffix (`_bucket`, `_total` ...), labels and
+    value."""
 
     name: str
     labels: dict[str, str]

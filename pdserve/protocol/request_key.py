@@ -10,9 +10,9 @@ FinishReason = Literal["stop", "length"]
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):
-    """Names one Submit. (router_id, session) is the event stream its events go to; session is new whenever a router
-    opens a stream to a worker. attempt is unique per Submit of a request: P's leg and D's leg of one hand-off have
-    different ones."""
+    """Names one Submit. (router_id, session) is the event stream its events go to; session is new
+    whenever a router opens a stream to a worker. attempt is unique per Submit of a request: P's leg
+    and D's leg of one hand-off have different ones."""
 
     router_id: str
     session: int

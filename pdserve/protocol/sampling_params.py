@@ -1,7 +1,8 @@
-"""How the tokens of a request are drawn: `SamplingParams`, the limits of each field, and the checks.
+"""How the tokens of a request are drawn: `SamplingParams`, the limits of each field, and the
+checks.
 
-vLLM's names and defaults. Knows no request, tokenizer or model: a token id is compared with a vocabulary only by
-`SamplingParams.check_vocab`.
+vLLM's names and defaults. Knows no request, tokenizer or model: a token id is compared with a
+vocabulary only by `SamplingParams.check_vocab`.
 """
 
 import copy
@@ -13,7 +14,8 @@ import msgspec
 
 MAX_SEED = 2**63 - 1
 
-# One small body must not cost everybody else time. vLLM's table of biases holds as many (MAX_NUM_LOGIT_BIAS_TOKENS).
+# One small body must not cost everybody else time. vLLM's table of biases holds as many
+# (MAX_NUM_LOGIT_BIAS_TOKENS).
 MAX_LOGIT_BIAS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_STOPS = 64
@@ -21,18 +23,22 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_CHARS_IN_ALL = 8192  # the tables of `text.stop` take about a microsecond each
 
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the tokens of a request are drawn; the names and defaults are vLLM's. Every field is validated by name.
+class SamplingParams(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True
+):
+    """How the tokens of a request are drawn; the names and defaults are vLLM's. Every field is
+    validated by name.
 
-    n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off), min_p: filters, applied
-    in the order top_k, top_p, min_p after the temperature. repetition_penalty: over prompt and output;
-    presence_penalty, frequency_penalty: over the output. logit_bias: added to the logits of at most MAX_LOGIT_BIAS
-    token ids. seed: None lets the receiver draw one. stop: at most MAX_STOPS strings that end the text, of at most
-    MAX_STOP_CHARS characters each and MAX_STOP_CHARS_IN_ALL together; stop_token_ids (at most MAX_STOP_TOKEN_IDS) end
-    the tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before. max_tokens: None means as many
-    as fit the engine that generates them. logprobs,
-    prompt_logprobs: how many alternatives to report a position, besides the chosen one (0: the chosen one only; None:
-    nothing), of the distribution before any of the above.
+    n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off),
+    min_p: filters, applied in the order top_k, top_p, min_p after the temperature.
+    repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the
+    output. logit_bias: added to the logits of at most MAX_LOGIT_BIAS token ids. seed: None lets the
+    receiver draw one. stop: at most MAX_STOPS strings that end the text, of at most MAX_STOP_CHARS
+    characters each and MAX_STOP_CHARS_IN_ALL together; stop_token_ids (at most MAX_STOP_TOKEN_IDS)
+    end the tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before.
+    max_tokens: None means as many as fit the engine that generates them. logprobs, prompt_logprobs:
+    how many alternatives to report a position, besides the chosen one (0: the chosen one only;
+    None: nothing), of the distribution before any of the above.
     """
 
     n: int = 1
@@ -62,9 +68,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.stop != ():
             msgspec.structs.force_setattr(self, "stop", _checked_stops(self.stop))
         if self.stop_token_ids != ():
-            msgspec.structs.force_setattr(self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids))
+            msgspec.structs.force_setattr(
+                self, "stop_token_ids", _checked_stop_ids(self.stop_token_ids)
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
 
@@ -74,28 +84,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     @classmethod
     def from_defaults(cls, defaults: Mapping[str, Any]) -> "SamplingParams":
-        """Those of a request that says nothing, for a model with these defaults (`models.generation_defaults`).
-        ValueError names the one that cannot be.
+        """Those of a request that says nothing, for a model with these defaults
+        (`models.generation_defaults`). ValueError names the one that cannot be.
         """
         try:
             return cls(**defaults)
         except ValueError as error:
             raise ValueError(
-                f"generation_config.json: {error}; mend the file, or set model.generation_config to 'none'"
+                f"generation_config.json: {error}; mend the file, or set model.generation_config "
+                "to 'none'"
             ) from error
 
     def with_seed(self, seed: int) -> "SamplingParams":
-        """A copy with this seed that is not checked again: a call of thousands of prompts makes one for each."""
+        """A copy with this seed that is not checked again: a call of thousands of prompts makes one
+        for each."""
         drawn = copy.copy(self)
         msgspec.structs.force_setattr(drawn, "seed", seed)
         return drawn
 
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError when a token id lies outside the vocabulary."""
-        for name, ids in (("logit_bias", self.logit_bias or ()), ("stop_token_ids", self.stop_token_ids)):
+        for name, ids in (
+            ("logit_bias", self.logit_bias or ()),
+            ("stop_token_ids", self.stop_token_ids),
+        ):
             for token in ids:
                 if token >= vocab_size:
-                    raise ValueError(f"{name} holds token id {token}, but the vocabulary ends at {vocab_size - 1}")
+                    raise ValueError(
+                        f"{name} holds token id {token}, but the vocabulary ends at "
+                        f"{vocab_size - 1}"
+                    )
 
 
 def _is_int(value: Any) -> bool:
@@ -145,7 +163,10 @@ def _check_numbers(params: SamplingParams) -> None:
     for name, (low, high, closed) in NUMBERS.items():
         value = getattr(params, name)
         if not _is_number(value) or value > high or value < low or (value == low and not closed):
-            raise ValueError(f"{name} must be a number in {'[' if closed else '('}{low:g}, {high:g}], not {value!r}")
+            raise ValueError(
+                f"{name} must be a number in {'[' if closed else '('}{low:g}, {high:g}], not "
+                f"{value!r}"
+            )
 
 
 def _check_booleans(params: SamplingParams) -> None:
@@ -155,18 +176,26 @@ def _check_booleans(params: SamplingParams) -> None:
 
 
 def _checked_stops(given: Any) -> tuple[str, ...]:
-    """Each once. How many there are is looked at first: a list of millions must not be walked through."""
+    """Each once. How many there are is looked at first: a list of millions must not be walked
+    through."""
     stops = (given,) if isinstance(given, str) else () if given is None else given
     if not _is_list(stops):
-        raise ValueError(f"stop must be a non-empty string or a list of non-empty strings, not {given!r}")
+        raise ValueError(
+            f"stop must be a non-empty string or a list of non-empty strings, not {given!r}"
+        )
     if len(stops) > MAX_STOPS:
-        raise ValueError(f"stop must hold at most {MAX_STOPS} strings, not {len(stops)}: send fewer")
+        raise ValueError(
+            f"stop must hold at most {MAX_STOPS} strings, not {len(stops)}: send fewer"
+        )
     if not all(isinstance(stop, str) and stop for stop in stops):
-        raise ValueError(f"stop must be a non-empty string or a list of non-empty strings, not {given!r}")
+        raise ValueError(
+            f"stop must be a non-empty string or a list of non-empty strings, not {given!r}"
+        )
     lengths = [len(stop) for stop in stops]
     if max(lengths, default=0) > MAX_STOP_CHARS or sum(lengths) > MAX_STOP_CHARS_IN_ALL:
         raise ValueError(
-            f"stop must hold strings of at most {MAX_STOP_CHARS} characters, {MAX_STOP_CHARS_IN_ALL} in all, not "
+            f"stop must hold strings of at most {MAX_STOP_CHARS} characters, "
+            f"{MAX_STOP_CHARS_IN_ALL} in all, not "
             f"{max(lengths)} and {sum(lengths)}: send fewer or shorter ones"
         )
     return tuple(dict.fromkeys(stops))
@@ -178,7 +207,9 @@ def _checked_stop_ids(given: Any) -> tuple[int, ...]:
     if not _is_list(ids):
         raise ValueError(f"stop_token_ids must be a list of token ids >= 0, not {given!r}")
     if len(ids) > MAX_STOP_TOKEN_IDS:
-        raise ValueError(f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(ids)}: send fewer")
+        raise ValueError(
+            f"stop_token_ids must hold at most {MAX_STOP_TOKEN_IDS} ids, not {len(ids)}: send fewer"
+        )
     if not all(_is_int(token) and token >= 0 for token in ids):
         raise ValueError(f"stop_token_ids must be a list of token ids >= 0, not {given!r}")
     return tuple(dict.fromkeys(ids))
@@ -189,7 +220,12 @@ def _check_bias(given: Any) -> None:
         raise ValueError(f"logit_bias must map token ids to numbers, not {given!r}")
     bias: dict[Any, Any] = given
     if len(bias) > MAX_LOGIT_BIAS:
-        raise ValueError(f"logit_bias must hold at most {MAX_LOGIT_BIAS} token ids, not {len(bias)}: send fewer")
+        raise ValueError(
+            f"logit_bias must hold at most {MAX_LOGIT_BIAS} token ids, not {len(bias)}: send fewer"
+        )
     for token, value in bias.items():
         if not _is_int(token) or token < 0 or not _is_number(value) or not -100 <= value <= 100:
-            raise ValueError(f"logit_bias must map token ids >= 0 to numbers in [-100, 100], not {token!r}: {value!r}")
+            raise ValueError(
+                f"logit_bias must map token ids >= 0 to numbers in [-100, 100], not {token!r}: "
+                f"{value!r}"
+            )

@@ -4,9 +4,9 @@
             -> [graphs] -> [warm_up] -> [registration] -> [pool] -> connection -> serving
 
 (In brackets: only where there is something to do. `process` and `connection` belong to the replica
-that owns the engine's process.) The thread that starts the engine reports here; another one may look
-at any time. Each stage is logged. Torch-free; knows no deadlines: `configs.schema.StartConfig` has
-them, and `cluster.deployments.engine_start` watches over them.
+that owns the engine's process.) The thread that starts the engine reports here; another one may
+look at any time. Each stage is logged. Torch-free; knows no deadlines: `configs.schema.StartConfig`
+has them, and `cluster.deployments.engine_start` watches over them.
 """
 
 import logging
@@ -50,7 +50,8 @@ LOG_PERIOD_S = 5.0  # between two lines about one stage
 
 
 class Progress(msgspec.Struct, frozen=True):
-    """done of total; total is 0 in stages that cannot tell. Bytes while weights are loaded, else a count."""
+    """done of total; total is 0 in stages that cannot tell. Bytes while weights are loaded, else a
+    count."""
 
     stage: Stage
     done: int = 0

@@ -1,8 +1,10 @@
-"""What an operator does to a running cluster: look at its workers, change a worker's role, change how many there are.
+"""What an operator does to a running cluster: look at its workers, change a worker's role, change
+how many there are.
 
-Refuses what would leave nobody who can decode. Roles go to workers by message, counts to whoever starts workers
-(`ReplicaCounts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one object a router. Called by
-`router.http.app` (admin routes) and by the Python handle. docs/elasticity.md.
+Refuses what would leave nobody who can decode. Roles go to workers by message, counts to whoever
+starts workers (`ReplicaCounts`; cluster/ speaks to Serve there). Knows no HTTP and no Ray; one
+object a router. Called by `router.http.app` (admin routes) and by the Python handle.
+docs/elasticity.md.
 """
 
 import asyncio
@@ -24,8 +26,9 @@ DEPLOYMENTS = ("prefill", "decode")  # keys of the configuration that have count
 
 
 class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker as this router knows it. deployment: the key in the configuration it was started for. queue_tokens:
-    of prompts that wait there. num_legs: Submits of this router there. num_peers: KV caches that it can pull from."""
+    """One worker as this router knows it. deployment: the key in the configuration it was started
+    for. queue_tokens: of prompts that wait there. num_legs: Submits of this router there.
+    num_peers: KV caches that it can pull from."""
 
     worker: str
     deployment: str
@@ -41,15 +44,16 @@ class WorkerReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Count(msgspec.Struct, frozen=True, kw_only=True):
-    """Workers of a deployment. target: wanted; running: that serve, by the controller's word, which lags a little."""
+    """Workers of a deployment. target: wanted; running: that serve, by the controller's word, which
+    lags a little."""
 
     target: int
     running: int
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """workers: in order of their ids. counts: by deployment; empty where nobody can tell. warnings: what may keep
-    counts from being reached."""
+    """workers: in order of their ids. counts: by deployment; empty where nobody can tell. warnings:
+    what may keep counts from being reached."""
 
     workers: list[WorkerReport]
     counts: dict[str, Count] = {}
@@ -92,8 +96,9 @@ class Admin:
         return ClusterReport(workers=[report_of(worker) for worker in workers], counts=counts)
 
     async def set_role(self, name: str, role: str, force: bool = False) -> WorkerReport:
-        """Returns when this router knows that the worker has it. name: an id, or what stands behind its `#`. force:
-        also when nobody is left who can decode. Raises ApiError (400, 404, 409, 503)."""
+        """Returns when this router knows that the worker has it. name: an id, or what stands behind
+        its `#`. force: also when nobody is left who can decode. Raises ApiError (400, 404, 409,
+        503)."""
         if role not in get_args(Role):
             raise ApiError(f"role must be prefill, decode or both, not {role!r}", param="role")
         async with self._changing:  # or two changes might each count on the other's decoder
@@ -107,16 +112,28 @@ class Admin:
             return report_of(worker)
 
     async def scale(self, targets: Mapping[str, int], force: bool = False) -> ClusterReport:
-        """Set how many workers the deployments shall have; those that leave are drained, Serve chooses which. Raises
-        ApiError (400, 409, 503)."""
+        """Set how many workers the deployments shall have; those that leave are drained, Serve
+        chooses which. Raises ApiError (400, 409, 503)."""
         if self._counts is None:
-            raise ApiError("nobody can change the number of workers here", status=409, code="cannot_scale")
+            raise ApiError(
+                "nobody can change the number of workers here", status=409, code="cannot_scale"
+            )
         for name, count in targets.items():
-            if name not in DEPLOYMENTS or isinstance(count, bool) or not isinstance(count, int) or count < 0:
-                message = f"{name}={count!r}: name prefill, decode or both, each with a whole number of workers"
+            if (
+                name not in DEPLOYMENTS
+                or isinstance(count, bool)
+                or not isinstance(count, int)
+                or count < 0
+            ):
+                message = (
+                    f"{name}={count!r}: name prefill, decode or both, each with a whole number of "
+                    "workers"
+                )
                 raise ApiError(message, param=name)
             if count > MAX_REPLICAS:
-                raise ApiError(f"{name}={count}: at most {MAX_REPLICAS} workers of a deployment", param=name)
+                raise ApiError(
+                    f"{name}={count}: at most {MAX_REPLICAS} workers of a deployment", param=name
+                )
         async with self._changing:
             if not force:
                 await self._check_counts(targets)
@@ -133,15 +150,20 @@ class Admin:
             if name in (worker.worker_id, worker.worker_id.rpartition("#")[2]):
                 return worker
         known = ", ".join(sorted(worker.worker_id for worker in self._fleet.workers))
-        raise ApiError(f"there is no worker {name!r} here: there are {known or 'none'}", status=404, param="worker")
+        raise ApiError(
+            f"there is no worker {name!r} here: there are {known or 'none'}",
+            status=404,
+            param="worker",
+        )
 
     async def _check_role(self, worker: WorkerState) -> None:
-        """Without it, and whichever workers Serve chooses to stop by the present targets, one that decodes must
-        stay. Raises ApiError."""
+        """Without it, and whichever workers Serve chooses to stop by the present targets, one that
+        decodes must stay. Raises ApiError."""
         targets = await self._targets()
         if decoders_left(self._fleet.workers, targets, without=worker) < 1:
             message = (
-                f"{worker.worker_id} is the only worker that can decode, or may soon be (Serve chooses which workers "
+                f"{worker.worker_id} is the only worker that can decode, or may soon be (Serve "
+                "chooses which workers "
                 "stop): give another one that role first, or force it"
             )
             raise ApiError(message, status=409, param="role", code="last_decode_worker")
@@ -149,17 +171,26 @@ class Admin:
     async def _check_counts(self, targets: Mapping[str, int]) -> None:
         """Whichever workers Serve chooses to stop, one that decodes must stay. Raises ApiError."""
         current = await self._targets()
-        if decoders_left(self._fleet.workers, {**current, **targets}) < 1 and self._fleet.decode_workers:
+        if (
+            decoders_left(self._fleet.workers, {**current, **targets}) < 1
+            and self._fleet.decode_workers
+        ):
             message = (
-                "nobody might be left who can decode: Serve chooses which workers stop. Keep more, or give "
+                "nobody might be left who can decode: Serve chooses which workers stop. Keep more, "
+                "or give "
                 "others the role decode or both first, or force it"
             )
             raise ApiError(message, status=409, code="last_decode_worker")
 
     async def _targets(self) -> dict[str, int]:
-        """What was set is known at once, while workers that it stops are seen here for a while. Raises ApiError."""
+        """What was set is known at once, while workers that it stops are seen here for a while.
+        Raises ApiError."""
         try:
-            return {} if self._counts is None else {name: c.target for name, c in (await self._counts.get()).items()}
+            return (
+                {}
+                if self._counts is None
+                else {name: c.target for name, c in (await self._counts.get()).items()}
+            )
         except ConnectionError as error:
             raise _unavailable(str(error)) from error
 
@@ -172,30 +203,40 @@ class Admin:
                     await self._fleet.change()
         except TimeoutError:
             raise _unavailable(
-                f"{worker.worker_id} did not answer within {ANSWER_S:g} s; it may take the role still"
+                f"{worker.worker_id} did not answer within {ANSWER_S:g} s; it may take the role "
+                "still"
             ) from None
 
 
 def check_possible(worker: WorkerState, role: str) -> None:
     """Raises ApiError (400, 409)."""
     if role != "both" and worker.kv_cache is None:
-        message = f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: its role is both"
+        message = (
+            f"{worker.worker_id} has no connector (mode: aggregated), so it does whole requests: "
+            "its role is both"
+        )
         raise ApiError(message, param="role", code="no_connector")
     if worker.draining:
-        raise ApiError(f"{worker.worker_id} is leaving", status=409, param="worker", code="worker_leaves")
+        raise ApiError(
+            f"{worker.worker_id} is leaving", status=409, param="worker", code="worker_leaves"
+        )
 
 
 def decoders_left(
     workers: Iterable[WorkerState], targets: Mapping[str, int], without: WorkerState | None = None
 ) -> int:
-    """How many can still decode when the deployments have been brought down to these targets, at the worst choice of
-    which workers stop. A deployment without target keeps all. without: this one decodes no more."""
+    """How many can still decode when the deployments have been brought down to these targets, at
+    the worst choice of which workers stop. A deployment without target keeps all. without: this one
+    decodes no more."""
     members: dict[str, list[bool]] = {}
     for worker in workers:
         if not worker.draining:
-            members.setdefault(deployment_of(worker), []).append(worker.can_decode and worker is not without)
+            members.setdefault(deployment_of(worker), []).append(
+                worker.can_decode and worker is not without
+            )
     return sum(
-        max(0, sum(decode) - max(0, len(decode) - targets.get(name, len(decode)))) for name, decode in members.items()
+        max(0, sum(decode) - max(0, len(decode) - targets.get(name, len(decode))))
+        for name, decode in members.items()
     )
 
 
@@ -222,4 +263,6 @@ def report_of(worker: WorkerState) -> WorkerReport:
 
 
 def _unavailable(message: str) -> ApiError:
-    return ApiError(message, status=503, kind="service_unavailable_error", code="no_answer", retry_after=1)
+    return ApiError(
+        message, status=503, kind="service_unavailable_error", code="no_answer", retry_after=1
+    )

@@ -1,7 +1,8 @@
 """How much a router takes on: prompts at once, and prompt tokens that no worker has computed yet.
 
-Refuses with 429 and a Retry-After that follows from how fast places became free lately. Only counts: knows no
-workers, no HTTP and no text. `router.request.service` takes seats, a request's run gives them back.
+Refuses with 429 and a Retry-After that follows from how fast places became free lately. Only
+counts: knows no workers, no HTTP and no text. `router.request.service` takes seats, a request's run
+gives them back.
 
     enter (before tokenising) --fill--> queued --computed--> running --leave--> free
                           queued --sent--> queued at a worker, which knows of it
@@ -18,11 +19,13 @@ from pdserve.router.choosing.predict import Forecast
 from pdserve.router.errors import ApiError
 from pdserve.router.times import rounded
 
-# Retry-After is kept within these seconds: less is a busy loop of the client, more is a guess about another hour
+# Retry-After is kept within these seconds: less is a busy loop of the client, more is a guess about
+# another hour
 SOONEST_S = 1
 LATEST_S = 60
 RATE_WINDOW_S = 10.0
-# of the time until a first token that would be late: so long may even a prompt wait that takes that time by itself
+# of the time until a first token that would be late: so long may even a prompt wait that takes that
+# time by itself
 LEAST_WAIT = 0.25
 IN_TIME = 0.9  # of the first tokens shall not come later than predicted
 LEARNING = 0.05
@@ -42,7 +45,8 @@ class Seat:
         self._forecast: Forecast | None = None
 
     def fill(self, num_tokens: int, priority: int = 0, forecast: Forecast | None = None) -> None:
-        """The prompt has so many tokens, which wait now. forecast: of its first token, if one was made."""
+        """The prompt has so many tokens, which wait now. forecast: of its first token, if one was
+        made."""
         self._queued = self._unsent = num_tokens
         self._priority = priority
         self._forecast = forecast
@@ -61,7 +65,9 @@ class Seat:
             self._admission.token_rate.add(self._queued)
             self._unqueue()
             if self._forecast is not None:
-                self._admission.learn(self._forecast, 1000 * (self._admission.clock() - self._filled))
+                self._admission.learn(
+                    self._forecast, 1000 * (self._admission.clock() - self._filled)
+                )
 
     def leave(self) -> None:
         if self._here:
@@ -77,8 +83,8 @@ class Seat:
 
 
 class Admission:
-    """Use from one event loop. max_prompts, max_queued_tokens: see RouterConfig. unsent_tokens: of the queued ones,
-    those that no worker has heard of."""
+    """Use from one event loop. max_prompts, max_queued_tokens: see RouterConfig. unsent_tokens: of
+    the queued ones, those that no worker has heard of."""
 
     def __init__(
         self,
@@ -107,36 +113,46 @@ class Admission:
             self._by_priority[priority] = left
 
     def share_ahead(self, priority: int) -> float:
-        """Of the prompt tokens that wait, those that a new prompt of this priority does not overtake. What waits for
-        other routers is taken to be alike."""
+        """Of the prompt tokens that wait, those that a new prompt of this priority does not
+        overtake. What waits for other routers is taken to be alike."""
         if not self.queued_tokens:
             return 1.0
-        return sum(tokens for p, tokens in self._by_priority.items() if p <= priority) / self.queued_tokens
+        return (
+            sum(tokens for p, tokens in self._by_priority.items() if p <= priority)
+            / self.queued_tokens
+        )
 
     def enter(self, num_prompts: int) -> list[Seat]:
-        """A seat a prompt, or ApiError: 400 when there will never be so many, 429 when there are not now."""
+        """A seat a prompt, or ApiError: 400 when there will never be so many, 429 when there are
+        not now."""
         if num_prompts > self._max_prompts:
             message = (
-                f"prompt: {num_prompts} prompts in a call, but this router takes {self._max_prompts} at once: send "
+                f"prompt: {num_prompts} prompts in a call, but this router takes "
+                f"{self._max_prompts} at once: send "
                 "fewer, or raise router.max_concurrent_prompts"
             )
             raise ApiError(message, param="prompt", code="too_many_prompts")
         over = self.num_prompts + num_prompts - self._max_prompts
         if over > 0:
             message = (
-                f"this router is answering {self.num_prompts} prompts and takes {self._max_prompts} at once: try again "
+                f"this router is answering {self.num_prompts} prompts and takes "
+                f"{self._max_prompts} at once: try again "
                 "later, or raise router.max_concurrent_prompts"
             )
-            raise too_much(message, "too_many_concurrent_prompts", self.prompt_rate.seconds_for(over))
+            raise too_much(
+                message, "too_many_concurrent_prompts", self.prompt_rate.seconds_for(over)
+            )
         self.num_prompts += num_prompts
         return [Seat(self) for _ in range(num_prompts)]
 
     def check_tokens(self, num_tokens: int) -> None:
-        """ApiError (429) when so many more would be too much to wait for. A call alone is never too much."""
+        """ApiError (429) when so many more would be too much to wait for. A call alone is never too
+        much."""
         over = self.queued_tokens + num_tokens - self._max_queued_tokens
         if over > 0 and self.queued_tokens:
             message = (
-                f"{self.queued_tokens} prompt tokens wait at this router, which takes {self._max_queued_tokens}: try "
+                f"{self.queued_tokens} prompt tokens wait at this router, which takes "
+                f"{self._max_queued_tokens}: try "
                 "again later, or raise router.max_queued_tokens"
             )
             raise too_much(message, "too_many_queued_tokens", self.token_rate.seconds_for(over))
@@ -147,7 +163,8 @@ class Admission:
         return self._slo.latest_ms is not None
 
     def check_lateness(self, forecast: Forecast, elapsed_ms: float) -> None:
-        """ApiError (429) when others ahead make the first token late. elapsed_ms: since the request came."""
+        """ApiError (429) when others ahead make the first token late. elapsed_ms: since the request
+        came."""
         latest_ms = self._slo.latest_ms
         if latest_ms is None:
             return
@@ -156,8 +173,10 @@ class Admission:
         over_ms = wait_ms - max(latest_ms - alone_ms, LEAST_WAIT * latest_ms)
         if over_ms > 0:
             message = (
-                f"the first token would come after about {wait_ms + alone_ms:.0f} ms, but this server "
-                f"promises {self._slo.ttft_ms:g} ms (slo.ttft_ms; more than {latest_ms:g} are refused): try again later"
+                f"the first token would come after about {wait_ms + alone_ms:.0f} ms, but this "
+                "server "
+                f"promises {self._slo.ttft_ms:g} ms (slo.ttft_ms; more than {latest_ms:g} are "
+                "refused): try again later"
             )
             figures = {
                 "wait_s": rounded(forecast.wait_ms / 1000),
@@ -168,8 +187,9 @@ class Admission:
             raise too_much(message, "predicted_late", _seconds(over_ms / 1000), figures)
 
     def learn(self, forecast: Forecast, took_ms: float) -> None:
-        """Follow the quantile IN_TIME of what first tokens took, relative to their forecast, where it mattered: steps
-        have a fixed part, decodes come between, and prompts that come later may be taken first."""
+        """Follow the quantile IN_TIME of what first tokens took, relative to their forecast, where
+        it mattered: steps have a fixed part, decodes come between, and prompts that come later may
+        be taken first."""
         predicted_ms = (forecast.wait_ms + forecast.own_ms) * self.caution
         if self._slo.latest_ms is None or predicted_ms < LEAST_WAIT * self._slo.latest_ms:
             return
@@ -220,7 +240,12 @@ def _seconds(until: float) -> int:
     return min(LATEST_S, max(SOONEST_S, math.ceil(until)))
 
 
-def too_much(message: str, code: str, retry_after: int, figures: Mapping[str, object] | None = None) -> ApiError:
-    """ApiError (429). code: has a row in docs/security.md. retry_after: seconds. figures: see ApiError."""
+def too_much(
+    message: str, code: str, retry_after: int, figures: Mapping[str, object] | None = None
+) -> ApiError:
+    """ApiError (429). code: has a row in docs/security.md. retry_after: seconds. figures: see
+    ApiError."""
     kind = "rate_limit_error"
-    return ApiError(message, status=429, kind=kind, code=code, retry_after=retry_after, figures=figures)
+    return ApiError(
+        message, status=429, kind=kind, code=code, retry_after=retry_after, figures=figures
+    )

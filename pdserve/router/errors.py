@@ -1,7 +1,7 @@
 """Errors as an OpenAI client expects them, and the reasons a request ends without an answer.
 
-Knows no HTTP framework. Raised by parsing, admission and dispatch; `router.http.app` turns them into responses or
-stream events.
+Knows no HTTP framework. Raised by parsing, admission and dispatch; `router.http.app` turns them
+into responses or stream events.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,8 @@ _STATUS: dict[str, tuple[int, str, str | None]] = {
 
 
 class ApiError(Exception):
-    """An answer in OpenAI's error form. param: the request's parameter at fault. retry_after: seconds, for 429 and
+    """An answer in OpenAI's error form. param: the request's parameter at fault. retry_after:
+    seconds, for 429 and
     503. figures: what it was decided by, for the log alone."""
 
     def __init__(
@@ -34,7 +35,8 @@ class ApiError(Exception):
         retry_after: int | None = None,
         figures: Mapping[str, object] | None = None,
     ) -> None:
-        if len(message) > LONGEST_MESSAGE:  # it repeats something that was sent, which may be megabytes
+        # it repeats something that was sent, which may be megabytes
+        if len(message) > LONGEST_MESSAGE:
             message = f"{message[:LONGEST_MESSAGE]} ... ({len(message)} characters)"
         super().__init__(message)
         self.message = message
@@ -52,7 +54,14 @@ class ApiError(Exception):
         return self.code or self.kind
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}}
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
 
 
 class RequestFailed(ApiError):
@@ -60,7 +69,9 @@ class RequestFailed(ApiError):
 
     def __init__(self, failure: FailureKind, message: str) -> None:
         status, kind, code = _STATUS[failure]
-        super().__init__(message, status=status, kind=kind, code=code, retry_after=1 if status == 503 else None)
+        super().__init__(
+            message, status=status, kind=kind, code=code, retry_after=1 if status == 503 else None
+        )
         self.failure = failure
 
 
@@ -70,7 +81,8 @@ def internal_error() -> ApiError:
 
 
 def value_error(error: ValueError, names: Iterable[str]) -> ApiError:
-    """An ApiError for a ValueError whose message begins with the parameter's name, as all of ours do."""
+    """An ApiError for a ValueError whose message begins with the parameter's name, as all of ours
+    do."""
     words = str(error).split()
     first = words[0].rstrip(":,") if words else ""
     return ApiError(str(error), param=first if first in set(names) else None)

@@ -1,9 +1,11 @@
-"""Bytes that a router holds for clients: what waits for slow readers, answers in the making, scores of prompts.
+"""Bytes that a router holds for clients: what waits for slow readers, answers in the making, scores
+of prompts.
 
-Each request has an account. When all accounts together hold too much, the one that holds most is cut off, as often as
-it takes. Sizes are estimates of Python's objects. Knows no requests. What is held counts from a worker's event
-(`router.fleet.inbox`) until its bytes are sent (`router.http.answers`), and so does what a request keeps beside
-it (`router.request.request_run`, `router.request.generation`, `router.http.openai.responder`).
+Each request has an account. When all accounts together hold too much, the one that holds most is
+cut off, as often as it takes. Sizes are estimates of Python's objects. Knows no requests. What is
+held counts from a worker's event (`router.fleet.inbox`) until its bytes are sent
+(`router.http.answers`), and so does what a request keeps beside it (`router.request.request_run`,
+`router.request.generation`, `router.http.openai.responder`).
 """
 
 import asyncio
@@ -22,7 +24,11 @@ LET_GO_AT_ONCE = 64  # of those that nobody wants any more; freeing 100 MB takes
 def size_of(num_tokens: int, logprobs: Sequence[TokenLogprob | None] | None) -> int:
     """Bytes of tokens that are held together."""
     size = EVENT_BYTES + TOKEN_BYTES * num_tokens
-    return size + LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs if each is not None) if logprobs else size
+    return (
+        size + LOGPROB_BYTES * sum(1 + len(each.top) for each in logprobs if each is not None)
+        if logprobs
+        else size
+    )
 
 
 def let_go(items: deque[Any]) -> None:
@@ -34,7 +40,8 @@ def let_go(items: deque[Any]) -> None:
 
 
 class Held:
-    """All accounts of a router. count: called with 1 for each that is cut off. Use from one event loop."""
+    """All accounts of a router. count: called with 1 for each that is cut off. Use from one event
+    loop."""
 
     def __init__(self, max_bytes: int, count: Callable[[float], None]) -> None:
         self.num_bytes = 0

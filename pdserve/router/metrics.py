@@ -20,14 +20,47 @@ from pdserve.protocol.metric_families import MetricFamily, families_of
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.times import parts_of_time
 
-_LATENCY_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LATENCY_S = (
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+    300.0,
+)
 _PAUSE_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 1.5, 2.5, 5.0, 10.0, 30.0, 60.0)
-_TOKEN_S = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 5.0)
+_TOKEN_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.0075,
+    0.01,
+    0.015,
+    0.02,
+    0.03,
+    0.05,
+    0.075,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    5.0,
+)
 _TOKENS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5)
 
 
 class QuickCounter(Collector):
-    """A counter of one thread, without labels: no lock, a tenth of prometheus_client's time. For every token."""
+    """A counter of one thread, without labels: no lock, a tenth of prometheus_client's time. For
+    every token."""
 
     def __init__(self, name: str, text: str, registry: CollectorRegistry) -> None:
         self._name = name
@@ -45,7 +78,9 @@ class QuickCounter(Collector):
 class QuickHistogram(Collector):
     """As QuickCounter. bounds: upper ends of the buckets, ascending, without infinity."""
 
-    def __init__(self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry) -> None:
+    def __init__(
+        self, name: str, text: str, bounds: tuple[float, ...], registry: CollectorRegistry
+    ) -> None:
         self._name = name
         self._text = text
         self._bounds = bounds
@@ -78,7 +113,10 @@ class RouterMetrics:
         info.labels(model_name, pdserve.__version__).set(1)
         self.requests = self._counter("requests", "Prompts by how they ended.", "outcome")
         self.rejections = self._counter(
-            "rejections", "HTTP requests answered with an error, by status and reason.", "status", "reason"
+            "rejections",
+            "HTTP requests answered with an error, by status and reason.",
+            "status",
+            "reason",
         )
         self.successes = self._counter(
             "request_success",
@@ -91,59 +129,103 @@ class RouterMetrics:
             "plan",
             "reason",
         )
-        self.failovers = self._counter("failovers", "Attempts that failed and were tried again, by reason.", "reason")
-        self.arrivals = self._counter("kv_arrivals", "How decode workers came by a prompt's KV.", "source")
+        self.failovers = self._counter(
+            "failovers", "Attempts that failed and were tried again, by reason.", "reason"
+        )
+        self.arrivals = self._counter(
+            "kv_arrivals", "How decode workers came by a prompt's KV.", "source"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests.")
-        self.cached_tokens = self._counter("cached_prompt_tokens", "Prompt tokens taken from a prefix cache.")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "Prompt tokens taken from a prefix cache."
+        )
         self.generation_tokens = QuickCounter(
             "pdserve_router_generation_tokens", "Accepted generated tokens.", self.registry
         )
-        self.running = Gauge("pdserve_router_num_requests_running", "Prompts being answered.", registry=self.registry)
-        self.queued = Gauge("pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry)
+        self.running = Gauge(
+            "pdserve_router_num_requests_running", "Prompts being answered.", registry=self.registry
+        )
+        self.queued = Gauge(
+            "pdserve_router_queued_tokens", "Prompt tokens not computed.", registry=self.registry
+        )
         self.body_bytes = Gauge(
-            "pdserve_router_body_bytes", "Bytes of request bodies that are not prompts yet.", registry=self.registry
+            "pdserve_router_body_bytes",
+            "Bytes of request bodies that are not prompts yet.",
+            registry=self.registry,
         )
         self.held_bytes = Gauge(
-            "pdserve_router_held_bytes", "Bytes held for slow readers and whole answers.", registry=self.registry
+            "pdserve_router_held_bytes",
+            "Bytes held for slow readers and whole answers.",
+            registry=self.registry,
         )
         self.cuts = QuickCounter(
-            "pdserve_router_cut_clients", "Requests cut off because too much was held for them.", self.registry
+            "pdserve_router_cut_clients",
+            "Requests cut off because too much was held for them.",
+            self.registry,
         )
         self.caution = Gauge(
-            "pdserve_router_slo_caution", "Forecasts of first tokens are multiplied by it.", registry=self.registry
+            "pdserve_router_slo_caution",
+            "Forecasts of first tokens are multiplied by it.",
+            registry=self.registry,
         )
-        self.stale_events = QuickCounter("pdserve_router_stale_events", "Events of ended legs.", self.registry)
+        self.stale_events = QuickCounter(
+            "pdserve_router_stale_events", "Events of ended legs.", self.registry
+        )
         self.cache_resyncs = QuickCounter(
-            "pdserve_router_cache_resyncs", "Prefix cache states asked for again, after a gap.", self.registry
+            "pdserve_router_cache_resyncs",
+            "Prefix cache states asked for again, after a gap.",
+            self.registry,
         )
-        self.workers = Gauge("pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry)
-        self.ttft = self._seconds("time_to_first_token", "From a call's arrival to a choice's first token.", _LATENCY_S)
-        self.itl = self._seconds("inter_token_latency", "Between two messages of a choice.", _TOKEN_S)
-        self.tpot = self._seconds("request_time_per_output_token", "Mean of a choice behind its first token.", _TOKEN_S)
-        self.e2e = self._seconds("e2e_request_latency", "From a call's arrival to its answer's last byte.", _LATENCY_S)
+        self.workers = Gauge(
+            "pdserve_router_workers", "Workers by role.", ["role"], registry=self.registry
+        )
+        self.ttft = self._seconds(
+            "time_to_first_token", "From a call's arrival to a choice's first token.", _LATENCY_S
+        )
+        self.itl = self._seconds(
+            "inter_token_latency", "Between two messages of a choice.", _TOKEN_S
+        )
+        self.tpot = self._seconds(
+            "request_time_per_output_token", "Mean of a choice behind its first token.", _TOKEN_S
+        )
+        self.e2e = self._seconds(
+            "e2e_request_latency", "From a call's arrival to its answer's last byte.", _LATENCY_S
+        )
         self.pause = self._seconds(
-            "failover_pause", "From a choice's last token before a failover to its next one.", _PAUSE_S
+            "failover_pause",
+            "From a choice's last token before a failover to its next one.",
+            _PAUSE_S,
         )
-        self.prompt_lengths = self._histogram("request_prompt_tokens", "Tokens of prompts.", _TOKENS)
-        self.generation_lengths = self._histogram("request_generation_tokens", "Tokens made of a prompt.", _TOKENS)
+        self.prompt_lengths = self._histogram(
+            "request_prompt_tokens", "Tokens of prompts.", _TOKENS
+        )
+        self.generation_lengths = self._histogram(
+            "request_generation_tokens", "Tokens made of a prompt.", _TOKENS
+        )
         self._overdrawn = 0.0
         self.time = self._counter(
-            "request_time_seconds", "Time of answered calls of one prompt by what it went into.", "part"
+            "request_time_seconds",
+            "Time of answered calls of one prompt by what it went into.",
+            "part",
         )
 
-    def took(self, total_s: float, admission_s: float, legs: Collection[LegTimes], complete: bool = True) -> None:
-        """What an answered call of one prompt took. total_s: to the last byte; admission_s: until its prompt was sent
-        to a worker. The parts add up to total_s: what neither admission nor a worker took is transport (messages both
-        ways, this event loop, text and JSON, the client's own pace). A worker knows a request's arrival to half a step
-        only, so that rest may be negative: then the next request's is smaller. complete: every worker has said where
-        its time went; else (a stop string was found here while the worker went on, or a worker was lost) that rest is
-        theirs too, and counts as "unreported"."""
+    def took(
+        self, total_s: float, admission_s: float, legs: Collection[LegTimes], complete: bool = True
+    ) -> None:
+        """What an answered call of one prompt took. total_s: to the last byte; admission_s: until
+        its prompt was sent to a worker. The parts add up to total_s: what neither admission nor a
+        worker took is transport (messages both ways, this event loop, text and JSON, the client's
+        own pace). A worker knows a request's arrival to half a step only, so that rest may be
+        negative: then the next request's is smaller. complete: every worker has said where its time
+        went; else (a stop string was found here while the worker went on, or a worker was lost)
+        that rest is theirs too, and counts as "unreported"."""
         parts, rest = parts_of_time(total_s, admission_s, legs)
         rest -= self._overdrawn
         self._overdrawn = max(0.0, -rest)
         parts["transport" if complete else "unreported"] = max(0.0, rest)
         for part, seconds in parts.items():
-            self.time.labels(part).inc(max(0.0, seconds))  # a counter refuses less, and the answer is done
+            # a counter refuses less, and the answer is done
+            self.time.labels(part).inc(max(0.0, seconds))
 
     def look_at(self, fleet: Fleet) -> None:
         """Take over what the fleet counts by itself; before a page is made."""

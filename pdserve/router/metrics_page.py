@@ -1,7 +1,7 @@
 """The page of metrics: the router's own counters, joined with every worker's last snapshot.
 
-Prometheus text format. Workers' families keep their names and get the labels worker and role. Knows no HTTP. Shown by
-`router.http.app`.
+Prometheus text format. Workers' families keep their names and get the labels worker and role. Knows
+no HTTP. Shown by `router.http.app`.
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,9 @@ def _families(families: Iterable[tuple[MetricFamily, list[str]]]) -> Iterable[st
 
 
 def _line(sample: Sample, labels: dict[str, str]) -> str:
-    pairs = ",".join(f'{name}="{_escape(value)}"' for name, value in (sample.labels | labels).items())
+    pairs = ",".join(
+        f'{name}="{_escape(value)}"' for name, value in (sample.labels | labels).items()
+    )
     return f"{sample.name}{{{pairs}}} {_number(sample.value)}\n"
 
 

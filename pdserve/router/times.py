@@ -5,9 +5,11 @@ from collections.abc import Collection
 from pdserve.protocol.events import LegTimes
 
 
-def parts_of_time(total_s: float, admission_s: float, legs: Collection[LegTimes]) -> tuple[dict[str, float], float]:
-    """What total_s went into, and what neither admission nor a worker took of it. A worker knows a request's arrival to
-    half a step only, so that rest may be negative."""
+def parts_of_time(
+    total_s: float, admission_s: float, legs: Collection[LegTimes]
+) -> tuple[dict[str, float], float]:
+    """What total_s went into, and what neither admission nor a worker took of it. A worker knows a
+    request's arrival to half a step only, so that rest may be negative."""
     device = sum(leg.device_s for leg in legs)
     parts = {
         "admission": admission_s,

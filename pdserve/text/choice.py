@@ -1,8 +1,9 @@
-"""The text of one choice: accepted tokens in, text that is certain out, and where a stop string ended it.
+"""The text of one choice: accepted tokens in, text that is certain out, and where a stop string
+ended it.
 
 Joins `text.detokenize` and `text.stop` by vLLM's rules: a stop token's own text is not shown unless
-include_stop, and stop strings are looked for behind the first min_tokens tokens only. Knows no workers and no engine.
-Called by the router and by `LLM`.
+include_stop, and stop strings are looked for behind the first min_tokens tokens only. Knows no
+workers and no engine. Called by the router and by `LLM`.
 """
 
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ class ChoiceText:
         min_tokens: int = 0,
         skip_special_tokens: bool = True,
     ) -> None:
-        """stops: the request's, shared by its choices; None: it has none. The others are SamplingParams' of these
-        names, include_stop its include_stop_str_in_output.
+        """stops: the request's, shared by its choices; None: it has none. The others are
+        SamplingParams' of these names, include_stop its include_stop_str_in_output.
         """
         self._detokenizer = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._matcher = StopMatcher(stops, include_stop) if stops is not None else None
@@ -31,22 +32,30 @@ class ChoiceText:
         self._shows_stop = include_stop
         self._num_tokens = 0
 
-    def push(self, token_ids: Sequence[int], finish_reason: str | None) -> tuple[str, str | None, int]:
-        """(new text, the stop string that matched, tokens of the choice up to the match). finish_reason: what ended the
-        tokens at the worker; it flushes what is held back. After a match nothing may be pushed."""
+    def push(
+        self, token_ids: Sequence[int], finish_reason: str | None
+    ) -> tuple[str, str | None, int]:
+        """(new text, the stop string that matched, tokens of the choice up to the match).
+        finish_reason: what ended the tokens at the worker; it flushes what is held back. After a
+        match nothing may be pushed."""
         hidden = 1 if finish_reason == "stop" and not self._shows_stop else 0
         visible = token_ids[: len(token_ids) - hidden]
         if self._matcher is None:
             self._num_tokens += len(token_ids)
             text = self._detokenizer.push(visible)
-            return text + self._detokenizer.flush() if finish_reason else text, None, self._num_tokens
+            return (
+                text + self._detokenizer.flush() if finish_reason else text,
+                None,
+                self._num_tokens,
+            )
         return self._match(self._matcher, visible, hidden, finish_reason is not None)
 
     def _match(
         self, matcher: StopMatcher, visible: Sequence[int], hidden: int, finished: bool
     ) -> tuple[str, str | None, int]:
         text = ""
-        for token in visible:  # one by one: the token that completes a stop string is the choice's last
+        # one by one: the token that completes a stop string is the choice's last
+        for token in visible:
             self._num_tokens += 1
             piece, stop = self._look(matcher, self._detokenizer.push((token,)))
             text += piece

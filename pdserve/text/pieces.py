@@ -1,9 +1,10 @@
-"""What one token adds to a text, independent of its neighbours: the table behind incremental detokenisation.
+"""What one token adds to a text, independent of its neighbours: the table behind incremental
+detokenisation.
 
-Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, only UTF-8 ties neighbours together. Sentencepiece
-and WordPiece decoders: a token is text; the first of a sequence is special (its leading space goes), and a run of
-`<0xNN>` byte tokens is one unit. A decoder of any other kind is refused, not guessed. Called by `text.tokenizer` and
-`text.detokenize`.
+Byte-level BPE (GPT-2, Llama 3, Qwen): a token is a run of bytes, only UTF-8 ties neighbours
+together. Sentencepiece and WordPiece decoders: a token is text; the first of a sequence is special
+(its leading space goes), and a run of `<0xNN>` byte tokens is one unit. A decoder of any other kind
+is refused, not guessed. Called by `text.tokenizer` and `text.detokenize`.
 """
 
 import json
@@ -14,7 +15,8 @@ import tokenizers
 
 
 class BytePieces:
-    """Byte-level decoder: the text of a sequence is the UTF-8 decoding of its tokens' bytes, joined."""
+    """Byte-level decoder: the text of a sequence is the UTF-8 decoding of its tokens' bytes,
+    joined."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -24,7 +26,9 @@ class BytePieces:
     def token_bytes(self, token_id: int) -> bytes:
         piece = self._cache.get(token_id)
         if piece is None:
-            piece = self._cache[token_id] = _byte_level_bytes(self._backend.id_to_token(token_id) or "")
+            piece = self._cache[token_id] = _byte_level_bytes(
+                self._backend.id_to_token(token_id) or ""
+            )
         return piece
 
     def whole_text(self, token_id: int) -> str | None:
@@ -37,7 +41,8 @@ class BytePieces:
 
 
 class TextPieces:
-    """Text decoder, asked through an anchor: a token's piece is what it adds behind an ordinary token."""
+    """Text decoder, asked through an anchor: a token's piece is what it adds behind an ordinary
+    token."""
 
     def __init__(self, backend: tokenizers.Tokenizer, byte_fallback: bool) -> None:
         self._backend = backend
@@ -50,10 +55,13 @@ class TextPieces:
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def is_byte(self, token_id: int) -> bool:
-        return self._byte_fallback and _fallback_byte(self._backend.id_to_token(token_id)) is not None
+        return (
+            self._byte_fallback and _fallback_byte(self._backend.id_to_token(token_id)) is not None
+        )
 
     def is_empty(self, token_id: int) -> bool:
-        """Whether the decoder does not see the token at all: it does not count as the first of a sequence."""
+        """Whether the decoder does not see the token at all: it does not count as the first of a
+        sequence."""
         return not self._backend.id_to_token(token_id)
 
     def inner(self, ids: Sequence[int]) -> str:
@@ -78,13 +86,23 @@ def make_pieces(backend: tokenizers.Tokenizer) -> BytePieces | TextPieces:
     if kinds == ["ByteLevel"]:
         return BytePieces(backend)
     for stage in stages:
-        if stage["type"] not in {"Metaspace", "Replace", "ByteFallback", "Fuse", "Strip", "WordPiece"}:
+        if stage["type"] not in {
+            "Metaspace",
+            "Replace",
+            "ByteFallback",
+            "Fuse",
+            "Strip",
+            "WordPiece",
+        }:
             raise ValueError(
-                f"the tokenizer's decoder {stage['type']!r} cannot be streamed: ByteLevel, Metaspace, WordPiece and "
+                f"the tokenizer's decoder {stage['type']!r} cannot be streamed: ByteLevel, "
+                "Metaspace, WordPiece and "
                 "sequences of Replace, ByteFallback, Fuse, Strip can"
             )
         if stage["type"] == "Strip" and stage["stop"]:
-            raise ValueError("the tokenizer's decoder strips the end of a text, which cannot be streamed")
+            raise ValueError(
+                "the tokenizer's decoder strips the end of a text, which cannot be streamed"
+            )
     return TextPieces(backend, byte_fallback="ByteFallback" in kinds)
 
 
@@ -97,17 +115,21 @@ def _stages(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    """GPT-2's table: printable bytes stand for themselves, the others for characters from U+0100
+    on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF_CHAR = _byte_alphabet()
 
 
 def _byte_level_bytes(token: str) -> bytes:
-    """As the ByteLevel decoder: a token with a character outside the alphabet stands for its own UTF-8."""
+    """As the ByteLevel decoder: a token with a character outside the alphabet stands for its own
+    UTF-8."""
     try:
         return bytes(_BYTE_OF_CHAR[char] for char in token)
     except KeyError:

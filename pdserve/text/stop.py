@@ -1,10 +1,12 @@
-"""Stop strings over a growing text: emits what is certain and holds back a possible beginning of a stop string.
+"""Stop strings over a growing text: emits what is certain and holds back a possible beginning of a
+stop string.
 
-All stop strings of a request form one Aho-Corasick automaton (Aho and Corasick, 1975). Its tables are built once a
-request and shared by all choices, each of which has one state of its own. A character costs constant time, however many
-strings there are, and the result does not depend on how the text was cut into pieces. The match that *completes* first
-wins (of several that complete at the same character the longest), because generation ends there. Knows no tokens.
-Called by the router and by `LLM`.
+All stop strings of a request form one Aho-Corasick automaton (Aho and Corasick, 1975). Its tables
+are built once a request and shared by all choices, each of which has one state of its own. A
+character costs constant time, however many strings there are, and the result does not depend on how
+the text was cut into pieces. The match that *completes* first wins (of several that complete at the
+same character the longest), because generation ends there. Knows no tokens. Called by the router
+and by `LLM`.
 """
 
 from array import array
@@ -12,13 +14,14 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The tables; immutable, about 20 bytes a character. A state stands for a prefix of a stop string: the longest that
-    the text read so far ends with. State 0 is the empty one.
+    """The tables; immutable, about 20 bytes a character. A state stands for a prefix of a stop
+    string: the longest that the text read so far ends with. State 0 is the empty one.
 
-    chars: of each state the last character of its prefix. follows: whether that goes on with the state before it, as
-    nearly all do. branches: the other ways on from a state, at most one a stop string. failures: the state of the next
-    shorter prefix that such a text ends with, too. lengths: characters of a state's prefix. matches: length of the
-    longest stop string that is complete there (0: none is). firsts: what stop strings begin with.
+    chars: of each state the last character of its prefix. follows: whether that goes on with the
+    state before it, as nearly all do. branches: the other ways on from a state, at most one a stop
+    string. failures: the state of the next shorter prefix that such a text ends with, too. lengths:
+    characters of a state's prefix. matches: length of the longest stop string that is complete
+    there (0: none is). firsts: what stop strings begin with.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -69,7 +72,8 @@ class StopStrings:
         return self.after(state, char) if state + 1 < len(self.lengths) else 0
 
     def _link(self, parents: "array[int]") -> None:
-        """Fill `failures`, shorter prefixes first, and let each state know the strings that end within its prefix."""
+        """Fill `failures`, shorter prefixes first, and let each state know the strings that end
+        within its prefix."""
         failures = self.failures
         matches = self.matches
         for state in sorted(range(1, len(parents)), key=self.lengths.__getitem__):
@@ -84,7 +88,8 @@ class StopStrings:
 
 
 class StopMatcher:
-    """The text of one choice against the stop strings of its request. include: emit the matched string too."""
+    """The text of one choice against the stop strings of its request. include: emit the matched
+    string too."""
 
     def __init__(self, stops: StopStrings, include: bool = False) -> None:
         self._stops = stops

@@ -1,8 +1,10 @@
-"""A Hugging Face tokenizer folder without transformers: encode, decode, chat template, special tokens.
+"""A Hugging Face tokenizer folder without transformers: encode, decode, chat template, special
+tokens.
 
-Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and the eos ids of generation_config.json. Needs only
-`tokenizers` and jinja2, so a process without torch can use it (transformers' AutoTokenizer imports torch). Knows no
-requests and no streams: `text.detokenize` turns single tokens into text. Called by the router and by the offline `LLM`.
+Reads tokenizer.json, tokenizer_config.json, chat_template.jinja and the eos ids of
+generation_config.json. Needs only `tokenizers` and jinja2, so a process without torch can use it
+(transformers' AutoTokenizer imports torch). Knows no requests and no streams: `text.detokenize`
+turns single tokens into text. Called by the router and by the offline `LLM`.
 """
 
 import json
@@ -23,11 +25,20 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Unicode's canonical composition makes one character out of at most this many.
 COMPOSED_CHARS = 4
 
-_NAMED_SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_NAMED_SPECIALS = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 class Tokenizer:
-    """One loaded tokenizer. Immutable after loading; its methods may be called from several threads."""
+    """One loaded tokenizer. Immutable after loading; its methods may be called from several
+    threads."""
 
     def __init__(
         self,
@@ -36,7 +47,8 @@ class Tokenizer:
         eos_token_ids: Sequence[int] = (),
         chat_template: str | None = None,
     ) -> None:
-        """backend: truncation and padding are switched off. special_tokens: name, as in templates -> text."""
+        """backend: truncation and padding are switched off. special_tokens: name, as in templates
+        -> text."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -46,13 +58,16 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Read a folder in Hugging Face format. ValueError: no folder, no tokenizer.json, or a broken file."""
+        """Read a folder in Hugging Face format. ValueError: no folder, no tokenizer.json, or a
+        broken file."""
         folder = Path(path)
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise ValueError(
-                f"tokenizer path {str(path)!r} holds no tokenizer.json: give a local folder in Hugging Face format; "
-                "a slow tokenizer is converted by transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...)"
+                f"tokenizer path {str(path)!r} holds no tokenizer.json: give a local folder in "
+                "Hugging Face format; "
+                "a slow tokenizer is converted by transformers' "
+                "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:
             backend = tokenizers.Tokenizer.from_file(str(file))
@@ -67,7 +82,8 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Highest token id plus one, added tokens included (the model's own vocabulary may be padded beyond it)."""
+        """Highest token id plus one, added tokens included (the model's own vocabulary may be
+        padded beyond it)."""
         return max(self._backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @cached_property
@@ -92,7 +108,9 @@ class Tokenizer:
         about 15 ns per token at the end."""
         return self.encode_batch([text], add_special_tokens)[0]
 
-    def encode_batch(self, texts: Sequence[str], add_special_tokens: bool = True) -> list[list[int]]:
+    def encode_batch(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[list[int]]:
         """Token ids of each text, as by `encode`; the GIL is released once for all of them."""
         return [encoding.ids for encoding in self._encodings(texts, add_special_tokens)]
 
@@ -100,12 +118,19 @@ class Tokenizer:
         """How many ids `encode` would give; makes none."""
         return len(self._encodings([text], add_special_tokens)[0])
 
-    def _encodings(self, texts: Sequence[str], add_special_tokens: bool) -> list[tokenizers.Encoding]:
-        """The library's `encode` holds the GIL, which stops every other thread; this call does not."""
+    def _encodings(
+        self, texts: Sequence[str], add_special_tokens: bool
+    ) -> list[tokenizers.Encoding]:
+        """The library's `encode` holds the GIL, which stops every other thread; this call does
+        not."""
         try:
-            return self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)
+            return self._backend.encode_batch_fast(
+                list(texts), add_special_tokens=add_special_tokens
+            )
         except (TypeError, UnicodeError) as error:
-            raise ValueError("the text holds a lone surrogate, which is no valid Unicode: send valid UTF-8") from error
+            raise ValueError(
+                "the text holds a lone surrogate, which is no valid Unicode: send valid UTF-8"
+            ) from error
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """The text of some ids. Releases the GIL, which the library's `decode` does not."""
@@ -127,10 +152,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> str:
-        """The prompt text of a conversation. ValueError: no template, bad messages, or the template refuses them."""
+        """The prompt text of a conversation. ValueError: no template, bad messages, or the template
+        refuses them."""
         if self._template is None:
             raise ValueError(
-                "this model's tokenizer has no chat template: use /v1/completions, or add chat_template.jinja"
+                "this model's tokenizer has no chat template: use /v1/completions, or add "
+                "chat_template.jinja"
             )
         variables: dict[str, Any] = self.special_tokens | kwargs
         return self._template.render(messages, add_generation_prompt, tools, variables)
@@ -142,8 +169,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
-        """Token ids of a conversation; the template writes its own special tokens. Raises as `render_chat`."""
-        return self.encode(self.render_chat(messages, add_generation_prompt, tools, **kwargs), add_special_tokens=False)
+        """Token ids of a conversation; the template writes its own special tokens. Raises as
+        `render_chat`."""
+        return self.encode(
+            self.render_chat(messages, add_generation_prompt, tools, **kwargs),
+            add_special_tokens=False,
+        )
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -169,8 +200,11 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return specials
 
 
-def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str, str]) -> list[int]:
-    """The tokenizer's eos and those of generation_config.json (without one, config.json), as in transformers."""
+def _eos_token_ids(
+    folder: Path, backend: tokenizers.Tokenizer, specials: Mapping[str, str]
+) -> list[int]:
+    """The tokenizer's eos and those of generation_config.json (without one, config.json), as in
+    transformers."""
     source = folder / "generation_config.json"
     value = _read_json(source if source.is_file() else folder / "config.json").get("eos_token_id")
     ids = [] if value is None else list(value) if isinstance(value, list) else [value]
@@ -179,7 +213,8 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, specials: Mappin
 
 
 def _chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja wins over the config's; of several named ones the one called "default"."""
+    """chat_template.jinja wins over the config's; of several named ones the one called
+    "default"."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")

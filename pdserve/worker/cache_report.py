@@ -1,10 +1,11 @@
-"""Tells routers what the engine's prefix cache holds: all of it to a router that is new, then numbered changes to all.
+"""Tells routers what the engine's prefix cache holds: all of it to a router that is new, then
+numbered changes to all.
 
     subscribe, resync -> CacheState in parts, one a turn
     changes -> CacheChange, one a period at most
 
-Nothing happens per token: the block manager notes the last word on each digest, and this reads it now and then. Knows
-no sockets and no policies (docs/routing.md). Used by `worker.loop`.
+Nothing happens per token: the block manager notes the last word on each digest, and this reads it
+now and then. Knows no sockets and no policies (docs/routing.md). Used by `worker.loop`.
 """
 
 from collections import OrderedDict
@@ -36,7 +37,8 @@ class CacheReport:
         return bool(self._states)
 
     def begin(self, session: Session) -> CacheState:
-        """The first part of the whole state; the others come with the next turns. A running one starts anew."""
+        """The first part of the whole state; the others come with the next turns. A running one
+        starts anew."""
         self._states.pop(session, None)
         state = _State(self.number, self._blocks.cached_digests())
         part = state.next_part()
@@ -58,13 +60,18 @@ class CacheReport:
         return session, part
 
     def changes(self, now: float, anyone: bool) -> list[CacheChange]:
-        """What is due now. anyone: somebody listens; else the changes are forgotten, as whoever comes gets a state."""
+        """What is due now. anyone: somebody listens; else the changes are forgotten, as whoever
+        comes gets a state."""
         if not self._changes or now < self.due():
             return []
         self._last_told = now
         noted = list(self._changes.items())
         self._changes.clear()
-        return [self._change(noted[i : i + KEYS_PER_MESSAGE]) for i in _starts(noted)] if anyone else []
+        return (
+            [self._change(noted[i : i + KEYS_PER_MESSAGE]) for i in _starts(noted)]
+            if anyone
+            else []
+        )
 
     def due(self) -> float:
         """When changes are told next; infinite when there are none."""
@@ -80,8 +87,8 @@ class CacheReport:
 
 
 class _State:
-    """One router's state on its way. digests: of the moment behind change `number`. Changes noted but not yet told are
-    in it too, and are told again: that does no harm."""
+    """One router's state on its way. digests: of the moment behind change `number`. Changes noted
+    but not yet told are in it too, and are told again: that does no harm."""
 
     def __init__(self, number: int, digests: list[bytes]) -> None:
         self._number = number
@@ -92,7 +99,9 @@ class _State:
         start = self._part * KEYS_PER_MESSAGE
         end = start + KEYS_PER_MESSAGE
         stored = _keys(self._digests[start:end])
-        part = CacheState(number=self._number, part=self._part, final=end >= len(self._digests), stored=stored)
+        part = CacheState(
+            number=self._number, part=self._part, final=end >= len(self._digests), stored=stored
+        )
         self._part += 1
         return part
 

@@ -1,9 +1,10 @@
-"""The replica shell's end of the wire to its engine process: commands down, one event stream per router up.
+"""The replica shell's end of the wire to its engine process: commands down, one event stream per
+router up.
 
 A zmq PAIR over ipc. Down: `[encoded Command]`. Up: `[target, encoded EventBatch]`, where target is
-`router_id/session`, or `*` for every subscribed router. Batches pass through as bytes: nothing is decoded here. Knows
-no Ray and no torch; single-threaded: all methods belong to the event loop that made the client. Called by
-`cluster.deployments.worker_replica`, and by tests that need no Ray.
+`router_id/session`, or `*` for every subscribed router. Batches pass through as bytes: nothing is
+decoded here. Knows no Ray and no torch; single-threaded: all methods belong to the event loop that
+made the client. Called by `cluster.deployments.worker_replica`, and by tests that need no Ray.
 """
 
 import asyncio
@@ -67,9 +68,10 @@ class _Stream:
 class EngineClient:
     """Connects to an engine at a zmq address (`ipc://…`); the engine may bind it later.
 
-    `connected` is set once the engine answers; nobody else can connect then, and the socket's file may go. `closed`
-    is set once the engine is gone, whatever the reason; from then on every call raises EngineGone and every stream
-    ends. Make it inside a running event loop. overhear: is given each batch for every router, still encoded.
+    `connected` is set once the engine answers; nobody else can connect then, and the socket's file
+    may go. `closed` is set once the engine is gone, whatever the reason; from then on every call
+    raises EngineGone and every stream ends. Make it inside a running event loop. overhear: is given
+    each batch for every router, still encoded.
     """
 
     def __init__(self, address: str, overhear: Callable[[bytes], None] | None = None) -> None:
@@ -84,7 +86,9 @@ class EngineClient:
         self._socket.set(zmq.SNDHWM, SEND_LIMIT)
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.RECONNECT_IVL, 20)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._loop.add_reader(_descriptor(self._monitor), self._watch)
         self._loop.add_reader(_descriptor(self._socket), self._receive)
         self._socket.connect(address)
@@ -104,16 +108,16 @@ class EngineClient:
             self._socket.send(data, zmq.NOBLOCK)
         except zmq.Again:
             raise EngineGone(f"the engine has left {SEND_LIMIT} commands unread") from None
-        # The socket's file descriptor is edge-triggered, and sending may consume the edge of a message that came
-        # meanwhile.
+        # The socket's file descriptor is edge-triggered, and sending may consume the edge of a
+        # message that came meanwhile.
         self._loop.call_soon(self._receive)
 
     async def subscribe(self, router_id: str, session: int) -> AsyncGenerator[bytes, None]:
-        """The encoded batches for this router, the first with its Hello; a newer subscription of the same router ends
-        this one.
+        """The encoded batches for this router, the first with its Hello; a newer subscription of
+        the same router ends this one.
 
-        Closing the iterator tells the engine that the router is lost. Raises EngineGone when the engine is gone at the
-        start, and ends when it goes later.
+        Closing the iterator tells the engine that the router is lost. Raises EngineGone when the
+        engine is gone at the start, and ends when it goes later.
         """
         stream = self._open(router_id, session)
         try:
@@ -123,8 +127,8 @@ class EngineClient:
             self._lose(stream)
 
     def close(self, stop: bool = True) -> None:
-        """End all streams and close the socket, and tell the engine to stop unless another client takes over.
-        Idempotent."""
+        """End all streams and close the socket, and tell the engine to stop unless another client
+        takes over. Idempotent."""
         if not self.closed.is_set():
             # LINGER is 0 for a dead peer's sake; a living one shall still read what was sent last.
             self._socket.set(zmq.LINGER, 1000)
@@ -139,7 +143,9 @@ class EngineClient:
             raise EngineGone("the engine process is gone")
         for stream in [s for s in self._streams.values() if s.router_id == router_id]:
             if stream.session >= session:
-                raise EngineGone(f"router {router_id} has a newer stream ({stream.session}) than {session}")
+                raise EngineGone(
+                    f"router {router_id} has a newer stream ({stream.session}) than {session}"
+                )
             self._lose(stream)
         stream = self._streams[target_of(router_id, session)] = _Stream(router_id, session)
         self.send(Subscribe(router_id=router_id, session=session))

@@ -1,8 +1,9 @@
-"""One rank's engine process: builds the engine, its connector, its KV pool and the worker loop, and carries their bytes
-over zmq.
+"""One rank's engine process: builds the engine, its connector, its KV pool and the worker loop, and
+carries their bytes over zmq.
 
-The plain class under the Ray actor of cluster.deployments.engine_actor; tests run it in a thread or a process without
-Ray. Knows no Ray. Wire: a zmq PAIR bound to `address`; frames `[command]` in, `[target, batch]` out, all msgspec.
+The plain class under the Ray actor of cluster.deployments.engine_actor; tests run it in a thread or
+a process without Ray. Knows no Ray. Wire: a zmq PAIR bound to `address`; frames `[command]` in,
+`[target, batch]` out, all msgspec.
 """
 
 import logging
@@ -29,19 +30,24 @@ from pdserve.worker.metrics import WorkerMetrics
 logger = logging.getLogger(__name__)
 
 SWITCH_S = (
-    1e-4  # a link's thread waits for the interpreter no longer than that; by default 5 ms, longer than a transfer
+    # a link's thread waits for the interpreter no longer than that; by default 5 ms, longer than a
+    # transfer
+    1e-4
 )
 
 
 class EngineHost:
-    """config: of the worker; worker_id: unique over restarts; incarnation: start time in ns; address: zmq, `ipc://...`.
+    """config: of the worker; worker_id: unique over restarts; incarnation: start time in ns;
+    address: zmq, `ipc://...`.
 
-    `start` loads the model (slow; `progress` tells how far), `run` serves until a Stop. Both on the same thread. An
-    error in a step ends `run`: an engine that failed once is not trusted again; its process goes and a new incarnation
-    comes.
+    `start` loads the model (slow; `progress` tells how far), `run` serves until a Stop. Both on the
+    same thread. An error in a step ends `run`: an engine that failed once is not trusted again; its
+    process goes and a new incarnation comes.
     """
 
-    def __init__(self, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
+    def __init__(
+        self, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+    ) -> None:
         self.progress = StartProgress()
         self._config = config
         self._worker_id = worker_id
@@ -56,7 +62,8 @@ class EngineHost:
         self._socket: zmq.Socket[bytes] | None = None
 
     def start(self) -> dict[str, Any]:
-        """Load the model, allocate and register the KV cache, bind the address; what there is now, for the log."""
+        """Load the model, allocate and register the KV cache, bind the address; what there is now,
+        for the log."""
         began = time.monotonic()
         pool_config = self._config.transfer.pool
         if pool_config.mode == "start":
@@ -65,7 +72,9 @@ class EngineHost:
         if engine.device.type == "cpu":
             torch.set_num_threads(1)
         metrics = WorkerMetrics(engine)
-        memory = KVCacheMemory(engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint)
+        memory = KVCacheMemory(
+            engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint
+        )
         if self._config.connects:
             self.progress.enter("registration")
             self._sender, self._receiver = build_connector(
@@ -79,9 +88,15 @@ class EngineHost:
             )
         if pool_config.mode != "off":
             self.progress.enter("pool")
-            address = self._pool_server.wait_ready() if self._pool_server is not None else pool_config.address
+            address = (
+                self._pool_server.wait_ready()
+                if self._pool_server is not None
+                else pool_config.address
+            )
             assert address is not None, "PoolConfig asks for one"
-            self._pool = build_pool(address, pool_config, memory, self._wake, registry=metrics.registry)
+            self._pool = build_pool(
+                address, pool_config, memory, self._wake, registry=metrics.registry
+            )
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -109,9 +124,14 @@ class EngineHost:
         }
 
     def _pool_name(self) -> str:
-        """Equal for the workers of one host that use one server; a server without address is its worker's own."""
+        """Equal for the workers of one host that use one server; a server without address is its
+        worker's own."""
         address = self._config.transfer.pool.address
-        return f"{self._config.host}/{address}" if address else f"{self._worker_id}/{self._incarnation}"
+        return (
+            f"{self._config.host}/{address}"
+            if address
+            else f"{self._worker_id}/{self._incarnation}"
+        )
 
     def run(self) -> None:
         """Serve until a Stop command; raises what a step raised."""
@@ -150,7 +170,9 @@ class EngineHost:
         try:
             self._socket.send_multipart([target.encode(), encode(batch)], zmq.NOBLOCK)
         except zmq.Again:  # the queue is unbounded, so this means one thing only
-            logger.warning("nobody is connected to %s: dropped a batch for %s", self._address, target)
+            logger.warning(
+                "nobody is connected to %s: dropped a batch for %s", self._address, target
+            )
 
     def _wake(self) -> None:
         """Called from any thread: the connector has news."""

@@ -1,11 +1,13 @@
-"""Where the time of one leg (one Submit) went at this worker: waiting, prompt, tokens, and the device's part of it.
+"""Where the time of one leg (one Submit) went at this worker: waiting, prompt, tokens, and the
+device's part of it.
 
     arrived --queue--> first planned --prefill--> prompt computed --decode--> last token collected,
                                                                               or cancelled
 
-Differences of this process's monotonic clock; nothing is compared between processes. The device's part is what steps
-took it between first plan and last token, whoever's rows they computed; the rest of that time is the engine's host.
-Knows no engine. Used by worker.loop, a few calls a request and none a token.
+Differences of this process's monotonic clock; nothing is compared between processes. The device's
+part is what steps took it between first plan and last token, whoever's rows they computed; the rest
+of that time is the engine's host. Knows no engine. Used by worker.loop, a few calls a request and
+none a token.
 """
 
 from collections.abc import Iterable
@@ -15,10 +17,18 @@ from pdserve.protocol.request_key import Phase
 
 
 class LegClock:
-    """arrived: monotonic seconds. choices: the leg is done when all of them have ended; with phase "prefill" each ends
-    with its first token."""
+    """arrived: monotonic seconds. choices: the leg is done when all of them have ended; with phase
+    "prefill" each ends with its first token."""
 
-    __slots__ = ("_arrived", "_device_before", "_open", "_phase", "_planned", "_prompt_done", "_rows")
+    __slots__ = (
+        "_arrived",
+        "_device_before",
+        "_open",
+        "_phase",
+        "_planned",
+        "_prompt_done",
+        "_rows",
+    )
 
     def __init__(self, arrived: float, choices: Iterable[int], phase: Phase) -> None:
         self._arrived = arrived
@@ -42,8 +52,8 @@ class LegClock:
         return begun if self._prompt_done is None else (*begun, "decode")
 
     def planned(self, now: float, device_seconds: float) -> None:
-        """Its first rows are in a step. device_seconds: the worker's running total. Later calls (after a preemption)
-        change nothing."""
+        """Its first rows are in a step. device_seconds: the worker's running total. Later calls
+        (after a preemption) change nothing."""
         if self._planned is None:
             self._planned = now
             self._device_before = device_seconds
@@ -56,17 +66,23 @@ class LegClock:
         self._rows = max(self._rows, num_rows)
         return num_rows > before
 
-    def see(self, event: Delta | PromptScored, now: float, device_seconds: float) -> LegTimes | None:
+    def see(
+        self, event: Delta | PromptScored, now: float, device_seconds: float
+    ) -> LegTimes | None:
         """Take note of one of the leg's events; the times so far when it ends a choice here."""
         if isinstance(event, PromptScored):
             self._prompt_done = now
             return None
-        if event.choice not in self._open or (event.finish_reason is None and self._phase != "prefill"):
+        if event.choice not in self._open or (
+            event.finish_reason is None and self._phase != "prefill"
+        ):
             return None
         self._open.remove(event.choice)
         return self._times(now, device_seconds)
 
-    def cancel(self, choices: Iterable[int] | None, now: float, device_seconds: float) -> LegTimes | None:
+    def cancel(
+        self, choices: Iterable[int] | None, now: float, device_seconds: float
+    ) -> LegTimes | None:
         """These choices (None: all) go on no longer; the times so far when that ends the leg."""
         if self.done:
             return None
@@ -78,4 +94,6 @@ class LegClock:
             return LegTimes(now - self._arrived, 0.0, 0.0, 0.0)
         prompt_done = now if self._prompt_done is None else self._prompt_done
         device = min(device_seconds - self._device_before, now - self._planned)
-        return LegTimes(self._planned - self._arrived, prompt_done - self._planned, now - prompt_done, device)
+        return LegTimes(
+            self._planned - self._arrived, prompt_done - self._planned, now - prompt_done, device
+        )

@@ -32,7 +32,9 @@ class WorkerLegs:
         self._clocks: dict[Session, dict[RequestKey, LegClock]] = defaultdict(dict)
         self._device_seconds = 0.0
         self._num_steps_told = 0
-        self._tombstones: OrderedDict[RequestKey, tuple[float, tuple[int, ...] | None]] = OrderedDict()
+        self._tombstones: OrderedDict[RequestKey, tuple[float, tuple[int, ...] | None]] = (
+            OrderedDict()
+        )
 
     def is_here(self, key: RequestKey) -> bool:
         """Begun, and not forgotten yet."""
@@ -49,7 +51,9 @@ class WorkerLegs:
         if cancelled is None:
             return submit
         choices = cancelled[1]
-        starts = () if choices is None else tuple(s for s in submit.starts if s.choice not in choices)
+        starts = (
+            () if choices is None else tuple(s for s in submit.starts if s.choice not in choices)
+        )
         return msgspec.structs.replace(submit, starts=starts) if starts else None
 
     def begin(self, submit: Submit, arrived: float) -> None:
@@ -97,7 +101,9 @@ class WorkerLegs:
     def timed(self, key: RequestKey, event: Delta | PromptScored) -> Delta | PromptScored:
         """The event, with the leg's times when it is the last of a choice."""
         clock = self._clocks.get((key.router_id, key.session), {}).get(key)
-        times = clock.see(event, time.monotonic(), self._device_seconds) if clock is not None else None
+        times = (
+            clock.see(event, time.monotonic(), self._device_seconds) if clock is not None else None
+        )
         if clock is None or times is None:
             return event
         if clock.done:

@@ -1,9 +1,9 @@
-"""How loaded this worker is: the share of time it computes prompts, and how long a running sequence waits for its next
-token.
+"""How loaded this worker is: the share of time it computes prompts, and how long a running sequence
+waits for its next token.
 
-Both fade with FADE_S, so that a snapshot a second sees neither a single step nor what was a minute ago. Fed by
-`worker.loop` with every turn, told in Snapshots; who scales counts reads it (docs/elasticity.md). Times are monotonic
-seconds.
+Both fade with FADE_S, so that a snapshot a second sees neither a single step nor what was a minute
+ago. Fed by `worker.loop` with every turn, told in Snapshots; who scales counts reads it
+(docs/elasticity.md). Times are monotonic seconds.
 """
 
 import math
@@ -16,10 +16,14 @@ class LoadMeter:
         self._at = now
         self._busy = self._span = 0.0
         self._intervals = self._steps = 0.0
-        self._last_end: float | None = None  # of the step before, when the engine has not rested since
+        # of the step before, when the engine has not rested since
+        self._last_end: float | None = None
 
-    def turned(self, began: float, ended: float, stepped: bool, mostly_prompt: bool = False) -> None:
-        """A turn that computed a step, or had nothing to compute. mostly_prompt: as `prefill_speed` says."""
+    def turned(
+        self, began: float, ended: float, stepped: bool, mostly_prompt: bool = False
+    ) -> None:
+        """A turn that computed a step, or had nothing to compute. mostly_prompt: as `prefill_speed`
+        says."""
         self._fade(ended)
         if not stepped:
             self._last_end = None

@@ -88,7 +88,9 @@ class WorkerLoop:
         self.pool = PoolPhase(engine, pool, config.pull_deadline_s) if pool else None
         self._compute_here = self.pool.compute if self.pool else engine.add
         max_pinned = int(usable * config.max_pinned_fraction)
-        self.prefill = PrefillPhase(engine, sender, max_pinned, self._compute_here) if sender else None
+        self.prefill = (
+            PrefillPhase(engine, sender, max_pinned, self._compute_here) if sender else None
+        )
         self.decode = (
             DecodePhase(
                 engine,
@@ -102,7 +104,9 @@ class WorkerLoop:
             else None
         )
         self._cache = CacheReport(engine.blocks)
-        self._status = WorkerStatus(engine, metrics, role, config.overlap, sender, self.prefill, self.pool, pool_name)
+        self._status = WorkerStatus(
+            engine, metrics, role, config.overlap, sender, self.prefill, self.pool, pool_name
+        )
         self._turn_began: float | None = None  # of the last turn, when it computed a step
         self._last_busy = 0.0
         self._is_checked = True  # since the last work
@@ -145,13 +149,19 @@ class WorkerLoop:
             self._start(wanted)
         except ValueError as error:
             self._legs.forget(key)
-            failed = Failed(request_id=key.request_id, attempt=key.attempt, kind="invalid", message=str(error))
+            failed = Failed(
+                request_id=key.request_id, attempt=key.attempt, kind="invalid", message=str(error)
+            )
             self._emit([(key, failed)])
 
     def _prepare(self, prepare: Prepare) -> None:
         key = prepare.submit.key
         is_known = self._legs.is_over(key) or self._legs.is_here(key)
-        if self.decode is not None and self._outbox.is_open((key.router_id, key.session)) and not is_known:
+        if (
+            self.decode is not None
+            and self._outbox.is_open((key.router_id, key.session))
+            and not is_known
+        ):
             self.decode.prepare(prepare)
 
     def _arrival(self) -> float:
@@ -168,7 +178,9 @@ class WorkerLoop:
         elif submit.phase == "full":
             self._compute_here(self.engine.make_request(submit), submit.starts)
         else:
-            raise ValueError(f'this worker has no connector: phase must be "full", not {submit.phase!r}')
+            raise ValueError(
+                f'this worker has no connector: phase must be "full", not {submit.phase!r}'
+            )
 
     def _cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> None:
         if not self._legs.is_here(key):
@@ -187,7 +199,10 @@ class WorkerLoop:
     def _subscribe(self, session: Session) -> None:
         self._outbox.open(session)
         self._outbox.add_to(
-            session, self._status.hello(self._peers.statuses), self._cache.begin(session), self.snapshot()
+            session,
+            self._status.hello(self._peers.statuses),
+            self._cache.begin(session),
+            self.snapshot(),
         )
         if self.pool is not None:
             self._outbox.add_to(session, self.pool.report.everything())
@@ -200,7 +215,10 @@ class WorkerLoop:
         """The next flush tells every router, also when nothing changed: somebody waits for it."""
         if role != "both" and self._sender is None:
             logger.warning(
-                "no connector: %s stays %s, and does not become %s", self._worker_id, self._status.role, role
+                "no connector: %s stays %s, and does not become %s",
+                self._worker_id,
+                self._status.role,
+                role,
             )
         elif role != self._status.role:
             logger.info("%s was %s and becomes %s", self._worker_id, self._status.role, role)
@@ -232,7 +250,8 @@ class WorkerLoop:
         result = self._step() if busy else None
         stepped = result is not None
         if stepped:
-            self._poll_phases()  # what came in meanwhile leaves with this step's events, not a step later
+            # what came in meanwhile leaves with this step's events, not a step later
+            self._poll_phases()
         self._status.turned(began, result)
         self._check_at_rest(busy)
         self._turn_began = began if stepped else None
@@ -241,7 +260,11 @@ class WorkerLoop:
         if stepped or self._cache.has_parts:
             return 0.0
         polls = busy or (self.decode and self.decode.waits_for_blocks)
-        return 0.002 if polls else max(0.0, min(self._status.due, self._cache.due()) - time.monotonic())
+        return (
+            0.002
+            if polls
+            else max(0.0, min(self._status.due, self._cache.due()) - time.monotonic())
+        )
 
     def _check_at_rest(self, busy: bool) -> None:
         now = time.monotonic()
@@ -291,7 +314,8 @@ class WorkerLoop:
 
     def _emit(self, events: list[tuple[RequestKey, Event]]) -> None:
         for key, event in events:
-            is_plain = type(event) is Delta and event.position and not event.finish_reason  # most are
+            # most are
+            is_plain = type(event) is Delta and event.position and not event.finish_reason
             self._outbox.add(key, event if is_plain else self._noted(key, event))
 
     def _noted(self, key: RequestKey, event: Event) -> Event:
@@ -325,7 +349,8 @@ class WorkerLoop:
     def _tell_waiting(self) -> None:
         """Routers measure how long a leg says nothing: tell each of them which of its legs wait."""
         phases = [phase for phase in (self.decode, self.pool) if phase is not None]
-        kept: set[RequestKey] = set().union(*(phase.keys() for phase in phases))  # within deadlines of their own
+        # within deadlines of their own
+        kept: set[RequestKey] = set().union(*(phase.keys() for phase in phases))
         for session, legs in self._legs.waiting(kept):
             self._outbox.add_to(session, legs)
 

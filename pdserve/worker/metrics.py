@@ -1,7 +1,9 @@
-"""A worker's own metrics: an engine's running totals and gauges as prometheus families, and their form on the wire.
+"""A worker's own metrics: an engine's running totals and gauges as prometheus families, and their
+form on the wire.
 
-Reads the engine's state when asked (once a second), so counting costs the step nothing. Names are the field's where it
-has any. Knows no router; the connector counts its transfers in the registry that is passed to it.
+Reads the engine's state when asked (once a second), so counting costs the step nothing. Names are
+the field's where it has any. Knows no router; the connector counts its transfers in the registry
+that is passed to it.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,8 +20,42 @@ from pdserve.engine.memory.block_manager import FreeSpace
 from pdserve.protocol.events import Arrived, LegTimes
 from pdserve.protocol.metric_families import MetricFamily, families_of
 
-LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
-LAG_BUCKETS = (0.00025, 0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
+LATENCY_BUCKETS = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.025,
+    0.05,
+    0.1,
+    0.25,
+    0.5,
+    1.0,
+    2.5,
+    5.0,
+    10.0,
+    30.0,
+    60.0,
+    120.0,
+)
+LAG_BUCKETS = (
+    0.00025,
+    0.0005,
+    0.001,
+    0.002,
+    0.003,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1.0,
+    2.0,
+    5.0,
+    10.0,
+)
 STEP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 LEG_TIMES = {
@@ -42,19 +78,43 @@ class EngineCollector(Collector):
         blocks = self._engine.blocks
         totals = {
             "pdserve_engine_steps": ("Engine steps", engine.stats.num_steps),
-            "pdserve_engine_prompt_tokens": ("Prompt tokens computed here", engine.stats.prompt_tokens),
-            "pdserve_engine_generation_tokens": ("Tokens sampled here", engine.stats.generation_tokens),
-            "pdserve_engine_late_compiles": ("Kernels compiled while serving", engine.num_late_compiles),
-            "pdserve_num_preemptions": ("Sequences preempted for lack of blocks", scheduler.num_preemptions),
-            "pdserve_prefix_cache_queries": ("Tokens looked up in the prefix cache", scheduler.prefix_queries),
-            "pdserve_prefix_cache_hits": ("Tokens found in the prefix cache", scheduler.prefix_hits),
+            "pdserve_engine_prompt_tokens": (
+                "Prompt tokens computed here",
+                engine.stats.prompt_tokens,
+            ),
+            "pdserve_engine_generation_tokens": (
+                "Tokens sampled here",
+                engine.stats.generation_tokens,
+            ),
+            "pdserve_engine_late_compiles": (
+                "Kernels compiled while serving",
+                engine.num_late_compiles,
+            ),
+            "pdserve_num_preemptions": (
+                "Sequences preempted for lack of blocks",
+                scheduler.num_preemptions,
+            ),
+            "pdserve_prefix_cache_queries": (
+                "Tokens looked up in the prefix cache",
+                scheduler.prefix_queries,
+            ),
+            "pdserve_prefix_cache_hits": (
+                "Tokens found in the prefix cache",
+                scheduler.prefix_hits,
+            ),
         }
         for name, (text, value) in totals.items():
             yield CounterMetricFamily(name, text, value)
         gauges = {
-            "pdserve_num_requests_running": ("Sequences in the running batch", len(scheduler.running)),
+            "pdserve_num_requests_running": (
+                "Sequences in the running batch",
+                len(scheduler.running),
+            ),
             "pdserve_num_requests_waiting": ("Sequences waiting", len(scheduler.waiting)),
-            "pdserve_kv_cache_usage_perc": ("Share of KV blocks that are owned", blocks.num_owned / blocks.num_usable),
+            "pdserve_kv_cache_usage_perc": (
+                "Share of KV blocks that are owned",
+                blocks.num_owned / blocks.num_usable,
+            ),
         }
         for name, (text, gauge) in gauges.items():
             yield GaugeMetricFamily(name, text, gauge)
@@ -70,19 +130,33 @@ class EngineCollector(Collector):
 
 def _free_space(free: FreeSpace) -> Iterator[Metric]:
     gauges = {
-        "pdserve_kv_cached_free_blocks": ("Free blocks that the prefix cache still knows", free.num_cached),
-        "pdserve_kv_blank_runs": ("Runs of neighbouring free blocks that hold nothing", free.num_runs),
-        "pdserve_kv_longest_blank_run_blocks": ("Blocks of the longest of these runs", free.longest_run),
-        "pdserve_kv_fragmentation_perc": ("Share of these blocks outside the longest run", free.fragmentation),
+        "pdserve_kv_cached_free_blocks": (
+            "Free blocks that the prefix cache still knows",
+            free.num_cached,
+        ),
+        "pdserve_kv_blank_runs": (
+            "Runs of neighbouring free blocks that hold nothing",
+            free.num_runs,
+        ),
+        "pdserve_kv_longest_blank_run_blocks": (
+            "Blocks of the longest of these runs",
+            free.longest_run,
+        ),
+        "pdserve_kv_fragmentation_perc": (
+            "Share of these blocks outside the longest run",
+            free.fragmentation,
+        ),
     }
     for name, (text, value) in gauges.items():
         yield GaugeMetricFamily(name, text, value)
 
 
 def _memory(kv_cache: Tensor) -> Metric:
-    """Bytes on the KV cache's device; what torch holds and what anybody uses are known on CUDA alone."""
+    """Bytes on the KV cache's device; what torch holds and what anybody uses are known on CUDA
+    alone."""
     text = (
-        "Memory of the engine's device by use: the KV cache (kv_pool), torch's allocator, all of it in use, all of it"
+        "Memory of the engine's device by use: the KV cache (kv_pool), torch's allocator, all of "
+        "it in use, all of it"
     )
     family = GaugeMetricFamily("pdserve_device_memory_bytes", text, labels=["use"])
     family.add_metric(["kv_pool"], kv_cache.numel() * kv_cache.element_size())
@@ -103,7 +177,10 @@ class WorkerMetrics:
         self.registry.register(EngineCollector(engine))
         self.registry.register(FAILURES)
         self.step_seconds = Histogram(
-            "pdserve_engine_step_seconds", "Duration of engine steps", buckets=STEP_BUCKETS, registry=self.registry
+            "pdserve_engine_step_seconds",
+            "Duration of engine steps",
+            buckets=STEP_BUCKETS,
+            registry=self.registry,
         )
         self._arrivals = Counter(
             "pdserve_kv_arrivals",
@@ -113,17 +190,23 @@ class WorkerMetrics:
         )
         self._lag = Histogram(
             "pdserve_kv_transfer_lag_seconds",
-            "From a prompt's last row written at P to its last byte verified here, by both hosts' clocks",
+            "From a prompt's last row written at P to its last byte verified here, by both hosts' "
+            "clocks",
             buckets=LAG_BUCKETS,
             registry=self.registry,
         )
         self.handoffs = Counter(
-            "pdserve_kv_handoffs", "Prompts whose blocks this worker published", registry=self.registry
+            "pdserve_kv_handoffs",
+            "Prompts whose blocks this worker published",
+            registry=self.registry,
         )
 
         self._leg_times = {
             name: Histogram(
-                f"pdserve_request_{name}_time_seconds", text, buckets=LATENCY_BUCKETS, registry=self.registry
+                f"pdserve_request_{name}_time_seconds",
+                text,
+                buckets=LATENCY_BUCKETS,
+                registry=self.registry,
             )
             for name, text in LEG_TIMES.items()
         }
@@ -135,8 +218,8 @@ class WorkerMetrics:
             self._lag.observe(max(0.0, event.lag_s))  # clocks differ, and a sum must not sink
 
     def leg_done(self, times: LegTimes, stages: Iterable[str]) -> None:
-        """A Submit ran to its end here, or was cancelled (its client left, or the router found a stop string). stages:
-        those it came to; the others are not counted."""
+        """A Submit ran to its end here, or was cancelled (its client left, or the router found a
+        stop string). stages: those it came to; the others are not counted."""
         for name in stages:
             self._leg_times[name].observe(getattr(times, f"{name}_s"))
 

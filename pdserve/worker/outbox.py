@@ -71,5 +71,7 @@ class Outbox:
         self._send_to(f"{session[0]}/{session[1]}", events)
 
     def _send_to(self, target: str, events: Sequence[Event]) -> None:
-        batch = EventBatch(worker_id=self._worker_id, incarnation=self._incarnation, events=tuple(events))
+        batch = EventBatch(
+            worker_id=self._worker_id, incarnation=self._incarnation, events=tuple(events)
+        )
         self._send(target, batch)

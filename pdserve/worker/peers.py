@@ -49,7 +49,9 @@ class PeerStatuses:
             return
         if self._receiver is not None:
             self._receiver.disconnect(command.engine_id, command.incarnation)
-        self.heard(msgspec.structs.replace(known, connected=False, detail="disconnected by a router"))
+        self.heard(
+            msgspec.structs.replace(known, connected=False, detail="disconnected by a router")
+        )
         del self._statuses[command.engine_id]
 
     def heard(self, status: PeerStatus) -> None:

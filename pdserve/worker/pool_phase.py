@@ -1,13 +1,14 @@
-"""What a worker does with the KV pool: asks it before a prompt is computed here, and stores what was computed.
+"""What a worker does with the KV pool: asks it before a prompt is computed here, and stores what
+was computed.
 
-Knows the engine and a KVPool; nothing of the other phases, of sockets or of routers. Driven by worker.loop on its one
-thread.
+Knows the engine and a KVPool; nothing of the other phases, of sockets or of routers. Driven by
+worker.loop on its one thread.
 
     compute --worth asking, blocks free--> ASKING --any end--> the engine computes what is missing
     a sequence has ended --> its blocks stay owned until the pool has read them --> free
 
-Rows that came from the pool are cached blocks, which the engine finds like its own. So whatever goes wrong is a miss,
-and a request waits for the pool as long as the pool's request deadline says.
+Rows that came from the pool are cached blocks, which the engine finds like its own. So whatever
+goes wrong is a miss, and a request waits for the pool as long as the pool's request deadline says.
 """
 
 import itertools
@@ -20,7 +21,14 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.reservations import Reservation
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.engine.step_result import FinishedRows, StepResult
-from pdserve.kvtransfer.connector import KVPool, PoolDone, PoolFailed, PoolSettled, PoolStored, unchanged
+from pdserve.kvtransfer.connector import (
+    KVPool,
+    PoolDone,
+    PoolFailed,
+    PoolSettled,
+    PoolStored,
+    unchanged,
+)
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Arrived, Event
 from pdserve.protocol.request_key import RequestKey
@@ -33,7 +41,8 @@ Events = list[tuple[RequestKey, Event]]
 
 @dataclass(eq=False)
 class _Retrieval:
-    """A request whose prompt is looked for. started: monotonic seconds. dropped: nobody waits for it any more."""
+    """A request whose prompt is looked for. started: monotonic seconds. dropped: nobody waits for
+    it any more."""
 
     request: Request
     starts: tuple[Start, ...]
@@ -76,7 +85,9 @@ class PoolPhase:
         size = self._engine.config.block_size
         tokens = request.prompt_token_ids[: len(reservation.block_table) * size]
         skip = reservation.num_cached * size
-        self._pool.retrieve(op_id, tokens, request.cache_salt, skip, reservation.destination, self._deadline_s)
+        self._pool.retrieve(
+            op_id, tokens, request.cache_salt, skip, reservation.destination, self._deadline_s
+        )
 
     def on_step(self, result: StepResult) -> None:
         """Offer the pool what this step has finished."""
@@ -91,16 +102,22 @@ class PoolPhase:
                 events += self._answered(self._retrievals.pop(event.op_id), event)
             elif isinstance(event, PoolSettled) and event.op_id in self._quarantined:
                 self._engine.blocks.settle(self._quarantined.pop(event.op_id))
-            elif isinstance(event, PoolStored | PoolFailed | PoolSettled) and event.op_id in self._stores:
+            elif (
+                isinstance(event, PoolStored | PoolFailed | PoolSettled)
+                and event.op_id in self._stores
+            ):
                 self._stored(event)
         return events
 
     def cancel(self, key: RequestKey, choices: tuple[int, ...] | None) -> bool:
-        """Stop a request that waits for the pool, or leave out some of its choices; True when nothing is left to do."""
+        """Stop a request that waits for the pool, or leave out some of its choices; True when
+        nothing is left to do."""
         for op_id, retrieval in self._retrievals.items():
             if retrieval.request.key == key and not retrieval.dropped:
                 retrieval.starts = (
-                    () if choices is None else tuple(s for s in retrieval.starts if s.choice not in choices)
+                    ()
+                    if choices is None
+                    else tuple(s for s in retrieval.starts if s.choice not in choices)
                 )
                 if not retrieval.starts:
                     retrieval.dropped = True
@@ -110,7 +127,11 @@ class PoolPhase:
 
     def keys(self) -> set[RequestKey]:
         """Requests that wait for the pool."""
-        return {retrieval.request.key for retrieval in self._retrievals.values() if not retrieval.dropped}
+        return {
+            retrieval.request.key
+            for retrieval in self._retrievals.values()
+            if not retrieval.dropped
+        }
 
     @property
     def owned(self) -> list[list[int]]:
@@ -125,11 +146,13 @@ class PoolPhase:
     def _chunk_ends(self, digests: Sequence[bytes], num_tokens: int) -> tuple[bytes, ...]:
         """Of the whole chunks of the first num_tokens."""
         per_chunk = self._pool.chunk_tokens // self._engine.config.block_size
-        return tuple(digests[per_chunk - 1 : num_tokens // self._engine.config.block_size : per_chunk])
+        return tuple(
+            digests[per_chunk - 1 : num_tokens // self._engine.config.block_size : per_chunk]
+        )
 
     def _reserve(self, request: Request, starts: tuple[Start, ...]) -> Reservation | None:
-        """Blocks for the whole chunks that the pool may have and the engine has not; None when it is not worth asking.
-        The last token is always computed, for its logits.
+        """Blocks for the whole chunks that the pool may have and the engine has not; None when it
+        is not worth asking. The last token is always computed, for its logits.
         """
         chunk = self._pool.chunk_tokens
         num_tokens = (request.num_prompt_tokens - 1) // chunk * chunk
@@ -139,7 +162,10 @@ class PoolPhase:
         if self._engine.blocks.num_free < num_blocks + len(self._engine.scheduler.running):
             return None
         reservation = self._engine.reserve(request, starts, num_blocks)
-        if reservation is not None and len(reservation.destination) * self._engine.config.block_size < chunk:
+        if (
+            reservation is not None
+            and len(reservation.destination) * self._engine.config.block_size < chunk
+        ):
             self._engine.cancel_reservation(reservation, settled=True)
             return None
         return reservation
@@ -148,7 +174,10 @@ class PoolPhase:
         num_filled = 0
         settled = True
         if isinstance(event, PoolDone):
-            num_filled = event.num_tokens // self._engine.config.block_size - retrieval.reservation.num_cached
+            num_filled = (
+                event.num_tokens // self._engine.config.block_size
+                - retrieval.reservation.num_cached
+            )
         else:
             settled = event.settled
         blocks = self._engine.cancel_reservation(retrieval.reservation, settled, num_filled)
@@ -178,7 +207,8 @@ class PoolPhase:
         size = self._engine.config.block_size
         digests = retrieval.request.prompt_hashes(self._engine.hasher)
         ends = self._chunk_ends(digests, len(retrieval.reservation.block_table) * size)
-        first = retrieval.reservation.num_cached * size // self.chunk_tokens  # earlier ones were not looked for
+        # earlier ones were not looked for
+        first = retrieval.reservation.num_cached * size // self.chunk_tokens
         num_found = event.num_tokens // self.chunk_tokens if isinstance(event, PoolDone) else first
         self.report.found(ends[first:num_found])
         self.report.missed(ends[num_found : num_found + 1])
@@ -186,14 +216,18 @@ class PoolPhase:
     def _store(self, rows: FinishedRows) -> bool:
         """Whether the pool took it; it then owns the blocks."""
         size = self._engine.config.block_size
-        count = len(rows.block_ids) * size // self._pool.chunk_tokens * self._pool.chunk_tokens // size
+        count = (
+            len(rows.block_ids) * size // self._pool.chunk_tokens * self._pool.chunk_tokens // size
+        )
         chunk_ends = self._chunk_ends(rows.hashes, count * size)
         if not count or chunk_ends[-1] in self._known:
             return False
         op_id = next(self._op_ids)
         block_ids = rows.block_ids[:count]
         valid = unchanged(self._engine.blocks.generations, block_ids)
-        if not self._pool.store(op_id, rows.token_ids[: count * size], rows.cache_salt, block_ids, valid):
+        if not self._pool.store(
+            op_id, rows.token_ids[: count * size], rows.cache_salt, block_ids, valid
+        ):
             return False
         self._engine.blocks.release(rows.block_ids[count:])
         self._stores[op_id] = _Store(chunk_ends, block_ids)

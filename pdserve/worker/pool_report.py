@@ -1,7 +1,9 @@
-"""Tells routers which chunks the KV pool is known to hold: what this worker stored there or read, and what it missed.
+"""Tells routers which chunks the KV pool is known to hold: what this worker stored there or read,
+and what it missed.
 
-The pool's server is shared by a host and tells nobody what it drops, so these are hints, without numbers: a wrong one
-costs a guess (docs/routing.md). Kept by `worker.pool_phase`, sent by `worker.loop`.
+The pool's server is shared by a host and tells nobody what it drops, so these are hints, without
+numbers: a wrong one costs a guess (docs/routing.md). Kept by `worker.pool_phase`, sent by
+`worker.loop`.
 """
 
 from collections import OrderedDict

@@ -1,13 +1,15 @@
-"""How fast this worker computes prompts: tokens a second, over its latest steps that were mostly prompt.
+"""How fast this worker computes prompts: tokens a second, over its latest steps that were mostly
+prompt.
 
-A step takes fixed time and time for each token; the latter is what a queue of prompts costs, and the same for workers
-that happened to get short prompts and those that got long ones, so a line is fitted through the steps. Fed and read by
-`worker.loop`; routers predict queues with it.
+A step takes fixed time and time for each token; the latter is what a queue of prompts costs, and
+the same for workers that happened to get short prompts and those that got long ones, so a line is
+fitted through the steps. Fed and read by `worker.loop`; routers predict queues with it.
 """
 
 KEPT = 0.95  # of the sums at each step: the latest 20 count
 LEAST_ROWS = 16  # a step of fewer says nothing of prompts
-MAX_GAIN = 4.0  # the line's speed is at most so much above tokens by seconds: a few steps may lie anyhow
+# the line's speed is at most so much above tokens by seconds: a few steps may lie anyhow
+MAX_GAIN = 4.0
 
 
 def is_mostly_prompt(num_rows: int, num_sequences: int) -> bool:
@@ -20,7 +22,8 @@ class PrefillSpeed:
         self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
 
     def observe(self, num_rows: int, num_sequences: int, seconds: float) -> None:
-        """A step of so many tokens for so many sequences. One that is mostly decoding is left out."""
+        """A step of so many tokens for so many sequences. One that is mostly decoding is left
+        out."""
         if num_rows < LEAST_ROWS or not is_mostly_prompt(num_rows, num_sequences):
             return
         self._weight = KEPT * self._weight + 1

@@ -94,7 +94,9 @@ class WorkerStatus:
             block_size=engine.config.block_size,
             kv_cache=self._sender.meta() if self._sender else None,
             peers=peers,
-            parts_from=min(ANNOUNCE_FROM, engine.scheduler.parts_from) if self._sender and self._overlap else 0,
+            parts_from=min(ANNOUNCE_FROM, engine.scheduler.parts_from)
+            if self._sender and self._overlap
+            else 0,
             cut_below=FAST_LINK if self._overlap == "auto" else float("inf"),
             caches_prefixes=engine.blocks.enable_caching,
             kv_pool=self._pool_name if self._pool else "",

@@ -30,13 +30,19 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count(name: str) -> float:
     [family] = FAILURES.collect()
-    return next(s.value for s in family.samples if s.labels == {"task": name} and s.name.endswith("_total"))
+    return next(
+        s.value for s in family.samples if s.labels == {"task": name} and s.name.endswith("_total")
+    )
 
 
 def test_nothing_runs_in_the_background_but_by_this_module() -> None:
     root = Path(pdserve.__file__).parent
     starts = re.compile(r"\b(create_task|ensure_future)\(")
-    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if starts.search(path.read_text())}
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if starts.search(path.read_text())
+    }
     assert found == AWAITED
 
 
@@ -58,7 +64,9 @@ async def test_a_kept_task_goes_on_after_errors_and_each_is_logged_and_counted(
     await asyncio.wait_for(went_on.wait(), 60)
     assert runs == [0, 1, 2, 3] and count("kept") == 3 and not task.done()
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 3 and all("background task kept failed" in record.message for record in errors)
+    assert len(errors) == 3 and all(
+        "background task kept failed" in record.message for record in errors
+    )
     assert "KeyError: 'run 2'" in caplog.text and "in run" in caplog.text, "with its traceback"
     task.cancel()
     await asyncio.wait({task})
@@ -89,7 +97,8 @@ async def test_a_pause_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 async def test_what_is_awaited_may_be_cancelled_without_the_task() -> None:
-    """A cancelled future raises CancelledError in whoever awaits it: that is an error like others."""
+    """A cancelled future raises CancelledError in whoever awaits it: that is an error like
+    others."""
     went_on = asyncio.Event()
 
     async def run() -> None:
@@ -103,7 +112,9 @@ async def test_what_is_awaited_may_be_cancelled_without_the_task() -> None:
     assert went_on.is_set() and count("elsewhere") == 1
 
 
-@pytest.mark.parametrize(("steady_s", "expected"), [(3600.0, [1, 2, 4, 5, 5]), (0.0, [1, 1, 1, 1, 1])])
+@pytest.mark.parametrize(
+    ("steady_s", "expected"), [(3600.0, [1, 2, 4, 5, 5]), (0.0, [1, 1, 1, 1, 1])]
+)
 async def test_pauses_grow_up_to_a_bound_and_are_short_again_after_a_while(
     monkeypatch: pytest.MonkeyPatch, steady_s: float, expected: list[float]
 ) -> None:

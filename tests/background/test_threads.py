@@ -30,19 +30,33 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def count(name: str) -> float:
     [family] = FAILURES.collect()
-    return next(s.value for s in family.samples if s.labels == {"thread": name} and s.name.endswith("_total"))
+    return next(
+        s.value
+        for s in family.samples
+        if s.labels == {"thread": name} and s.name.endswith("_total")
+    )
 
 
 def test_no_thread_runs_in_the_background_but_by_this_module() -> None:
     root = Path(pdserve.__file__).parent
     starts = re.compile(r"\bThread\(|\(threading\.Thread\)|PoolExecutor\(|\bTimer\(")
-    found = {str(path.relative_to(root)) for path in root.rglob("*.py") if starts.search(path.read_text())}
+    found = {
+        str(path.relative_to(root))
+        for path in root.rglob("*.py")
+        if starts.search(path.read_text())
+    }
     uses = re.compile(r"\bKeptThread\(")
-    kept = {str(path.relative_to(root)) for path in root.rglob("*.py") if uses.search(path.read_text())}
-    assert found - kept | {"background/threads.py", "kvtransfer/pool/lmcache_server.py"} == set(OTHERS)
+    kept = {
+        str(path.relative_to(root)) for path in root.rglob("*.py") if uses.search(path.read_text())
+    }
+    assert found - kept | {"background/threads.py", "kvtransfer/pool/lmcache_server.py"} == set(
+        OTHERS
+    )
 
 
-def test_it_goes_on_after_errors_and_each_is_logged_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+def test_it_goes_on_after_errors_and_each_is_logged_and_counted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     runs: list[str] = []
 
     def run() -> None:
@@ -54,7 +68,9 @@ def test_it_goes_on_after_errors_and_each_is_logged_and_counted(caplog: pytest.L
     thread.join(5.0)
     assert runs == ["goes on peer"] * 4 and count("goes on") == 3 and not thread.is_alive()
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert len(errors) == 3 and all("background thread goes on peer failed" in record.message for record in errors)
+    assert len(errors) == 3 and all(
+        "background thread goes on peer failed" in record.message for record in errors
+    )
     assert "KeyError: 'run 2'" in caplog.text and "in run" in caplog.text, "with its traceback"
 
 

@@ -1,4 +1,5 @@
-"""A small completions server with faults, in a thread of its own, so that a client under test may block."""
+"""A small completions server with faults, in a thread of its own, so that a client under test may
+block."""
 
 import asyncio
 import json
@@ -39,7 +40,9 @@ async def complete(request: web.Request) -> web.StreamResponse:
         behaviour.in_flight -= 1
 
 
-async def answer(request: web.Request, behaviour: Behaviour, num_tokens: int, fault: str) -> web.StreamResponse:
+async def answer(
+    request: web.Request, behaviour: Behaviour, num_tokens: int, fault: str
+) -> web.StreamResponse:
     if fault == "refuse":
         return web.json_response({"error": {"message": "max_tokens is wrong"}}, status=400)
     response = web.StreamResponse(headers={"content-type": "text/event-stream"})
@@ -65,8 +68,17 @@ async def answer(request: web.Request, behaviour: Behaviour, num_tokens: int, fa
                 return response
             if fault == "end":
                 return response
-        choice = {"index": 0, "text": "ab", "finish_reason": "length" if i == num_tokens - 1 else None}
-        await event({"choices": [choice | ({"token_ids": [i]} if behaviour.token_ids else {})], "usage": None})
+        choice = {
+            "index": 0,
+            "text": "ab",
+            "finish_reason": "length" if i == num_tokens - 1 else None,
+        }
+        await event(
+            {
+                "choices": [choice | ({"token_ids": [i]} if behaviour.token_ids else {})],
+                "usage": None,
+            }
+        )
         await asyncio.sleep(behaviour.gap_s)
     if behaviour.usage:
         await event({"choices": [], "usage": {"completion_tokens": num_tokens, "prompt_tokens": 3}})

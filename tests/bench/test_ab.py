@@ -1,4 +1,5 @@
-"""benchmarks/ab.py: packing, what is compared, when a side counts as not slower, and two commits compared for real."""
+"""benchmarks/ab.py: packing, what is compared, when a side counts as not slower, and two commits
+compared for real."""
 
 import json
 import math
@@ -25,7 +26,8 @@ options = parser.parse_args()
 if options.status > 1:
     print("no figures today")
 ms = pdserve.MS
-row = {"benchmark": "cluster_cpu", "mode": "aggregated", "us_per_token": {"median": ms}, "ttft_ms": {"p50": ms}}
+row = {"benchmark": "cluster_cpu", "mode": "aggregated"}
+row |= {"us_per_token": {"median": ms}, "ttft_ms": {"p50": ms}}
 with options.out.open("a") as out:
     out.write(json.dumps(row) + "\\n")
 raise SystemExit(options.status)
@@ -61,13 +63,18 @@ def compare(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 @pytest.mark.processes
 def test_two_commits_run_by_turns_with_their_own_code(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "rows.jsonl"
     asked = ["--rows", "cluster_cpu", "--pairs", "2", "--max-pairs", "3", "--out", str(out)]
     assert compare(monkeypatch, "slow", "fast", *asked) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
-    runs = [(row["side"], row["pair"], row["us_per_token"]["median"]) for row in rows if "side" in row]
+    runs = [
+        (row["side"], row["pair"], row["us_per_token"]["median"]) for row in rows if "side" in row
+    ]
     assert runs == [("old", 1, 20.0), ("new", 1, 10.0), ("old", 2, 20.0), ("new", 2, 10.0)]
     [us, ttft] = [row for row in rows if row["benchmark"] == "ab"]
     assert us["median"] == ttft["median"] == 0.5 and us["verdict"] == "not slower"
@@ -87,12 +94,18 @@ def test_a_slower_commit_gets_more_pairs_and_status_1(
 
 @pytest.mark.processes
 def test_packs_travel_without_git(
-    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    repository: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert compare(monkeypatch, "slow", "fast", "--pack", str(tmp_path / "packs")) == 0
     packs = capsys.readouterr().out.split()
     (repository / ".git").rename(tmp_path / "elsewhere")
-    assert compare(monkeypatch, *packs, "--rows", "cluster_cpu", "--pairs", "1", "--max-pairs", "1") == 0
+    assert (
+        compare(monkeypatch, *packs, "--rows", "cluster_cpu", "--pairs", "1", "--max-pairs", "1")
+        == 0
+    )
     assert compare(monkeypatch, "slow", "fast") == 2
     assert "neither a pack nor a commit" in capsys.readouterr().err
 
@@ -106,7 +119,9 @@ def test_what_a_side_said_is_shown_when_it_gives_no_figures(
 
 
 @pytest.mark.processes
-def test_a_missed_target_of_cluster_cpu_is_no_failure(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missed_target_of_cluster_cpu_is_no_failure(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Other benchmarks say by status 1 that something could not be measured."""
     asked = ["--rows", "cluster_cpu --status 1", "--pairs", "1", "--max-pairs", "1"]
     assert compare(monkeypatch, "slow", "fast", *asked) == 0
@@ -135,7 +150,8 @@ def test_rows_of_the_table_share_a_command() -> None:
     ("ratios", "expected"),
     [
         ((0.97, 1.2, 1.005, 1.0, 1.3), "not slower"),  # the median is at most 1.01
-        ((1.012, 0.985, 1.011, 0.99, 1.013, 1.012), "not slower"),  # the interval holds 1 and is narrow
+        # the interval holds 1 and is narrow
+        ((1.012, 0.985, 1.011, 0.99, 1.013, 1.012), "not slower"),
         ((1.2, 0.7, 1.4, 0.8, 1.1), "undecided"),  # it holds 1 and is wide
         ((1.02, 1.03, 1.02, 1.025, 1.03), "slower"),
         ((1.02,), "undecided"),
@@ -174,7 +190,10 @@ def test_figures_of_saved_rows() -> None:
     http = ["ttft_p50", "tpot_p50", "tok_s", "request_ms"]
     assert names("targets-h200.jsonl", row="http-128") == [f"http-128 {name}" for name in http]
     assert names("targets-h200.jsonl", row="http-1") == [f"http-1 {name}" for name in http[:3]]
-    assert names("targets-h200.jsonl", row="poisson-10") == ["poisson-10 ttft_p50", "poisson-10 tpot_p50"]
+    assert names("targets-h200.jsonl", row="poisson-10") == [
+        "poisson-10 ttft_p50",
+        "poisson-10 tpot_p50",
+    ]
     cpu = ["cluster_cpu disaggregated us_per_token", "cluster_cpu disaggregated ttft_p50"]
     assert names("cluster-cpu.jsonl", mode="disaggregated") == cpu
     [transfer] = names("kv-transfer-h200.jsonl", tokens=8192)
@@ -201,7 +220,11 @@ def test_of_several_clients_throughput_and_whole_requests_are_judged() -> None:
 
 
 def test_failed_requests_are_no_figures() -> None:
-    row = {"benchmark": "targets", "row": "http-1", "figures": {"num_failed": 1, "errors": {"HTTP 500": 1}}}
+    row = {
+        "benchmark": "targets",
+        "row": "http-1",
+        "figures": {"num_failed": 1, "errors": {"HTTP 500": 1}},
+    }
     with pytest.raises(ValueError, match="1 requests failed"):
         figures_of(row, TARGETS)
 

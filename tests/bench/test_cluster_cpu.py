@@ -1,4 +1,5 @@
-"""benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured whole, and leaves nothing."""
+"""benchmarks/cluster/cluster_cpu.py: a cluster with engines on paper answers, is measured whole,
+and leaves nothing."""
 
 import json
 import os
@@ -21,7 +22,8 @@ def test_time_is_counted_by_kind_and_from_a_process_s_start() -> None:
 
 @pytest.mark.processes
 def test_one_round(tmp_path: Path) -> None:
-    """From a fresh shell: nothing of Ray's is exported, and `pdserve up` sets it too late for this command."""
+    """From a fresh shell: nothing of Ray's is exported, and `pdserve up` sets it too late for this
+    command."""
     out = tmp_path / "rows.jsonl"
     command = [
         sys.executable,
@@ -37,12 +39,22 @@ def test_one_round(tmp_path: Path) -> None:
     command += ["--first-tokens", "3", "--idle-s", "0.5", "--out", str(out)]
     inherited = {name: os.environ[name] for name in ("PATH", "TMPDIR") if name in os.environ}
     fresh = inherited | {"HOME": str(tmp_path)}  # Ray makes its token there
-    done = subprocess.run(command, cwd=REPOSITORY, env=fresh, capture_output=True, text=True, timeout=600)
-    assert done.returncode in (0, 1), done.stderr  # 1: slower than wanted, as a machine that runs tests may be
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=fresh, capture_output=True, text=True, timeout=600
+    )
+    # 1: slower than wanted, as a machine that runs tests may be
+    assert done.returncode in (0, 1), done.stderr
     row = json.loads(out.read_text())
     by_kind = row["median_round"]["by_kind"]
     assert by_kind["Router"] > 0 and "EngineActor" in by_kind
     assert row["us_per_token"]["median"] >= row["bare_us_per_token"]["median"] > 0
-    assert 0 < row["ttft_ms"]["p50"] < 60_000 and f"{row['us_per_token']['median']:.1f} us" in done.stdout
-    left = [p for p in psutil.process_iter(["cmdline"]) if "paced_engine" in " ".join(p.info["cmdline"] or [])]
+    assert (
+        0 < row["ttft_ms"]["p50"] < 60_000
+        and f"{row['us_per_token']['median']:.1f} us" in done.stdout
+    )
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if "paced_engine" in " ".join(p.info["cmdline"] or [])
+    ]
     assert not left

@@ -1,4 +1,5 @@
-"""benchmarks/engine/eager_host.py without a GPU: its arguments, the steps it builds, its medians."""
+"""benchmarks/engine/eager_host.py without a GPU: its arguments, the steps it builds, its
+medians."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -8,7 +9,16 @@ import pytest
 import torch
 
 from benchmarks.engine import eager_host
-from benchmarks.engine.eager_host import CASES, LLAMA_8B, Stair, Step, measure_stairs, mixed_cases, parse, stair
+from benchmarks.engine.eager_host import (
+    CASES,
+    LLAMA_8B,
+    Stair,
+    Step,
+    measure_stairs,
+    mixed_cases,
+    parse,
+    stair,
+)
 from pdserve.kernels import torch_ops
 
 TINY = LLAMA_8B.model_copy(
@@ -39,13 +49,18 @@ def test_every_number_of_rows_beside_every_number_of_decodes() -> None:
         (["--decodes", "4"], "--decodes needs --rows"),
         (["--rows"], "expected at least one argument"),
         (["--rows", "many"], "invalid int value"),
-        (["--rows", "64", "20", "--decodes", "0", "19"], "20 rows with 19 decodes leave a chunk of 1"),
+        (
+            ["--rows", "64", "20", "--decodes", "0", "19"],
+            "20 rows with 19 decodes leave a chunk of 1",
+        ),
         (["--rows", "20", "--decodes", "40"], "leave a chunk of -20"),
         (["--rows", "20", "--decodes", "-4"], "must not be negative"),
         (["--rows", "8193"], "2 to 8192 above --decodes"),
     ],
 )
-def test_wrong_arguments(capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:
+def test_wrong_arguments(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
     with pytest.raises(SystemExit) as error:
         parse(arguments)
     assert error.value.code == 2 and message in capsys.readouterr().err
@@ -64,7 +79,9 @@ class Spy:
     def fresh_prefill_pays(self, *_: Any) -> bool:
         return False
 
-    def paged_decode(self, q: torch.Tensor, kv: Any, tables: Any, rows: Any, lens: torch.Tensor, *more: Any) -> Any:
+    def paged_decode(
+        self, q: torch.Tensor, kv: Any, tables: Any, rows: Any, lens: torch.Tensor, *more: Any
+    ) -> Any:
         self.decodes.append((len(q), lens.tolist(), more[1]))
         return torch_ops.paged_decode(q, kv, tables, rows, lens, *more)
 
@@ -75,14 +92,18 @@ class Spy:
         return torch_ops.paged_prefill(q, kv, tables, *more)
 
 
-@pytest.mark.parametrize("case", [*mixed_cases([20, 41], [0, 3]), *[CASES["201 decodes + 2 x 255"]], (1, (4200,))])
+@pytest.mark.parametrize(
+    "case", [*mixed_cases([20, 41], [0, 3]), *[CASES["201 decodes + 2 x 255"]], (1, (4200,))]
+)
 def test_a_step_has_the_rows_of_its_case(case: eager_host.Case) -> None:
     num_decodes, prompts = case
     ops: Any = Spy()
     Step(TINY, ops, CPU).forward(*case)()
     starts = [sum(prompts[:i]) for i in range(len(prompts) + 1)]
     assert ops.prefills == [(sum(prompts), list(prompts), starts, max(prompts))] * TINY.num_layers
-    assert ops.decodes == ([(num_decodes, [1000] * num_decodes, 1000)] * TINY.num_layers if num_decodes else [])
+    assert ops.decodes == (
+        [(num_decodes, [1000] * num_decodes, 1000)] * TINY.num_layers if num_decodes else []
+    )
 
 
 def test_stairs_are_medians_of_rounds_over_all_cases(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,4 +132,6 @@ def test_stairs_are_medians_of_rounds_over_all_cases(monkeypatch: pytest.MonkeyP
 
 def test_time_a_row_counts_the_decodes() -> None:
     [case] = mixed_cases([2084], [36])
-    assert stair(case, [(0.004, 0.053)] * 5, "", "").us_per_row == pytest.approx(53000 / 2084, abs=1e-3)
+    assert stair(case, [(0.004, 0.053)] * 5, "", "").us_per_row == pytest.approx(
+        53000 / 2084, abs=1e-3
+    )

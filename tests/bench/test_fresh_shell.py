@@ -1,4 +1,5 @@
-"""Every benchmark starts from a fresh shell: no variable of the environment is needed but PATH and HOME."""
+"""Every benchmark starts from a fresh shell: no variable of the environment is needed but PATH and
+HOME."""
 
 import os
 import subprocess
@@ -37,7 +38,10 @@ def is_command(path: Path) -> bool:
 def test_every_benchmark_imports_and_shows_its_help() -> None:
     files = sorted((ROOT / "benchmarks").rglob("*.py"))
     assert len(files) > 30
-    names = {path: ".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts) for path in files}
+    names = {
+        path: ".".join(path.relative_to(ROOT / "benchmarks").with_suffix("").parts)
+        for path in files
+    }
     fresh = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     command = [sys.executable, "-c", SHOW_HELP_OF_ALL, *names.values()]
     done = subprocess.run(command, cwd=ROOT, env=fresh, capture_output=True, text=True, timeout=900)

@@ -1,5 +1,5 @@
-"""benchmarks/transfer/hand_off.py between two real engines on CPU, what it makes of known times, and what it
-refuses."""
+"""benchmarks/transfer/hand_off.py between two real engines on CPU, what it makes of known times,
+and what it refuses."""
 
 import asyncio
 import json
@@ -19,7 +19,18 @@ from benchmarks.transfer.engine_pair import Answer
 from pdserve.protocol.events import Arrived, Delta
 from pdserve.protocol.request_key import RequestKey
 
-SMALL = ["--device", "cpu", "--max-num-batched-tokens", "64", "--batch", "3", "--context", "20", "--chunk", "64"]
+SMALL = [
+    "--device",
+    "cpu",
+    "--max-num-batched-tokens",
+    "64",
+    "--batch",
+    "3",
+    "--context",
+    "20",
+    "--chunk",
+    "64",
+]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -33,7 +44,21 @@ def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
 ) -> None:
     """That answers are equal is checked by the benchmark itself: it would have failed."""
     out = tmp_path / "rows.jsonl"
-    sizes = ["--tokens", 40, 200, "--output-len", 5, "--repeats", 2, "--pairs", 2, "--steps", 12, "--in-flight", 2]
+    sizes = [
+        "--tokens",
+        40,
+        200,
+        "--output-len",
+        5,
+        "--repeats",
+        2,
+        "--pairs",
+        2,
+        "--steps",
+        12,
+        "--in-flight",
+        2,
+    ]
     assert run(monkeypatch, *SMALL, *sizes, "--out", out, "--commit", "abc") == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     requests = rows[:-2]
@@ -46,21 +71,37 @@ def test_every_part_is_measured_and_split_answers_are_those_of_one_engine(
     ]
     for row in requests:
         assert (row["repeats"], row["output_len"], row["num_different"]) == (2, 5, 0)
-        assert all(0 < row[name]["p50"] <= row[name]["worst"] for name in ("ttft_ms", "gap_ms", "tpot_ms"))
+        assert all(
+            0 < row[name]["p50"] <= row[name]["worst"] for name in ("ttft_ms", "gap_ms", "tpot_ms")
+        )
         assert ("bytes" in row) == (row["mode"] in split)
     short, overlapped, announced, sequential = (row for row in requests if row["mode"] in split)
-    assert short["bytes"] * 13 == sequential["bytes"] * 3 == overlapped["bytes"] * 3, "blocks of 16 tokens"
-    assert overlapped["early_share"] > 0.5 and sequential["early_share"] == 0 < sequential["gb_per_s"]
+    assert short["bytes"] * 13 == sequential["bytes"] * 3 == overlapped["bytes"] * 3, (
+        "blocks of 16 tokens"
+    )
+    assert (
+        overlapped["early_share"] > 0.5 and sequential["early_share"] == 0 < sequential["gb_per_s"]
+    )
     assert announced["bytes"] == overlapped["bytes"]
     for row in (overlapped, announced, sequential):
-        assert 0 < row["pull_ms"]["p50"] < row["seen_ms"]["worst"] and row["descriptors"] >= 1 and row["transport"]
+        assert (
+            0 < row["pull_ms"]["p50"] < row["seen_ms"]["worst"]
+            and row["descriptors"] >= 1
+            and row["transport"]
+        )
         assert 0 < row["lag_ms"]["p50"] <= row["seen_ms"]["worst"] + 5
     assert (decode["part"], decode["batch"], decode["context"]) == ("decode", 3, 20)
     assert (prefill["part"], prefill["chunk"]) == ("prefill", 64)
     for row in (decode, prefill):
         low, high = row["ratio"]["range"]
-        assert 0 < low <= row["ratio"]["median"] <= high and row["pairs"] == 2 and row["tokens"] == 200
-        assert row["num_transfers"] > 0 and row["gb_per_s"] > 0 and row["on_ms"]["p50"] > 0 < row["off_ms"]["p50"]
+        assert (
+            0 < low <= row["ratio"]["median"] <= high and row["pairs"] == 2 and row["tokens"] == 200
+        )
+        assert (
+            row["num_transfers"] > 0
+            and row["gb_per_s"] > 0
+            and row["on_ms"]["p50"] > 0 < row["off_ms"]["p50"]
+        )
         assert (row["device"], row["model"], row["commit"]) == ("cpu", "pdserve-demo", "abc")
         assert row["engine"]["max_num_seqs"] == 3
     shown = capsys.readouterr().out
@@ -96,11 +137,27 @@ def test_figures_of_known_times() -> None:
 
 def test_a_ratio_is_of_the_means_of_neighbours() -> None:
     """One slow step of an interval counts, a slow pair does not."""
-    arrived = Arrived(request_id="r", attempt=1, source="p2p", num_bytes=3_000_000_000, transport="cma", seconds=0.1)
+    arrived = Arrived(
+        request_id="r",
+        attempt=1,
+        source="p2p",
+        num_bytes=3_000_000_000,
+        transport="cma",
+        seconds=0.1,
+    )
     pairs = [
-        (hand_off_steps.Interval([0.0, 1.0, 2.0], []), hand_off_steps.Interval([5.0, 6.0, 8.0], [arrived])),
-        (hand_off_steps.Interval([9.0, 10.0, 11.0], []), hand_off_steps.Interval([0.0, 1.0, 2.0], [])),
-        (hand_off_steps.Interval([9.0, 10.0, 11.0], []), hand_off_steps.Interval([0.0, 9.0, 18.0], [])),
+        (
+            hand_off_steps.Interval([0.0, 1.0, 2.0], []),
+            hand_off_steps.Interval([5.0, 6.0, 8.0], [arrived]),
+        ),
+        (
+            hand_off_steps.Interval([9.0, 10.0, 11.0], []),
+            hand_off_steps.Interval([0.0, 1.0, 2.0], []),
+        ),
+        (
+            hand_off_steps.Interval([9.0, 10.0, 11.0], []),
+            hand_off_steps.Interval([0.0, 9.0, 18.0], []),
+        ),
     ]
     row = hand_off_steps.step_figures(pairs)
     assert row["ratio"] == {"median": 1.5, "quarters": [1.25, 5.25], "range": [1.0, 9.0]}
@@ -115,7 +172,9 @@ def test_a_ratio_is_of_the_means_of_neighbours() -> None:
         ([("a", "length"), ("b", None)], "the batch ended before"),
     ],
 )
-async def test_steps_are_those_of_the_batch_alone(deltas: list[tuple[str, Any]], message: str) -> None:
+async def test_steps_are_those_of_the_batch_alone(
+    deltas: list[tuple[str, Any]], message: str
+) -> None:
     def tokens(*of: tuple[str, Any]) -> list[Delta]:
         return [Delta(name, 1, 0, 5, (1,), finish_reason=reason) for name, reason in of]
 
@@ -135,9 +194,23 @@ async def test_steps_are_those_of_the_batch_alone(deltas: list[tuple[str, Any]],
 
 
 @pytest.mark.multigpu
-def test_split_answers_over_two_gpus_are_those_of_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_split_answers_over_two_gpus_are_those_of_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "rows.jsonl"
-    sizes = ["--tokens", 40, 700, "--output-len", 20, "--repeats", 5, "--dtype", "float32", "--parts", "requests"]
+    sizes = [
+        "--tokens",
+        40,
+        700,
+        "--output-len",
+        20,
+        "--repeats",
+        5,
+        "--dtype",
+        "float32",
+        "--parts",
+        "requests",
+    ]
     assert run(monkeypatch, *SMALL, "--device", "cuda", *sizes, "--out", out) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert len(rows) == 8 and [row["num_different"] for row in rows] == [0] * 8
@@ -150,7 +223,9 @@ async def test_answers_that_differ_are_told_where_they_must_not_and_counted_else
     arrived = Arrived(request_id="r", attempt=2, source="p2p", num_bytes=1, num_early_bytes=1)
 
     async def serve(pair: object, mode: str, prompt: object, sampling: object) -> Answer:
-        hand_over: dict[str, Any] = {"handed": 1.0, "arrived": (2.0, arrived)} if mode.startswith("split") else {}
+        hand_over: dict[str, Any] = (
+            {"handed": 1.0, "arrived": (2.0, arrived)} if mode.startswith("split") else {}
+        )
         return Answer(0.0, [1.0, 2.0], [1, 2 if mode != "split, sequential" else 3], **hand_over)
 
     monkeypatch.setattr(hand_off, "serve", serve)
@@ -158,9 +233,16 @@ async def test_answers_that_differ_are_told_where_they_must_not_and_counted_else
     pair: Any = SimpleNamespace(p=SimpleNamespace(hello=hello))
     monkeypatch.setattr(sys, "argv", ["hand_off.py", "--repeats", "2"])
     _, options = hand_off.parse()
-    with pytest.raises(ValueError, match="split, sequential, 40 tokens: 2 of 2 answers differ from those whole on P"):
-        await hand_off.measure_requests(hand_off.make_plan(options, must_agree=True), pair, 40, lambda: None)
-    rows = await hand_off.measure_requests(hand_off.make_plan(options, must_agree=False), pair, 40, lambda: None)
+    with pytest.raises(
+        ValueError,
+        match="split, sequential, 40 tokens: 2 of 2 answers differ from those whole on P",
+    ):
+        await hand_off.measure_requests(
+            hand_off.make_plan(options, must_agree=True), pair, 40, lambda: None
+        )
+    rows = await hand_off.measure_requests(
+        hand_off.make_plan(options, must_agree=False), pair, 40, lambda: None
+    )
     assert [row["num_different"] for row in rows] == [0, 0, 0, 0, 2]
 
 
@@ -178,7 +260,10 @@ async def test_answers_that_differ_are_told_where_they_must_not_and_counted_else
     ],
 )
 def test_mistakes_are_told(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(SystemExit) as caught:
@@ -189,8 +274,19 @@ def test_mistakes_are_told(
 
 @pytest.mark.processes
 def test_no_process_is_left_when_it_is_stopped() -> None:
-    command = [sys.executable, "-m", "benchmarks.transfer.hand_off", *SMALL, "--tokens", "64", "--repeats", "100000"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.transfer.hand_off",
+        *SMALL,
+        "--tokens",
+        "64",
+        "--repeats",
+        "100000",
+    ]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
         assert process.stdout is not None
         assert "self-test" in process.stdout.readline()
         children = psutil.Process(process.pid).children(recursive=True)

@@ -1,5 +1,5 @@
-"""benchmarks/cluster/http_share.py against the real router and a real engine: the parts add up, foreign load is
-noticed."""
+"""benchmarks/cluster/http_share.py against the real router and a real engine: the parts add up,
+foreign load is noticed."""
 
 import asyncio
 from functools import partial
@@ -13,7 +13,12 @@ from support.served import DEMO, MODEL, cluster
 from benchmarks.cluster import http_share
 from pdserve.bench.workload import Lengths
 
-SIZES: dict[str, Any] = {"input_len": Lengths(40, 40), "output_len": Lengths(12, 12), "rounds": 2, "vocab_size": 500}
+SIZES: dict[str, Any] = {
+    "input_len": Lengths(40, 40),
+    "output_len": Lengths(12, 12),
+    "rounds": 2,
+    "vocab_size": 500,
+}
 
 
 async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,10 +37,15 @@ async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) ->
             monkeypatch.setattr(http_share, "router_times", with_a_stranger)
             with pytest.raises(ValueError, match="other load"):
                 await measure(clients=1)
-    for row in (one, six):  # a worker knows an arrival to half a step, and these requests have few steps
+    # a worker knows an arrival to half a step, and these requests have few steps
+    for row in (one, six):
         assert sum(row["ms"].values()) == pytest.approx(row["request_ms"], rel=0.04)
         assert sum(row["share"].values()) == pytest.approx(1, abs=0.04)
-        assert min(row["ms"].values()) > -max(1, 0.05 * row["request_ms"]) and row["ms"]["device"] > 0
-    assert six["share"]["queue"] > 0.4 > one["share"]["queue"], "two of six clients are served at a time"
+        assert (
+            min(row["ms"].values()) > -max(1, 0.05 * row["request_ms"]) and row["ms"]["device"] > 0
+        )
+    assert six["share"]["queue"] > 0.4 > one["share"]["queue"], (
+        "two of six clients are served at a time"
+    )
     lines = http_share.table([one, six]).splitlines()
     assert len(lines) == 4 and all(line.count("|") == 11 for line in lines)

@@ -18,10 +18,25 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 @pytest.mark.processes
 def test_rows_of_fresh_and_aged_pools(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "rows.jsonl"
-    arguments = ["--model", tiny_llama, "--tokens", 33, 512, "--block-sizes", 16, "--repeats", 2, "--out", out]
+    arguments = [
+        "--model",
+        tiny_llama,
+        "--tokens",
+        33,
+        512,
+        "--block-sizes",
+        16,
+        "--repeats",
+        2,
+        "--out",
+        out,
+    ]
     assert run(monkeypatch, *arguments, "--pool-tokens", 1024) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(row["pool"], row["tokens"]) for row in rows] == [
@@ -41,14 +56,38 @@ def test_rows_of_fresh_and_aged_pools(
 
 @pytest.mark.processes
 def test_a_pool_that_holds_one_prompt(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = ["--model", tiny_llama, "--tokens", 512, "--pool-tokens", 512, "--block-sizes", 64, "--repeats", 1]
+    arguments = [
+        "--model",
+        tiny_llama,
+        "--tokens",
+        512,
+        "--pool-tokens",
+        512,
+        "--block-sizes",
+        64,
+        "--repeats",
+        1,
+    ]
     assert run(monkeypatch, *arguments) == 0
 
 
 @pytest.mark.processes
-def test_blocks_of_other_sizes_at_the_sink(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_other_sizes_at_the_sink(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = tmp_path / "rows.jsonl"
-    arguments = ["--model", tiny_llama, "--tokens", 100, "--block-sizes", 16, 64, "--sink-block-sizes", 32, 64]
+    arguments = [
+        "--model",
+        tiny_llama,
+        "--tokens",
+        100,
+        "--block-sizes",
+        16,
+        64,
+        "--sink-block-sizes",
+        32,
+        64,
+    ]
     assert run(monkeypatch, *arguments, "--ages", "aged", "--repeats", 1, "--out", out) == 0
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     sizes = [(row["block_size"], row["to_block_size"]) for row in rows]
@@ -65,7 +104,10 @@ def test_blocks_of_other_sizes_at_the_sink(tiny_llama: Path, tmp_path: Path, mon
     ],
 )
 def test_mistakes_are_told(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
         run(monkeypatch, *arguments)

@@ -1,4 +1,5 @@
-"""The load generator against a small server: what it counts, what it times, and every way a stream can fail."""
+"""The load generator against a small server: what it counts, what it times, and every way a stream
+can fail."""
 
 import re
 from typing import Any
@@ -13,7 +14,9 @@ from pdserve.bench.workload import Lengths, Shape
 FIVE = Lengths(5, 5)
 
 
-def load(behaviour: Behaviour, num_requests: int = 6, output_len: Lengths = FIVE, **options: Any) -> LoadResult:
+def load(
+    behaviour: Behaviour, num_requests: int = 6, output_len: Lengths = FIVE, **options: Any
+) -> LoadResult:
     options = {"clients": 2, "timeout_s": 120.0, "num_warmups": 0} | options
     with served(behaviour) as url:
         shape = Shape(num_requests, Lengths(3, 3), output_len)
@@ -34,7 +37,12 @@ def test_what_is_asked_for() -> None:
     load(behaviour, num_warmups=2, vocab_size=50, extra_body={"top_k": 1, "ignore_eos": None})
     assert len(behaviour.bodies) == 2 + 6
     body = behaviour.bodies[0]
-    assert (body["model"], body["stream"], body["temperature"], body["max_tokens"]) == ("fake", True, 0, 5)
+    assert (body["model"], body["stream"], body["temperature"], body["max_tokens"]) == (
+        "fake",
+        True,
+        0,
+        5,
+    )
     assert body["top_k"] == 1 and "ignore_eos" not in body
     prompts = [tuple(body["prompt"]) for body in behaviour.bodies]
     assert all(len(prompt) == 3 and max(prompt) < 50 for prompt in prompts)
@@ -44,7 +52,8 @@ def test_what_is_asked_for() -> None:
 def test_times_are_those_the_server_made() -> None:
     result = load(Behaviour(first_s=0.1, gap_s=0.03), num_requests=4, clients=1)
     figures = result.figures()
-    # Never shorter; longer on a busy machine, but half of the requests took so long at least, one after the other.
+    # Never shorter; longer on a busy machine, but half of the requests took so long at least, one
+    # after the other.
     total_ms = 1000 * result.seconds
     assert 95 <= figures["ttft_ms"]["p50"] <= total_ms / 2
     assert 28 <= figures["tpot_ms"]["p50"] <= total_ms / 8
@@ -60,7 +69,8 @@ def test_open_loop_does_not_wait_for_answers() -> None:
     behaviour = Behaviour(gap_s=0.2)
     result = load(behaviour, num_requests=20, clients=None, rate=100.0)
     assert behaviour.most_in_flight > 5
-    assert len(result.lateness) == 20 and all(-0.01 < late < 60 for late in result.lateness)  # timers tick in ms
+    # timers tick in ms
+    assert len(result.lateness) == 20 and all(-0.01 < late < 60 for late in result.lateness)
     assert result.figures()["client_late_ms"]["p99"] is not None
 
 
@@ -75,7 +85,9 @@ def test_open_loop_does_not_wait_for_answers() -> None:
         ("end", "ended after 2 tokens without a finish_reason"),
     ],
 )
-def test_a_failed_request_is_counted_with_its_message_and_the_others_go_on(fault: str, message: str) -> None:
+def test_a_failed_request_is_counted_with_its_message_and_the_others_go_on(
+    fault: str, message: str
+) -> None:
     result = load(Behaviour(fault=fault, every=3), timeout_s=3.0 if fault == "hang" else 120.0)
     assert len(result.finished) == 4
     assert sum(result.errors.values()) == 2
@@ -97,7 +109,10 @@ def test_a_failing_warm_up_ends_it() -> None:
 
 def test_no_server() -> None:
     with pytest.raises(ServerError, match="no server at http"):
-        run_load(LoadConfig(url="http://127.0.0.1:9/v1", shape=Shape(1, FIVE, FIVE), clients=1), progress=False)
+        run_load(
+            LoadConfig(url="http://127.0.0.1:9/v1", shape=Shape(1, FIVE, FIVE), clients=1),
+            progress=False,
+        )
 
 
 @pytest.mark.parametrize(
@@ -117,14 +132,22 @@ def test_bad_loads_are_refused(options: dict, message: str) -> None:
 
 def test_an_url_without_scheme_is_refused() -> None:
     with pytest.raises(ValueError, match="must start with http"):
-        run_load(LoadConfig(url="localhost:8000", shape=Shape(1, FIVE, FIVE), clients=1), progress=False)
+        run_load(
+            LoadConfig(url="localhost:8000", shape=Shape(1, FIVE, FIVE), clients=1), progress=False
+        )
 
 
 @pytest.mark.parametrize("line_end", ["\n", "\r\n"])
-@pytest.mark.parametrize(("token_ids", "usage"), [(True, True), (True, False), (False, True), (False, False)])
-def test_tokens_are_counted_whatever_the_server_tells(token_ids: bool, usage: bool, line_end: str) -> None:
+@pytest.mark.parametrize(
+    ("token_ids", "usage"), [(True, True), (True, False), (False, True), (False, False)]
+)
+def test_tokens_are_counted_whatever_the_server_tells(
+    token_ids: bool, usage: bool, line_end: str
+) -> None:
     result = load(Behaviour(token_ids=token_ids, usage=usage, line_end=line_end), num_requests=2)
-    assert [(o.num_tokens, len(o.arrivals), o.finish_reason) for o in result.outcomes] == [(5, 5, "length")] * 2
+    assert [(o.num_tokens, len(o.arrivals), o.finish_reason) for o in result.outcomes] == [
+        (5, 5, "length")
+    ] * 2
 
 
 def test_events_cut_anywhere_and_several_tokens_an_event() -> None:
@@ -144,12 +167,16 @@ def test_events_cut_anywhere_and_several_tokens_an_event() -> None:
 
 
 def test_figures_of_known_times() -> None:
-    outcome = Outcome(sent_at=1.0, arrivals=[1.5, 1.6, 1.8], num_tokens=5, finish_reason="length", ended_at=2.0)
+    outcome = Outcome(
+        sent_at=1.0, arrivals=[1.5, 1.6, 1.8], num_tokens=5, finish_reason="length", ended_at=2.0
+    )
     assert outcome.ttft == pytest.approx(0.5)
     assert outcome.tpot == pytest.approx(0.3 / 4)
     assert outcome.itls == pytest.approx([0.1, 0.2])
     alone = Outcome(arrivals=[1.0], num_tokens=1)
     assert alone.tpot is None
-    figures = LoadResult([outcome, alone], seconds=2.0, cpu_share=0.1, lateness=[], model="m").figures()
+    figures = LoadResult(
+        [outcome, alone], seconds=2.0, cpu_share=0.1, lateness=[], model="m"
+    ).figures()
     assert figures["gap_ms"]["mean"] == pytest.approx(100), "the first gap of those that have one"
     assert figures["itl_ms"]["mean"] == pytest.approx(150)

@@ -1,4 +1,5 @@
-"""benchmarks/router/router_stall.py: rows are sent and measured, and what is not as wanted is said."""
+"""benchmarks/router/router_stall.py: rows are sent and measured, and what is not as wanted is
+said."""
 
 import json
 import subprocess
@@ -32,8 +33,8 @@ FINE = Result(
 
 @pytest.mark.processes
 def test_two_rows(tmp_path: Path) -> None:
-    """A refused request and a fair one, each beside streams that flow. Status 1: on a machine that runs tests, a row
-    may miss."""
+    """A refused request and a fair one, each beside streams that flow. Status 1: on a machine that
+    runs tests, a row may miss."""
     out = tmp_path / "rows.jsonl"
     command = [
         sys.executable,
@@ -52,8 +53,12 @@ def test_two_rows(tmp_path: Path) -> None:
     assert refused["statuses"] == {"400": 1}
     assert fair["statuses"] == {"200": 500}
     for row in (refused, fair):
-        assert row["control_gap_ms"] > 10 and row["gap_ms"] > 10, "streams of a token every 20 ms have such gaps"
-        assert row["num_lost"] == 0 and row["health_ms"] > 0 and row["bare_us_per_token"]["median"] > 0
+        assert row["control_gap_ms"] > 10 and row["gap_ms"] > 10, (
+            "streams of a token every 20 ms have such gaps"
+        )
+        assert (
+            row["num_lost"] == 0 and row["health_ms"] > 0 and row["bare_us_per_token"]["median"] > 0
+        )
     assert "of 2 rows as wanted" in done.stdout
 
 
@@ -76,5 +81,10 @@ def test_what_is_not_as_wanted(changes: dict, said: list[str]) -> None:
 
 def test_a_fair_request_must_be_answered_and_a_router_must_live() -> None:
     assert misses(ROWS["posts-500"], FINE, is_alive=True) == ["a fair request got {'400': 1}"]
-    assert misses(ROWS["slow-bodies"], replace(FINE, statuses={"open": 64}, refusal_s=None), is_alive=True) == []
+    assert (
+        misses(
+            ROWS["slow-bodies"], replace(FINE, statuses={"open": 64}, refusal_s=None), is_alive=True
+        )
+        == []
+    )
     assert misses(ROWS["infinity"], FINE, is_alive=False) == ["the router died"]

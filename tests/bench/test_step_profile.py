@@ -1,4 +1,5 @@
-"""Floors against the figures of the targets' page, and kernels told apart in traces of several kinds of engine."""
+"""Floors against the figures of the targets' page, and kernels told apart in traces of several
+kinds of engine."""
 
 import json
 import time
@@ -14,10 +15,15 @@ from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.models.config import read_spec
 
-LLAMA = read_spec(str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"), "dummy")
+LLAMA = read_spec(
+    str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"), "dummy"
+)
 H200 = Ceilings(4.45e12, 696e12)
 GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"
-SPLIT = ["sm90_xmma_gemm_bf16bf16_bf16f32_splitK", "void cublasLt::splitKreduce_kernel<32, 16, int>"]
+SPLIT = [
+    "sm90_xmma_gemm_bf16bf16_bf16f32_splitK",
+    "void cublasLt::splitKreduce_kernel<32, 16, int>",
+]
 ELEMENTWISE = "void at::native::vectorized_elementwise_kernel<4>"
 
 LAYER = [
@@ -69,7 +75,8 @@ SPLIT_LAYER = [
         [*INPUTS, *LAYER, *LAYER, ("rms_norm_kernel", "norm")] * 2,  # chunks that sample nothing
         [*INPUTS, *FUSED, *FUSED, *HEAD, *SAMPLING] * 2,
         [*INPUTS, *SPLIT_LAYER, *SPLIT_LAYER, *HEAD] * 2,
-        [*INPUTS, *LAYER[:4], ("prefill_kernel", "attention"), *LAYER[5:], *HEAD] * 2,  # decodes and a prompt
+        # decodes and a prompt
+        [*INPUTS, *LAYER[:4], ("prefill_kernel", "attention"), *LAYER[5:], *HEAD] * 2,
         [*LAYER, ("mystery_kernel", "other"), *LAYER, *HEAD],
     ],
     ids=["separate", "unsampled", "fused", "split-k", "mixed", "unknown"],
@@ -108,13 +115,16 @@ def test_a_trace_is_read_in_order_with_the_hosts_waiting(tmp_path: Path) -> None
 
 def test_the_floor_of_a_decode_step() -> None:
     """The page's 3.37 ms at batch 1; at 256 x 1k the cache of 256 contexts is read once."""
-    assert sum(step_floor(LLAMA, 2, H200, [Chunk(128, 1)]).values()) == pytest.approx(3.37e-3, rel=0.01)
+    assert sum(step_floor(LLAMA, 2, H200, [Chunk(128, 1)]).values()) == pytest.approx(
+        3.37e-3, rel=0.01
+    )
     large = step_floor(LLAMA, 2, H200, [Chunk(1023, 1)] * 256)
     cache = 256 * 1024 * 32 * 2 * 8 * 128 * 2 / 4.45e12
     assert large["attention"] == pytest.approx(cache, rel=0.01)
     assert large["head"] == pytest.approx(2 * 256 * 128256 * 4096 / 696e12)  # bound by arithmetic
     small = step_floor(LLAMA, 2, H200, [Chunk(1023, 1)] * 64)
-    assert small["head"] == pytest.approx(128256 * 4096 * 2 / 4.45e12, rel=0.02)  # bound by its weights
+    # bound by its weights
+    assert small["head"] == pytest.approx(128256 * 4096 * 2 / 4.45e12, rel=0.02)
     assert set(large) == set(PARTS)
 
 
@@ -122,7 +132,11 @@ def test_the_floor_of_a_decode_step() -> None:
 def test_the_floor_of_a_prompt(num_tokens: int, milliseconds: float) -> None:
     """The page counts products and attention alone; ours adds what norms and copies must move."""
     floors = [step_floor(LLAMA, 2, H200, [chunk]) for chunk in prompt_chunks(num_tokens, 8192)]
-    heavy = sum(floor[part] for floor in floors for part in ("qkv", "attention", "o", "gate-up", "down", "head"))
+    heavy = sum(
+        floor[part]
+        for floor in floors
+        for part in ("qkv", "attention", "o", "gate-up", "down", "head")
+    )
     assert heavy * 1e3 == pytest.approx(milliseconds, rel=0.05)
     assert heavy < sum(sum(floor.values()) for floor in floors) < 1.15 * heavy
 
@@ -131,7 +145,8 @@ def test_a_prompts_chunks() -> None:
     assert prompt_chunks(16000, 8192) == [Chunk(0, 8192, False), Chunk(8192, 7808, True)]
     assert prompt_chunks(8192, 8192) == [Chunk(0, 8192, True)]
     quarter, half = (
-        step_floor(LLAMA, 2, Ceilings(1e30, 1e12), [c])["attention"] for c in (Chunk(0, 64), Chunk(64, 64))
+        step_floor(LLAMA, 2, Ceilings(1e30, 1e12), [c])["attention"]
+        for c in (Chunk(0, 64), Chunk(64, 64))
     )
     whole = step_floor(LLAMA, 2, Ceilings(1e30, 1e12), [Chunk(0, 128)])["attention"]
     assert quarter + half == pytest.approx(whole)
@@ -147,7 +162,9 @@ def test_a_scenario_becomes_a_row_and_a_table() -> None:
     assert row["device_ms"] == pytest.approx(span / 2e3, abs=1e-4)
     assert row["parts"]["gaps"]["ms"] == pytest.approx(5 * (len(sequence) - 1) / 2e3, abs=1e-4)
     assert row["parts"]["norm"] == {"ms": 0.045, "floor_ms": 0.001, "kernels": 3.0}
-    assert sum(part["ms"] for part in row["parts"].values()) == pytest.approx(row["device_ms"], abs=1e-3)
+    assert sum(part["ms"] for part in row["parts"].values()) == pytest.approx(
+        row["device_ms"], abs=1e-3
+    )
     assert json.loads(json.dumps(row)) == row
     text = table(row)
     assert "decode 1 x 8: wall 0.300 ms" in text and "gate-up" in text and "other" not in text
@@ -166,7 +183,9 @@ class WithoutDevice(Profiler):
 
 
 def test_scenarios_drive_the_engine(tiny_llama: Path) -> None:
-    engine = build_engine(ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", max_num_batched_tokens=64))
+    engine = build_engine(
+        ModelConfig(path=str(tiny_llama)), EngineConfig(device="cpu", max_num_batched_tokens=64)
+    )
     profiler = WithoutDevice(engine, H200, num_steps=3)
     rows = [measured.row() for measured in [profiler.prefill(100), *profiler.decode([1, 4], 40)]]
     assert [row["scenario"] for row in rows] == ["prefill 100", "decode 4 x 40", "decode 1 x 40"]

@@ -1,4 +1,5 @@
-"""benchmarks/targets/measure.py: the shipped table, marks, the table of saved results, and a run over a tiny model."""
+"""benchmarks/targets/measure.py: the shipped table, marks, the table of saved results, and a run
+over a tiny model."""
 
 import argparse
 import json
@@ -12,7 +13,16 @@ from sse_server import Behaviour, served
 from benchmarks.support.served_cluster import stop
 from benchmarks.support.stand_in_tokenizer import make_tokenizer, servable_folder
 from benchmarks.targets import measure as targets
-from benchmarks.targets.table import BEHIND, BETWEEN, REACHED, choose, mark, read_results, read_rows, render
+from benchmarks.targets.table import (
+    BEHIND,
+    BETWEEN,
+    REACHED,
+    choose,
+    mark,
+    read_results,
+    read_rows,
+    render,
+)
 from pdserve.configs.schema import ClusterConfig
 from pdserve.text.tokenizer import Tokenizer
 
@@ -69,13 +79,27 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 def saved(path: Path, **values: float) -> Path:
     """Results of a run as they lie in a file: offline medians by row id; HTTP rows all alike."""
-    load = {"ttft_ms": {"p50": 9.0, "p99": 25.0}, "tpot_ms": {"p50": 5.0, "p99": 6.1}, "output_tokens_per_s": 99.0}
+    load = {
+        "ttft_ms": {"p50": 9.0, "p99": 25.0},
+        "tpot_ms": {"p50": 5.0, "p99": 6.1},
+        "output_tokens_per_s": 99.0,
+    }
     load |= {"num_failed": 0, "client_cpu_share": 0.25}
     metrics = {"decode": "decode_ms_per_token", "batch": "tokens_per_s"}
     with path.open("a") as out:
         for row, value in values.items():
-            figures = {metrics[row]: {"median": value}} if row in metrics else load | {"num_failed": int(value)}
-            result = {"benchmark": "targets", "row": row, "device": "A GPU", "commit": "abc", "figures": figures}
+            figures = (
+                {metrics[row]: {"median": value}}
+                if row in metrics
+                else load | {"num_failed": int(value)}
+            )
+            result = {
+                "benchmark": "targets",
+                "row": row,
+                "device": "A GPU",
+                "commit": "abc",
+                "figures": figures,
+            }
             out.write(json.dumps(result) + "\n")
     return path
 
@@ -95,8 +119,15 @@ def test_the_shipped_table_has_the_rows_of_the_targets_page() -> None:
     text = render(rows, {})
     vllm = ["1 client, 8,192/32", "vLLM", "249.0 / 275.0", "-", "4.83 / 4.85", "-", "", ""]
     assert line_of(text, "1 client, 8,192/32") == vllm
-    assert line_of(text, "1 client, 8,192/32", after=1)[1:5] == ["must reach", "210.0 / -", "12.00", "- / -"]
-    assert line_of(text, "64 clients, 1,024/128", after=1)[2:5] == ["- / -", "", "- / 6.80"], "no target for the gap"
+    assert line_of(text, "1 client, 8,192/32", after=1)[1:5] == [
+        "must reach",
+        "210.0 / -",
+        "12.00",
+        "- / -",
+    ]
+    assert line_of(text, "64 clients, 1,024/128", after=1)[2:5] == ["- / -", "", "- / 6.80"], (
+        "no target for the gap"
+    )
     assert line_of(text, "decode, batch 1") == [
         "decode, batch 1, 128 in / 256 out",
         "4.91 ms/token",
@@ -118,16 +149,28 @@ def test_pair_rows_are_held_to_what_ours_must_reach(table: Path, tmp_path: Path)
     rows = read_rows(table)
     text = render(rows, read_results(saved(tmp_path / "r.jsonl", split=0)))
     assert "Two GPUs, 1P + 1D" in text
-    assert line_of(text, "split, 2 clients", after=2)[1:5] == ["ours", "9.00 ~ / 25.00 ✗", "5.00 ✓ / 6.10", "99.00"]
+    assert line_of(text, "split, 2 clients", after=2)[1:5] == [
+        "ours",
+        "9.00 ~ / 25.00 ✗",
+        "5.00 ✓ / 6.10",
+        "99.00",
+    ]
 
 
-def test_the_gap_behind_the_first_token_is_shown_where_it_has_a_target(table: Path, tmp_path: Path) -> None:
-    row = '[[pair]]\nid = "{0}"\nwork = "{0} pair"\nclients = 1\nshape = "4x9x3"\nvllm = {{ ttft_p50 = 10 }}\n'
+def test_the_gap_behind_the_first_token_is_shown_where_it_has_a_target(
+    table: Path, tmp_path: Path
+) -> None:
+    row = (
+        '[[pair]]\nid = "{0}"\nwork = "{0} pair"\nclients = 1\nshape = "4x9x3"\n'
+        "vllm = {{ ttft_p50 = 10 }}\n"
+    )
     with table.open("a") as out:
         out.write(row.format("gap") + "target = { gap_p50 = 12 }\n" + row.format("plain"))
     rows = read_rows(table)
     results = read_results(saved(tmp_path / "r.jsonl", gap=0, plain=0))
-    assert line_of(render(rows, results), "load", after=0)[3] == "TPOT p50 / p99 ms", "of the loads on one GPU"
+    assert line_of(render(rows, results), "load", after=0)[3] == "TPOT p50 / p99 ms", (
+        "of the loads on one GPU"
+    )
     for gap, cell in ((11.9, f"11.90 {REACHED}"), (12.1, f"12.10 {BEHIND}"), (None, f"- {BEHIND}")):
         for result in results.values():
             result["figures"]["gap_ms"] = {"p50": gap}
@@ -135,14 +178,21 @@ def test_the_gap_behind_the_first_token_is_shown_where_it_has_a_target(table: Pa
         assert line_of(text, "gap pair", after=2)[3] == cell
         assert line_of(text, "plain pair", after=1)[3] == ""
     del results["gap"]["figures"]["gap_ms"]
-    assert line_of(render(rows, results), "gap pair", after=2)[3] == f"- {BEHIND}", "a result of an older run"
+    assert line_of(render(rows, results), "gap pair", after=2)[3] == f"- {BEHIND}", (
+        "a result of an older run"
+    )
 
 
 @pytest.mark.parametrize("replicas", [False, True])
 def test_pair_rows_have_a_prefill_and_a_decode_worker_or_two_whole_ones(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: bool
 ) -> None:
-    given = {"engine_device": "cpu", "model": str(tiny_llama), "dtype": "auto", "load_format": "dummy"}
+    given = {
+        "engine_device": "cpu",
+        "model": str(tiny_llama),
+        "dtype": "auto",
+        "load_format": "dummy",
+    }
     options = argparse.Namespace(**given, sequential=True, split="always", replicas=replicas)
     monkeypatch.setattr(targets, "engine_fields", lambda _: {"device": "cpu"})
     args = targets.cluster_document(options, tmp_path, 1, is_pair=True)["applications"][0]["args"]
@@ -188,12 +238,14 @@ def test_saved_results_are_shown_and_nothing_is_run(
     assert line_of(text, "batch")[3:] == ["≥ 36,700", "30,000", "1.00", BETWEEN]
     closed = ["9.00 ✓ / 25.00 ✗", "5.00 ✓ / 6.10 ✗", "99.00 ✗", "1 ✗", "25%"]
     assert line_of(text, "2 clients", after=1)[2:] == closed
-    assert line_of(text, "50 req/s", after=1)[4:] == ["99.00", "0", "25%"]  # the arrivals fix its tok/s
+    # the arrivals fix its tok/s
+    assert line_of(text, "50 req/s", after=1)[4:] == ["99.00", "0", "25%"]
     assert "ours: A GPU, abc" in text
 
 
 @pytest.mark.parametrize(
-    ("line", "message"), [("{", "line 1 is no result"), ('{"benchmark": "targets"}', "line 1 is no result")]
+    ("line", "message"),
+    [("{", "line 1 is no result"), ('{"benchmark": "targets"}', "line 1 is no result")],
 )
 def test_a_file_of_something_else_is_refused(line: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
@@ -204,12 +256,39 @@ def test_a_file_of_something_else_is_refused(line: str, message: str, tmp_path: 
 
 @pytest.mark.processes
 def test_a_run_measures_every_row_and_saves_it(
-    table: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    table: Path,
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out = tmp_path / "out.jsonl"
-    arguments = ["--table", table, "--model", tiny_llama, "--device", "cpu", "--max-num-batched-tokens", "64"]
+    arguments = [
+        "--table",
+        table,
+        "--model",
+        tiny_llama,
+        "--device",
+        "cpu",
+        "--max-num-batched-tokens",
+        "64",
+    ]
     with served(Behaviour(gap_s=0.001)) as url:
-        assert run(monkeypatch, *arguments, "--repeats", "2", "--url", url, "--out", out, "--commit", "abc") == 0
+        assert (
+            run(
+                monkeypatch,
+                *arguments,
+                "--repeats",
+                "2",
+                "--url",
+                url,
+                "--out",
+                out,
+                "--commit",
+                "abc",
+            )
+            == 0
+        )
     shown = capsys.readouterr().out
     results = read_results(out)
     assert set(results) == {"decode", "batch", "clients", "poisson"}
@@ -223,10 +302,17 @@ def test_a_run_measures_every_row_and_saves_it(
 
 @pytest.mark.processes
 def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(
-    table: Path, tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    table: Path,
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = ["--table", table, "--model", tiny_llama, "--device", "cpu", "--repeats", "1"]
-    assert run(monkeypatch, *arguments, "--url", "http://127.0.0.1:9", "--out", tmp_path / "o.jsonl") == 1
+    assert (
+        run(monkeypatch, *arguments, "--url", "http://127.0.0.1:9", "--out", tmp_path / "o.jsonl")
+        == 1
+    )
     assert set(read_results(tmp_path / "o.jsonl")) == {"decode", "batch"}
     assert "no server at http://127.0.0.1:9" in capsys.readouterr().err
 
@@ -234,14 +320,20 @@ def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--only", "decode-7"], "--only decode-7 is not known; choose of offline, http, pair, start"),
+        (
+            ["--only", "decode-7"],
+            "--only decode-7 is not known; choose of offline, http, pair, start",
+        ),
         (["--from", "no.jsonl"], "no.jsonl"),
         (["--table", "no.toml"], "no.toml"),
         (["--block-size", "17", "--only", "decode-1"], "--block-size"),
     ],
 )
 def test_mistakes_are_told(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert run(monkeypatch, *arguments) == 2
     assert message in capsys.readouterr().err
@@ -249,13 +341,23 @@ def test_mistakes_are_told(
 
 @pytest.mark.processes
 def test_the_start_row_takes_a_process_to_its_first_token(
-    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Through the whole command line; a model that cannot be loaded is told with that process's own words."""
+    """Through the whole command line; a model that cannot be loaded is told with that process's own
+    words."""
     table = tmp_path / "start.toml"
-    table.write_text("[[offline]]\nid = 'start'\nwork = 'start'\nkind = 'start'\nunit = 's'\nvllm = 65\ntarget = 60\n")
+    table.write_text(
+        "[[offline]]\nid = 'start'\nwork = 'start'\nkind = 'start'\nunit = 's'\nvllm = 65\ntarget "
+        "= 60\n"
+    )
     out = tmp_path / "start.jsonl"
-    assert run(monkeypatch, "--table", table, "--model", tiny_llama, "--device", "cpu", "--out", out) == 0
+    assert (
+        run(monkeypatch, "--table", table, "--model", tiny_llama, "--device", "cpu", "--out", out)
+        == 0
+    )
     assert 0.5 < read_results(out)["start"]["figures"]["seconds"]["median"] < 60
     (tmp_path / "config.json").write_text('{"architectures": ["NoSuchModel"]}')
     assert run(monkeypatch, "--table", table, "--model", tmp_path, "--device", "cpu") == 1

@@ -51,7 +51,8 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert gaps.mean() == pytest.approx(1 / 20, rel=0.03)
     assert gaps.std() == pytest.approx(1 / 20, rel=0.05)  # of an exponential, spread equals mean
     per_second = np.histogram(times, bins=np.arange(0, int(times[-1])))[0]
-    assert per_second.var() == pytest.approx(20, rel=0.15)  # of a Poisson count, variance equals mean
+    # of a Poisson count, variance equals mean
+    assert per_second.var() == pytest.approx(20, rel=0.15)
 
 
 def test_percentiles_are_numpys_in_milliseconds() -> None:
@@ -77,8 +78,12 @@ def test_lines_are_appended(tmp_path: Path) -> None:
     assert out.read_text() == '{"a": 1}\n{"b": 2}\n'
 
 
-def test_circumstances_hold_the_given_commit_and_no_absolute_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["/opt/somewhere/pdserve", "bench", "--model", "/models/x", "--shape", "1x2x3"])
+def test_circumstances_hold_the_given_commit_and_no_absolute_path(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        sys, "argv", ["/opt/somewhere/pdserve", "bench", "--model", "/models/x", "--shape", "1x2x3"]
+    )
     facts = circumstances("abc1234")
     assert facts["commit"] == "abc1234" and facts["torch"]
     assert facts["command"] == "pdserve bench --model x --shape 1x2x3"

@@ -1,4 +1,5 @@
-"""One local Ray a session. Nothing of the fake engine is installed: worker processes find it on PYTHONPATH."""
+"""One local Ray a session. Nothing of the fake engine is installed: worker processes find it on
+PYTHONPATH."""
 
 import os
 import sys
@@ -21,13 +22,22 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local_ray(journal: Path) -> Iterator[None]:
     # Ray's processes inherit these; Serve's token authentication would write into the home folder.
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"  # Serve kills a proxy that is not ready in 5 s
+    # Serve kills a proxy that is not ready in 5 s
+    os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"
     os.environ["WORKER_JOURNAL"] = str(journal)
-    os.environ["PYTHONPATH"] = os.pathsep.join([HERE, *filter(None, [os.environ.get("PYTHONPATH")])])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [HERE, *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     import ray
     from ray import serve
 
-    ray.init(num_cpus=4, num_gpus=0, include_dashboard=False, log_to_driver=False, object_store_memory=80 << 20)
+    ray.init(
+        num_cpus=4,
+        num_gpus=0,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=80 << 20,
+    )
     serve.start(http_options={"host": "127.0.0.1", "port": 8123})
     yield
     serve.shutdown()

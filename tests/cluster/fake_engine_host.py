@@ -1,9 +1,10 @@
-"""An engine host without an engine: the same two methods as `pdserve.worker.host.EngineHost`, the same protocol on the
-wire.
+"""An engine host without an engine: the same two methods as `pdserve.worker.host.EngineHost`, the
+same protocol on the wire.
 
-A submitted request gets one token a step for `max_tokens` steps, or until it is as long as it may be; token i of a
-prompt p is `p[0] + i`. Every command received is one line of a journal file named by the worker, in the folder that
-WORKER_JOURNAL names, so that tests see what reached an engine. While a file `held` is there, nobody gets tokens.
+A submitted request gets one token a step for `max_tokens` steps, or until it is as long as it may
+be; token i of a prompt p is `p[0] + i`. Every command received is one line of a journal file named
+by the worker, in the folder that WORKER_JOURNAL names, so that tests see what reached an engine.
+While a file `held` is there, nobody gets tokens.
 """
 
 import contextlib
@@ -44,7 +45,9 @@ def held(journal: Path) -> Iterator[None]:
 
 
 class FakeEngineHost:
-    def __init__(self, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
+    def __init__(
+        self, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+    ) -> None:
         self.config = config
         self.worker_id = worker_id
         self.incarnation = incarnation
@@ -99,7 +102,9 @@ class FakeEngineHost:
                 self.requests.pop(key, None)
             case RouterLost(router_id=router_id, session=session):
                 self.requests = {
-                    k: s for k, s in self.requests.items() if (k.router_id, k.session) != (router_id, session)
+                    k: s
+                    for k, s in self.requests.items()
+                    if (k.router_id, k.session) != (router_id, session)
                 }
         return isinstance(command, Stop)
 
@@ -111,7 +116,9 @@ class FakeEngineHost:
             room = MAX_MODEL_LEN - len(submit.prompt_token_ids)
             last = position + 1 == (submit.sampling.max_tokens or room)
             token = submit.prompt_token_ids[0] + position
-            delta = Delta(key.request_id, key.attempt, 0, position, (token,), "length" if last else None)
+            delta = Delta(
+                key.request_id, key.attempt, 0, position, (token,), "length" if last else None
+            )
             if last:
                 del self.requests[key]
             self.publish(f"{key.router_id}/{key.session}", delta)
@@ -134,7 +141,9 @@ class FakeEngineHost:
         )
 
     def load(self) -> dict[str, Any]:
-        counts = dict.fromkeys(("num_waiting", "queue_tokens", "pinned_blocks", "quarantined_blocks"), 0)
+        counts = dict.fromkeys(
+            ("num_waiting", "queue_tokens", "pinned_blocks", "quarantined_blocks"), 0
+        )
         blocks = {"free_blocks": 64, "total_blocks": 64}
         load = {"role": self.config.role, "num_running": len(self.requests), **counts, **blocks}
         return load | {"metrics": self.families()}
@@ -144,15 +153,22 @@ class FakeEngineHost:
         name = "pdserve_engine_step_seconds"
         steps = float(self.num_steps)
         buckets = [
-            Sample(f"{name}_bucket", {"le": le}, n) for le, n in (("0.01", 0.0), ("0.025", steps), ("+Inf", steps))
+            Sample(f"{name}_bucket", {"le": le}, n)
+            for le, n in (("0.01", 0.0), ("0.025", steps), ("+Inf", steps))
         ]
         total = [Sample(f"{name}_sum", {}, steps * STEP_S), Sample(f"{name}_count", {}, steps)]
         return (
             MetricFamily(
-                "pdserve_engine_steps", "counter", "Steps.", (Sample("pdserve_engine_steps_total", {}, steps),)
+                "pdserve_engine_steps",
+                "counter",
+                "Steps.",
+                (Sample("pdserve_engine_steps_total", {}, steps),),
             ),
             MetricFamily(
-                "pdserve_kv_blocks", "gauge", "Blocks.", (Sample("pdserve_kv_blocks", {"state": "free"}, 7.0),)
+                "pdserve_kv_blocks",
+                "gauge",
+                "Blocks.",
+                (Sample("pdserve_kv_blocks", {"state": "free"}, 7.0),),
             ),
             MetricFamily(name, "histogram", "Seconds.", (*buckets, *total)),
         )

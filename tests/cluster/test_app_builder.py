@@ -1,4 +1,5 @@
-"""`serve run cluster.yaml` can call what its import_path names; it serves nothing by an oversight."""
+"""`serve run cluster.yaml` can call what its import_path names; it serves nothing by an
+oversight."""
 
 import inspect
 import logging
@@ -55,4 +56,6 @@ def test_open_doors_are_logged(host: list[str | None], caplog: pytest.LogCapture
     finally:
         logger.removeHandler(caplog.handler)
     [record] = caplog.records
-    assert record.levelname == "WARNING" and "0.0.0.0 can be reached from elsewhere" in record.message
+    assert (
+        record.levelname == "WARNING" and "0.0.0.0 can be reached from elsewhere" in record.message
+    )

@@ -1,5 +1,5 @@
-"""The whole application over a local Ray with fake engines: HTTP and the Python client, and a worker lost in
-mid-answer."""
+"""The whole application over a local Ray with fake engines: HTTP and the Python client, and a
+worker lost in mid-answer."""
 
 import asyncio
 import json
@@ -57,7 +57,9 @@ def wait_until_answered(client: Client) -> None:
 
 def post(port: int, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     data = json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"})
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}{path}", data, {"content-type": "application/json"}
+    )
     try:
         with urllib.request.urlopen(request, timeout=60) as response:
             return response.status, json.load(response)
@@ -73,7 +75,9 @@ def submits(journal: Path) -> list[dict[str, Any]]:
 def test_generate_answers_every_prompt_in_order(client: Client) -> None:
     outputs = client.generate([[10 * i, 1] for i in range(6)], SamplingParams(max_tokens=4))
     assert [output.prompt_token_ids for output in outputs] == [[10 * i, 1] for i in range(6)]
-    assert [output.outputs[0].token_ids for output in outputs] == [[10 * i + p for p in range(4)] for i in range(6)]
+    assert [output.outputs[0].token_ids for output in outputs] == [
+        [10 * i + p for p in range(4)] for i in range(6)
+    ]
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
 
 
@@ -89,7 +93,11 @@ async def test_the_asyncio_twins_give_the_same(client: Client) -> None:
         client.agenerate([30], SamplingParams(max_tokens=3)),
         collect(client.astream([30], SamplingParams(max_tokens=3))),
     )
-    assert output.outputs[0].token_ids == [t for chunk in chunks for t in chunk.token_ids] == [30, 31, 32]
+    assert (
+        output.outputs[0].token_ids
+        == [t for chunk in chunks for t in chunk.token_ids]
+        == [30, 31, 32]
+    )
     assert output.outputs[0].text == "".join(chunk.text for chunk in chunks)
 
 
@@ -111,7 +119,9 @@ def test_bad_requests_are_value_errors_that_name_the_parameter(client: Client) -
 def test_priority_and_session_go_with_a_prompt(client: Client, journal: Path) -> None:
     for token in range(600, 606):
         client.generate([[token]], SamplingParams(max_tokens=2), priority=-4, session_id="a")
-    sent = [line for line in submits(journal) if 600 <= line["command"]["prompt_token_ids"][0] < 606]
+    sent = [
+        line for line in submits(journal) if 600 <= line["command"]["prompt_token_ids"][0] < 606
+    ]
     assert [line["command"]["priority"] for line in sent] == [-4] * 6
     assert len({line["pid"] for line in sent}) == 1, "two idle workers, one session"
     with pytest.raises(ValueError, match="priority must be of type int, not '1'"):
@@ -121,10 +131,15 @@ def test_priority_and_session_go_with_a_prompt(client: Client, journal: Path) ->
 
 
 def test_timelines_are_there_on_demand(client: Client) -> None:
-    plain, shown = (client.generate([[50]], SamplingParams(max_tokens=3), timeline=t)[0] for t in (False, True))
+    plain, shown = (
+        client.generate([[50]], SamplingParams(max_tokens=3), timeline=t)[0] for t in (False, True)
+    )
     assert plain.timeline is None and plain.outputs == shown.outputs
     assert shown.timeline is not None and shown.timeline.generated_tokens == 3
-    assert [(leg.phase, leg.end) for leg in shown.timeline.legs][-1] in {("full", "finished"), ("decode", "finished")}
+    assert [(leg.phase, leg.end) for leg in shown.timeline.legs][-1] in {
+        ("full", "finished"),
+        ("decode", "finished"),
+    }
 
 
 def test_connect_names_an_application_that_is_not_there(client: Client) -> None:
@@ -169,10 +184,14 @@ def test_a_closed_stream_cancels_at_the_worker(client: Client, journal: Path) ->
 
 @pytest.mark.parametrize("port", [PROXY_PORT, OWN_PORT])
 def test_http_answers_and_refuses_in_openais_form(client: Client, port: int) -> None:
-    status, answer = post(port, "/v1/completions", {"model": "fake", "prompt": [50], "max_tokens": 3})
+    status, answer = post(
+        port, "/v1/completions", {"model": "fake", "prompt": [50], "max_tokens": 3}
+    )
     assert status == 200
     assert answer["usage"]["completion_tokens"] == 3
-    status, answer = post(port, "/v1/completions", {"model": "fake", "prompt": [50], "temperature": -1})
+    status, answer = post(
+        port, "/v1/completions", {"model": "fake", "prompt": [50], "temperature": -1}
+    )
     assert status == 400
     assert answer["error"]["param"] == "temperature"
 
@@ -189,7 +208,9 @@ def health(port: int) -> int | None:
 
 
 def test_a_replaced_router_listens_when_it_can_answer(client: Client) -> None:
-    [router] = [a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]]
+    [router] = [
+        a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]
+    ]
     ray.kill(ray.get_actor(router["name"], namespace=router["namespace"]))
     deadline = time.monotonic() + 180
     seen = list[int | None]()
@@ -205,7 +226,9 @@ def test_a_worker_killed_in_mid_answer_costs_a_pause_only(client: Client, journa
     stream = client.stream([60], SamplingParams(max_tokens=100))
     tokens = list(next(stream).token_ids)
     with held(journal):
-        [submit] = [line for line in submits(journal) if line["command"]["prompt_token_ids"] == [60]]
+        [submit] = [
+            line for line in submits(journal) if line["command"]["prompt_token_ids"] == [60]
+        ]
         os.kill(submit["pid"], signal.SIGKILL)
     tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tokens == list(range(60, 160))

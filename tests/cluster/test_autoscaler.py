@@ -1,4 +1,5 @@
-"""From what workers pushed to what Serve is asked for, without Ray: workers, counts and clock are made by hand."""
+"""From what workers pushed to what Serve is asked for, without Ray: workers, counts and clock are
+made by hand."""
 
 import asyncio
 import logging
@@ -42,7 +43,9 @@ class FakeCounts:
         self.num_asked += 1
         if self.broken:
             raise ConnectionError("the controller is gone")
-        return {key: Count(target=self.targets[key], running=self.running[key]) for key in self.targets}
+        return {
+            key: Count(target=self.targets[key], running=self.running[key]) for key in self.targets
+        }
 
     async def set(self, targets: Mapping[str, int]) -> list[str]:
         if self.refuses:
@@ -57,7 +60,8 @@ class Stage:
         self.fleet = fleet
         ids = [worker.worker_id for worker in workers]
         self.counts = FakeCounts(
-            prefill=sum(i.startswith("Prefill") for i in ids), decode=sum(i.startswith("Decode") for i in ids)
+            prefill=sum(i.startswith("Prefill") for i in ids),
+            decode=sum(i.startswith("Decode") for i in ids),
         )
         self.now = 0.0
         self.first = True
@@ -73,7 +77,11 @@ class Stage:
 
 async def test_a_prefill_queue_brings_prefill_workers() -> None:
     """10,000 tokens a second: 8,000 tokens are 800 ms, the target is 500."""
-    stage = Stage(made("Prefill#a", "prefill", queue_tokens=8000), made("Decode#b", "decode"), slo={"ttft_ms": 1000})
+    stage = Stage(
+        made("Prefill#a", "prefill", queue_tokens=8000),
+        made("Decode#b", "decode"),
+        slo={"ttft_ms": 1000},
+    )
     assert await stage.seconds(3) == {"prefill": 1, "decode": 1}
     assert await stage.seconds(1) == {"prefill": 2, "decode": 1}
     assert await stage.seconds(30) == {"prefill": 2, "decode": 1}, "one is on its way"
@@ -101,7 +109,9 @@ async def test_roles_are_what_counts() -> None:
 
 
 async def test_what_is_idle_goes_and_what_drains_is_left_alone() -> None:
-    workers = [made(f"{name}#{i}", name.lower()) for name in ("Prefill", "Decode") for i in range(2)]
+    workers = [
+        made(f"{name}#{i}", name.lower()) for name in ("Prefill", "Decode") for i in range(2)
+    ]
     parts = {key: {"replicas": 2, **BOUNDS} for key in ("prefill", "decode")}
     stage = Stage(*workers, **parts)
     workers[3].left_at = 1.0
@@ -120,11 +130,19 @@ async def test_without_room_it_goes_on_deciding() -> None:
 
 
 async def test_the_controller_is_asked_every_few_seconds_and_before_a_decision() -> None:
-    stage = Stage(made("Prefill#a", "prefill", queue_tokens=8000), made("Decode#b", "decode"), slo={"ttft_ms": 1000})
+    stage = Stage(
+        made("Prefill#a", "prefill", queue_tokens=8000),
+        made("Decode#b", "decode"),
+        slo={"ttft_ms": 1000},
+    )
     stage.scaler._scalers.pop("prefill")
     await stage.seconds(20)
     assert stage.counts.num_asked == 4
-    stage = Stage(made("Prefill#a", "prefill", queue_tokens=8000), made("Decode#b", "decode"), slo={"ttft_ms": 1000})
+    stage = Stage(
+        made("Prefill#a", "prefill", queue_tokens=8000),
+        made("Decode#b", "decode"),
+        slo={"ttft_ms": 1000},
+    )
     await stage.seconds(3)
     stage.counts.targets["prefill"] = 4  # by hand, just now
     assert await stage.seconds(10) == {"prefill": 4, "decode": 1}
@@ -132,10 +150,17 @@ async def test_the_controller_is_asked_every_few_seconds_and_before_a_decision()
 
 @pytest.mark.parametrize("max_prefill", [1, 4])
 async def test_it_never_stops_the_only_worker_that_decodes(max_prefill: int) -> None:
-    """Roles were exchanged: of two idle workers of Prefill Serve might stop the one that decodes."""
-    workers = [made("Prefill#1", "decode"), made("Prefill#2", "prefill"), made("Decode#1", "prefill")]
+    """Roles were exchanged: of two idle workers of Prefill Serve might stop the one that
+    decodes."""
+    workers = [
+        made("Prefill#1", "decode"),
+        made("Prefill#2", "prefill"),
+        made("Decode#1", "prefill"),
+    ]
     stage = Stage(*workers)
-    stage.scaler._bounds["prefill"] = stage.scaler._bounds["prefill"].model_copy(update={"max": max_prefill})
+    stage.scaler._bounds["prefill"] = stage.scaler._bounds["prefill"].model_copy(
+        update={"max": max_prefill}
+    )
     stage.scaler._scalers["prefill"] = Scaler(stage.scaler._bounds["prefill"])
     assert await stage.seconds(40) == {"prefill": 2, "decode": 1}
     stage.fleet.workers.append(made("Prefill#3", "decode"))
@@ -148,7 +173,9 @@ async def test_aggregated_workers_follow_their_own_queue() -> None:
     assert await stage.seconds(4) == {"prefill": 0, "decode": 2}
 
 
-async def test_only_the_first_router_decides_and_no_error_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_the_first_router_decides_and_no_error_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(autoscaler, "PERIOD_S", 0.01)
     bounds = {"autoscaling": {**BOUNDS["autoscaling"], "up_delay_s": 0}}
     stage = Stage(made("Decode#b", "both", queue_tokens=1 << 30), mode="aggregated", decode=bounds)
@@ -184,4 +211,6 @@ async def test_a_cluster_that_cannot_be_scaled_is_said_once(
     stage.scaler.start()
     await until_async(lambda: caplog.records)
     await asyncio.sleep(0.1)  # it may not say it again
-    assert [record.message for record in caplog.records] == ["autoscaling ends: external_scaler_enabled"]
+    assert [record.message for record in caplog.records] == [
+        "autoscaling ends: external_scaler_enabled"
+    ]

@@ -1,5 +1,5 @@
-"""One error in each of the background tasks of routers and worker shells, without Ray: the work goes on, or the process
-says that it must be replaced."""
+"""One error in each of the background tasks of routers and worker shells, without Ray: the work
+goes on, or the process says that it must be replaced."""
 
 import asyncio
 from collections.abc import Callable
@@ -42,9 +42,21 @@ def failures() -> Callable[[str], float]:
 
     def total(name: str) -> float:
         [family] = FAILURES.collect()
-        return sum(s.value for s in family.samples if s.labels["task"] == name and s.name.endswith("_total"))
+        return sum(
+            s.value
+            for s in family.samples
+            if s.labels["task"] == name and s.name.endswith("_total")
+        )
 
-    names = ("membership watcher", "autoscaler", "decode guard", "metrics bridge", "batcher", "http server", "overhear")
+    names = (
+        "membership watcher",
+        "autoscaler",
+        "decode guard",
+        "metrics bridge",
+        "batcher",
+        "http server",
+        "overhear",
+    )
     before = {name: total(name) for name in (*names, "engine watch")}
     return lambda name: total(name) - before[name]
 
@@ -77,14 +89,17 @@ class Members:
         return self.present
 
 
-async def test_joins_and_leaves_go_on(monkeypatch: pytest.MonkeyPatch, failures: Callable[[str], float]) -> None:
+async def test_joins_and_leaves_go_on(
+    monkeypatch: pytest.MonkeyPatch, failures: Callable[[str], float]
+) -> None:
     def link(handle: Any, worker_id: str) -> WorkerLink:
         stands_for: Any = SimpleNamespace(worker_id=worker_id)
         return stands_for
 
     monkeypatch.setattr(serve_links, "ServeLink", link)
     handle: Any = SimpleNamespace(
-        deployment_id=SimpleNamespace(app_name="background", name="Decode"), options=lambda **_: None
+        deployment_id=SimpleNamespace(app_name="background", name="Decode"),
+        options=lambda **_: None,
     )
     members = Members()
     watcher = MembershipWatcher(members, [handle])
@@ -98,8 +113,11 @@ async def test_joins_and_leaves_go_on(monkeypatch: pytest.MonkeyPatch, failures:
 
 
 @pytest.mark.parametrize("error", [KeyError, ValueError])
-async def test_counts_go_on_following_load(error: type[Exception], failures: Callable[[str], float]) -> None:
-    """The rank and the controller may each fail; a ValueError of somewhere is no word that nothing can be scaled."""
+async def test_counts_go_on_following_load(
+    error: type[Exception], failures: Callable[[str], float]
+) -> None:
+    """The rank and the controller may each fail; a ValueError of somewhere is no word that nothing
+    can be scaled."""
     targets = {"decode": 1}
     asked: list[str] = []
 
@@ -124,10 +142,14 @@ async def test_counts_go_on_following_load(error: type[Exception], failures: Cal
     assert failures("autoscaler") == 2
 
 
-async def test_somebody_goes_on_to_decode(monkeypatch: pytest.MonkeyPatch, failures: Callable[[str], float]) -> None:
+async def test_somebody_goes_on_to_decode(
+    monkeypatch: pytest.MonkeyPatch, failures: Callable[[str], float]
+) -> None:
     monkeypatch.setattr(decode_guard, "NONE_S", 0.0)
     posted: list[Any] = []
-    fleet: Any = SimpleNamespace(workers=[made("Prefill#a", "prefill")], post=lambda *what: posted.append(what))
+    fleet: Any = SimpleNamespace(
+        workers=[made("Prefill#a", "prefill")], post=lambda *what: posted.append(what)
+    )
     guard = DecodeGuard(fleet, Faulty(lambda: True, faults=3))
     guard.start()
     await until(lambda: posted)
@@ -143,7 +165,9 @@ async def test_metrics_go_on_to_rays_exporter(failures: Callable[[str], float]) 
     assert failures("metrics bridge") == 2
 
 
-async def test_a_batcher_that_fails_sends_the_next_message(failures: Callable[[str], float]) -> None:
+async def test_a_batcher_that_fails_sends_the_next_message(
+    failures: Callable[[str], float],
+) -> None:
     sent: list[list[bytes]] = []
 
     async def call(messages: list[bytes]) -> None:
@@ -159,7 +183,9 @@ async def test_a_batcher_that_fails_sends_the_next_message(failures: Callable[[s
     assert sent == [[b"a", b"b"]]
 
 
-async def test_an_http_server_that_fails_says_so_and_can_be_closed(failures: Callable[[str], float]) -> None:
+async def test_an_http_server_that_fails_says_so_and_can_be_closed(
+    failures: Callable[[str], float],
+) -> None:
     server = HttpServer(SimpleNamespace(), Address("127.0.0.1", 0), 60)  # type: ignore[arg-type]
     serve: Any = Faulty()
 
@@ -174,14 +200,18 @@ async def test_an_http_server_that_fails_says_so_and_can_be_closed(failures: Cal
 
 
 async def test_a_shell_that_cannot_watch_its_engine_ends(
-    monkeypatch: pytest.MonkeyPatch, failures: Callable[[str], float], caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch,
+    failures: Callable[[str], float],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Nobody would notice the engine's end."""
     ends: list[int] = []
     monkeypatch.setattr(worker_replica.os, "_exit", ends.append)
     monkeypatch.setattr(worker_replica.logging, "shutdown", lambda: None)
     run = SimpleNamespace(remote=Faulty())
-    shell: Any = SimpleNamespace(worker_id="Decode#x", _stopping=False, _engine=SimpleNamespace(run=run))
+    shell: Any = SimpleNamespace(
+        worker_id="Decode#x", _stopping=False, _engine=SimpleNamespace(run=run)
+    )
     shell._end_of_engine = lambda: WorkerReplica._end_of_engine(shell)
     await WorkerReplica._run(shell)
     assert ends == [1] and failures("engine watch") == 1 and "KeyError: 'by test'" in caplog.text
@@ -191,7 +221,9 @@ async def test_a_shell_that_cannot_watch_its_engine_ends(
     assert ends == [1], "it was to end anyway"
 
 
-async def test_a_batch_that_a_shell_cannot_read_is_passed_on_and_told(failures: Callable[[str], float]) -> None:
+async def test_a_batch_that_a_shell_cannot_read_is_passed_on_and_told(
+    failures: Callable[[str], float],
+) -> None:
     """What it raised would keep the batches behind it from all routers."""
     shell: Any = SimpleNamespace(_snapshot=None)
     WorkerReplica._overhear(shell, b"\xc1")

@@ -86,7 +86,8 @@ def test_of_a_cluster_that_works_nothing_is_found() -> None:
             {"mode": "aggregated", "decode": {"num_gpus": 1, "replicas": 2}},
             {"GPU": 1},
             "error",
-            "no room for this cluster.*decode: 2 replicas, each on one node with 1 GPU; there is room for 1",
+            "no room for this cluster.*decode: 2 replicas, each on one node with 1 GPU; there is "
+            "room for 1",
         ),
         (
             {"mode": "aggregated", "decode": {"num_gpus": 1, "autoscaling": {"max": 4}}},
@@ -164,7 +165,9 @@ def test_keys_that_are_not_there_are_missed(tmp_path: Path) -> None:
     assert the_one(configured(router={"api_key_env": "NOBODY_SETS_THIS"}), here())[0] == "error"
 
 
-def test_a_model_that_is_not_there_or_not_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_there_or_not_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     kind, text = the_one(configured(model={"path": "no/such-model"}), here())
     assert kind == "error" and "'no/such-model' is not a local folder" in text
@@ -183,8 +186,12 @@ def test_a_model_that_is_not_there_or_not_served(tmp_path: Path, monkeypatch: py
     weights.unlink()
     kind, text = the_one(configured(model={"path": str(broken)}), here())
     assert kind == "error" and "missing model.safetensors" in text
-    kind, text = the_one(configured(model={"path": str(broken)}), Place(here().nodes, is_here=False))
-    assert kind == "hint" and "each node reads its own" in text and "missing model.safetensors" in text
+    kind, text = the_one(
+        configured(model={"path": str(broken)}), Place(here().nodes, is_here=False)
+    )
+    assert (
+        kind == "hint" and "each node reads its own" in text and "missing model.safetensors" in text
+    )
     assert found(configured(model={"path": str(broken), "load_format": "dummy"}), here()) == []
     (broken / "tokenizer.json").unlink()
     kind, text = the_one(configured(model={"path": str(broken), "load_format": "dummy"}), here())
@@ -195,7 +202,9 @@ def test_a_length_above_the_models_is_named_for_each_deployment() -> None:
     config = configured(decode={"engine": {"max_model_len": 10**6}})
     kind, text = the_one(config, here())
     assert kind == "error"
-    assert text.startswith("decode: engine.max_model_len (1000000) must not be above what the model")
+    assert text.startswith(
+        "decode: engine.max_model_len (1000000) must not be above what the model"
+    )
 
 
 def test_an_address_of_ray_where_nobody_answers_is_named(
@@ -239,7 +248,9 @@ def test_doctor_names_the_unset_settings_and_the_broken_file(
     assert cli.main(["doctor", str(written(tmp_path, {"modell": {}}))]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("hint") and "RAY_AUTH_MODE is not set" in line for line in lines)
-    assert any(line.startswith("ok") and "RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in line for line in lines)
+    assert any(
+        line.startswith("ok") and "RAY_SERVE_THROUGHPUT_OPTIMIZED=1" in line for line in lines
+    )
     assert any(line.startswith("error") and "did you mean 'model'" in line for line in lines)
     assert cli.main(["doctor", str(written(tmp_path, {"model": {"path": str(DEMO)}}))]) == 0
 

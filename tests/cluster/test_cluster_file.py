@@ -1,4 +1,5 @@
-"""cluster.yaml: every level's keys are known, and what is wrong is said with its place in the file."""
+"""cluster.yaml: every level's keys are known, and what is wrong is said with its place in the
+file."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,16 @@ def test_every_shipped_cluster_is_valid_and_listens_on_loopback(path: Path) -> N
 
 
 def test_the_shipped_clusters_are_known_by_name() -> None:
-    names = ["cpu-demo", "cpu-2p2d", "cpu-pool", "aggregated", "one-gpu", "1p1d-gpu", "many-nodes", "pool"]
+    names = [
+        "cpu-demo",
+        "cpu-2p2d",
+        "cpu-pool",
+        "aggregated",
+        "one-gpu",
+        "1p1d-gpu",
+        "many-nodes",
+        "pool",
+    ]
     assert {path.stem for path in CLUSTERS[1:]} == set(names)
 
 
@@ -66,7 +76,9 @@ def test_a_misspelt_args_serves_nothing(tmp_path: Path) -> None:
         ("applications.0.deployments.0.autoscaling_config", "max_replica", "max_replicas"),
     ],
 )
-def test_an_unknown_key_of_any_level_names_the_nearest(tmp_path: Path, place: str, key: str, near: str) -> None:
+def test_an_unknown_key_of_any_level_names_the_nearest(
+    tmp_path: Path, place: str, key: str, near: str
+) -> None:
     deployment = {"name": "Decode", "ray_actor_options": {}, "autoscaling_config": {}}
     document: dict[str, Any] = {
         "http_options": {},
@@ -152,7 +164,10 @@ def test_what_up_takes_where_the_file_says_nothing(tmp_path: Path) -> None:
     assert file.http_options == {"host": "127.0.0.1", "port": 8000}
     assert (file.name, file.route_prefix, file.names_host) == ("x", "/", False)
     more = {"applications": [application(runtime_env={})], "target_capacity": 50}
-    assert load(written(tmp_path, more)).unused == ["target_capacity", "applications[0].runtime_env"]
+    assert load(written(tmp_path, more)).unused == [
+        "target_capacity",
+        "applications[0].runtime_env",
+    ]
 
 
 def test_a_bad_file_ends_up_with_a_message_and_status_2(

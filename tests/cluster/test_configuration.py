@@ -1,4 +1,5 @@
-"""What is read from YAML, what Ray is asked for, and what the command line says: no Ray is started."""
+"""What is read from YAML, what Ray is asked for, and what the command line says: no Ray is
+started."""
 
 import subprocess
 import sys
@@ -15,7 +16,13 @@ from pdserve.cluster.operate.cluster_file import load
 from pdserve.cluster.operate.ray_settings import settings
 from pdserve.cluster.operate.readiness import last_error
 from pdserve.cluster.operate.up import greeting, own_address, serve_options
-from pdserve.cluster.placement.placement import Node, described, has_labels, unplaceable, worker_bundles
+from pdserve.cluster.placement.placement import (
+    Node,
+    described,
+    has_labels,
+    unplaceable,
+    worker_bundles,
+)
 from pdserve.configs.schema import ClusterConfig, DeploymentConfig
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +35,9 @@ def node(resources: dict[str, float]) -> Node:
 def test_the_shipped_cluster_of_many_nodes_fits_nodes_with_its_labels_only() -> None:
     config = load(ROOT / "pdserve/configs/many-nodes.yaml").config
     roles = ["ingress", "prefill", "prefill", "decode", "decode"]
-    nodes = [Node(role, has, has, {"role": role}) for role in roles if (has := {"CPU": 8.0, "GPU": 1.0})]
+    nodes = [
+        Node(role, has, has, {"role": role}) for role in roles if (has := {"CPU": 8.0, "GPU": 1.0})
+    ]
     assert unplaceable(config, nodes) == []
     [complaint] = unplaceable(config, nodes[:-1])
     assert complaint.startswith(
@@ -65,18 +74,24 @@ def test_a_workers_gpu_is_in_the_bundle_of_its_engine() -> None:
     shell, rank = worker_bundles(DeploymentConfig(num_gpus=1, num_cpus=2, resources={"decode": 1}))
     assert "GPU" not in shell
     assert rank == {"CPU": 2, "GPU": 1, "decode": 1}
-    assert all(amount > 0 for bundle in worker_bundles(DeploymentConfig()) for amount in bundle.values())
+    assert all(
+        amount > 0 for bundle in worker_bundles(DeploymentConfig()) for amount in bundle.values()
+    )
 
 
 def test_what_cannot_be_placed_is_named() -> None:
-    config = ClusterConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "replicas": 2}})
+    config = ClusterConfig.model_validate(
+        {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1, "replicas": 2}}
+    )
     gpu_node = node({"CPU": 8.0, "GPU": 2.0})
     assert unplaceable(config, [gpu_node, node({"CPU": 8.0, "GPU": 1.0})]) == []
     [complaint] = unplaceable(config, [gpu_node])
     assert complaint in (
-        "prefill: 1 replicas, each on one node with 1 GPU; there is room for 0 (of 1 nodes 1 could hold one if nothing "
+        "prefill: 1 replicas, each on one node with 1 GPU; there is room for 0 (of 1 nodes 1 could "
+        "hold one if nothing "
         "else used them)",
-        "decode: 2 replicas, each on one node with 1 GPU; there is room for 1 (of 1 nodes 1 could hold one if nothing "
+        "decode: 2 replicas, each on one node with 1 GPU; there is room for 1 (of 1 nodes 1 could "
+        "hold one if nothing "
         "else used them)",
     )
     assert len(unplaceable(config, [node({"CPU": 8.0})])) == 2
@@ -92,15 +107,21 @@ def test_what_fits_in_some_order_fits() -> None:
     assert unplaceable(ClusterConfig.model_validate(args), nodes[::-1]) == []
 
 
-@pytest.mark.parametrize(("selector", "values"), [("a", "a"), ("!a", "bc-"), ("in(a,b)", "ab"), ("!in(a,b)", "c-")])
+@pytest.mark.parametrize(
+    ("selector", "values"), [("a", "a"), ("!a", "bc-"), ("in(a,b)", "ab"), ("!in(a,b)", "c-")]
+)
 def test_labels_select_as_ray_does(selector: str, values: str) -> None:
-    """values: those of the label `zone` that match, - for a node without it; tried with Ray's own placement groups."""
+    """values: those of the label `zone` that match, - for a node without it; tried with Ray's own
+    placement groups."""
     labels = {value: {} if value == "-" else {"zone": value} for value in "abc-"}
-    assert [v for v in "abc-" if has_labels(Node("x", {}, {}, labels[v]), {"zone": selector})] == list(values)
+    assert [
+        v for v in "abc-" if has_labels(Node("x", {}, {}, labels[v]), {"zone": selector})
+    ] == list(values)
 
 
 @pytest.mark.parametrize(
-    "labels", [{"zone": "-a"}, {"zone": "in()"}, {"zone": ""}, {"": "a"}, {"a b": "c"}, {"z": "in(a"}]
+    "labels",
+    [{"zone": "-a"}, {"zone": "in()"}, {"zone": ""}, {"": "a"}, {"a b": "c"}, {"z": "in(a"}],
 )
 def test_labels_that_ray_would_not_take_are_refused(labels: dict[str, str]) -> None:
     for key in ("prefill", "decode", "router"):
@@ -115,21 +136,38 @@ def test_values_of_a_selector_may_be_written_with_spaces() -> None:
 
 def test_labels_that_no_node_has_are_named_with_what_nodes_have() -> None:
     config = ClusterConfig.model_validate(
-        {"router": {"labels": {"role": "ingress"}}, "decode": {"replicas": 3, "resources": {"decode": 1}}}
+        {
+            "router": {"labels": {"role": "ingress"}},
+            "decode": {"replicas": 3, "resources": {"decode": 1}},
+        }
     )
-    nodes = [Node("a", {"CPU": 2.0, "decode": 1.0}, {"CPU": 1.5, "decode": 1.0}, {"role": "x", "ray.io/node-id": "0"})]
+    nodes = [
+        Node(
+            "a",
+            {"CPU": 2.0, "decode": 1.0},
+            {"CPU": 1.5, "decode": 1.0},
+            {"role": "x", "ray.io/node-id": "0"},
+        )
+    ]
     router, decode = unplaceable(config, nodes)
-    assert "router: 1 replicas, each on one node with the labels {role: ingress}; there is room for 0" in router
+    assert (
+        "router: 1 replicas, each on one node with the labels {role: ingress}; there is room for 0"
+        in router
+    )
     assert "0 of 1 nodes have the labels" in router
     assert "decode: 3 replicas, each on one node with 1 decode; there is room for 1" in decode
-    assert described(nodes, ["decode"]) == "a: 1.5 of 2 CPU free, 1 of 1 decode free; labels: role=x"
+    assert (
+        described(nodes, ["decode"]) == "a: 1.5 of 2 CPU free, 1 of 1 decode free; labels: role=x"
+    )
     assert described(nodes * 20, []).endswith("and 4 more nodes")
 
 
 def test_room_is_counted_and_not_tried_replica_by_replica() -> None:
     args = {"mode": "aggregated", "decode": {"num_cpus": 0.1, "num_gpus": 0.1}}
     config = ClusterConfig.model_validate(args)
-    huge = config.model_copy(update={"decode": config.decode.model_copy(update={"replicas": 10**9})})
+    huge = config.model_copy(
+        update={"decode": config.decode.model_copy(update={"replicas": 10**9})}
+    )
     [complaint] = unplaceable(huge, [node({"CPU": 8.0, "GPU": 0.3})] * 1000)
     assert "there is room for 3000 " in complaint
     with pytest.raises(ValidationError, match="1024"):
@@ -137,7 +175,9 @@ def test_room_is_counted_and_not_tried_replica_by_replica() -> None:
 
 
 def test_a_worker_is_not_spread_over_nodes() -> None:
-    config = ClusterConfig.model_validate({"mode": "aggregated", "decode": {"num_gpus": 1, "num_cpus": 4}})
+    config = ClusterConfig.model_validate(
+        {"mode": "aggregated", "decode": {"num_gpus": 1, "num_cpus": 4}}
+    )
     assert len(unplaceable(config, [node({"CPU": 8.0}), node({"GPU": 1.0, "CPU": 1.0})])) == 1
 
 
@@ -146,7 +186,9 @@ def test_the_demo_fits_two_cores() -> None:
     assert unplaceable(config, [node({"CPU": 2.0})]) == []
 
 
-@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 7])
+@pytest.mark.parametrize(
+    "size", [0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES, 3 * PIECE_BYTES + 7]
+)
 def test_messages_survive_being_cut(size: int) -> None:
     message = bytes(range(256)) * (size // 256 + 1)
     message = message[:size]
@@ -173,9 +215,18 @@ def test_listeners_hear_the_present_and_each_change_once() -> None:
 
 @pytest.mark.processes
 def test_processes_without_an_engine_import_no_torch() -> None:
-    modules = ["client", "app", "cli", "deployments.worker_replica", "deployments.router_replica", "links.serve_links"]
+    modules = [
+        "client",
+        "app",
+        "cli",
+        "deployments.worker_replica",
+        "deployments.router_replica",
+        "links.serve_links",
+    ]
     imports = ", ".join(f"pdserve.cluster.{name}" for name in modules)
-    check = f"import {imports}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    check = (
+        f"import {imports}, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", check]).returncode == 0
 
 
@@ -194,7 +245,10 @@ def test_rays_token_authentication_is_on_by_default() -> None:
 
 
 def test_of_a_replicas_traceback_the_last_error_is_shown() -> None:
-    message = "Deployment failed:\nOSError: first\n\nThe above ...:\n  File x\nValueError: model path 'a'\nis nowhere\n"
+    message = (
+        "Deployment failed:\nOSError: first\n\nThe above ...:\n  File x\nValueError: model path "
+        "'a'\nis nowhere\n"
+    )
     assert last_error(message) == "ValueError: model path 'a'\nis nowhere"
     assert last_error("plain words") == "plain words"
 
@@ -213,5 +267,10 @@ def test_routers_serve_http_themselves_unless_the_file_asks_for_what_only_serve_
 
 def test_the_greeting_names_what_brought_serves_slower_server() -> None:
     assert "proxy" not in greeting("http://x:1", ClusterConfig(), 1.0, [])
-    shown = greeting("http://x:1", ClusterConfig(), 1.0, ["http_options.root_path", "route_prefix /llm"])
-    assert "Serve's Python proxy" in shown and "does not know http_options.root_path, route_prefix /llm." in shown
+    shown = greeting(
+        "http://x:1", ClusterConfig(), 1.0, ["http_options.root_path", "route_prefix /llm"]
+    )
+    assert (
+        "Serve's Python proxy" in shown
+        and "does not know http_options.root_path, route_prefix /llm." in shown
+    )

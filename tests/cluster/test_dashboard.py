@@ -1,5 +1,5 @@
-"""Every query of the dashboard is PromQL, and asks for metrics and labels that the /metrics page of a served cluster
-has."""
+"""Every query of the dashboard is PromQL, and asks for metrics and labels that the /metrics page of
+a served cluster has."""
 
 import json
 import re
@@ -67,19 +67,24 @@ def documented() -> Labels:
         if not name.startswith("pdserve_router_"):
             labels |= {"worker", "role"}
         suffixes = ("_bucket", "_sum", "_count") if row.kind == "histogram" else ("",)
-        known |= {name + suffix: labels | ({"le"} if suffix == "_bucket" else set()) for suffix in suffixes}
+        known |= {
+            name + suffix: labels | ({"le"} if suffix == "_bucket" else set())
+            for suffix in suffixes
+        }
     return known
 
 
 def live(page: str) -> Labels:
-    """Series names of a /metrics page -> labels of its samples; of those that have counted nothing, the documented
-    ones."""
+    """Series names of a /metrics page -> labels of its samples; of those that have counted nothing,
+    the documented ones."""
     known = Labels()
     documents = documented()
     for family in text_string_to_metric_families(page):
         name = f"{family.name}_total" if family.type == "counter" else family.name
         suffixes = ("_bucket", "_sum", "_count") if family.type == "histogram" else ("",)
-        known |= {name + suffix: documents[name + suffix] for suffix in suffixes if not family.samples}
+        known |= {
+            name + suffix: documents[name + suffix] for suffix in suffixes if not family.samples
+        }
         for sample in family.samples:
             known.setdefault(sample.name, set()).update(sample.labels)
     return known
@@ -94,7 +99,9 @@ def check(query: Query, known: Labels) -> None:
         filters = {matcher.name for matcher in selector.matchers.matchers}
         assert filters <= labels, f"{query.expr}: {selector.name} has no {filters - labels}"
     available = set().union(*(known[selector.name] for selector in selectors(expr)))
-    assert set().union(*groups, set()) <= available, f"{query.expr}: grouped by what none of its metrics has"
+    assert set().union(*groups, set()) <= available, (
+        f"{query.expr}: grouped by what none of its metrics has"
+    )
     shown = set(re.findall(r"{{(\w+)}}", query.legend))
     outer = grouped_by(aggregations(expr)[0])
     assert shown <= outer, f"{query.legend} of {query.expr}: {shown - outer} is summed away"
@@ -106,7 +113,9 @@ ALL = [query for row in ROWS for panel in row.panels for query in panel.queries]
 async def test_every_query_asks_for_what_a_served_cluster_shows(pd: list[Host]) -> None:
     async with cluster(*pd) as running:
         await running.complete(prompt="Once upon a time " * 20, max_tokens=4)
-        refused = await running.client.post("/v1/completions", json={"model": MODEL, "prompt": "a", "top_p": 9})
+        refused = await running.client.post(
+            "/v1/completions", json={"model": MODEL, "prompt": "a", "top_p": 9}
+        )
         assert refused.status_code == 400
         known = live((await running.client.get("/metrics")).text)
     assert {"le", "worker", "role"} == known["pdserve_kv_transfer_lag_seconds_bucket"]
@@ -116,20 +125,27 @@ async def test_every_query_asks_for_what_a_served_cluster_shows(pd: list[Host]) 
 
 
 def test_no_sum_is_lost_where_a_workers_series_come_from_several_pages() -> None:
-    """`max by` stands in for one of several equal series: of different ones it would drop all but one."""
+    """`max by` stands in for one of several equal series: of different ones it would drop all but
+    one."""
     known = documented()
     for query in ALL:
         kept = [a for a in aggregations(parse(query.expr)) if str(a.op) == "max"]
         for aggregation in kept:
             for selector in selectors(aggregation):
                 missing = known[selector.name] - {"role"} - grouped_by(aggregation)
-                assert not missing, f"{query.expr}: {missing} of {selector.name} come together in a max"
+                assert not missing, (
+                    f"{query.expr}: {missing} of {selector.name} come together in a max"
+                )
         taken = {s.name for a in kept for s in selectors(a)}
-        of_workers = {s.name for s in selectors(parse(query.expr)) if not s.name.startswith("pdserve_router_")}
+        of_workers = {
+            s.name for s in selectors(parse(query.expr)) if not s.name.startswith("pdserve_router_")
+        }
         assert of_workers <= taken, f"{query.expr}: counts a worker once a router's page"
 
 
-@pytest.mark.parametrize("bad", ["sum by (nothing) (pdserve_kv_blocks)", 'pdserve_kv_blocks{x="1"}', "pdserve_nothing"])
+@pytest.mark.parametrize(
+    "bad", ["sum by (nothing) (pdserve_kv_blocks)", 'pdserve_kv_blocks{x="1"}', "pdserve_nothing"]
+)
 def test_the_check_finds_what_is_wrong(bad: str) -> None:
     with pytest.raises(AssertionError, match=r"there is no|has no|none of its"):
         check(Query(bad, ""), documented())
@@ -142,7 +158,11 @@ def test_both_sources_ask_the_same_by_their_names() -> None:
     rays = list(queries("ray"))
     assert [query.replace("ray_pdserve_", "pdserve_") for query in rays] == routers
     assert all("pdserve_" in query and "P@" not in query for query in rays)
-    assert not any(selector.name.startswith("pdserve_") for query in rays for selector in selectors(parse(query)))
+    assert not any(
+        selector.name.startswith("pdserve_")
+        for query in rays
+        for selector in selectors(parse(query))
+    )
 
 
 def test_the_documents_are_whole(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

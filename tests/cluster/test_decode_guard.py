@@ -1,4 +1,5 @@
-"""A cluster in which nobody decodes any more gets a decoder, and only then: workers and the clock are made by hand."""
+"""A cluster in which nobody decodes any more gets a decoder, and only then: workers and the clock
+are made by hand."""
 
 from types import SimpleNamespace
 from typing import Any

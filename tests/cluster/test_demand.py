@@ -1,5 +1,5 @@
-"""Decisions about counts on traces: ramps, bursts, lulls, dead workers. No clock runs: each step of a trace is a
-second."""
+"""Decisions about counts on traces: ramps, bursts, lulls, dead workers. No clock runs: each step of
+a trace is a second."""
 
 from collections.abc import Callable, Iterator
 from itertools import pairwise
@@ -22,8 +22,11 @@ from pdserve.configs.schema import AutoscalingConfig
 BOUNDS = AutoscalingConfig(min=1, max=8, up_delay_s=5, down_delay_s=60)
 
 
-def run(scaler: Scaler, demand: Callable[[int], float], start: int, seconds: int, starts_in: int = 20) -> list[int]:
-    """Targets by the second; new workers are there starts_in seconds later, those that leave are gone at once."""
+def run(
+    scaler: Scaler, demand: Callable[[int], float], start: int, seconds: int, starts_in: int = 20
+) -> list[int]:
+    """Targets by the second; new workers are there starts_in seconds later, those that leave are
+    gone at once."""
     running = start
     target = start
     ready_at = 0
@@ -82,14 +85,16 @@ def test_a_lull_that_is_short_keeps_all() -> None:
 
 
 def test_nothing_swings_when_load_moves_to_those_that_stay() -> None:
-    """What it takes down it does not bring back: the same load on fewer workers is the same demand."""
+    """What it takes down it does not bring back: the same load on fewer workers is the same
+    demand."""
     for demand in (0.3, 1.3, 2.0, 2.7, 4.1):
         changes = [target for _, target in steps(run(Scaler(BOUNDS), steady(demand), 6, 900))]
         assert changes == sorted(changes, reverse=True)
 
 
 def test_dead_workers_are_waited_for() -> None:
-    """Serve replaces them: more would be too many, and fewer would be believed of a broken count."""
+    """Serve replaces them: more would be too many, and fewer would be believed of a broken
+    count."""
     scaler = Scaler(BOUNDS)
     for now in range(100):
         demand = 4.0 if now % 2 else 0.0
@@ -119,7 +124,9 @@ def test_what_never_starts_is_given_up_when_it_is_not_needed() -> None:
 
 def test_what_is_needed_is_waited_for_but_no_more_of_it() -> None:
     assert set(stuck(lambda _: 7.0, 2, 4, 600)) == {4}
-    assert set(stuck(lambda now: 3.0 if now % 50 == 0 else 1.5, 2, 4, 600)) == {4}, "it may load for long"
+    assert set(stuck(lambda now: 3.0 if now % 50 == 0 else 1.5, 2, 4, 600)) == {4}, (
+        "it may load for long"
+    )
 
 
 def test_a_worker_that_leaves_slowly_stops_no_decision_for_long() -> None:
@@ -143,8 +150,14 @@ def test_workers_of_the_other_deployment_count_by_their_role() -> None:
     assert scaler.decide(2.5, 3, 1, 1, True, 1.0) == 1
 
 
-@given(st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200), st.integers(0, 8), st.integers(1, 8))
-def test_targets_stay_within_bounds(trace: list[tuple[float, bool]], num_workers: int, target: int) -> None:
+@given(
+    st.lists(st.tuples(st.floats(0, 50), st.booleans()), max_size=200),
+    st.integers(0, 8),
+    st.integers(1, 8),
+)
+def test_targets_stay_within_bounds(
+    trace: list[tuple[float, bool]], num_workers: int, target: int
+) -> None:
     scaler = Scaler(BOUNDS)
     for now, (demand, is_settled) in enumerate(trace):
         new = scaler.decide(demand, num_workers, target, target, is_settled, float(now))
@@ -167,24 +180,32 @@ def test_queue_targets() -> None:
 
 
 def test_decode_demand_is_what_meets_the_tpot_target() -> None:
-    """Intervals of 4 ms + 0.1 ms a sequence, 200 sequences in all: how many workers is found from any number."""
+    """Intervals of 4 ms + 0.1 ms a sequence, 200 sequences in all: how many workers is found from
+    any number."""
 
     def loads(num_workers: int) -> list[Load]:
         return [Load(token_interval_ms=4 + 0.1 * 200 / num_workers)] * num_workers
 
     for num_workers in (4, 5, 6, 8):  # below the target of 9.5 ms
-        assert decode_demand(loads(num_workers), 250, 9.5, None, 4.0) == pytest.approx(200 * 0.1 / 5.5)
+        assert decode_demand(loads(num_workers), 250, 9.5, None, 4.0) == pytest.approx(
+            200 * 0.1 / 5.5
+        )
     assert decode_demand(loads(2), 250, 9.5, None, 4.0) > 2
     assert decode_demand(loads(1), 250, 9.5, None, 24.0) > 1, "it was never seen idle"
     assert decode_demand([Load(token_interval_ms=4.0)] * 3, 250, 9.5, None, 4.0) == 0.0
     assert decode_demand([Load(token_interval_ms=4.0)] * 3, 250, 4.0, None, 4.0) == 3.0, (
         "at a target that cannot be had"
     )
-    assert decode_demand([Load(token_interval_ms=0.0)], 250, 9.5, None, None) == 0.0, "idle from the start"
+    assert decode_demand([Load(token_interval_ms=0.0)], 250, 9.5, None, None) == 0.0, (
+        "idle from the start"
+    )
 
 
-def meeting_tpot(least: LeastInterval, num_workers: int, num_sequences: int, seconds: int) -> tuple[list[int], int]:
-    """Counts as they change, and the seconds in which the target of 20 ms was missed: an interval is 4 ms and
+def meeting_tpot(
+    least: LeastInterval, num_workers: int, num_sequences: int, seconds: int
+) -> tuple[list[int], int]:
+    """Counts as they change, and the seconds in which the target of 20 ms was missed: an interval
+    is 4 ms and
     0.1 ms for each sequence."""
     scaler = Scaler(BOUNDS)
     counts = [num_workers]
@@ -207,13 +228,21 @@ def meeting_tpot(least: LeastInterval, num_workers: int, num_sequences: int, sec
 def test_a_decider_that_began_under_load_does_not_take_it_for_the_least() -> None:
     """18 ms on four workers: three would miss the target."""
     assert meeting_tpot(LeastInterval(), 4, 560, 3600) == ([4], 0)
-    assert meeting_tpot(LeastInterval(), 4, 8, 600) == ([4, 3, 2, 1], 0), "and it goes down where it may"
+    assert meeting_tpot(LeastInterval(), 4, 8, 600) == ([4, 3, 2, 1], 0), (
+        "and it goes down where it may"
+    )
 
 
 def test_the_least_interval_is_of_workers_that_were_idle_for_long() -> None:
     least = LeastInterval()
     for now in range(14):
-        least.see({"a": Load(token_interval_ms=18 - now, num_sequences=1), "b": Load(token_interval_ms=3.0)}, now)
+        least.see(
+            {
+                "a": Load(token_interval_ms=18 - now, num_sequences=1),
+                "b": Load(token_interval_ms=3.0),
+            },
+            now,
+        )
         assert least.ms is None, "it fades yet"
     least.see({"a": Load(token_interval_ms=5, num_sequences=9), "b": Load()}, 14.0)
     for now in range(15, 40):
@@ -224,7 +253,9 @@ def test_the_least_interval_is_of_workers_that_were_idle_for_long() -> None:
 
 
 def test_decode_demand_of_memory_sequences_and_queue() -> None:
-    assert decode_demand([Load(used_blocks=0.85), Load(used_blocks=0.425)], 250, None, None, 1) == pytest.approx(1.5)
+    assert decode_demand(
+        [Load(used_blocks=0.85), Load(used_blocks=0.425)], 250, None, None, 1
+    ) == pytest.approx(1.5)
     assert decode_demand([Load(num_sequences=40), Load(num_sequences=20)], 250, None, 20, 1) == 3.0
     assert decode_demand([Load(queue_ms=500)], 250, None, None, 1) == 2.0
     assert decode_demand([], 250, 9.5, 20, None) == 0.0

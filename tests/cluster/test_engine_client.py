@@ -44,7 +44,8 @@ async def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
 async def client(engine: Engine) -> AsyncIterator[EngineClient]:
     client = EngineClient(engine.address)
     yield client
-    if not client.closed.is_set():  # a Stop to an engine that has not bound its socket yet waits a second only
+    # a Stop to an engine that has not bound its socket yet waits a second only
+    if not client.closed.is_set():
         await asyncio.wait_for(client.connected.wait(), 60)
     client.close()
     await asyncio.to_thread(engine.thread.join, 60)
@@ -87,7 +88,9 @@ async def test_hello_comes_first_and_tokens_come_in_order(client: EngineClient) 
     assert [(await received(stream, Delta)).token_ids for _ in range(3)] == [(7,), (8,), (9,)]
 
 
-async def test_a_client_may_connect_before_the_engine_binds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_may_connect_before_the_engine_binds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORKER_JOURNAL", str(tmp_path))
     engine = Engine(f"ipc://{tmp_path}/late")
     client = EngineClient(engine.address)
@@ -127,7 +130,9 @@ async def test_closing_a_stream_loses_the_router(client: EngineClient, engine: E
     await wait_for(lambda: engine.host.requests == {})
 
 
-async def test_a_newer_session_replaces_the_older_stream(client: EngineClient, engine: Engine) -> None:
+async def test_a_newer_session_replaces_the_older_stream(
+    client: EngineClient, engine: Engine
+) -> None:
     old = client.subscribe("r", 1)
     await receive(old)
     new = client.subscribe("r", 2)

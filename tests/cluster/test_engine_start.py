@@ -34,10 +34,13 @@ class Scene:
         monkeypatch.setattr(ray, "kill", self.killed.append)
         monkeypatch.setattr(engine_start, "LOOK_S", 0.01)
         self.engine = SimpleNamespace(
-            start=SimpleNamespace(remote=self._start), progress=SimpleNamespace(remote=self._progress)
+            start=SimpleNamespace(remote=self._start),
+            progress=SimpleNamespace(remote=self._progress),
         )
         config = WorkerConfig(start=StartConfig(**deadlines))
-        self.watch = EngineStart(self.engine, config, "Decode#x", "10.0.0.1", 2, SHELL_LOG, self._post, self._remove)
+        self.watch = EngineStart(
+            self.engine, config, "Decode#x", "10.0.0.1", 2, SHELL_LOG, self._post, self._remove
+        )
 
     async def serving(self) -> dict[str, Any]:
         async with self.watch:
@@ -90,8 +93,10 @@ async def test_stages_are_posted_as_they_come(monkeypatch: pytest.MonkeyPatch) -
 async def test_a_process_that_never_starts_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     said = await failure(Scene(monkeypatch, process_s=0.05))
     assert said == (
-        "worker Decode#x made no progress for 0.05 s while starting the engine's process (stage process). Its node is "
-        "10.0.0.1, it has 2 GPU: the raylet's log on that node (raylet.out) says why Ray does not start it; or raise "
+        "worker Decode#x made no progress for 0.05 s while starting the engine's process (stage "
+        "process). Its node is "
+        "10.0.0.1, it has 2 GPU: the raylet's log on that node (raylet.out) says why Ray does not "
+        "start it; or raise "
         f"start.process_s. Its logs on 10.0.0.1: {SHELL_LOG}"
     )
 
@@ -124,7 +129,11 @@ async def test_a_slow_stage_with_progress_goes_on(monkeypatch: pytest.MonkeyPatc
         clock.seconds += 0.9  # longer than the deadline in all
     scene.result.set_result({})
     assert await serving == {}
-    assert scene.posted == [Progress("process"), Progress("weights", 0, 10_000_000), Progress("connection")]
+    assert scene.posted == [
+        Progress("process"),
+        Progress("weights", 0, 10_000_000),
+        Progress("connection"),
+    ]
 
 
 async def test_what_the_engine_raised_is_said_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +149,16 @@ async def test_what_the_engine_raised_is_said_at_once(monkeypatch: pytest.Monkey
     )
 
 
-async def test_a_stage_that_fails_between_two_looks_is_the_one_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stage_that_fails_between_two_looks_is_the_one_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     scene = Scene(monkeypatch)
     failing = asyncio.ensure_future(failure(scene))
     await scene.passes(Progress("config"))
     scene.now = Progress("device")
-    scene.result.set_exception(RayTaskError("start", "a traceback", RuntimeError("no kernel image")))
+    scene.result.set_exception(
+        RayTaskError("start", "a traceback", RuntimeError("no kernel image"))
+    )
     assert "failed while waking the device: RuntimeError: no kernel image" in await failing
 
 
@@ -160,7 +173,9 @@ async def test_a_process_that_dies_is_said_at_once(monkeypatch: pytest.MonkeyPat
 async def test_an_engine_that_nobody_reaches_fails_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     scene = Scene(monkeypatch, connection_s=0.05)
     scene.result.set_result({})
-    with pytest.raises(StartError, match=r"for 0\.05 s while connecting to the engine .* start\.connection_s"):
+    with pytest.raises(
+        StartError, match=r"for 0\.05 s while connecting to the engine .* start\.connection_s"
+    ):
         async with scene.watch:
             await scene.watch.serving()
             await scene.watch.connected(asyncio.Event().wait())
@@ -180,7 +195,9 @@ async def test_a_board_out_of_reach_keeps_nobody_from_starting(
     assert await scene.serving() == {"device": "cpu"}
 
 
-def record(stage: Stage, done: int = 0, total: int = 0, files: tuple[str, ...] = (SHELL_LOG,)) -> StartRecord:
+def record(
+    stage: Stage, done: int = 0, total: int = 0, files: tuple[str, ...] = (SHELL_LOG,)
+) -> StartRecord:
     return StartRecord("Decode#x", "10.0.0.1", Progress(stage, done, total), 0.0, files)
 
 
@@ -212,12 +229,19 @@ def test_serves_messages_are_said_once_with_the_reason() -> None:
     news = News()
     head = "A replica failed to start with exception. Retrying 2 more time(s). Error:"
     failed = f"{head}\nTraceback:\n  x\nValueError: no"
-    assert list(news.of_serve(deployments(Decode="", Router=""))) == ["pdserve: Decode: updating, Router: updating"]
-    assert list(news.of_serve(deployments(Decode=failed, Router=""))) == [f"pdserve: Decode: {head}\nValueError: no"]
+    assert list(news.of_serve(deployments(Decode="", Router=""))) == [
+        "pdserve: Decode: updating, Router: updating"
+    ]
+    assert list(news.of_serve(deployments(Decode=failed, Router=""))) == [
+        f"pdserve: Decode: {head}\nValueError: no"
+    ]
     assert list(news.of_serve(deployments(Decode=failed, Router=""))) == []
     assert told("waits for 30 s.\nThis may be slow.") == "waits for 30 s.\nThis may be slow."
     chained = (
         "RayTaskError: x\nValueError: first\n\nThe above\n\n"
         "pdserve.cluster.deployments.engine_start.StartError: worker Decode#x"
     )
-    assert last_error(chained) == "pdserve.cluster.deployments.engine_start.StartError: worker Decode#x"
+    assert (
+        last_error(chained)
+        == "pdserve.cluster.deployments.engine_start.StartError: worker Decode#x"
+    )

@@ -1,5 +1,5 @@
-"""Log lines where they end up under Ray Serve: files of the router and of an engine, all JSON, each request found by
-its id."""
+"""Log lines where they end up under Ray Serve: files of the router and of an engine, all JSON, each
+request found by its id."""
 
 import io
 import json
@@ -34,20 +34,27 @@ def running(local_ray: None) -> Iterator[None]:
     logs = {"format": "json", "level": "DEBUG"}
     args = {"mode": "aggregated", "model": {"name": "fake"}, "logging": logs}
     config = ClusterConfig.model_validate(args)
-    serve.run(cluster_app.assemble(config, FAKE, Address("127.0.0.1", OWN_PORT)), name=APP, route_prefix="/logs")
+    serve.run(
+        cluster_app.assemble(config, FAKE, Address("127.0.0.1", OWN_PORT)),
+        name=APP,
+        route_prefix="/logs",
+    )
     yield
     serve.delete(APP)
 
 
 def ask(url: str, name: str, prompt: list[int]) -> dict[str, str]:
-    """The answer's headers, once there is one: Serve's proxy and the router hear of new replicas a moment late."""
+    """The answer's headers, once there is one: Serve's proxy and the router hear of new replicas a
+    moment late."""
     data = json.dumps({"model": "fake", "prompt": prompt, "max_tokens": 3}).encode()
     headers = {"content-type": "application/json", "x-request-id": name}
     answers: list[dict[str, str]] = []
 
     def is_answered() -> bool:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+            with urllib.request.urlopen(
+                urllib.request.Request(url, data, headers), timeout=60
+            ) as answer:
                 answers.append({name.lower(): value for name, value in answer.headers.items()})
                 return True
         except urllib.error.HTTPError as error:
@@ -83,7 +90,11 @@ def test_a_requests_line_is_in_the_routers_file(running: None) -> None:
     assert [name.rsplit("-", 1)[0] for name in sorted(ended)] == ["cmpl-by-own", "cmpl-by-serve"]
     for line in ended.values():
         assert (line["model"], line["generated_tokens"], line["prompt_tokens"]) == ("fake", 3, 2)
-        assert line["decode_worker"].startswith("Decode#") and line["levelname"] == "INFO" and line["replica"]
+        assert (
+            line["decode_worker"].startswith("Decode#")
+            and line["levelname"] == "INFO"
+            and line["replica"]
+        )
     assert not any("456" in str(line.get("message")) for line in told), "no prompts"
 
 
@@ -114,5 +125,9 @@ def test_an_engines_lines_name_the_worker(format: str) -> None:
         assert "WARNING" in told and "Decode#x slow peer" in told
         return
     first, second = map(json.loads, told.splitlines())
-    assert (first["message"], first["worker"], first["request_id"]) == ("slow peer", "Decode#x", "r")
+    assert (first["message"], first["worker"], first["request_id"]) == (
+        "slow peer",
+        "Decode#x",
+        "r",
+    )
     assert second["levelname"] == "ERROR" and "ValueError: odd" in second["exc_text"]

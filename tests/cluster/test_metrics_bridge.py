@@ -1,4 +1,5 @@
-"""Our metrics on the exporter of a Ray node, beside the routers' own page, over a local Ray with fake engines."""
+"""Our metrics on the exporter of a Ray node, beside the routers' own page, over a local Ray with
+fake engines."""
 
 import json
 import time
@@ -31,7 +32,11 @@ Key = tuple[str, frozenset[tuple[str, str]]]
 def client(local_ray: None) -> Iterator[Client]:
     args = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"replicas": 2}}
     config = ClusterConfig.model_validate(args)
-    serve.run(cluster_app.assemble(config, FAKE, Address("127.0.0.1", PORT)), name=APP, route_prefix="/sight")
+    serve.run(
+        cluster_app.assemble(config, FAKE, Address("127.0.0.1", PORT)),
+        name=APP,
+        route_prefix="/sight",
+    )
     with connect(app_name=APP) as client:
         yield client
     serve.delete(APP)
@@ -54,19 +59,29 @@ def page(url: str) -> dict[Key, float]:
 
 
 def exporters() -> list[str]:
-    return [f"http://{n['NodeManagerAddress']}:{n['MetricsExportPort']}/metrics" for n in ray.nodes() if n["Alive"]]
+    return [
+        f"http://{n['NodeManagerAddress']}:{n['MetricsExportPort']}/metrics"
+        for n in ray.nodes()
+        if n["Alive"]
+    ]
 
 
 def value(values: dict[Key, float], name: str, **labels: str) -> float:
     """Sum over the series with these labels."""
-    return sum(v for (known, pairs), v in values.items() if known == name and labels.items() <= dict(pairs).items())
+    return sum(
+        v
+        for (known, pairs), v in values.items()
+        if known == name and labels.items() <= dict(pairs).items()
+    )
 
 
 def by_router(values: dict[Key, float]) -> dict[Key, list[float]]:
     """Series without the label router: of this cluster's, and of routers that other tests had."""
     found: dict[Key, list[float]] = {}
     for (name, labels), number in values.items():
-        found.setdefault((name, frozenset(pair for pair in labels if pair[0] != "router")), []).append(number)
+        found.setdefault(
+            (name, frozenset(pair for pair in labels if pair[0] != "router")), []
+        ).append(number)
     return found
 
 
@@ -78,7 +93,9 @@ def test_rays_exporter_shows_what_the_routers_page_shows(client: Client) -> None
         time.sleep(1)
         own = page(f"http://127.0.0.1:{PORT}/metrics")
         router_keys = {key for key, v in own.items() if v and key[0].startswith("pdserve_router_")}
-        worker_keys = {key for key, v in own.items() if v and not key[0].startswith("pdserve_router_")}
+        worker_keys = {
+            key for key, v in own.items() if v and not key[0].startswith("pdserve_router_")
+        }
         [exporter] = exporters()
         told = page(exporter)
         routers = by_router(told)
@@ -88,8 +105,13 @@ def test_rays_exporter_shows_what_the_routers_page_shows(client: Client) -> None
     assert value(own, "pdserve_router_requests_total", outcome="ok") == 6
     assert len({dict(labels)["worker"] for _, labels in worker_keys}) == 2
     assert value(told, f"{STEPS_S}_count") == value(told, f"{STEPS_S}_bucket", le="0.025") > 0
-    assert value(told, f"{STEPS_S}_sum") == pytest.approx(0.02 * value(told, f"{STEPS_S}_count")), "sums are exact"
-    assert 6 in routers["pdserve_router_time_to_first_token_seconds_bucket", frozenset({("le", "+Inf")})]
+    assert value(told, f"{STEPS_S}_sum") == pytest.approx(0.02 * value(told, f"{STEPS_S}_count")), (
+        "sums are exact"
+    )
+    assert (
+        6
+        in routers["pdserve_router_time_to_first_token_seconds_bucket", frozenset({("le", "+Inf")})]
+    )
 
 
 def test_a_workers_gauges_vanish_with_it(client: Client) -> None:
@@ -123,7 +145,9 @@ async def test_counters_go_by_what_they_gained(monkeypatch: pytest.MonkeyPatch) 
 
     def source() -> Exposed:
         samples = tuple(Sample("x_total", {"kind": kind}, total) for kind, total in totals.items())
-        return Exposed([MetricFamily("x", "counter", "X.", samples)], {"worker": "w", "role": roles.pop(0)})
+        return Exposed(
+            [MetricFamily("x", "counter", "X.", samples)], {"worker": "w", "role": roles.pop(0)}
+        )
 
     bridge = MetricsBridge(source)
     bridge.publish()
@@ -135,5 +159,7 @@ async def test_counters_go_by_what_they_gained(monkeypatch: pytest.MonkeyPatch) 
     bridge.close()
     labels = [{"kind": kind, "worker": "w", "role": "prefill"} for kind in "ba"]
     assert sent[:2] == [("x", 2.0, labels[0]), ("x", 5.0, labels[1])]
-    assert sent[2:] == [("x", 1.0, labels[0] | {"role": "decode"})], "under a new role only what was gained since"
+    assert sent[2:] == [("x", 1.0, labels[0] | {"role": "decode"})], (
+        "under a new role only what was gained since"
+    )
     assert json.dumps(sent)  # plain numbers

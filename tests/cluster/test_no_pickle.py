@@ -1,4 +1,5 @@
-"""What comes from the network is decoded into msgspec types: a pickle, which may run code, is refused everywhere."""
+"""What comes from the network is decoded into msgspec types: a pickle, which may run code, is
+refused everywhere."""
 
 import ast
 import os
@@ -10,14 +11,28 @@ from typing import Any
 import msgspec
 import pytest
 
-from pdserve.cluster.links.handle_api import decode_answer, decode_call, decode_order, decode_outcome
+from pdserve.cluster.links.handle_api import (
+    decode_answer,
+    decode_call,
+    decode_order,
+    decode_outcome,
+)
 from pdserve.kvtransfer.p2p.letters import decode_letter
 from pdserve.protocol.codec import decode_batch, decode_command, decode_routed
 
 ROOT = Path(__file__).parents[2] / "pdserve"
 
 # Modules and calls that run what they read, or may.
-MODULES = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "jsonpickle", "joblib", "multiprocessing.connection"}
+MODULES = {
+    "pickle",
+    "cloudpickle",
+    "dill",
+    "marshal",
+    "shelve",
+    "jsonpickle",
+    "joblib",
+    "multiprocessing.connection",
+}
 CALLS = {
     *("eval", "exec", "compile", "recv_pyobj", "send_pyobj", "unsafe_load", "full_load"),
     *("yaml.load", "torch.load", "numpy.load", "np.load"),
@@ -52,7 +67,12 @@ def test_a_pickle_is_no_message(decode: Callable[[bytes], Any], tmp_path: Path) 
     for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
         data = pickle.dumps(Bomb(path), protocol)
         extension = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, data))
-        for message in (data, msgspec.msgpack.encode(data), extension, msgspec.msgpack.encode({"type": data})):
+        for message in (
+            data,
+            msgspec.msgpack.encode(data),
+            extension,
+            msgspec.msgpack.encode({"type": data}),
+        ):
             with pytest.raises((msgspec.MsgspecError, ValueError)):
                 decode(message)
     assert not os.path.exists(path)
@@ -77,13 +97,22 @@ def dangers(tree: ast.AST) -> Iterator[str]:
 def test_nothing_in_the_package_unpickles_or_evaluates() -> None:
     files = sorted(ROOT.rglob("*.py"))
     assert len(files) > 50
-    found = {str(file.relative_to(ROOT)): list(dangers(ast.parse(file.read_text()))) for file in files}
+    found = {
+        str(file.relative_to(ROOT)): list(dangers(ast.parse(file.read_text()))) for file in files
+    }
     assert {name: what for name, what in found.items() if what} == {}
 
 
 @pytest.mark.parametrize(
     "text",
-    ["import pickle", "from cloudpickle import loads", "x.recv_pyobj()", "torch.load(f)", "yaml.load(f)", "eval(x)"],
+    [
+        "import pickle",
+        "from cloudpickle import loads",
+        "x.recv_pyobj()",
+        "torch.load(f)",
+        "yaml.load(f)",
+        "eval(x)",
+    ],
 )
 def test_the_search_finds_what_it_looks_for(text: str) -> None:
     assert list(dangers(ast.parse(text)))

@@ -1,6 +1,8 @@
-"""make soak: where replicas land on several raylets with labels and resources, and what a start says that has no room.
+"""make soak: where replicas land on several raylets with labels and resources, and what a start
+says that has no room.
 
-Fake engines; Ray and Serve are real. What fits where is tested without Ray in tests/cluster/test_configuration.py.
+Fake engines; Ray and Serve are real. What fits where is tested without Ray in
+tests/cluster/test_configuration.py.
 """
 
 import os
@@ -39,20 +41,30 @@ SMALL = {"model": {"path": "demo/pdserve-demo", "name": "fake"}, "placement_dead
 PLACED = SMALL | {
     "router": {"replicas": 2, "labels": {"role": "ingress"}},
     "prefill": {"replicas": 2, "labels": {"role": "prefill"}},
-    "decode": {"replicas": 3, "labels": {"role": "!in(ingress, prefill)"}, "resources": {"decoder": 1}},
+    "decode": {
+        "replicas": 3,
+        "labels": {"role": "!in(ingress, prefill)"},
+        "resources": {"decoder": 1},
+    },
 }
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """The head has no label and no room for workers with resources; ingress, prefill, and two nodes for decoders."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    """The head has no label and no room for workers with resources; ingress, prefill, and two nodes
+    for decoders."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+    ):
         own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder, "WORKER_JOURNAL": folder}
         own["PYTHONPATH"] = f"{Path(__file__).parent}:{Path(__file__).parents[2]}"
         for name, value in {**settings(haproxy=False), **own}.items():
             patch.setenv(name, value)
         store: dict[str, Any] = {"num_cpus": 2, "object_store_memory": 80 << 20}
-        cluster = Cluster(initialize_head=True, connect=True, head_node_args=store | {"include_dashboard": False})
+        cluster = Cluster(
+            initialize_head=True, connect=True, head_node_args=store | {"include_dashboard": False}
+        )
         try:
             cluster.add_node(**store, labels={"role": "ingress"})
             cluster.add_node(**store, labels={"role": "prefill"}, resources={"decoder": 4})
@@ -75,7 +87,8 @@ def until(condition: Any) -> None:
 
 
 def landed() -> Counter[tuple[str, str]]:
-    """(deployment or class, label `role` of its node, or the node's decoders) of all living replicas and engines."""
+    """(deployment or class, label `role` of its node, or the node's decoders) of all living
+    replicas and engines."""
     places = {}
     for node in ray.nodes():
         decoders = node["Resources"].get("decoder", 0)
@@ -91,7 +104,9 @@ def landed() -> Counter[tuple[str, str]]:
 
 
 def found_before_the_start(config: ClusterConfig) -> list[str]:
-    return [text for _, text in checks.capacity(config, checks.Place(capacity.nodes(), is_here=False))]
+    return [
+        text for _, text in checks.capacity(config, checks.Place(capacity.nodes(), is_here=False))
+    ]
 
 
 def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
@@ -110,7 +125,13 @@ def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
         ("engine", "decoders"): 1,
     }
     until(
-        lambda: not any(node.free.get("decoder") for node in capacity.nodes() if node.labels.get("role") != "prefill")
+        lambda: (
+            not any(
+                node.free.get("decoder")
+                for node in capacity.nodes()
+                if node.labels.get("role") != "prefill"
+            )
+        )
     )
     await_capacity(config)  # of an update: what runs makes way
     serve.delete("placed")
@@ -118,21 +139,34 @@ def test_replicas_land_where_labels_and_resources_say(cluster: Cluster) -> None:
 
 
 def test_no_room_is_said_with_names_and_numbers(cluster: Cluster) -> None:
-    config = ClusterConfig.model_validate(PLACED | {"prefill": {"replicas": 3, "num_cpus": 1, "num_gpus": 1}})
+    config = ClusterConfig.model_validate(
+        PLACED | {"prefill": {"replicas": 3, "num_cpus": 1, "num_gpus": 1}}
+    )
     [said] = found_before_the_start(config)
     assert "there is no room for this cluster even if nothing else used the nodes:" in said
-    assert "prefill: 3 replicas, each on one node with 1.001 CPU, 1 GPU; there is room for 0 (of 5 nodes 0" in said
-    assert "of 2 CPU free, 2 of 2 decoder free; labels: role=decode" in said and "decode: 3" not in said
+    assert (
+        "prefill: 3 replicas, each on one node with 1.001 CPU, 1 GPU; there is room for 0 (of 5 "
+        "nodes 0" in said
+    )
+    assert (
+        "of 2 CPU free, 2 of 2 decoder free; labels: role=decode" in said
+        and "decode: 3" not in said
+    )
 
 
-def test_room_that_others_hold_is_waited_for(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_that_others_hold_is_waited_for(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = ClusterConfig.model_validate(PLACED)
     held = placement_group([{"decoder": 1}] * 3, bundle_label_selector=[{"role": "!prefill"}] * 3)
     assert held.wait(10)
     until(lambda: sum(node.free.get("decoder", 0) for node in capacity.nodes()) == 4)
     assert found_before_the_start(config) == []
     began = time.monotonic()
-    with pytest.raises(NoCapacity, match=r"within 2 s \(placement_deadline_s\)(.|\n)*decode: 3 replicas.*room for 0"):
+    with pytest.raises(
+        NoCapacity,
+        match=r"within 2 s \(placement_deadline_s\)(.|\n)*decode: 3 replicas.*room for 0",
+    ):
         await_capacity(config)
     assert 2 <= time.monotonic() - began < 6
 
@@ -142,7 +176,9 @@ def test_room_that_others_hold_is_waited_for(cluster: Cluster, monkeypatch: pyte
 
     monkeypatch.setattr(time, "sleep", free_it)
     await_capacity(config)
-    await_capacity(ClusterConfig.model_validate({"decode": {"num_gpus": 9}, "placement_deadline_s": None}))
+    await_capacity(
+        ClusterConfig.model_validate({"decode": {"num_gpus": 9}, "placement_deadline_s": None})
+    )
 
 
 def test_serve_run_ends_with_what_is_missing(cluster: Cluster) -> None:
@@ -156,8 +192,14 @@ def test_serve_run_ends_with_what_is_missing(cluster: Cluster) -> None:
     until(lambda: serve.status().applications["nowhere"].status == "DEPLOY_FAILED")
     took = time.monotonic() - began
     said = serve.status().applications["nowhere"].message
-    assert "there is no room for this cluster within 2 s (placement_deadline_s)" in said and "Traceback" not in said
-    assert "decode: 2 replicas, each on one node with the labels {zone: moon}; there is room for 0 (0 of 5" in said
+    assert (
+        "there is no room for this cluster within 2 s (placement_deadline_s)" in said
+        and "Traceback" not in said
+    )
+    assert (
+        "decode: 2 replicas, each on one node with the labels {zone: moon}; there is room for 0 (0 "
+        "of 5" in said
+    )
     assert took < 30, took
     serve.delete("nowhere")
 
@@ -168,7 +210,10 @@ def test_the_builder_itself_refuses(cluster: Cluster) -> None:
 
 
 def test_doctor_asks_the_nodes_of_a_running_ray(cluster: Cluster, tmp_path: Path) -> None:
-    args = SMALL | {"mode": "aggregated", "decode": {"labels": {"role": "decode"}, "resources": {"decoder": 2}}}
+    args = SMALL | {
+        "mode": "aggregated",
+        "decode": {"labels": {"role": "decode"}, "resources": {"decoder": 2}},
+    }
     path = tmp_path / "cluster.yaml"
     application = {"name": "x", "import_path": BUILDER, "args": args}
     http = {"host": "127.0.0.1", "port": find_free_port()}
@@ -176,7 +221,9 @@ def test_doctor_asks_the_nodes_of_a_running_ray(cluster: Cluster, tmp_path: Path
 
     def doctor(**env: str) -> tuple[int, str]:
         command = [sys.executable, "-m", "pdserve.cluster.cli", "doctor", str(path)]
-        done = subprocess.run(command, env=os.environ | env, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            command, env=os.environ | env, capture_output=True, text=True, timeout=120
+        )
         return done.returncode, done.stdout
 
     assert doctor(RAY_ADDRESS=cluster.address)[0] == 0

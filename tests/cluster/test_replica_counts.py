@@ -1,4 +1,5 @@
-"""What is asked of Serve's controller, and what is warned of: the controller and the nodes are made by hand."""
+"""What is asked of Serve's controller, and what is warned of: the controller and the nodes are made
+by hand."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -27,12 +28,19 @@ def four_gpus(monkeypatch: pytest.MonkeyPatch) -> ServeReplicaCounts:
     monkeypatch.setattr(cluster_counts, "nodes", lambda: [Node("n", has, {}, {})])
     monkeypatch.setattr(ServeReplicaCounts, "_ask", ask)
     monkeypatch.setattr(ServeReplicaCounts, "_app", "app")
-    return ServeReplicaCounts(ClusterConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}))
+    return ServeReplicaCounts(
+        ClusterConfig.model_validate({"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}})
+    )
 
 
-async def test_warnings_are_of_what_runs_not_of_what_was_deployed(four_gpus: ServeReplicaCounts) -> None:
+async def test_warnings_are_of_what_runs_not_of_what_was_deployed(
+    four_gpus: ServeReplicaCounts,
+) -> None:
     assert await four_gpus.set({"decode": 3}) == []
     [warning] = await four_gpus.set({"prefill": 3})
     assert "1 GPU; there is room for" in warning
-    assert {key: count.target for key, count in (await four_gpus.get()).items()} == {"prefill": 3, "decode": 3}
+    assert {key: count.target for key, count in (await four_gpus.get()).items()} == {
+        "prefill": 3,
+        "decode": 3,
+    }
     assert await four_gpus.set({"decode": 1}) == []

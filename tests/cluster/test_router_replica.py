@@ -59,7 +59,9 @@ async def bound(router: Router) -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_it_listens_once_it_knows_a_decode_worker(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_listens_once_it_knows_a_decode_worker(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_replica, "FIRST_WORKER_S", 600.0)
     starting = start(router)
     await bound(router)
@@ -77,7 +79,9 @@ async def test_it_listens_once_it_knows_a_decode_worker(router: Router, monkeypa
     await router.check_health()
 
 
-async def test_without_a_worker_it_says_so_before_long(router: Router, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_worker_it_says_so_before_long(
+    router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(router_replica, "FIRST_WORKER_S", 0.2)
     await asyncio.wait_for(start(router), 60)
     async with asyncio.timeout(60):
@@ -90,35 +94,52 @@ async def test_without_a_worker_it_says_so_before_long(router: Router, monkeypat
 async def test_the_models_sampling_defaults_are_named_and_taken(
     router: Router, tmp_path: Path, caplog: pytest.LogCaptureFixture, generation_config: str
 ) -> None:
-    folder = shutil.copytree(ROOT / "demo/pdserve-demo", tmp_path / "model", ignore=shutil.ignore_patterns("*.safet*"))
-    (folder / "generation_config.json").write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 3}')
+    folder = shutil.copytree(
+        ROOT / "demo/pdserve-demo", tmp_path / "model", ignore=shutil.ignore_patterns("*.safet*")
+    )
+    (folder / "generation_config.json").write_text(
+        '{"temperature": 0.6, "top_k": 20, "max_new_tokens": 3}'
+    )
     worker = FakeWorker(World(), "d0", "both")
     caplog.handler.level = logging.INFO
     logging.getLogger("ray.serve").addHandler(caplog.handler)
     try:
-        starting = start(router, model={"path": str(folder), "generation_config": generation_config})
+        starting = start(
+            router, model={"path": str(folder), "generation_config": generation_config}
+        )
         await bound(router)
         router._fleet.join(worker)
         await asyncio.wait_for(starting, 60)
     finally:
         logging.getLogger("ray.serve").removeHandler(caplog.handler)
-    said = "sampling parameters by default, of generation_config.json: temperature=0.6, top_k=20, max_tokens=3"
+    said = (
+        "sampling parameters by default, of generation_config.json: temperature=0.6, top_k=20, "
+        "max_tokens=3"
+    )
     assert (said in caplog.text) == (generation_config == "auto")
-    [answer] = [decode_answer(data[1:]) async for data in router.generate(encode(_call([5, 6], None, False, {})))]
+    [answer] = [
+        decode_answer(data[1:])
+        async for data in router.generate(encode(_call([5, 6], None, False, {})))
+    ]
     assert isinstance(answer, Whole)
     sampling = worker.submits()[-1].sampling
     expected = (0.6, 20, 3) if generation_config == "auto" else (1.0, 0, 16)
     assert (sampling.temperature, sampling.top_k, sampling.max_tokens) == expected
 
 
-async def test_scores_of_a_prompt_come_whole_and_are_held_no_longer_than_the_answer(router: Router) -> None:
+async def test_scores_of_a_prompt_come_whole_and_are_held_no_longer_than_the_answer(
+    router: Router,
+) -> None:
     starting = start(router)
     sampling = SamplingParams(max_tokens=2, seed=1, prompt_logprobs=3)
     await bound(router)
     router._fleet.join(FakeWorker(World(), "d0", "both"))
     await asyncio.wait_for(starting, 60)
     prompt = list(range(5, 205))
-    [answer] = [decode_answer(data[1:]) async for data in router.generate(encode(_call(prompt, sampling, False, {})))]
+    [answer] = [
+        decode_answer(data[1:])
+        async for data in router.generate(encode(_call(prompt, sampling, False, {})))
+    ]
     assert isinstance(answer, Whole) and answer.prompt_logprobs is not None
     assert [scored and scored.token_id for scored in answer.prompt_logprobs] == [None, *prompt[1:]]
     assert router._service.held.num_bytes == 0

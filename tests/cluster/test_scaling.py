@@ -1,5 +1,5 @@
-"""Counts over a local Ray with fake engines: nobody else restarts, and streams that outlast a drain go on
-elsewhere."""
+"""Counts over a local Ray with fake engines: nobody else restarts, and streams that outlast a drain
+go on elsewhere."""
 
 import os
 import time
@@ -46,7 +46,9 @@ def client(local_ray: None) -> Iterator[Client]:
     serve.delete(APP)
 
 
-def until(client: Client, reached: Callable[[ClusterReport], bool], seconds: float = 180.0) -> ClusterReport:
+def until(
+    client: Client, reached: Callable[[ClusterReport], bool], seconds: float = 180.0
+) -> ClusterReport:
     deadline = time.monotonic() + seconds
     while not reached(report := client.workers()):
         assert time.monotonic() < deadline, report
@@ -59,7 +61,9 @@ def running(report: ClusterReport) -> list[WorkerReport]:
 
 
 def router_pid() -> int:
-    [router] = [a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]]
+    [router] = [
+        a for a in ray.util.list_named_actors(all_namespaces=True) if f"{APP}#Router#" in a["name"]
+    ]
     actor = ray.get_actor(router["name"], namespace=router["namespace"])
     pid: Any = ray.get(actor.__ray_call__.remote(lambda _: os.getpid()))
     return int(pid)
@@ -81,27 +85,43 @@ def test_up_and_down_with_streams_open(client: Client, journal: Path) -> None:
         assert report.counts["decode"].target == 3 and not report.warnings
         report = until(client, lambda report: len(report.workers) == 3)
         assert first.worker in [worker.worker for worker in report.workers]
-        leavers = [client.stream([900], SamplingParams(max_tokens=900)) for _ in range(3)]  # one a worker
+        # one a worker
+        leavers = [client.stream([900], SamplingParams(max_tokens=900)) for _ in range(3)]
         for stream in leavers:
             next(stream)
         with held(journal):
             answers = streams(pool, client)
-            until(client, lambda report: sum(worker.num_legs for worker in report.workers) == 3 + NUM_STREAMS)
+            until(
+                client,
+                lambda report: sum(worker.num_legs for worker in report.workers) == 3 + NUM_STREAMS,
+            )
             client.scale(decode=1)
-            until(client, lambda report: [bool(worker.num_legs) for worker in running(report)] == [True])
+            until(
+                client,
+                lambda report: [bool(worker.num_legs) for worker in running(report)] == [True],
+            )
             for stream in leavers:
                 stream.close()  # type: ignore[attr-defined]  # a Cancel reaches a worker that leaves
-            until(client, lambda report: [worker.num_legs for worker in report.workers] == [NUM_STREAMS])
+            until(
+                client,
+                lambda report: [worker.num_legs for worker in report.workers] == [NUM_STREAMS],
+            )
         for number, answer in enumerate(answers):
             assert answer.result(300) == [10 * number + position for position in range(LENGTH)]
     until(client, lambda report: report.counts["decode"].running == 1)
     assert router_pid() == router
-    failovers = [line for line in metrics("/scaled").splitlines() if line.startswith("pdserve_router_failovers_total")]
+    failovers = [
+        line
+        for line in metrics("/scaled").splitlines()
+        if line.startswith("pdserve_router_failovers_total")
+    ]
     assert len(failovers) == 1 and 'reason="drained"' in failovers[0], failovers
 
 
 def metrics(prefix: str) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{PROXY_PORT}{prefix}/metrics", timeout=60) as response:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{PROXY_PORT}{prefix}/metrics", timeout=60
+    ) as response:
         return response.read().decode()
 
 
@@ -139,7 +159,9 @@ def test_counts_without_room_are_warned_of(client: Client) -> None:
     """What runs is left alone."""
     before = client.workers().workers
     report = client.scale(decode=6)
-    assert "decode: 6 replicas" in report.warnings[0] and "there is room for 3" in report.warnings[0]
+    assert (
+        "decode: 6 replicas" in report.warnings[0] and "there is room for 3" in report.warnings[0]
+    )
     until(client, lambda report: len(report.workers) == 3)
     assert before[0].worker in [worker.worker for worker in client.workers().workers]
     client.scale(decode=1)
@@ -147,17 +169,26 @@ def test_counts_without_room_are_warned_of(client: Client) -> None:
 
 
 def test_counts_outlive_the_controller(client: Client) -> None:
-    """The new one tells of the workers one by one, so for a moment one may seem to leave: it is the same that stays.
-    (It takes replicas that were being stopped for living ones, so none shall be.)"""
+    """The new one tells of the workers one by one, so for a moment one may seem to leave: it is the
+    same that stays. (It takes replicas that were being stopped for living ones, so none shall
+    be.)"""
     client.scale(decode=2)
-    report = until(client, lambda report: len(report.workers) == 2 and replica_states() == {"RUNNING": 2})
+    report = until(
+        client, lambda report: len(report.workers) == 2 and replica_states() == {"RUNNING": 2}
+    )
     before = [worker.worker for worker in report.workers]
     ray.kill(ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve"), no_restart=False)
     deadline = time.monotonic() + 180
-    while (after := answered(client)) is None or len(after.workers) < 2 or after.counts["decode"].running < 2:
+    while (
+        (after := answered(client)) is None
+        or len(after.workers) < 2
+        or after.counts["decode"].running < 2
+    ):
         assert time.monotonic() < deadline, after
         time.sleep(0.1)
-    assert after.counts["decode"].target == 2 and [worker.worker for worker in after.workers] == before
+    assert (
+        after.counts["decode"].target == 2 and [worker.worker for worker in after.workers] == before
+    )
     client.scale(decode=1)
     until(client, lambda report: len(report.workers) == 1 and report.counts["decode"].running == 1)
 
@@ -179,8 +210,14 @@ def answered(client: Client) -> ClusterReport | None:
 def test_counts_follow_load(local_ray: None, journal: Path) -> None:
     """Of two routers one decides; the second worker comes for streams, and goes behind them."""
     bounds = {"min": 1, "max": 2, "up_delay_s": 0.5, "down_delay_s": 2, "sequences": 2}
-    args: dict[str, Any] = {"mode": "aggregated", "model": {"name": "fake"}, "decode": {"autoscaling": bounds}}
-    app = cluster_app.assemble(ClusterConfig.model_validate(args | {"router": {"replicas": 2}}), FAKE)
+    args: dict[str, Any] = {
+        "mode": "aggregated",
+        "model": {"name": "fake"},
+        "decode": {"autoscaling": bounds},
+    }
+    app = cluster_app.assemble(
+        ClusterConfig.model_validate(args | {"router": {"replicas": 2}}), FAKE
+    )
     serve.run(app, name="follows", route_prefix="/follows", external_scaler_enabled=True)
     try:
         with connect(app_name="follows") as client, ThreadPoolExecutor(NUM_STREAMS) as pool:
@@ -191,6 +228,9 @@ def test_counts_follow_load(local_ray: None, journal: Path) -> None:
             for number, answer in enumerate(answers):
                 assert answer.result(300) == [10 * number + position for position in range(LENGTH)]
             until(client, lambda report: len(report.workers) == 2)
-            until(client, lambda report: report.counts["decode"].target == 1 and len(report.workers) == 1)
+            until(
+                client,
+                lambda report: report.counts["decode"].target == 1 and len(report.workers) == 1,
+            )
     finally:
         serve.delete("follows")

@@ -1,4 +1,5 @@
-"""Clients that do not read or do not send, over real sockets, against the router's app and fake workers."""
+"""Clients that do not read or do not send, over real sockets, against the router's app and fake
+workers."""
 
 import asyncio
 import json
@@ -25,7 +26,9 @@ __all__ = ["make", "tokenizer"]
 
 
 @pytest.fixture
-async def served(make: Make, request: pytest.FixtureRequest) -> AsyncIterator[tuple[Harness, HttpServer]]:
+async def served(
+    make: Make, request: pytest.FixtureRequest
+) -> AsyncIterator[tuple[Harness, HttpServer]]:
     """Parametrised by how long clients have; TIMEOUT_S otherwise."""
     timeout_s = getattr(request, "param", TIMEOUT_S)
     harness = make(0, 1, client_timeout_s=timeout_s)
@@ -49,7 +52,9 @@ def deaf(port: int, body: dict[str, Any]) -> socket.socket:
     clients.append(client)
     client.connect(("127.0.0.1", port))
     data = json.dumps(body).encode()
-    client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+    client.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data
+    )
     return client
 
 
@@ -58,7 +63,9 @@ def body(**options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("served", [3.0], indirect=True, ids=[""])
-async def test_a_client_that_reads_nothing_stalls_nobody_and_is_given_up(served: tuple[Harness, HttpServer]) -> None:
+async def test_a_client_that_reads_nothing_stalls_nobody_and_is_given_up(
+    served: tuple[Harness, HttpServer],
+) -> None:
     harness, server = served
     long = body(max_tokens=NUM_TOKENS, stream=True, return_token_ids=True, logprobs=20)
     deaf(server.port, long)

@@ -19,7 +19,9 @@ def said(name: str, timeout_s: float, **args: Any) -> tuple[list[str], str]:
     """All lines, and the error that ended them."""
     model = {"path": "demo/pdserve-demo", "name": name}
     config = ClusterConfig.model_validate({"mode": "aggregated", "model": model, **args})
-    serve._run(cluster_app.assemble(config, FAKE), name=name, route_prefix=f"/{name}", _blocking=False)
+    serve._run(
+        cluster_app.assemble(config, FAKE), name=name, route_prefix=f"/{name}", _blocking=False
+    )
     lines: list[str] = []
     try:
         with pytest.raises(ValueError) as caught:

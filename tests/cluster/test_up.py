@@ -1,4 +1,5 @@
-"""`pdserve up` as a user runs it, with the demo model: what it says, what answers, how soon Ctrl-C ends it."""
+"""`pdserve up` as a user runs it, with the demo model: what it says, what answers, how soon Ctrl-C
+ends it."""
 
 import json
 import os
@@ -31,12 +32,16 @@ ISOLATED = {"RAY_AUTH_MODE": "disabled"}
 
 
 @contextmanager
-def up(*arguments: str, env: Mapping[str, str] = ISOLATED) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def up(
+    *arguments: str, env: Mapping[str, str] = ISOLATED
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The process once it is ready, and what it has said."""
     command = [sys.executable, "-m", "pdserve.cluster.cli", "up", *arguments, "--timeout", "120"]
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     environment = inherited | {"PYTHONPATH": str(ROOT)} | dict(env)
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:
         said = ""
         assert process.stdout is not None
         try:
@@ -94,7 +99,9 @@ def test_options_of_serves_server_are_named_and_work(tmp_path: Path) -> None:
 def status_of(url: str, key: str | None = None) -> int:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=10) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, headers=headers), timeout=10
+        ) as answer:
             return int(answer.status)
     except urllib.error.HTTPError as error:
         return error.code
@@ -102,9 +109,13 @@ def status_of(url: str, key: str | None = None) -> int:
 
 def joins(address: str, env: Mapping[str, str]) -> bool:
     """Whether a driver may run code there."""
-    script = f"import ray; ray.init({address!r}); assert ray.get(ray.remote(lambda: 7).remote()) == 7"
+    script = (
+        f"import ray; ray.init({address!r}); assert ray.get(ray.remote(lambda: 7).remote()) == 7"
+    )
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
-    done = subprocess.run([sys.executable, "-c", script], env=inherited | dict(env), capture_output=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=inherited | dict(env), capture_output=True, timeout=120
+    )
     return done.returncode == 0
 
 
@@ -114,34 +125,55 @@ def test_api_keys_of_the_environment_and_rays_token_by_default(tmp_path: Path) -
     path = tmp_path / "cluster.yaml"
     port = free_port()
     path.write_text(yaml.safe_dump(document))
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:  # Ray's sockets want a short name
+    # Ray's sockets want a short name
+    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
         home = {"HOME": str(tmp_path), "RAY_TMPDIR": folder}
-        with up(str(path), "--port", port, env=home | {"KEYS_OF_THE_TEST": "one-key,other-key"}) as (process, said):
+        with up(
+            str(path), "--port", port, env=home | {"KEYS_OF_THE_TEST": "one-key,other-key"}
+        ) as (process, said):
             assert "Bearer KEY" in said and "-key" not in said
             url = f"http://127.0.0.1:{port}"
-            assert [status_of(f"{url}/v1/models", key) for key in (None, "x", "one-key", "other-key")] == [
+            assert [
+                status_of(f"{url}/v1/models", key) for key in (None, "x", "one-key", "other-key")
+            ] == [
                 *(401, 401),
                 *(200, 200),
             ]
             assert status_of(f"{url}/health") == 200
-            lines = [child.cmdline() for child in psutil.Process(process.pid).children(recursive=True)]
-            addresses = {part.partition("=")[2] for line in lines for part in line if part.startswith("--gcs-address=")}
+            lines = [
+                child.cmdline() for child in psutil.Process(process.pid).children(recursive=True)
+            ]
+            addresses = {
+                part.partition("=")[2]
+                for line in lines
+                for part in line
+                if part.startswith("--gcs-address=")
+            }
             (address,) = addresses
             assert not joins(address, {"RAY_AUTH_MODE": "disabled"})
             assert not joins(address, {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64})
             assert joins(address, home | {"RAY_AUTH_MODE": "token"})
-            assert not any("one-key" in part for line in lines for part in line), "a command line is for all to see"
+            assert not any("one-key" in part for line in lines for part in line), (
+                "a command line is for all to see"
+            )
             process.send_signal(signal.SIGINT)
             assert process.stdout is not None
             process.stdout.read()
-        found = [file for file in Path(folder).rglob("*") if file.is_file() and b"one-key" in file.read_bytes()]
+        found = [
+            file
+            for file in Path(folder).rglob("*")
+            if file.is_file() and b"one-key" in file.read_bytes()
+        ]
         assert not found, "no log of Ray's has it"
 
 
 @pytest.mark.parametrize("name", ["cpu-demo", "aggregated", "cpu-2p2d", "cpu-pool"])
 def test_every_shipped_cluster_for_cpus_serves(name: str) -> None:
     port = free_port()
-    body = b'{"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}'
+    body = (
+        b'{"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 8, '
+        b'"temperature": 0}'
+    )
     with up(str(ROOT / f"pdserve/configs/{name}.yaml"), "--port", port) as (process, _):
         url = f"http://127.0.0.1:{port}/v1/completions"
         kind = {"content-type": "application/json"}
@@ -152,31 +184,48 @@ def test_every_shipped_cluster_for_cpus_serves(name: str) -> None:
 
 def test_a_file_that_this_machine_has_no_room_for_is_refused_at_once(tmp_path: Path) -> None:
     document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    document["applications"][0]["args"]["decode"] = {"replicas": 2, "num_gpus": 3, "labels": {"role": "decode"}}
+    document["applications"][0]["args"]["decode"] = {
+        "replicas": 2,
+        "num_gpus": 3,
+        "labels": {"role": "decode"},
+    }
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
     command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", free_port()]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2
     assert (
-        "decode: 2 replicas, each on one node with 3 GPU, the labels {role: decode}; there is room for 0" in done.stderr
+        "decode: 2 replicas, each on one node with 3 GPU, the labels {role: decode}; there is room "
+        "for 0" in done.stderr
     )
     assert "CPU free" in done.stderr and "Traceback" not in done.stderr
 
 
 def exported(session: Path) -> set[str]:
     """Names of all series that Ray exports on its nodes."""
-    targets = json.loads((session / "prom_metrics_service_discovery.json").read_text())[0]["targets"]
+    targets = json.loads((session / "prom_metrics_service_discovery.json").read_text())[0][
+        "targets"
+    ]
     pages = []
     for target in targets:
         with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
             pages.append(answer.read().decode())
-    return {line.split("{")[0].split(" ")[0] for page in pages for line in page.splitlines() if line[:1] != "#"}
+    return {
+        line.split("{")[0].split(" ")[0]
+        for page in pages
+        for line in page.splitlines()
+        if line[:1] != "#"
+    }
 
 
 def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> None:
     document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    document["applications"][0]["args"] |= {"logging": {"format": "json"}, "slo": {"ttft_ms": 9000, "tpot_ms": 900}}
+    document["applications"][0]["args"] |= {
+        "logging": {"format": "json"},
+        "slo": {"ttft_ms": 9000, "tpot_ms": 900},
+    }
     path = tmp_path / "cluster.yaml"
     port = free_port()
     path.write_text(yaml.safe_dump(document))
@@ -184,7 +233,9 @@ def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> N
         tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
         up(str(path), "--port", port, env=ISOLATED | {"RAY_TMPDIR": folder}),
     ):
-        body = json.dumps({"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 4}).encode()
+        body = json.dumps(
+            {"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 4}
+        ).encode()
         headers = {"content-type": "application/json", "x-request-id": "seen"}
         request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, headers)
         with urllib.request.urlopen(request, timeout=30) as answer:
@@ -204,12 +255,23 @@ def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> N
         while common - exported(session):
             assert time.monotonic() < deadline, f"Ray does not export {common - exported(session)}"
             time.sleep(2)
-        told = [line for log in session.glob("logs/serve/*Router*.log") for line in log.read_text().splitlines()]
+        told = [
+            line
+            for log in session.glob("logs/serve/*Router*.log")
+            for line in log.read_text().splitlines()
+        ]
         [line] = [line for line in map(json.loads, told) if line.get("outcome")]
         assert line["request_id"].startswith("cmpl-seen-") and line["kv_source"] == "p2p"
         engines = [log.read_text() for log in session.glob("logs/worker-*.err")]
-        ours = [json.loads(t) for text in engines for t in text.splitlines() if t.startswith('{"asctime"')]
-        assert {line["worker"].split("#")[0] for line in ours} == {"Prefill", "Decode"}, "engines say what NIXL does"
+        ours = [
+            json.loads(t)
+            for text in engines
+            for t in text.splitlines()
+            if t.startswith('{"asctime"')
+        ]
+        assert {line["worker"].split("#")[0] for line in ours} == {"Prefill", "Decode"}, (
+            "engines say what NIXL does"
+        )
 
 
 def test_keys_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
@@ -218,7 +280,9 @@ def test_keys_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
     command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", free_port()]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 2 and "variable KEYS_OF_THE_TEST is not set" in done.stderr
 
 
@@ -235,16 +299,31 @@ def test_a_start_that_hangs_ends_with_its_stage(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
     command = [sys.executable, "-c", WITH_FAKES, "up", str(path), "--port", free_port()]
-    fakes = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]), "WORKER_JOURNAL": str(tmp_path)}
+    fakes = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+        "WORKER_JOURNAL": str(tmp_path),
+    }
     done = subprocess.run(
-        command, cwd=ROOT, env=os.environ | ISOLATED | fakes, capture_output=True, text=True, timeout=300
+        command,
+        cwd=ROOT,
+        env=os.environ | ISOLATED | fakes,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
     assert done.returncode == 2
     stage = "registering KV memory with the transport: 1"
-    steps = [line for line in done.stdout.splitlines() if stage in line and line.startswith("pdserve: Decode#")]
+    steps = [
+        line
+        for line in done.stdout.splitlines()
+        if stage in line and line.startswith("pdserve: Decode#")
+    ]
     assert steps, done.stdout
     assert re.search(r"pdserve: Prefill#\w+: logs on \S+: /\S+, /\S+\.err", done.stdout)
     first_reason = done.stdout.index("StartError: worker")
     assert "Retrying 2 more time(s)" in done.stdout[:first_reason], "before Serve gave up"
     assert "deploying 'pdserve' failed" in done.stderr and "Traceback" not in done.stderr
-    assert f"made no progress for 1 s while {stage}" in done.stderr and "raise start.registration_s" in done.stderr
+    assert (
+        f"made no progress for 1 s while {stage}" in done.stderr
+        and "raise start.registration_s" in done.stderr
+    )

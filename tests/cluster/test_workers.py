@@ -1,4 +1,5 @@
-"""Workers behind Serve, with a fake engine: delivery to the named replica, and every way in which one end can go."""
+"""Workers behind Serve, with a fake engine: delivery to the named replica, and every way in which
+one end can go."""
 
 import asyncio
 import json
@@ -54,7 +55,9 @@ class Members:
 @pytest.fixture(scope="module")
 def decode(local_ray: None) -> Iterator[DeploymentHandle]:
     config = ClusterConfig.model_validate({"mode": "aggregated", "decode": {"replicas": 2}})
-    yield serve.run(cluster_app.worker_deployment(config, "decode", FAKE), name=APP, route_prefix=None)
+    yield serve.run(
+        cluster_app.worker_deployment(config, "decode", FAKE), name=APP, route_prefix=None
+    )
     serve.delete(APP)
 
 
@@ -122,9 +125,12 @@ async def test_calls_go_to_the_named_replica(members: Members, journal: Path) ->
     one, two = members.links.values()
     streams = [await opened(one, 1), await opened(two, 1)]
     await asyncio.gather(
-        *(one.send(submit(1, 3, f"one-{i}", first=10 * i)) for i in range(5)), two.send(submit(1, 3, "two", 90))
+        *(one.send(submit(1, 3, f"one-{i}", first=10 * i)) for i in range(5)),
+        two.send(submit(1, 3, "two", 90)),
     )
-    assert sorted(await tokens(streams[0], 15)) == sorted(10 * i + p for i in range(5) for p in range(3))
+    assert sorted(await tokens(streams[0], 15)) == sorted(
+        10 * i + p for i in range(5) for p in range(3)
+    )
     assert await tokens(streams[1], 3) == [90, 91, 92]
     assert len(received(journal, one, "submit")) == 5
     assert len(received(journal, two, "submit")) == 1
@@ -145,7 +151,9 @@ async def test_an_unknown_worker_is_not_waited_for(
             await anext(link.events("r", 1))
 
 
-async def test_a_worker_that_stands_still_is_not_waited_for(members: Members, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_stands_still_is_not_waited_for(
+    members: Members, monkeypatch: pytest.MonkeyPatch
+) -> None:
     link = next(iter(members.links.values()))
     monkeypatch.setattr(serve_links, "HELLO_DEADLINE_S", 0.5)
     pid = replica_pid(link)
@@ -184,7 +192,11 @@ async def test_a_closed_stream_is_a_lost_router(members: Members, journal: Path)
     await tokens(stream, 2)
     await stream.aclose()
     lost = [20]
-    await wait_for(lambda: [c["command"]["session"] for c in received(journal, link, "router_lost")][-1:] == lost)
+    await wait_for(
+        lambda: (
+            [c["command"]["session"] for c in received(journal, link, "router_lost")][-1:] == lost
+        )
+    )
 
 
 async def test_a_killed_router_process_is_a_lost_router(members: Members, journal: Path) -> None:
@@ -206,7 +218,13 @@ async def test_a_killed_router_process_is_a_lost_router(members: Members, journa
         asyncio.run(main())
     """
     router = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(script), ray.get_runtime_context().gcs_address, link.worker_id],
+        [
+            sys.executable,
+            "-c",
+            textwrap.dedent(script),
+            ray.get_runtime_context().gcs_address,
+            link.worker_id,
+        ],
         stdout=subprocess.PIPE,
     )
     assert router.stdout is not None
@@ -215,7 +233,9 @@ async def test_a_killed_router_process_is_a_lost_router(members: Members, journa
     router.wait()
 
     def lost() -> bool:
-        return any(c["command"]["router_id"] == "killed" for c in received(journal, link, "router_lost"))
+        return any(
+            c["command"]["router_id"] == "killed" for c in received(journal, link, "router_lost")
+        )
 
     await wait_for(lost)
 

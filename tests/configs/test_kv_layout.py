@@ -14,7 +14,14 @@ TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.b
 
 
 def layout(**changes: Any) -> KVLayout:
-    values = {"num_layers": 3, "heads": (4, 5, 6, 7), "head_dim": 8, "block_size": 16, "dtype": "bfloat16", **changes}
+    values = {
+        "num_layers": 3,
+        "heads": (4, 5, 6, 7),
+        "head_dim": 8,
+        "block_size": 16,
+        "dtype": "bfloat16",
+        **changes,
+    }
     return KVLayout.uniform(**values)
 
 
@@ -28,10 +35,18 @@ def layout(**changes: Any) -> KVLayout:
     data=st.data(),
 )
 def test_bytes_are_those_of_a_contiguous_tensor(
-    num_layers: int, num_heads: int, first_head: int, head_dim: int, block_size: int, dtype: str, data: st.DataObject
+    num_layers: int,
+    num_heads: int,
+    first_head: int,
+    head_dim: int,
+    block_size: int,
+    dtype: str,
+    data: st.DataObject,
 ) -> None:
     heads = tuple(range(first_head, first_head + num_heads))
-    made = KVLayout.uniform(num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype)
+    made = KVLayout.uniform(
+        num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype
+    )
     block = torch.empty(made.block_shape, dtype=TORCH[dtype])
     size = block.element_size()
     assert block.shape == (num_heads, num_layers, 2, block_size, head_dim)
@@ -42,20 +57,34 @@ def test_bytes_are_those_of_a_contiguous_tensor(
     end = data.draw(st.integers(start + 1, num_heads))
     part = block[start:end]
     assert part.is_contiguous()
-    assert (part.storage_offset() * size, part.numel() * size) == (start * made.head_bytes, len(part) * made.head_bytes)
+    assert (part.storage_offset() * size, part.numel() * size) == (
+        start * made.head_bytes,
+        len(part) * made.head_bytes,
+    )
 
 
 def test_blocks_for_tokens() -> None:
-    assert [layout().num_blocks_for(count) for count in (0, 1, 16, 17, 32, 33)] == [0, 1, 1, 2, 2, 3]
+    assert [layout().num_blocks_for(count) for count in (0, 1, 16, 17, 32, 33)] == [
+        0,
+        1,
+        1,
+        2,
+        2,
+        3,
+    ]
 
 
 def test_an_8b_block_is_2_mib() -> None:
-    made = KVLayout.uniform(num_layers=32, heads=tuple(range(8)), head_dim=128, block_size=16, dtype="bfloat16")
+    made = KVLayout.uniform(
+        num_layers=32, heads=tuple(range(8)), head_dim=128, block_size=16, dtype="bfloat16"
+    )
     assert made.block_bytes == 2 << 20 and made.head_bytes == 256 << 10
 
 
 def test_scales_lie_behind_the_rows() -> None:
-    group = LayerGroup(layers=(0, 1), heads=(0,), row_width=4, planes=1, dtype="float16", scale_bytes=24)
+    group = LayerGroup(
+        layers=(0, 1), heads=(0,), row_width=4, planes=1, dtype="float16", scale_bytes=24
+    )
     made = KVLayout(groups=(group,), block_size=2)
     assert made.block_shape == (1, 2, 1, 2, 4)
     assert (made.head_bytes, made.block_bytes) == (32, 56)

@@ -1,4 +1,5 @@
-"""The configuration tree: surface and defaults are frozen here, unknown keys name the nearest, nothing can be set."""
+"""The configuration tree: surface and defaults are frozen here, unknown keys name the nearest,
+nothing can be set."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -83,12 +84,17 @@ def test_everything_is_frozen_and_has_defaults(config: type[Config]) -> None:
 def test_an_unknown_key_names_the_nearest(config: type[Config]) -> None:
     for name in config.model_fields:
         wrong = name + "x"
-        with pytest.raises(ValidationError, match=f"unknown key '{wrong}' in {config.__name__}: did you mean '{name}'"):
+        with pytest.raises(
+            ValidationError,
+            match=f"unknown key '{wrong}' in {config.__name__}: did you mean '{name}'",
+        ):
             config(**{wrong: 1})
 
 
 def test_an_unknown_key_deep_inside() -> None:
-    with pytest.raises(ValidationError, match=r"unknown key 'blok_size' in EngineConfig: did you mean 'block_size'"):
+    with pytest.raises(
+        ValidationError, match=r"unknown key 'blok_size' in EngineConfig: did you mean 'block_size'"
+    ):
         ClusterConfig(**{"decode": {"engine": {"blok_size": 16}}})
     with pytest.raises(ValidationError, match=r"unknown key 7 in RouterConfig"):
         ClusterConfig(**{"router": {7: 1}})
@@ -133,9 +139,13 @@ def test_a_bad_value_is_refused_by_name(config: type[Config], values: dict[str, 
 def test_a_cluster_needs_its_workers() -> None:
     with pytest.raises(ValidationError, match=r"decode\.replicas must be at least 1"):
         ClusterConfig(decode=DeploymentConfig(replicas=0))
-    with pytest.raises(ValidationError, match=r"prefill\.replicas must be at least 1 .* mode: aggregated"):
+    with pytest.raises(
+        ValidationError, match=r"prefill\.replicas must be at least 1 .* mode: aggregated"
+    ):
         ClusterConfig(prefill=DeploymentConfig(replicas=0))
-    assert ClusterConfig(mode="aggregated", prefill=DeploymentConfig(replicas=0)).decode.replicas == 1
+    assert (
+        ClusterConfig(mode="aggregated", prefill=DeploymentConfig(replicas=0)).decode.replicas == 1
+    )
 
 
 def test_workers_take_their_part_of_the_tree() -> None:
@@ -149,7 +159,9 @@ def test_workers_take_their_part_of_the_tree() -> None:
     prefill = tree.worker("prefill")
     decode = tree.worker("decode")
     assert (prefill.role, prefill.connects) == ("prefill", True)
-    assert prefill.engine == EngineConfig(block_size=64, max_num_seqs=3, device="cpu", enable_prefix_caching=False)
+    assert prefill.engine == EngineConfig(
+        block_size=64, max_num_seqs=3, device="cpu", enable_prefix_caching=False
+    )
     assert (decode.role, decode.engine.block_size, decode.transfer.lease_s) == ("decode", 32, 3)
     assert prefill.model is tree.model
     alone = ClusterConfig(mode="aggregated").worker("decode")
@@ -163,22 +175,35 @@ def test_an_engine_of_its_own_overrides_single_fields(key: Any, written: Any) ->
     own = {"max_num_seqs": 3, "enable_prefix_caching": True, "num_kv_blocks": None}
     tree = ClusterConfig.model_validate({"engine": shared, key: written({"engine": own})})
     expected = EngineConfig(device="cpu", block_size=32, enable_prefix_caching=True, max_num_seqs=3)
-    assert tree.worker(key).engine == expected, "null is a value: what it stands for is chosen by device"
+    assert tree.worker(key).engine == expected, (
+        "null is a value: what it stands for is chosen by device"
+    )
     assert ClusterConfig.model_validate_json(tree.model_dump_json()).worker(key).engine == expected
     empty = ClusterConfig.model_validate({"engine": shared, key: written({"engine": {}})})
     assert empty.worker(key).engine == EngineConfig.model_validate(shared)
 
 
 def test_a_mistake_in_the_shared_engine_is_reported_once() -> None:
-    for engine, own in (({"block_size": 17}, {}), ({"blok_size": 16}, {"max_num_seqs": 2}), (3, {}), ({}, [])):
+    for engine, own in (
+        ({"block_size": 17}, {}),
+        ({"blok_size": 16}, {"max_num_seqs": 2}),
+        (3, {}),
+        ({}, []),
+    ):
         with pytest.raises(ValidationError) as caught:
             ClusterConfig.model_validate({"engine": engine, "decode": {"engine": own}})
         assert caught.value.error_count() == 1
 
 
 def test_words_that_yaml_reads_as_true_or_false() -> None:
-    for data in ({"mode": False}, {"router": {"split": False}}, {"transfer": {"pool": {"mode": True}}}):
-        with pytest.raises(ValidationError, match=r"YAML reads an unquoted off .* put the word in quotes"):
+    for data in (
+        {"mode": False},
+        {"router": {"split": False}},
+        {"transfer": {"pool": {"mode": True}}},
+    ):
+        with pytest.raises(
+            ValidationError, match=r"YAML reads an unquoted off .* put the word in quotes"
+        ):
             ClusterConfig.model_validate(data)
     assert PoolConfig.model_validate({"mode": False}).mode == "off"
     assert TransferConfig.model_validate({"overlap": False}).overlap is False
@@ -201,19 +226,35 @@ def test_a_relative_path_is_looked_for_here_then_beside_the_package(
 
 
 def test_a_tree_survives_json() -> None:
-    tree = ClusterConfig(decode=DeploymentConfig(resources={"H200": 1.0}, engine=EngineConfig(max_num_seqs=3)))
+    tree = ClusterConfig(
+        decode=DeploymentConfig(resources={"H200": 1.0}, engine=EngineConfig(max_num_seqs=3))
+    )
     assert ClusterConfig.model_validate_json(tree.model_dump_json()) == tree
     assert isinstance(tree, BaseModel)
 
 
-@pytest.mark.parametrize(("device", "chosen"), [("cpu", (16, 2048, 256, False)), ("cuda", (64, 8192, 512, True))])
+@pytest.mark.parametrize(
+    ("device", "chosen"), [("cpu", (16, 2048, 256, False)), ("cuda", (64, 8192, 512, True))]
+)
 def test_what_is_not_given_is_chosen_by_device(device: Any, chosen: tuple) -> None:
     made = EngineConfig(max_model_len=77, cuda_graphs=False).for_device(device)
-    assert (made.block_size, made.max_num_batched_tokens, made.max_num_seqs, made.async_scheduling) == chosen
+    assert (
+        made.block_size,
+        made.max_num_batched_tokens,
+        made.max_num_seqs,
+        made.async_scheduling,
+    ) == chosen
     assert (made.max_model_len, made.cuda_graphs, made.device) == (77, False, device)
-    given = EngineConfig(block_size=32, max_num_batched_tokens=99, max_num_seqs=3, async_scheduling=True)
+    given = EngineConfig(
+        block_size=32, max_num_batched_tokens=99, max_num_seqs=3, async_scheduling=True
+    )
     made = given.for_device(device)
-    assert (made.block_size, made.max_num_batched_tokens, made.max_num_seqs, made.async_scheduling) == (32, 99, 3, True)
+    assert (
+        made.block_size,
+        made.max_num_batched_tokens,
+        made.max_num_seqs,
+        made.async_scheduling,
+    ) == (32, 99, 3, True)
 
 
 @pytest.mark.parametrize(
@@ -244,8 +285,14 @@ def test_a_chunk_is_whole_blocks() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        ({"engine": {"block_size": 128}}, r"\(64\) must be a multiple of engine.block_size \(128\): set it to 128"),
-        ({"engine": {"device": "cpu"}, "decode": {"engine": {"block_size": 128}}}, r"\(decode workers\)"),
+        (
+            {"engine": {"block_size": 128}},
+            r"\(64\) must be a multiple of engine.block_size \(128\): set it to 128",
+        ),
+        (
+            {"engine": {"device": "cpu"}, "decode": {"engine": {"block_size": 128}}},
+            r"\(decode workers\)",
+        ),
         ({"mode": "aggregated", "engine": {"block_size": 128}}, "decode workers"),
     ],
 )
@@ -259,22 +306,36 @@ def test_a_chunk_is_whole_blocks_of_every_worker(args: dict[str, Any], said: str
 def test_a_chunk_is_whole_blocks_of_the_size_that_the_device_chooses() -> None:
     pool = {"transfer": {"pool": {"mode": "start", "chunk_tokens": 48}}}
     assert ClusterConfig.model_validate(pool | {"engine": {"device": "cpu"}})
-    for args in ({"engine": {"device": "cuda"}}, {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}}):
-        with pytest.raises(ValidationError, match=r"prefill workers; cuda engines have this block_size unless it is"):
+    for args in (
+        {"engine": {"device": "cuda"}},
+        {"prefill": {"num_gpus": 1}, "decode": {"num_gpus": 1}},
+    ):
+        with pytest.raises(
+            ValidationError,
+            match=r"prefill workers; cuda engines have this block_size unless it is",
+        ):
             ClusterConfig.model_validate(pool | args)
 
 
 def test_the_pool_needs_prefix_caching_of_every_worker_in_use() -> None:
-    pool: dict[str, Any] = {"transfer": {"pool": {"mode": "start"}}, "engine": {"enable_prefix_caching": False}}
+    pool: dict[str, Any] = {
+        "transfer": {"pool": {"mode": "start"}},
+        "engine": {"enable_prefix_caching": False},
+    }
     on = {"engine": {"enable_prefix_caching": True}}
     assert ClusterConfig.model_validate(pool | {"prefill": on, "decode": on})
     assert ClusterConfig.model_validate(pool | {"decode": on, "mode": "aggregated"})
-    with pytest.raises(ValidationError, match=r"decode.engine.enable_prefix_caching \(from engine, unless set there\)"):
+    with pytest.raises(
+        ValidationError,
+        match=r"decode.engine.enable_prefix_caching \(from engine, unless set there\)",
+    ):
         ClusterConfig.model_validate(pool | {"prefill": on})
 
 
 def test_bounds_of_autoscaling_hold_what_is_started() -> None:
     with pytest.raises(ValidationError, match=r"max \(1\) must not be below autoscaling.min \(2\)"):
         AutoscalingConfig(min=2)
-    with pytest.raises(ValidationError, match=r"replicas \(5\) must be from autoscaling.min \(1\) to .* \(3\)"):
+    with pytest.raises(
+        ValidationError, match=r"replicas \(5\) must be from autoscaling.min \(1\) to .* \(3\)"
+    ):
         DeploymentConfig.model_validate({"replicas": 5, "autoscaling": {"max": 3}})

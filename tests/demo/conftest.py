@@ -1,4 +1,5 @@
-"""Makes `demo` and `benchmarks`, which are scripts beside the package, importable; loads the shipped tokenizer once."""
+"""Makes `demo` and `benchmarks`, which are scripts beside the package, importable; loads the
+shipped tokenizer once."""
 
 import sys
 from pathlib import Path

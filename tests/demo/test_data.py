@@ -8,7 +8,16 @@ from collections.abc import Callable
 import pytest
 from tokenizers import Tokenizer
 
-from demo.data import EOS, arithmetic, chat, document, json_extraction, recall_document, recall_prompt, story
+from demo.data import (
+    EOS,
+    arithmetic,
+    chat,
+    document,
+    json_extraction,
+    recall_document,
+    recall_prompt,
+    story,
+)
 from demo.recall import MAX_PROMPT_TOKENS, length_bucket, recall_prompts, shares
 
 QUESTION = re.compile(r"\nQuestion: (.*)\nAnswer:( .*?\.)(?=<\|eos\|>)")
@@ -27,7 +36,9 @@ def statement(question: str, answer: str) -> str:
     raise AssertionError(f"unknown question {question!r}")
 
 
-@pytest.mark.parametrize("make", [story, arithmetic, json_extraction, chat, lambda rng: document(rng, 300, 0.5)])
+@pytest.mark.parametrize(
+    "make", [story, arithmetic, json_extraction, chat, lambda rng: document(rng, 300, 0.5)]
+)
 def test_a_seed_names_its_text(make: Callable[[random.Random], str]) -> None:
     assert make(random.Random(7)) == make(random.Random(7))
     assert len({make(random.Random(seed)) for seed in range(20)}) == 20
@@ -63,7 +74,9 @@ def test_asked_facts_stand_anywhere_among_distractors() -> None:
     num_facts = []
     for prompt, answer, _ in recall_prompts(2, 200):
         places.append(prompt.index(answer) / len(prompt))
-        num_facts.append(len(re.findall(r" (?:of .*? is|lives in|holds) ", prompt.split("\nQuestion")[0])))
+        num_facts.append(
+            len(re.findall(r" (?:of .*? is|lives in|holds) ", prompt.split("\nQuestion")[0]))
+        )
     assert min(places) < 0.1 and max(places) > 0.85
     assert 0.4 < sum(places) / len(places) < 0.6
     assert sum(num_facts) / len(num_facts) > 8
@@ -72,7 +85,9 @@ def test_asked_facts_stand_anywhere_among_distractors() -> None:
 def test_prompt_lengths_are_spread_up_to_the_limit(tokenizer: Tokenizer) -> None:
     lengths = [len(tokenizer.encode(p.prompt).ids) for p in recall_prompts(0, 300)]
     assert max(lengths) <= MAX_PROMPT_TOKENS
-    assert {length_bucket(n) for n in lengths} == {length_bucket(n) for n in range(0, MAX_PROMPT_TOKENS, 250)}
+    assert {length_bucket(n) for n in lengths} == {
+        length_bucket(n) for n in range(0, MAX_PROMPT_TOKENS, 250)
+    }
 
 
 def test_a_lower_limit_holds_too(tokenizer: Tokenizer) -> None:

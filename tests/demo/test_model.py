@@ -1,4 +1,5 @@
-"""The shipped weights: size, configuration, and that they do what the README says, with transformers on CPU."""
+"""The shipped weights: size, configuration, and that they do what the README says, with
+transformers on CPU."""
 
 import json
 import random
@@ -41,8 +42,13 @@ def test_recall_on_prompts_of_mixed_length(model: LlamaForCausalLM, tokenizer: T
 def test_answers_match_is_what_generate_does(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     """Also on prompts whose asked fact was taken out, so that both agree on misses."""
     prompts = recall_prompts(5, 6, max_tokens=300)
-    blind = [p._replace(prompt=p.prompt.replace(p.answer, " gone.")) for p in prompts[:3]] + prompts[3:]
-    generated = [answer == p.answer for answer, p in zip(generate_answers(model, tokenizer, blind), blind, strict=True)]
+    blind = [
+        p._replace(prompt=p.prompt.replace(p.answer, " gone.")) for p in prompts[:3]
+    ] + prompts[3:]
+    generated = [
+        answer == p.answer
+        for answer, p in zip(generate_answers(model, tokenizer, blind), blind, strict=True)
+    ]
     assert answers_match(model, tokenizer, blind) == generated
     assert generated == [False] * 3 + [True] * 3
 
@@ -67,7 +73,11 @@ def test_json_extraction(model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
     assert json.loads(complete_text(model, tokenizer, text)) == expected
 
 
-def test_a_chat_turn_recalls_and_stops(model: LlamaForCausalLM, tokenizer: Tokenizer, model_dir: Path) -> None:
+def test_a_chat_turn_recalls_and_stops(
+    model: LlamaForCausalLM, tokenizer: Tokenizer, model_dir: Path
+) -> None:
     question = "The code of Mira is 4729. Tom lives in Oakdale.\nWhere does Tom live?"
-    ids = ServedTokenizer.load(model_dir).apply_chat_template([{"role": "user", "content": question}])
+    ids = ServedTokenizer.load(model_dir).apply_chat_template(
+        [{"role": "user", "content": question}]
+    )
     assert tokenizer.decode(complete(model, ids, 48)) == "The answer is Oakdale."

@@ -1,5 +1,5 @@
-"""benchmarks/cluster/recall.py against a small HTTP server of this test: it asks greedily, counts right, and fails
-loudly."""
+"""benchmarks/cluster/recall.py against a small HTTP server of this test: it asks greedily, counts
+right, and fails loudly."""
 
 import json
 import threading
@@ -52,7 +52,9 @@ def run(monkeypatch: pytest.MonkeyPatch, url: str) -> int:
     return main()
 
 
-def test_right_answers_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_right_answers_pass(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     bodies: list[dict[str, Any]] = []
 
     def answer(body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
@@ -64,26 +66,35 @@ def test_right_answers_pass(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     output = capsys.readouterr().out
     assert "recall: 40 of 40 = 1.0000" in output and "0500-0749 1.000 (40)" in output
     assert len(bodies) == 40
-    assert all(b["temperature"] == 0 and b["model"] == "pdserve-demo" and b["max_tokens"] == 16 for b in bodies)
+    assert all(
+        b["temperature"] == 0 and b["model"] == "pdserve-demo" and b["max_tokens"] == 16
+        for b in bodies
+    )
 
 
 def test_below_the_threshold_fails_and_names_misses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     wrong = list(ANSWERS)[:2]
-    with serving(lambda body: completion("?" if body["prompt"] in wrong else ANSWERS[body["prompt"]])) as url:
+    with serving(
+        lambda body: completion("?" if body["prompt"] in wrong else ANSWERS[body["prompt"]])
+    ) as url:
         assert run(monkeypatch, url) == 1
     output = capsys.readouterr().out
     assert "recall: 38 of 40 = 0.9500" in output and output.count("miss: ") == 2
 
 
-def test_a_refusal_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_refusal_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(lambda body: (404, {"error": {"message": "no such model"}})) as url:
         assert run(monkeypatch, url) == 1
     assert "404" in (err := capsys.readouterr().err) and "no such model" in err
 
 
-def test_no_server_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     with serving(lambda body: completion("")) as url:
         pass
     assert run(monkeypatch, url) == 1

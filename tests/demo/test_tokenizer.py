@@ -1,4 +1,5 @@
-"""The shipped tokenizer: loses nothing, matches its script, and its chat template is what the model was trained on."""
+"""The shipped tokenizer: loses nothing, matches its script, and its chat template is what the model
+was trained on."""
 
 from pathlib import Path
 from typing import Any
@@ -25,10 +26,15 @@ def auto() -> Any:
 
 @given(st.text())
 def test_any_text_survives_a_round_trip(text: str) -> None:
-    assert RAW.decode(RAW.encode(text, add_special_tokens=False).ids, skip_special_tokens=False) == text
+    assert (
+        RAW.decode(RAW.encode(text, add_special_tokens=False).ids, skip_special_tokens=False)
+        == text
+    )
 
 
-@pytest.mark.parametrize("text", ["", "héllo wörld", "日本語 🎉🎉", "a\tb\r\n\n  c", "½ ١٢ \x00", "مرحبا"])
+@pytest.mark.parametrize(
+    "text", ["", "héllo wörld", "日本語 🎉🎉", "a\tb\r\n\n  c", "½ ١٢ \x00", "مرحبا"]
+)
 def test_difficult_text_survives_a_round_trip(text: str, auto: Any) -> None:
     assert RAW.decode(RAW.encode(text).ids) == text
     assert auto.decode(auto.encode(text), skip_special_tokens=True) == text
@@ -70,9 +76,13 @@ def test_chat_template_renders_the_training_format(auto: Any) -> None:
 
 def test_chat_ids_hold_one_bos_and_decode_back(auto: Any) -> None:
     messages = [{"role": "user", "content": "Größe <3?"}]
-    ids = auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    ids = auto.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)[
+        "input_ids"
+    ]
     assert ids.count(auto.bos_token_id) == 1
-    assert auto.decode(ids) == auto.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert auto.decode(ids) == auto.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
 
 
 def test_chat_template_refuses_other_roles(auto: Any) -> None:

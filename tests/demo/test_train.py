@@ -1,4 +1,5 @@
-"""Training: rows, loss weights, schedule, and a few steps on CPU that really learn, save and resume."""
+"""Training: rows, loss weights, schedule, and a few steps on CPU that really learn, save and
+resume."""
 
 import json
 import time
@@ -43,7 +44,9 @@ def make_trainer(tokenizer: Tokenizer, out: Path) -> Trainer:
 
 
 @pytest.mark.parametrize("row_length", ROW_LENGTHS)
-def test_rows_are_named_by_their_seed_and_mostly_full(tokenizer: Tokenizer, row_length: int) -> None:
+def test_rows_are_named_by_their_seed_and_mostly_full(
+    tokenizer: Tokenizer, row_length: int
+) -> None:
     shard = make_shard(tokenizer, 3, row_length, 40_000)
     assert shard.rows.shape == (40_000 // row_length, row_length + 1)
     assert np.array_equal(shard.rows, make_shard(tokenizer, 3, row_length, 40_000).rows)
@@ -56,7 +59,9 @@ def test_loss_weights_stress_answers_and_skip_padding(tokenizer: Tokenizer) -> N
     text = f"It rained.\nAnswer: 42.{EOS}\nThe sky{END}{USER}Hi{END}{ASSISTANT}Oak{END}{EOS}{EOS}"
     encoded = tokenizer.encode(text)
     rows = torch.tensor([encoded.ids])
-    weights = dict(zip(range(1, rows.shape[1]), loss_weights(tokenizer, rows)[0].tolist(), strict=True))
+    weights = dict(
+        zip(range(1, rows.shape[1]), loss_weights(tokenizer, rows)[0].tolist(), strict=True)
+    )
     by_token = [(encoded.tokens[i], weights[i]) for i in range(1, rows.shape[1])]
     assert [token for token, weight in by_token if weight == 6] == [":", "Ġ", "4", "2", ".", EOS]
     assert [token for token, weight in by_token if weight == 2][-1] == END
@@ -71,7 +76,9 @@ def test_weighted_loss_is_the_weighted_mean() -> None:
     targets = torch.randint(11, (2, 3))
     weights = torch.tensor([[1.0, 0.0, 6.0], [2.0, 0.0, 0.0]])
     log_probs = (hidden @ embedding.T).log_softmax(-1).gather(-1, targets[..., None])[..., 0]
-    torch.testing.assert_close(weighted_loss(hidden, embedding, targets, weights), -(log_probs * weights).sum() / 9)
+    torch.testing.assert_close(
+        weighted_loss(hidden, embedding, targets, weights), -(log_probs * weights).sum() / 9
+    )
 
 
 def test_schedule() -> None:
@@ -115,7 +122,9 @@ def test_steps_learn_and_the_saved_folder_loads(
     assert len(files) == 8 and {"config.json", "model.safetensors", CHECKPOINT} <= set(files)
     assert json.loads((trainer.out / "training.json").read_text())["num_steps"] == 12
     stored = LlamaForCausalLM.from_pretrained(trainer.out)
-    assert stored.dtype == torch.bfloat16 and sum(p.numel() for p in stored.parameters()) < 3_000_000
+    assert (
+        stored.dtype == torch.bfloat16 and sum(p.numel() for p in stored.parameters()) < 3_000_000
+    )
     weight = trainer.model.model.embed_tokens.weight
     torch.testing.assert_close(stored.lm_head.weight, weight.to(torch.bfloat16))
     assert AutoTokenizer.from_pretrained(trainer.out).encode("a") == tokenizer.encode("a").ids
@@ -135,11 +144,14 @@ def test_a_second_session_continues_from_the_checkpoint(
 
 
 @pytest.mark.lengthy
-def test_run_ends_with_the_clock(tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_ends_with_the_clock(
+    tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(demo.train, "FINISH_SECONDS", 0.0)
     settings = TrainSettings(seconds=3.0, tokens_per_step=512)
     trainer = Trainer(settings, store_with_rows(tokenizer), tokenizer, tmp_path, time.monotonic())
-    # Long rows come late in the schedule; here they are stored as well, or `sample` would wait for them.
+    # Long rows come late in the schedule; here they are stored as well, or `sample` would wait for
+    # them.
     for length in ROW_LENGTHS[1:]:
         trainer.store.add(make_shard(tokenizer, 1, length, length))
     trainer.started = time.monotonic()

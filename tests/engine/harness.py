@@ -1,9 +1,10 @@
 """Drives an Engine by hand, and a runner on paper that stands in for model and pool.
 
-`PaperRunner` keeps, instead of KV, which prefix each row of the pool was computed for, and checks on every step that a
-sequence reads exactly its own rows and writes into no block that others own. Rows move only when the engine completes
-the step: a device that lags as far as it can. Its logits are a function of the whole prefix, so what a request must
-generate is known without any batch (`alone`).
+`PaperRunner` keeps, instead of KV, which prefix each row of the pool was computed for, and checks
+on every step that a sequence reads exactly its own rows and writes into no block that others own.
+Rows move only when the engine completes the step: a device that lags as far as it can. Its logits
+are a function of the whole prefix, so what a request must generate is known without any batch
+(`alone`).
 """
 
 import functools
@@ -119,7 +120,8 @@ Work = Callable[[np.ndarray], None]
 
 
 class PaperFence:
-    """A step of the paper model: its rows are read and written when somebody waits for it, as late as a device may."""
+    """A step of the paper model: its rows are read and written when somebody waits for it, as late
+    as a device may."""
 
     def __init__(self, work: list[Work], rows: np.ndarray) -> None:
         self._work: list[Work] | None = work
@@ -151,7 +153,8 @@ class PaperRunner:
         self.rows = np.full((engine.blocks.num_blocks, self.block_size), -1, dtype=np.int64)
         self.plans: list[dict[Sequence, int]] = []
         self.num_copies = 0
-        self.tables: dict[int, list[int]] = defaultdict(list)  # by slot, from the changes a step sends
+        # by slot, from the changes a step sends
+        self.tables: dict[int, list[int]] = defaultdict(list)
         self.last_token: dict[int, int] = {}
         self._queue: list[Work] = []
         self._fences: list[PaperFence] = []
@@ -170,11 +173,19 @@ class PaperRunner:
             digests = prefix_digests(tokens)
             first_row[seq] = len(hidden)
             hidden += digests[-count:]
-            self._queue.append(functools.partial(self._compute, list(self.tables[seq.slot]), digests, count))
-        last = [first_row[members[0]] + plan.num_tokens[members[0]] - 1 for members in siblings for _ in members]
+            self._queue.append(
+                functools.partial(self._compute, list(self.tables[seq.slot]), digests, count)
+            )
+        last = [
+            first_row[members[0]] + plan.num_tokens[members[0]] - 1
+            for members in siblings
+            for _ in members
+        ]
         slots = [member.slot for members in siblings for member in members]
         states = torch.tensor(hidden, dtype=torch.int64)
-        return StepOutput(states, first_row, self.logits(states, last), torch.tensor(slots, dtype=torch.int32))
+        return StepOutput(
+            states, first_row, self.logits(states, last), torch.tensor(slots, dtype=torch.int32)
+        )
 
     def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
         self.last_token.update(zip(output.sample_slots.tolist(), token_ids.tolist(), strict=True))
@@ -209,21 +220,28 @@ class PaperRunner:
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         if not rows:
             return torch.empty(0, self.vocab_size)
-        return torch.stack([prefix_logits(digest, self.vocab_size) for digest in hidden[rows].tolist()])
+        return torch.stack(
+            [prefix_logits(digest, self.vocab_size) for digest in hidden[rows].tolist()]
+        )
 
     def _sync(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> None:
-        changes = table_changes([*plan.num_tokens, *(seq for members in siblings for seq in members)])
+        changes = table_changes(
+            [*plan.num_tokens, *(seq for members in siblings for seq in members)]
+        )
         for slot, index, block in changes.T.tolist() if changes is not None else ():
             table = self.tables[slot]
             table[index : index + 1] = [block]
             assert table[index] == block, "a table has a hole"
             if index == 0:
                 del table[1:]
-        widths = {members[0]: len(members) for members in siblings}  # choices that fork off here share the blocks
+        # choices that fork off here share the blocks
+        widths = {members[0]: len(members) for members in siblings}
         for seq, count in plan.num_tokens.items():
             for position in range(seq.num_computed - count, seq.num_computed):
                 block = seq.block_table[position // self.block_size]
-                assert self.blocks.num_owners(block) == widths.get(seq, 1), "writes a block that is not its own"
+                assert self.blocks.num_owners(block) == widths.get(seq, 1), (
+                    "writes a block that is not its own"
+                )
 
     def _copy(self, copies: list[tuple[int, int]], rows: np.ndarray) -> None:
         for source, target in copies:
@@ -231,7 +249,8 @@ class PaperRunner:
             rows[target] = rows[source]
 
     def _compute(self, table: list[int], digests: list[int], count: int, rows: np.ndarray) -> None:
-        """A sequence reads the rows before its chunk, and writes those of the chunk, through the table it was given."""
+        """A sequence reads the rows before its chunk, and writes those of the chunk, through the
+        table it was given."""
         for position in range(len(digests) - count, len(digests)):
             block = table[position // self.block_size]
             assert not self.blocks.is_free(block), "writes a block that is free meanwhile"
@@ -240,7 +259,8 @@ class PaperRunner:
 
 
 class KnownContent:
-    """The rows that each digest of a block stands for, noted when the engine's hasher makes the digest."""
+    """The rows that each digest of a block stands for, noted when the engine's hasher makes the
+    digest."""
 
     def __init__(self, engine: Engine) -> None:
         self._runner = paper_of(engine)
@@ -251,12 +271,14 @@ class KnownContent:
         engine.hasher.extend = self._noted  # type: ignore[method-assign]
 
     def check(self) -> None:
-        """AssertionError when a block holds other rows than those it can be found by, once all that is queued is
-        done.
+        """AssertionError when a block holds other rows than those it can be found by, once all that
+        is queued is done.
         """
         rows = self._runner.rows_when_done()
         for digest, block in self._blocks._block_of.items():
-            assert rows[block].tolist() == self._rows[digest], f"block {block} is cached as what it does not hold"
+            assert rows[block].tolist() == self._rows[digest], (
+                f"block {block} is cached as what it does not hold"
+            )
 
     def _noted(self, hashes: list[bytes], tokens: SequenceOf[int], salt: str) -> None:
         first = len(hashes)
@@ -277,11 +299,20 @@ def _extend(digest: int, token: int) -> int:
 
 @functools.lru_cache(maxsize=20_000)
 def prefix_logits(digest: int, vocab_size: int) -> Tensor:
-    return torch.from_numpy(np.random.default_rng(digest).standard_normal(vocab_size, dtype=np.float32)) * 4
+    return (
+        torch.from_numpy(
+            np.random.default_rng(digest).standard_normal(vocab_size, dtype=np.float32)
+        )
+        * 4
+    )
 
 
 def alone(
-    engine: Engine, prompt: SequenceOf[int], sampling: SamplingParams, choice: int = 0, forced: SequenceOf[int] = ()
+    engine: Engine,
+    prompt: SequenceOf[int],
+    sampling: SamplingParams,
+    choice: int = 0,
+    forced: SequenceOf[int] = (),
 ) -> list[int]:
     """What the paper model generates for one choice, computed without engine, batch or blocks."""
     tokens = [*prompt, *forced]
@@ -290,9 +321,19 @@ def alone(
     vocab = engine.spec.vocab_size
     sampler = Sampler(engine.runner.ops, vocab, 1, vocab, torch.device("cpu"))
     while True:
-        row = SampleRow(sampling, choice, 1, len(tokens) - len(prompt), tokens, len(prompt), request.stop_token_ids)
+        row = SampleRow(
+            sampling,
+            choice,
+            1,
+            len(tokens) - len(prompt),
+            tokens,
+            len(prompt),
+            request.stop_token_ids,
+        )
         sampler.release(1)
-        [sampled] = sampler.sample(prefix_logits(digest, engine.spec.vocab_size)[None], [row]).fetch()
+        [sampled] = sampler.sample(
+            prefix_logits(digest, engine.spec.vocab_size)[None], [row]
+        ).fetch()
         tokens.append(sampled.token_id)
         digest = _extend(digest, sampled.token_id)
         generated = len(tokens) - len(prompt)

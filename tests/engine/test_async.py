@@ -1,4 +1,5 @@
-"""Two steps in flight on the real model runner: the same tokens, to the bit on CPU, as one step at a time."""
+"""Two steps in flight on the real model runner: the same tokens, to the bit on CPU, as one step at
+a time."""
 
 import random
 from pathlib import Path
@@ -33,14 +34,22 @@ def workload(seed: int) -> tuple[list[list[int]], list[SamplingParams]]:
 
 def answers(outputs: list[RequestOutput]) -> list[Any]:
     return [
-        (choice.token_ids, choice.finish_reason, choice.stop_reason, choice.logprobs, output.prompt_logprobs)
+        (
+            choice.token_ids,
+            choice.finish_reason,
+            choice.stop_reason,
+            choice.logprobs,
+            output.prompt_logprobs,
+        )
         for output in outputs
         for choice in output.outputs
     ]
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("engine", [{}, {"num_kv_blocks": 22, "max_num_batched_tokens": 40}], ids=["roomy", "tight"])
+@pytest.mark.parametrize(
+    "engine", [{}, {"num_kv_blocks": 22, "max_num_batched_tokens": 40}], ids=["roomy", "tight"]
+)
 def test_asynchrony_changes_nothing(tiny_llama: Path, engine: dict[str, Any]) -> None:
     for seed in range(3):
         prompts, params = workload(seed)
@@ -53,11 +62,19 @@ def test_asynchrony_changes_nothing(tiny_llama: Path, engine: dict[str, Any]) ->
         assert outputs[0] == outputs[1]
 
 
-def test_the_test_above_sees_a_token_that_is_not_fed_back(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_test_above_sees_a_token_that_is_not_fed_back(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts, params = workload(0)
     outputs = []
     for is_async in (False, True):
-        llm = LLM(str(tiny_llama), tokenizer=False, device="cpu", num_kv_blocks=64, async_scheduling=is_async)
+        llm = LLM(
+            str(tiny_llama),
+            tokenizer=False,
+            device="cpu",
+            num_kv_blocks=64,
+            async_scheduling=is_async,
+        )
         monkeypatch.setattr(llm.engine.runner, "feed_back", lambda *_: None)
         outputs.append(answers(llm.generate(prompts, params, use_tqdm=False)))
     assert outputs[0] != outputs[1]

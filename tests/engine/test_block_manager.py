@@ -1,4 +1,5 @@
-"""The block bookkeeping: a state machine of random operations against a plain model, and the properties one by one."""
+"""The block bookkeeping: a state machine of random operations against a plain model, and the
+properties one by one."""
 
 import random
 import time
@@ -8,7 +9,14 @@ from collections.abc import Callable
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    RuleBasedStateMachine,
+    consumes,
+    invariant,
+    precondition,
+    rule,
+)
 
 from pdserve.engine.memory.block_manager import NULL_BLOCK, BlockManager, OutOfBlocks
 from pdserve.protocol.block_digests import BlockHasher
@@ -17,7 +25,8 @@ NUM_BLOCKS = 14
 
 
 class BlockMachine(RuleBasedStateMachine):
-    """`owners` are block lists, each with one reference per block; `digests` is what each block holds for sure."""
+    """`owners` are block lists, each with one reference per block; `digests` is what each block
+    holds for sure."""
 
     tables = Bundle("tables")
     destinations = Bundle("destinations")
@@ -43,7 +52,9 @@ class BlockMachine(RuleBasedStateMachine):
         assert count <= free and len(set(blocks)) == count == len(blocks)
         assert not set(blocks) & (owned | {NULL_BLOCK})
         changed = {int(b) for b in (self.manager.generations != before).nonzero()[0]}
-        assert changed == set(blocks) and all(self.manager.generations[b] == before[b] + 1 for b in blocks)
+        assert changed == set(blocks) and all(
+            self.manager.generations[b] == before[b] + 1 for b in blocks
+        )
         for block in blocks:
             self.content.pop(block, None)
         return self._own(blocks)
@@ -78,7 +89,11 @@ class BlockMachine(RuleBasedStateMachine):
     @rule(target=tables, data=st.data())
     def hit(self, data: st.DataObject) -> list[int]:
         """Known content is found, wherever it is, and can be owned."""
-        known = data.draw(st.lists(st.sampled_from(sorted(self.content)), unique=True) if self.content else st.just([]))
+        known = data.draw(
+            st.lists(st.sampled_from(sorted(self.content)), unique=True)
+            if self.content
+            else st.just([])
+        )
         found = self.manager.match([self.content[block] for block in known])
         assert found == known
         free = self.manager.num_free
@@ -111,7 +126,10 @@ class BlockMachine(RuleBasedStateMachine):
         self.manager.check_integrity(self.owners)
         counts = Counter(block for blocks in self.owners for block in blocks)
         num_quarantined = sum(map(len, self.quarantined))
-        assert (self.manager.num_owned, self.manager.num_quarantined) == (len(counts), num_quarantined)
+        assert (self.manager.num_owned, self.manager.num_quarantined) == (
+            len(counts),
+            num_quarantined,
+        )
         assert self.manager.num_free == NUM_BLOCKS - 1 - len(counts) - num_quarantined
         assert all(self.manager.num_owners(block) == count for block, count in counts.items())
 
@@ -182,13 +200,16 @@ def pool_with_free(num_blocks: int, free: list[int]) -> BlockManager:
         ([2, 3, 4, 7, 8, 9], 2, None, [2, 3]),
         ([2, 3, 7, 8, 9], 2, 6, [7, 8]),  # right behind the table's last block
         ([2, 3, 7, 8, 9], 2, 9, [2, 3]),  # nothing is free there
-        ([2, 4, 5, 8, 9, 10], 5, None, [8, 9, 10, 4, 5]),  # no run is long enough: the longest first
+        # no run is long enough: the longest first
+        ([2, 4, 5, 8, 9, 10], 5, None, [8, 9, 10, 4, 5]),
         ([1, 3, 5], 3, None, [1, 3, 5]),
         ([11], 1, 10, [11]),
         ([1], 1, 11, [1]),  # the pool ends there
     ],
 )
-def test_neighbours_where_possible(free: list[int], count: int, after: int | None, expected: list[int]) -> None:
+def test_neighbours_where_possible(
+    free: list[int], count: int, after: int | None, expected: list[int]
+) -> None:
     assert pool_with_free(12, free).allocate(count, after) == expected
 
 
@@ -329,7 +350,8 @@ def test_salts_models_and_block_sizes_share_nothing() -> None:
 
 
 def test_a_salt_that_spells_out_a_block_is_no_key_to_it() -> None:
-    """Digest of block 1 = H(parent + tokens): a salt of just these bytes must not stand for that block."""
+    """Digest of block 1 = H(parent + tokens): a salt of just these bytes must not stand for that
+    block."""
     hasher = BlockHasher("m", 4)
     tokens = list(range(8))
     for salt in ("", "victim"):

@@ -27,7 +27,9 @@ print(libc.mallinfo2().hblkhd - before)
 
 def mapped_bytes(mode: str) -> int:
     """Bytes that a piece of 16 MiB adds to glibc's mappings, in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", PROBE, mode], capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, mode], capture_output=True, text=True, check=True, timeout=600
+    )
     return int(done.stdout)
 
 

@@ -1,4 +1,5 @@
-"""What the engine does beside generating: checks of a Submit, aborts in any state, held and reserved blocks, totals."""
+"""What the engine does beside generating: checks of a Submit, aborts in any state, held and
+reserved blocks, totals."""
 
 import random
 from pathlib import Path
@@ -54,12 +55,21 @@ def ticket() -> Ticket:
         ({"starts": (Start(1), Start(1))}, "each once"),
         ({"starts": tuple(map(Start, range(9)))}, "n is 9, but a step runs at most 8 sequences"),
         ({"starts": (Start(0, (5,)),), "phase": "prefill"}, "takes no forced tokens"),
-        ({"starts": (Start(0),), "phase": "decode", "ticket": ticket()}, "starts need forced tokens"),
+        (
+            {"starts": (Start(0),), "phase": "decode", "ticket": ticket()},
+            "starts need forced tokens",
+        ),
         ({"starts": (Start(0, (5, 256)),)}, r"starts hold a forced token id outside 0\.\.255"),
         ({"starts": (Start(0, (-1,)),)}, "starts hold a forced token id"),
-        ({"starts": (Start(0), Start(1, (5,) * 10))}, "choice 1 has 10 forced tokens of at most 10: nothing is left"),
+        (
+            {"starts": (Start(0), Start(1, (5,) * 10))},
+            "choice 1 has 10 forced tokens of at most 10: nothing is left",
+        ),
         ({"prompt": [5] * 155, "starts": (Start(0, (5,) * 5),)}, "nothing is left"),
-        ({"sampling": SamplingParams(min_tokens=158, max_tokens=None)}, "min_tokens is 158, but only 157 fit"),
+        (
+            {"sampling": SamplingParams(min_tokens=158, max_tokens=None)},
+            "min_tokens is 158, but only 157 fit",
+        ),
         ({"sampling": SamplingParams(stop_token_ids=[256])}, "stop_token_ids holds token id 256"),
         ({"sampling": SamplingParams(logit_bias={256: 1.0})}, "logit_bias holds token id 256"),
     ],
@@ -90,10 +100,15 @@ STATES = {
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("choices", [None, (0,), (1,), (0, 2), (1, 2), (0, 1, 2), (), (7,)], ids=str)
+@pytest.mark.parametrize(
+    "choices", [None, (0,), (1,), (0, 2), (1, 2), (0, 1, 2), (), (7,)], ids=str
+)
 @pytest.mark.parametrize("state", STATES)
-def test_abort(tiny_llama: Path, state: str, choices: tuple[int, ...] | None, is_async: bool) -> None:
-    """Whatever the state: the choices named say no more, the others all they would have said, and nothing is leaked."""
+def test_abort(
+    tiny_llama: Path, state: str, choices: tuple[int, ...] | None, is_async: bool
+) -> None:
+    """Whatever the state: the choices named say no more, the others all they would have said, and
+    nothing is leaked."""
     config = dict(STATES[state])
     steps = config.pop("steps")
     driver = busy(tiny_llama, max_num_batched_tokens=17, async_scheduling=is_async, **config)
@@ -177,7 +192,9 @@ def test_reservations(tiny_llama: Path) -> None:
     driver.assert_empty()
 
 
-def test_waiting_for_blocks_hashes_a_prompt_once(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_for_blocks_hashes_a_prompt_once(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A reservation that is tried on every turn must not cost the whole prompt each time."""
     engine = paper_engine(tiny_llama, num_kv_blocks=20)
     request = engine.make_request(submit_of(prompt_of(200), GREEDY))
@@ -196,18 +213,27 @@ def test_forced_tokens_across_block_borders(tiny_llama: Path, num_forced: int) -
     driver = Driver(engine)
     sampling = SamplingParams(temperature=1.0, seed=1, n=2, max_tokens=num_forced + 20)
     prompt = prompt_of(25)
-    starts = (Start(0, tuple(prompt_of(num_forced, 1))), Start(1, tuple(prompt_of(num_forced // 2, 2))))
+    starts = (
+        Start(0, tuple(prompt_of(num_forced, 1))),
+        Start(1, tuple(prompt_of(num_forced // 2, 2))),
+    )
     key = driver.add(prompt, sampling, starts=starts)
     driver.run()
     for start in starts:
-        assert driver.tokens[key, start.choice] == alone(engine, prompt, sampling, start.choice, start.forced)
+        assert driver.tokens[key, start.choice] == alone(
+            engine, prompt, sampling, start.choice, start.forced
+        )
     driver.assert_empty()
 
 
-def test_long_prompt_logprobs_come_in_several_events(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_prompt_logprobs_come_in_several_events(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(collect, "SCORES_PER_EVENT", 48)
     driver = Driver(make_engine(tiny_llama))
-    key = driver.add(prompt_of(40), SamplingParams(temperature=0, seed=0, max_tokens=2, prompt_logprobs=2))
+    key = driver.add(
+        prompt_of(40), SamplingParams(temperature=0, seed=0, max_tokens=2, prompt_logprobs=2)
+    )
     driver.run()
     events = driver.scored[key]
     assert [(e.start, len(e.logprobs or ()), e.final) for e in events] == [
@@ -227,7 +253,9 @@ def test_the_prompt_is_reported_once_and_before_its_first_token(tiny_llama: Path
         for key, event in driver.step().events:
             kinds.setdefault(key, []).append(type(event).__name__)
     assert engine.scheduler.num_preemptions > 0
-    assert all(names[0] == "PromptScored" and names.count("PromptScored") == 1 for names in kinds.values())
+    assert all(
+        names[0] == "PromptScored" and names.count("PromptScored") == 1 for names in kinds.values()
+    )
 
 
 def test_tokens_of_a_slots_last_sequence_are_not_counted(tiny_llama: Path) -> None:
@@ -263,8 +291,11 @@ def test_an_idle_step_does_nothing(tiny_llama: Path) -> None:
     assert engine.stats.num_steps == 0
 
 
-def test_blocks_are_copied_with_contiguous_ids(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel reads the ids by pointer: columns of one `[pairs, 2]` tensor gave it every other block."""
+def test_blocks_are_copied_with_contiguous_ids(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel reads the ids by pointer: columns of one `[pairs, 2]` tensor gave it every other
+    block."""
     engine = make_engine(tiny_llama)
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
     copy = engine.runner.ops.copy_blocks
@@ -292,12 +323,19 @@ def test_a_row_to_sample_copies_no_tokens(tiny_llama: Path) -> None:
 def test_positions_and_reasons_of_deltas(tiny_llama: Path) -> None:
     engine = paper_engine(tiny_llama)
     driver = Driver(engine)
-    key = driver.add([1, 2], SamplingParams(temperature=0, seed=0, max_tokens=3), starts=(Start(0, (7,)),))
+    key = driver.add(
+        [1, 2], SamplingParams(temperature=0, seed=0, max_tokens=3), starts=(Start(0, (7,)),)
+    )
     deltas = []
     while engine.has_work:
         deltas += [event for _, event in driver.step().events if isinstance(event, Delta)]
-    assert [(d.position, len(d.token_ids), d.finish_reason) for d in deltas] == [(1, 1, None), (2, 1, "length")]
-    assert all((d.request_id, d.attempt, d.choice) == (key.request_id, key.attempt, 0) for d in deltas)
+    assert [(d.position, len(d.token_ids), d.finish_reason) for d in deltas] == [
+        (1, 1, None),
+        (2, 1, "length"),
+    ]
+    assert all(
+        (d.request_id, d.attempt, d.choice) == (key.request_id, key.attempt, 0) for d in deltas
+    )
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -333,7 +371,8 @@ def test_after_an_error_in_a_step_nothing_is_served_until_reset(
 def test_rows_under_way_never_join_an_engine_whose_step_failed(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was cached for them may never have been written; and their blocks cannot be given to others."""
+    """What was cached for them may never have been written; and their blocks cannot be given to
+    others."""
     engine = paper_engine(tiny_llama)
     driver = Driver(engine)
     starts = (Start(0, (9,)),)

@@ -1,4 +1,5 @@
-"""The engine on a CUDA device: parity with transformers there, bfloat16 no worse than theirs, and an honest fence."""
+"""The engine on a CUDA device: parity with transformers there, bfloat16 no worse than theirs, and
+an honest fence."""
 
 import gc
 import random
@@ -44,12 +45,20 @@ def log_softmax(model: Any, prompt: list[int]) -> torch.Tensor:
 
 
 def make_llm(folder: Path, dtype: str, **engine: Any) -> LLM:
-    return LLM(str(folder), dtype=dtype, tokenizer=False, **{"device": "cuda", "num_kv_blocks": 64, **engine})
+    return LLM(
+        str(folder),
+        dtype=dtype,
+        tokenizer=False,
+        **{"device": "cuda", "num_kv_blocks": 64, **engine},
+    )
 
 
-@pytest.mark.parametrize("engine", [{}, {"max_num_batched_tokens": 17}, {"num_kv_blocks": 16}, {"block_size": 64}])
+@pytest.mark.parametrize(
+    "engine", [{}, {"max_num_batched_tokens": 17}, {"num_kv_blocks": 16}, {"block_size": 64}]
+)
 def test_greedy_float32_equals_transformers(folder: Path, engine: dict) -> None:
-    """Token for token, up to a near-tie of the two best, where the order of additions may decide."""
+    """Token for token, up to a near-tie of the two best, where the order of additions may
+    decide."""
     llm = make_llm(folder, "float32", **engine)
     model = reference(folder, torch.float32)
     params = SamplingParams(temperature=0, max_tokens=48)
@@ -87,11 +96,17 @@ def test_bfloat16_is_no_worse_than_transformers(folder: Path) -> None:
 
 
 def test_sampled_choices_do_not_depend_on_the_device(folder: Path) -> None:
-    """Same draws, logits that differ by rounding: hardly a token differs. Several choices copy blocks in one step."""
-    params = SamplingParams(temperature=1.0, top_p=0.9, top_k=40, seed=7, max_tokens=24, n=2, presence_penalty=0.4)
+    """Same draws, logits that differ by rounding: hardly a token differs. Several choices copy
+    blocks in one step."""
+    params = SamplingParams(
+        temperature=1.0, top_p=0.9, top_k=40, seed=7, max_tokens=24, n=2, presence_penalty=0.4
+    )
     cuda = make_llm(folder, "float32").generate(PROMPTS, params, use_tqdm=False)
     cpu = make_llm(folder, "float32", device="cpu").generate(PROMPTS, params, use_tqdm=False)
-    tokens = [[choice.token_ids for output in outputs for choice in output.outputs] for outputs in (cuda, cpu)]
+    tokens = [
+        [choice.token_ids for output in outputs for choice in output.outputs]
+        for outputs in (cuda, cpu)
+    ]
     assert sum(a == b for a, b in zip(*tokens, strict=True)) >= 9 and len(tokens[0]) == 10
 
 
@@ -116,18 +131,29 @@ def dispatch(driver: Driver) -> Any:
 
 
 EVERYTHING = SamplingParams(
-    temperature=0.9, top_p=0.9, top_k=30, min_p=0.01, logprobs=3, presence_penalty=0.5, logit_bias={3: 1.0}, seed=1, n=2
+    temperature=0.9,
+    top_p=0.9,
+    top_k=30,
+    min_p=0.01,
+    logprobs=3,
+    presence_penalty=0.5,
+    logit_bias={3: 1.0},
+    seed=1,
+    n=2,
 )
 
 
-@pytest.mark.parametrize("sampling", [SamplingParams(temperature=0, seed=0), EVERYTHING], ids=["greedy", "everything"])
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(temperature=0, seed=0), EVERYTHING], ids=["greedy", "everything"]
+)
 def test_a_step_is_queued_without_waiting_and_complete_only_when_the_device_is(
     folder: Path, sampling: SamplingParams
 ) -> None:
     driver = Driver(make_engine(folder, device="cuda"))
     for prompt in PROMPTS:
         driver.add(prompt, sampling)
-    steps = [dispatch(driver), dispatch(driver)]  # a prefill, then a decode that is fed by it on the device
+    # a prefill, then a decode that is fed by it on the device
+    steps = [dispatch(driver), dispatch(driver)]
     assert not steps[0].ended.ready() and not steps[1].ended.ready()
     result = driver.step()
     assert steps[0].ended.ready() and result.events
@@ -135,7 +161,9 @@ def test_a_step_is_queued_without_waiting_and_complete_only_when_the_device_is(
     driver.assert_empty()
 
 
-def test_the_device_is_quiet_when_an_interrupted_call_returns(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_device_is_quiet_when_an_interrupted_call_returns(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = make_llm(folder, "float32")
     params = SamplingParams(temperature=0, max_tokens=12, n=2)
     expected = [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)]
@@ -153,7 +181,9 @@ def test_the_device_is_quiet_when_an_interrupted_call_returns(folder: Path, monk
     assert [output.outputs for output in llm.generate(PROMPTS, params, use_tqdm=False)] == expected
 
 
-def test_blocks_of_an_aborted_request_are_free_only_when_no_step_can_touch_them(folder: Path) -> None:
+def test_blocks_of_an_aborted_request_are_free_only_when_no_step_can_touch_them(
+    folder: Path,
+) -> None:
     engine = make_engine(folder, device="cuda", enable_prefix_caching=False)
     driver = Driver(engine)
     key = driver.add(PROMPTS[4], SamplingParams(temperature=0, seed=0))
@@ -187,11 +217,16 @@ def test_padding_rows_write_to_the_null_block_alone(folder: Path) -> None:
     engine = make_engine(folder, device="cuda", enable_prefix_caching=False, num_kv_blocks=200)
     driver = Driver(engine)
     for i, prompt in enumerate(PROMPTS * 2):
-        driver.add(prompt, SamplingParams(temperature=0, seed=0, max_tokens=3 + 2 * i, ignore_eos=True))
-    engine.kv_cache[engine.blocks.num_blocks // 2 :] = 7.0  # nobody's: the pool is much larger than the work
+        driver.add(
+            prompt, SamplingParams(temperature=0, seed=0, max_tokens=3 + 2 * i, ignore_eos=True)
+        )
+    # nobody's: the pool is much larger than the work
+    engine.kv_cache[engine.blocks.num_blocks // 2 :] = 7.0
     driver.run()
     assert (engine.kv_cache[engine.blocks.num_blocks // 2 :] == 7.0).all()
-    survivor = driver.add(PROMPTS[1], SamplingParams(temperature=0, seed=0, max_tokens=40, ignore_eos=True))
+    survivor = driver.add(
+        PROMPTS[1], SamplingParams(temperature=0, seed=0, max_tokens=40, ignore_eos=True)
+    )
     for prompt in PROMPTS:
         driver.add(prompt, SamplingParams(temperature=0, seed=0, max_tokens=5, ignore_eos=True))
     driver.run()
@@ -201,29 +236,50 @@ def test_padding_rows_write_to_the_null_block_alone(folder: Path) -> None:
     assert driver.tokens[survivor, 0][:20] == alone[0].outputs[0].token_ids[:20]
 
 
-@pytest.mark.parametrize("engine", [{"cuda_graphs": False}, {"async_scheduling": False}, {"num_kv_blocks": 20}])
+@pytest.mark.parametrize(
+    "engine", [{"cuda_graphs": False}, {"async_scheduling": False}, {"num_kv_blocks": 20}]
+)
 def test_graphs_and_asynchrony_change_no_token(folder: Path, engine: dict) -> None:
     params = [
         SamplingParams(temperature=0, max_tokens=40),
-        SamplingParams(temperature=1.0, top_p=0.9, seed=3, max_tokens=30, n=3, frequency_penalty=0.3, logprobs=2),
-        SamplingParams(temperature=0.7, seed=4, max_tokens=33, repetition_penalty=1.2, stop_token_ids=[5, 6, 7, 8]),
+        SamplingParams(
+            temperature=1.0,
+            top_p=0.9,
+            seed=3,
+            max_tokens=30,
+            n=3,
+            frequency_penalty=0.3,
+            logprobs=2,
+        ),
+        SamplingParams(
+            temperature=0.7,
+            seed=4,
+            max_tokens=33,
+            repetition_penalty=1.2,
+            stop_token_ids=[5, 6, 7, 8],
+        ),
         SamplingParams(temperature=1.0, seed=5, max_tokens=20, min_p=0.05, logit_bias={9: 4.0}),
         SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=2),
     ]
     outputs = [
-        make_llm(folder, "float32", **config).generate(PROMPTS, params, use_tqdm=False) for config in ({}, engine)
+        make_llm(folder, "float32", **config).generate(PROMPTS, params, use_tqdm=False)
+        for config in ({}, engine)
     ]
     tokens = [[choice.token_ids for output in out for choice in output.outputs] for out in outputs]
-    assert sum(a == b for a, b in zip(*tokens, strict=True)) >= len(tokens[0]) - 1  # a near-tie may fall the other way
+    # a near-tie may fall the other way
+    assert sum(a == b for a, b in zip(*tokens, strict=True)) >= len(tokens[0]) - 1
 
 
 def test_graphs_share_one_memory_and_keep_their_outputs_apart_from_other_use() -> None:
-    """Outputs of 1 GiB in all stay in the memory of the largest graph, which nobody else is given."""
+    """Outputs of 1 GiB in all stay in the memory of the largest graph, which nobody else is
+    given."""
     width = 1 << 20
 
     def step(arrays: Arrays[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         rows = arrays.ids[:, None].to(torch.bfloat16)
-        return rows * torch.ones(1, 16, device="cuda", dtype=torch.bfloat16), rows.expand(-1, width) + 1.0
+        return rows * torch.ones(1, 16, device="cuda", dtype=torch.bfloat16), rows.expand(
+            -1, width
+        ) + 1.0
 
     before = torch.cuda.memory_allocated()
     graphs = DecodeGraphs(step, torch.device("cuda", 0))
@@ -233,9 +289,13 @@ def test_graphs_share_one_memory_and_keep_their_outputs_apart_from_other_use() -
     for size in (8, 128, 32, 128):
         zeros = np.zeros(size, dtype=np.int32)
         ids = np.arange(size, dtype=np.int32)
-        hidden, logits, slots = graphs.replay(size, pack(Arrays(ids, zeros, ids, zeros, zeros, zeros[:1])))
+        hidden, logits, slots = graphs.replay(
+            size, pack(Arrays(ids, zeros, ids, zeros, zeros, zeros[:1]))
+        )
         want = torch.arange(size, device="cuda").bfloat16()
-        assert torch.equal(hidden, want[:, None].expand(-1, 16)) and torch.equal(logits[:, -1], want + 1)
+        assert torch.equal(hidden, want[:, None].expand(-1, 16)) and torch.equal(
+            logits[:, -1], want + 1
+        )
         assert slots.tolist() == ids.tolist() and logits.shape == (size, width)
         del hidden, logits
     assert all(bool((other == 7).all()) for other in others)
@@ -246,7 +306,9 @@ def test_no_request_waits_for_a_compiler(folder: Path) -> None:
     llm = make_llm(folder, "bfloat16", num_kv_blocks=400, max_num_batched_tokens=300)
     rng = random.Random(0)
     for num_requests in (1, 2, 7, 40, 130):
-        prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 90))] for _ in range(num_requests)]
+        prompts = [
+            [rng.randrange(256) for _ in range(rng.randint(1, 90))] for _ in range(num_requests)
+        ]
         params = [
             SamplingParams(
                 temperature=rng.choice([0.0, 1.0]),
@@ -270,12 +332,20 @@ def test_no_request_waits_for_a_compiler(folder: Path) -> None:
 
 
 def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
-    """Its later chunks stand behind pieces that cuDNN attends to, and are the same as by the paged kernel, up to the
-    rounding of bfloat16.
+    """Its later chunks stand behind pieces that cuDNN attends to, and are the same as by the paged
+    kernel, up to the rounding of bfloat16.
     """
     folder = make_tiny("llama3", tmp_path, max_position_embeddings=16384, head_dim=64)
-    engine = {"max_num_batched_tokens": 4096, "num_kv_blocks": 900, "block_size": 16, "cuda_graphs": False}
-    prompts = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (9000, 8200)]
+    engine = {
+        "max_num_batched_tokens": 4096,
+        "num_kv_blocks": 900,
+        "block_size": 16,
+        "cuda_graphs": False,
+    }
+    prompts = [
+        torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in (9000, 8200)
+    ]
     params = SamplingParams(temperature=0, max_tokens=4, prompt_logprobs=0)
     llm = make_llm(folder, "bfloat16", **engine)
     before = len(dense._warm.pieces)

@@ -37,7 +37,8 @@ INSTRUCTIONS_TRIED = 32
 
 @pytest.fixture(autouse=True)
 def ctrl_c() -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background and had it ignored."""
+    """SIGINT raises KeyboardInterrupt, also where a shell started the tests in the background and
+    had it ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -49,7 +50,9 @@ def prompts() -> list[list[int]]:
     return [[*common, *(chance.randrange(256) for _ in range(8 + i))] for i in range(2)]
 
 
-SAMPLING = SamplingParams(n=3, temperature=1.0, seed=5, max_tokens=20, repetition_penalty=1.2, ignore_eos=True)
+SAMPLING = SamplingParams(
+    n=3, temperature=1.0, seed=5, max_tokens=20, repetition_penalty=1.2, ignore_eos=True
+)
 
 
 def make_llm(folder: Path, is_async: bool, on_paper: bool = True) -> LLM:
@@ -90,7 +93,9 @@ def expected(tiny_llama: Path, is_async: bool) -> list[list[int]]:
     llm = make_llm(tiny_llama, is_async)
     answers = tokens(generate(llm))
     runner: Any = llm.engine.runner
-    assert llm.engine.scheduler.num_preemptions and runner.num_copies, "these belong to the workload"
+    assert llm.engine.scheduler.num_preemptions and runner.num_copies, (
+        "these belong to the workload"
+    )
     return answers
 
 
@@ -135,7 +140,9 @@ PLACES = {
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_each_of_the_first_calls(tiny_llama: Path, is_async: bool, expected: list[list[int]], place: str) -> None:
+def test_each_of_the_first_calls(
+    tiny_llama: Path, is_async: bool, expected: list[list[int]], place: str
+) -> None:
     llm = make_llm(tiny_llama, is_async)
     for at in range(CALLS_TRIED if place != "add" else 4):
         raises = (out_of_memory, interrupt)[at // 2 % 2]
@@ -161,7 +168,8 @@ def test_on_the_real_model(tiny_llama: Path, is_async: bool, place: str) -> None
 
 
 class Interrupter:
-    """Raises KeyboardInterrupt at one bytecode instruction of the engine's modules, and counts them."""
+    """Raises KeyboardInterrupt at one bytecode instruction of the engine's modules, and counts
+    them."""
 
     def __init__(self, at: int | None) -> None:
         self._at = at
@@ -240,7 +248,9 @@ def test_any_instruction_of_the_reset_itself(
     for at in random.Random(2).sample(range(total), INSTRUCTIONS_TRIED // 2):
         counter = Interrupter(at)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm.engine.runner, "execute", broken(llm.engine.runner.execute, 7, interrupt))
+            patch.setattr(
+                llm.engine.runner, "execute", broken(llm.engine.runner.execute, 7, interrupt)
+            )
             with pytest.raises(KeyboardInterrupt):
                 generate(llm)
         counter = Interrupter(None)
@@ -253,7 +263,9 @@ def test_the_device_is_quiet_before_blocks_are_given_to_others(tiny_llama: Path)
     llm = make_llm(tiny_llama, is_async=True)
     runner: Any = llm.engine.runner
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.sampler, "sample", broken(llm.engine.sampler.sample, 5, out_of_memory))
+        patch.setattr(
+            llm.engine.sampler, "sample", broken(llm.engine.sampler.sample, 5, out_of_memory)
+        )
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(llm)
     assert not runner._queue and all(fence.ready() for fence in runner._fences)

@@ -1,5 +1,6 @@
-"""On CPU a token's logits do not depend, to the last bit, on anything but its prefix: not on the batch, the chunks, the
-cache, a preemption, a fork, the block size, or on what else the engine did before.
+"""On CPU a token's logits do not depend, to the last bit, on anything but its prefix: not on the
+batch, the chunks, the cache, a preemption, a fork, the block size, or on what else the engine did
+before.
 """
 
 import random
@@ -54,7 +55,12 @@ NEW = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, seed=0)
 
 
-def run(engine: Engine, prompts: list[list[int]] = PROMPTS, sampling: SamplingParams = GREEDY, **more: Any) -> Driver:
+def run(
+    engine: Engine,
+    prompts: list[list[int]] = PROMPTS,
+    sampling: SamplingParams = GREEDY,
+    **more: Any,
+) -> Driver:
     driver = Driver(engine)
     for prompt in prompts:
         driver.add(prompt, sampling, **more)
@@ -64,7 +70,8 @@ def run(engine: Engine, prompts: list[list[int]] = PROMPTS, sampling: SamplingPa
 
 
 def run_alone(folder: Path, seen: Logits) -> int:
-    """The reference: each prompt by itself, whole, in a fresh engine. Returns how many logits are known then."""
+    """The reference: each prompt by itself, whole, in a fresh engine. Returns how many logits are
+    known then."""
     engine = make_engine(folder, enable_prefix_caching=False)
     for prompt in PROMPTS:
         run(engine, [prompt])
@@ -96,10 +103,25 @@ def test_the_way_does_not_matter(way: str, tiny_llama: Path, seen: Logits) -> No
 
 
 ODD_SHAPES: dict[str, dict[str, Any]] = {
-    "narrow": {"hidden_size": 60, "num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 12},
+    "narrow": {
+        "hidden_size": 60,
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 12,
+    },
     "odd widths": {"intermediate_size": 101, "vocab_size": 251, "hidden_size": 52, "head_dim": 26},
-    "wide heads": {"head_dim": 80, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 90},
-    "many heads": {"num_attention_heads": 24, "num_key_value_heads": 2, "hidden_size": 120, "head_dim": 10},
+    "wide heads": {
+        "head_dim": 80,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "hidden_size": 90,
+    },
+    "many heads": {
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "hidden_size": 120,
+        "head_dim": 10,
+    },
 }
 
 
@@ -131,7 +153,8 @@ def test_forced_tokens(tiny_llama: Path, seen: Logits) -> None:
 
 
 def test_a_large_batch(tiny_llama: Path, seen: Logits) -> None:
-    """Row counts far from those of a single request: matrix products may choose another way for them."""
+    """Row counts far from those of a single request: matrix products may choose another way for
+    them."""
     prompts = [prompt_of(3 + i % 50, i) for i in range(100)]
     one_by_one = make_engine(tiny_llama, enable_prefix_caching=False)
     sampling = SamplingParams(temperature=0, max_tokens=4, seed=0)
@@ -147,13 +170,19 @@ def test_prompt_logprobs_too(tiny_llama: Path) -> None:
     results = []
     for way in ("batched", "chunks of 17", "preempted", "block size 64"):
         driver = run(WAYS[way](tiny_llama), sampling=sampling)
-        scored = [[entry for event in events for entry in event.logprobs or ()] for events in driver.scored.values()]
+        scored = [
+            [entry for event in events for entry in event.logprobs or ()]
+            for events in driver.scored.values()
+        ]
         results.append(sorted(scored, key=len))
     assert all(result == results[0] for result in results) and len(results[0]) == len(PROMPTS)
 
 
-def test_a_spy_that_sees_a_difference_fails(tiny_llama: Path, seen: Logits, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without padded rows the matrix products' bits depend on how many rows there are: the check must notice."""
+def test_a_spy_that_sees_a_difference_fails(
+    tiny_llama: Path, seen: Logits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without padded rows the matrix products' bits depend on how many rows there are: the check
+    must notice."""
     run_alone(tiny_llama, seen)
     monkeypatch.setattr(model_runner, "ROW_MULTIPLE", 1)
     with pytest.raises(AssertionError, match="another"):

@@ -1,4 +1,5 @@
-"""The pool's size follows the configuration and the device, its memory is its own, and errors say what to change."""
+"""The pool's size follows the configuration and the device, its memory is its own, and errors say
+what to change."""
 
 import ctypes
 import gc
@@ -18,9 +19,15 @@ CUDA = torch.device("cuda", 0)
 GIB = 1 << 30
 
 
-def layout(dtype: str = "bfloat16", num_layers: int = 32, head_dim: int = 128, block_size: int = 16) -> KVLayout:
+def layout(
+    dtype: str = "bfloat16", num_layers: int = 32, head_dim: int = 128, block_size: int = 16
+) -> KVLayout:
     return KVLayout.uniform(
-        num_layers=num_layers, heads=tuple(range(8)), head_dim=head_dim, block_size=block_size, dtype=dtype
+        num_layers=num_layers,
+        heads=tuple(range(8)),
+        head_dim=head_dim,
+        block_size=block_size,
+        dtype=dtype,
     )
 
 
@@ -34,32 +41,52 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_pool_has_the_layouts_shape_and_zeros(dtype: str) -> None:
     pool = allocate_kv_cache(layout(dtype, 3, 80), 5, CPU)
-    assert pool.shape == (5, 8, 3, 2, 16, 80) and pool.dtype == TORCH_DTYPES[dtype] and pool.is_contiguous()
-    assert pool.numel() * pool.element_size() == 5 * layout(dtype, 3, 80).block_bytes and not pool.any()
+    assert (
+        pool.shape == (5, 8, 3, 2, 16, 80)
+        and pool.dtype == TORCH_DTYPES[dtype]
+        and pool.is_contiguous()
+    )
+    assert (
+        pool.numel() * pool.element_size() == 5 * layout(dtype, 3, 80).block_bytes
+        and not pool.any()
+    )
 
 
 def test_the_devices_share_less_what_is_used_and_reserved(card: None) -> None:
     config = EngineConfig(kv_memory_fraction=0.9)
-    assert num_blocks_for(config, layout(), CUDA, 6 * GIB) == (90 - 20 - 6) * GIB // layout().block_bytes
-    assert num_blocks_for(EngineConfig(kv_memory_fraction=1.0), layout(), CUDA, 0) == 80 * GIB // (2 << 20)
+    assert (
+        num_blocks_for(config, layout(), CUDA, 6 * GIB)
+        == (90 - 20 - 6) * GIB // layout().block_bytes
+    )
+    assert num_blocks_for(EngineConfig(kv_memory_fraction=1.0), layout(), CUDA, 0) == 80 * GIB // (
+        2 << 20
+    )
 
 
 def test_a_device_that_is_full_says_what_to_change(card: None) -> None:
-    with pytest.raises(ValueError, match=r"gets 0 bytes: kv_memory_fraction 0.2 of 100.00 GiB less 20.00 GiB in use"):
+    with pytest.raises(
+        ValueError,
+        match=r"gets 0 bytes: kv_memory_fraction 0.2 of 100.00 GiB less 20.00 GiB in use",
+    ):
         num_blocks_for(EngineConfig(kv_memory_fraction=0.2), layout(), CUDA, GIB)
 
 
 def test_a_configured_pool_that_cannot_fit_is_refused_by_name(card: None) -> None:
     fits = 70 * GIB // layout().block_bytes
     assert num_blocks_for(EngineConfig(num_kv_blocks=fits), layout(), CUDA, 10 * GIB) == fits
-    with pytest.raises(ValueError, match=rf"num_kv_blocks asks for .* 70.00 GiB available .*\({fits} blocks would fit"):
+    with pytest.raises(
+        ValueError,
+        match=rf"num_kv_blocks asks for .* 70.00 GiB available .*\({fits} blocks would fit",
+    ):
         num_blocks_for(EngineConfig(num_kv_blocks=fits + 1), layout(), CUDA, 10 * GIB)
 
 
 def test_the_machines_memory_is_a_limit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert num_blocks_for(EngineConfig(kv_memory_bytes=GIB), layout(), CPU, 0) == 512
     monkeypatch.setattr(device_memory, "available_bytes", lambda device: GIB)
-    with pytest.raises(ValueError, match=rf"kv_memory_bytes .* 1.00 GiB available .* \({GIB} bytes would"):
+    with pytest.raises(
+        ValueError, match=rf"kv_memory_bytes .* 1.00 GiB available .* \({GIB} bytes would"
+    ):
         num_blocks_for(EngineConfig(kv_memory_bytes=2 * GIB), layout(), CPU, 0)
     with pytest.raises(ValueError, match="lower num_kv_blocks"):
         allocate_kv_cache(layout(), 1000, CPU)
@@ -122,13 +149,17 @@ def test_on_the_device_the_pool_is_outside_torchs_cache_and_returns(dtype: str) 
     assert torch.cuda.memory_reserved() == reserved
     assert free - torch.cuda.mem_get_info()[0] >= pool.numel() * pool.element_size()
     handle = (ctypes.c_byte * 64)()
-    assert device_memory._cudart().cudaIpcGetMemHandle(handle, ctypes.c_void_p(pool.data_ptr())) == 0, "UCX needs one"
+    assert (
+        device_memory._cudart().cudaIpcGetMemHandle(handle, ctypes.c_void_p(pool.data_ptr())) == 0
+    ), "UCX needs one"
     assert pool.data_ptr() % 256 == 0 and pool.is_contiguous() and not pool.any()
     row = pool[-1, -1].view(-1)
     row.copy_(torch.arange(row.numel(), device=CUDA) % 251)
     del pool
     gc.collect()
-    assert torch.equal(row.float(), (torch.arange(row.numel(), device=CUDA) % 251).float()), "a view keeps it alive"
+    assert torch.equal(row.float(), (torch.arange(row.numel(), device=CUDA) % 251).float()), (
+        "a view keeps it alive"
+    )
     del row
     gc.collect()
     assert abs(device_memory.available_bytes(CUDA) - free) < 64 << 20
@@ -140,7 +171,9 @@ def test_on_the_device_a_pool_that_is_too_large_is_an_error_with_a_cure() -> Non
     room = device_memory.available_bytes(CUDA)
     with pytest.raises(ValueError, match="lower num_kv_blocks"):
         allocate_kv_cache(shape, room // shape.block_bytes + 64, CUDA)
-    assert torch.ones(8, device=CUDA).sum().item() == 8, "the failed allocation is nobody else's error"
+    assert torch.ones(8, device=CUDA).sum().item() == 8, (
+        "the failed allocation is nobody else's error"
+    )
 
 
 @pytest.mark.gpu
@@ -148,10 +181,15 @@ def test_on_the_device_torch_runs_out_behind_the_pool_and_recovers() -> None:
     free = device_memory.available_bytes(CUDA)
     config = EngineConfig(kv_memory_fraction=0.9)
     pool = allocate_kv_cache(layout(), num_blocks_for(config, layout(), CUDA, 4 * GIB), CUDA)
-    assert math.isclose(torch.cuda.mem_get_info()[0], free - pool.numel() * pool.element_size(), abs_tol=64 << 20)
+    assert math.isclose(
+        torch.cuda.mem_get_info()[0], free - pool.numel() * pool.element_size(), abs_tol=64 << 20
+    )
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(free // 2, dtype=torch.uint8, device=CUDA)
-    assert torch.empty(GIB, dtype=torch.uint8, device=CUDA).fill_(1).sum(dtype=torch.int64).item() == GIB
+    assert (
+        torch.empty(GIB, dtype=torch.uint8, device=CUDA).fill_(1).sum(dtype=torch.int64).item()
+        == GIB
+    )
     del pool
     gc.collect()
     assert torch.empty(free // 2, dtype=torch.uint8, device=CUDA).numel() == free // 2

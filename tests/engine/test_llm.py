@@ -1,4 +1,5 @@
-"""`LLM`: prompts in every form, text and stop strings, ends, errors by name, and that nothing is left behind."""
+"""`LLM`: prompts in every form, text and stop strings, ends, errors by name, and that nothing is
+left behind."""
 
 import logging
 import random
@@ -67,18 +68,27 @@ def test_every_form_of_a_prompt(llm: LLM) -> None:
     expected = one(llm, text)
     for form in forms:
         [output] = generate(llm, form)
-        assert output.outputs[0].token_ids == expected.token_ids and output.outputs[0].text == expected.text
-        assert output.prompt_token_ids == ids and all(type(i) is int for i in output.prompt_token_ids)
+        assert (
+            output.outputs[0].token_ids == expected.token_ids
+            and output.outputs[0].text == expected.text
+        )
+        assert output.prompt_token_ids == ids and all(
+            type(i) is int for i in output.prompt_token_ids
+        )
         assert output.prompt == (text if form is text else None)
     outputs = generate(llm, forms)
     assert [output.outputs[0].token_ids for output in outputs] == [expected.token_ids] * len(forms)
-    assert [int(output.request_id) for output in outputs] == sorted(int(output.request_id) for output in outputs)
+    assert [int(output.request_id) for output in outputs] == sorted(
+        int(output.request_id) for output in outputs
+    )
     assert generate(llm, []) == []
 
 
 def test_outputs_come_in_the_order_of_the_prompts(llm: LLM) -> None:
     prompts = [[i + 3] * (1 + 7 * i) for i in range(6)]
-    params = [SamplingParams(temperature=0, max_tokens=12 - 2 * i, ignore_eos=True) for i in range(6)]
+    params = [
+        SamplingParams(temperature=0, max_tokens=12 - 2 * i, ignore_eos=True) for i in range(6)
+    ]
     outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [output.prompt_token_ids for output in outputs] == prompts
     assert [len(output.outputs[0].token_ids) for output in outputs] == [12, 10, 8, 6, 4, 2]
@@ -110,14 +120,17 @@ def test_n_choices(llm: LLM) -> None:
     assert len({tuple(c.token_ids) for c in output.outputs}) == 3
     assert output.outputs[0].token_ids == one(llm, temperature=1.0, seed=4).token_ids
     assert [c.token_ids for c in output.outputs] == [
-        c.token_ids for c in generate(llm, ["x", "The quick"], n=3, temperature=1.0, seed=4)[1].outputs
+        c.token_ids
+        for c in generate(llm, ["x", "The quick"], n=3, temperature=1.0, seed=4)[1].outputs
     ]
 
 
 def test_seeds(folder: Path) -> None:
     first, second = (LLM(str(folder), device="cpu", num_kv_blocks=32, seed=seed) for seed in (5, 5))
     third = LLM(str(folder), device="cpu", num_kv_blocks=32, seed=6)
-    runs = [[one(llm, temperature=1.0).token_ids for _ in range(2)] for llm in (first, second, third)]
+    runs = [
+        [one(llm, temperature=1.0).token_ids for _ in range(2)] for llm in (first, second, third)
+    ]
     assert runs[0] == runs[1] != runs[2] and runs[0][0] != runs[0][1]
 
 
@@ -138,7 +151,14 @@ def test_stop_strings_across_token_borders(llm: LLM, seed: int) -> None:
         assert completion.text == stop_at(full.text, stop)
         assert (completion.finish_reason, completion.stop_reason) == ("stop", stop)
         assert completion.token_ids == full.token_ids[: len(completion.token_ids)]
-        shown = one(llm, temperature=1.0, seed=seed, max_tokens=60, stop=stop, include_stop_str_in_output=True)
+        shown = one(
+            llm,
+            temperature=1.0,
+            seed=seed,
+            max_tokens=60,
+            stop=stop,
+            include_stop_str_in_output=True,
+        )
         assert shown.text == stop_at(full.text, stop) + stop
 
 
@@ -146,7 +166,11 @@ def test_a_stop_string_ends_one_choice_only(llm: LLM) -> None:
     sampling = {"n": 3, "temperature": 1.0, "seed": 2, "max_tokens": 40}
     [full] = generate(llm, "The quick", **sampling)
     texts = [c.text for c in full.outputs]
-    stop = next(t for i in range(5, 60) if (t := texts[1][i : i + 4]) not in texts[0] + texts[2] and "\ufffd" not in t)
+    stop = next(
+        t
+        for i in range(5, 60)
+        if (t := texts[1][i : i + 4]) not in texts[0] + texts[2] and "\ufffd" not in t
+    )
     [output] = generate(llm, "The quick", stop=stop, **sampling)
     assert [c.finish_reason for c in output.outputs] == ["length", "stop", "length"]
     assert [c.text for c in output.outputs] == [texts[0], stop_at(texts[1], stop), texts[2]]
@@ -160,7 +184,10 @@ def test_no_stop_string_within_min_tokens(llm: LLM) -> None:
     later = one(llm, max_tokens=60, stop=stop, min_tokens=30)
     assert len(later.token_ids) > 30
     last = one(llm, max_tokens=at + 1, min_tokens=at + 1, stop=stop)  # the limit comes first
-    assert (last.finish_reason, last.text) == ("length", tokenizer_of(llm).decode(full.token_ids[: at + 1]))
+    assert (last.finish_reason, last.text) == (
+        "length",
+        tokenizer_of(llm).decode(full.token_ids[: at + 1]),
+    )
 
 
 def test_stop_token_ids(llm: LLM) -> None:
@@ -173,15 +200,27 @@ def test_stop_token_ids(llm: LLM) -> None:
     assert completion.text == tokenizer_of(llm).decode(full.token_ids[:at])
     shown = one(llm, stop_token_ids=[stop], include_stop_str_in_output=True)
     assert shown.text == tokenizer_of(llm).decode(full.token_ids[: at + 1])
-    assert one(llm, stop_token_ids=[stop], min_tokens=at + 1).token_ids[: at + 1] != full.token_ids[: at + 1]
+    assert (
+        one(llm, stop_token_ids=[stop], min_tokens=at + 1).token_ids[: at + 1]
+        != full.token_ids[: at + 1]
+    )
 
 
 @pytest.mark.parametrize("skip_special_tokens", [True, False])
 def test_end_of_sequence(llm: LLM, skip_special_tokens: bool) -> None:
     """Its own text is hidden, whether or not other special tokens are shown."""
-    ended = one(llm, ignore_eos=False, logit_bias={EOS: 100.0}, skip_special_tokens=skip_special_tokens)
-    assert (ended.token_ids, ended.finish_reason, ended.stop_reason, ended.text) == ([EOS], "stop", None, "")
-    ignored = one(llm, logit_bias={EOS: 100.0}, max_tokens=3, skip_special_tokens=skip_special_tokens)
+    ended = one(
+        llm, ignore_eos=False, logit_bias={EOS: 100.0}, skip_special_tokens=skip_special_tokens
+    )
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason, ended.text) == (
+        [EOS],
+        "stop",
+        None,
+        "",
+    )
+    ignored = one(
+        llm, logit_bias={EOS: 100.0}, max_tokens=3, skip_special_tokens=skip_special_tokens
+    )
     assert ignored.token_ids == [EOS] * 3 and ignored.finish_reason == "length"
     assert ignored.text == ("" if skip_special_tokens else "<|im_end|>" * 3)
     late = one(llm, ignore_eos=False, logit_bias={EOS: 100.0}, min_tokens=4)
@@ -196,12 +235,16 @@ def test_max_tokens_and_the_models_length(folder: Path, llm: LLM) -> None:
     assert len(one(short, [7] * 39, max_tokens=100).token_ids) == 1
     with pytest.raises(ValueError, match="prompt has 40 tokens, but a request may have 40 in all"):
         one(short, [7] * 40)
-    with pytest.raises(ValueError, match=r"engine\.max_model_len \(513\) must not be above what the model takes, 512"):
+    with pytest.raises(
+        ValueError,
+        match=r"engine\.max_model_len \(513\) must not be above what the model takes, 512",
+    ):
         LLM(str(folder), device="cpu", num_kv_blocks=3, max_model_len=513)
     tight = LLM(str(folder), device="cpu", num_kv_blocks=3)
     assert len(one(tight, [7] * 20, max_tokens=None).token_ids) == 12
     whole = LLM(str(folder), device="cpu", num_kv_blocks=64)
-    assert len(one(whole, [7] * 500, max_tokens=None).token_ids) == 12  # max_position_embeddings is 512
+    # max_position_embeddings is 512
+    assert len(one(whole, [7] * 500, max_tokens=None).token_ids) == 12
     for each in (short, tight, whole):
         assert_empty(each)
 
@@ -210,7 +253,10 @@ def test_logprobs(llm: LLM) -> None:
     [output] = generate(llm, "The quick brown", logprobs=2, prompt_logprobs=1, max_tokens=5)
     completion = output.outputs[0]
     assert [entry.token_id for entry in completion.logprobs or ()] == completion.token_ids
-    assert [entry and entry.token_id for entry in output.prompt_logprobs or ()] == [None, *output.prompt_token_ids[1:]]
+    assert [entry and entry.token_id for entry in output.prompt_logprobs or ()] == [
+        None,
+        *output.prompt_token_ids[1:],
+    ]
     assert one(llm).logprobs is None and one(llm).cumulative_logprob is None
 
 
@@ -226,7 +272,9 @@ def test_chat(llm: LLM) -> None:
     [output] = llm.chat(conversation, params, use_tqdm=False)
     text = "<|im_start|>user\nIt's a dog's life<|im_end|>\n<|im_start|>assistant\n"
     assert output.prompt_token_ids == tokenizer_of(llm).encode(text, add_special_tokens=False)
-    [first, second] = llm.chat([conversation, [*conversation, *conversation]], params, use_tqdm=False)
+    [first, second] = llm.chat(
+        [conversation, [*conversation, *conversation]], params, use_tqdm=False
+    )
     assert first.outputs[0].token_ids == output.outputs[0].token_ids
     assert len(second.prompt_token_ids) > len(first.prompt_token_ids)
     [bare] = llm.chat(conversation, params, use_tqdm=False, add_generation_prompt=False)
@@ -304,8 +352,15 @@ def test_shards_and_whole_files_are_the_same_model(folder: Path, tmp_path: Path,
 
 def test_dummy_weights_need_no_files(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
-    keywords: dict[str, Any] = {"load_format": "dummy", "tokenizer": False, "device": "cpu", "num_kv_blocks": 32}
-    runs = [one(LLM(str(tmp_path), seed=seed, **keywords), [1, 2, 3]).token_ids for seed in (0, 0, 1)]
+    keywords: dict[str, Any] = {
+        "load_format": "dummy",
+        "tokenizer": False,
+        "device": "cpu",
+        "num_kv_blocks": 32,
+    }
+    runs = [
+        one(LLM(str(tmp_path), seed=seed, **keywords), [1, 2, 3]).token_ids for seed in (0, 0, 1)
+    ]
     assert runs[0] == runs[1] != runs[2]
     with pytest.raises(ValueError):
         LLM(str(tmp_path), tokenizer=False, device="cpu")
@@ -318,7 +373,9 @@ def test_the_shipped_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     assert len(completion.token_ids) == 8 and completion.text
 
 
-def test_the_tables_of_stop_strings_are_built_once(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tables_of_stop_strings_are_built_once(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     built: list[Any] = []
 
     class Counted(StopStrings):
@@ -327,12 +384,17 @@ def test_the_tables_of_stop_strings_are_built_once(llm: LLM, monkeypatch: pytest
             super().__init__(stops)
 
     monkeypatch.setattr("pdserve.engine.llm.StopStrings", Counted)
-    outputs = generate(llm, ["The quick", "A", "B"], n=4, stop=["no such text", "nor this"], max_tokens=2, seed=1)
+    outputs = generate(
+        llm, ["The quick", "A", "B"], n=4, stop=["no such text", "nor this"], max_tokens=2, seed=1
+    )
     assert len(outputs) == 3 and built == [("no such text", "nor this")]
 
 
-def test_the_models_own_sampling_values(folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They stand for sampling parameters that are not given, as with vLLM, and never for given ones."""
+def test_the_models_own_sampling_values(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They stand for sampling parameters that are not given, as with vLLM, and never for given
+    ones."""
     model = tmp_path / "model"
     shutil.copytree(folder, model)
     (model / "generation_config.json").write_text('{"temperature": 0, "max_new_tokens": 7}')
@@ -346,6 +408,6 @@ def test_the_models_own_sampling_values(folder: Path, tmp_path: Path, caplog: py
     assert silent.outputs == said.outputs and len(silent.outputs[0].token_ids) <= 7
     [hot] = llm.generate("The quick", SamplingParams(ignore_eos=True), use_tqdm=False)
     assert len(hot.outputs[0].token_ids) == 16
-    assert LLM(str(model), device="cpu", num_kv_blocks=64, generation_config="none").get_default_sampling_params() == (
-        SamplingParams()
-    )
+    assert LLM(
+        str(model), device="cpu", num_kv_blocks=64, generation_config="none"
+    ).get_default_sampling_params() == (SamplingParams())

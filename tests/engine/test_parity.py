@@ -1,6 +1,8 @@
-"""`LLM` against transformers: the same weights, float32, greedy, token for token, and the log-probabilities of both.
+"""`LLM` against transformers: the same weights, float32, greedy, token for token, and the
+log-probabilities of both.
 
-Every way a token's KV can come about is driven: batched, in chunks, from the prefix cache, after a preemption.
+Every way a token's KV can come about is driven: batched, in chunks, from the prefix cache, after a
+preemption.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,7 +30,9 @@ TOLERANCE = 1e-4
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
-    return torch.randint(256, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)).tolist()
+    return torch.randint(
+        256, (length,), generator=torch.Generator().manual_seed(1000 * seed + length)
+    ).tolist()
 
 
 PROMPTS = [prompt_of(length) for length in LENGTHS]
@@ -55,7 +59,11 @@ def expected_tokens(folder: Path, prompt: tuple[int, ...]) -> list[int]:
     ids = torch.tensor([prompt])
     with torch.inference_mode():
         out = reference(folder).generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, use_cache=True
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NEW,
+            do_sample=False,
+            use_cache=True,
         )
     return out[0, len(prompt) :].tolist()
 
@@ -92,11 +100,15 @@ def test_batched_prompts(family: str, folder_of: Callable[[str], Path]) -> None:
     outputs = generate(make_llm(folder))
     assert tokens(outputs) == expected(folder)
     assert {output.outputs[0].finish_reason for output in outputs} == {"length"}
-    assert min(len(set(ids)) for ids in tokens(outputs)) > 8, "a model that repeats itself proves little"
+    assert min(len(set(ids)) for ids in tokens(outputs)) > 8, (
+        "a model that repeats itself proves little"
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_chunks_preemption_and_cached_prefixes_together(family: str, folder_of: Callable[[str], Path]) -> None:
+def test_chunks_preemption_and_cached_prefixes_together(
+    family: str, folder_of: Callable[[str], Path]
+) -> None:
     folder = folder_of(family)
     llm = make_llm(folder, max_num_batched_tokens=16, num_kv_blocks=13)
     assert tokens(generate(llm)) == expected(folder)
@@ -149,7 +161,9 @@ def test_logprobs(family: str, folder_of: Callable[[str], Path]) -> None:
         best = row.topk(3)
         assert [t for t, _ in entry.top] == best.indices.tolist()
         assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=TOLERANCE)
-    assert completion.cumulative_logprob == pytest.approx(sum(e.logprob for e in completion.logprobs))
+    assert completion.cumulative_logprob == pytest.approx(
+        sum(e.logprob for e in completion.logprobs)
+    )
 
 
 @pytest.mark.parametrize(
@@ -165,7 +179,9 @@ def test_prompt_logprobs(family: str, engine: dict, folder_of: Callable[[str], P
             assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == len(prompt)
             assert output.prompt_logprobs[0] is None
             rows = log_softmax(folder, prompt)
-            for entry, token, row in zip(output.prompt_logprobs[1:], prompt[1:], rows[:-1], strict=True):
+            for entry, token, row in zip(
+                output.prompt_logprobs[1:], prompt[1:], rows[:-1], strict=True
+            ):
                 assert logprob_of(entry) == pytest.approx(row[token].item(), abs=TOLERANCE)
                 assert entry is not None and entry.token_id == token and len(entry.top) == 2
                 assert entry.rank == 1 + (row > row[token]).sum().item()
@@ -176,13 +192,19 @@ def test_prompt_logprobs_longer_than_a_slice(folder_of: Callable[[str], Path]) -
     folder = folder_of("llama3")
     prompt = prompt_of(400)
     [output] = generate(make_llm(folder), [prompt], prompt_logprobs=0, max_tokens=1)
-    want = log_softmax(folder, prompt)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
-    assert [logprob_of(entry) for entry in (output.prompt_logprobs or [])[1:]] == pytest.approx(want, abs=TOLERANCE)
+    want = (
+        log_softmax(folder, prompt)[:-1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0].tolist()
+    )
+    assert [logprob_of(entry) for entry in (output.prompt_logprobs or [])[1:]] == pytest.approx(
+        want, abs=TOLERANCE
+    )
 
 
 def with_batch(**changes: Callable[[Any], Any]) -> Callable[..., AttentionBatch]:
     """AttentionBatch with some of what it is given changed."""
-    return lambda **given: AttentionBatch(**given | {name: f(given[name]) for name, f in changes.items()})
+    return lambda **given: AttentionBatch(
+        **given | {name: f(given[name]) for name, f in changes.items()}
+    )
 
 
 MUTANTS: dict[str, Callable[..., AttentionBatch]] = {
@@ -198,7 +220,9 @@ MUTANTS: dict[str, Callable[..., AttentionBatch]] = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_a_wrong_input_shows(mutant: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_input_shows(
+    mutant: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folder_of("llama3")
     llm = make_llm(folder)
     monkeypatch.setattr(model_runner, "AttentionBatch", MUTANTS[mutant])
@@ -212,7 +236,9 @@ def test_a_wrong_scale_shows(folder_of: Callable[[str], Path]) -> None:
     assert tokens(generate(llm)) != expected(folder)
 
 
-def test_a_wrong_rope_theta_shows(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_rope_theta_shows(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folder_of("llama3")
 
     def wrong(*args: Any) -> Any:
@@ -224,10 +250,16 @@ def test_a_wrong_rope_theta_shows(folder_of: Callable[[str], Path], monkeypatch:
     assert tokens(generate(make_llm(folder))) != expected(folder)
 
 
-def test_a_skipped_copy_on_write_shows(folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_skipped_copy_on_write_shows(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     llm = make_llm(folder_of("llama3"))
     sampling = {"n": 3, "temperature": 1.0, "seed": 5}
-    right = [[c.token_ids for c in output.outputs] for output in generate(llm, PROMPTS[:1], **sampling)]
+    right = [
+        [c.token_ids for c in output.outputs] for output in generate(llm, PROMPTS[:1], **sampling)
+    ]
     monkeypatch.setattr(ModelRunner, "_copy_blocks", lambda *_: None)
     llm = make_llm(folder_of("llama3"))
-    assert [[c.token_ids for c in output.outputs] for output in generate(llm, PROMPTS[:1], **sampling)] != right
+    assert [
+        [c.token_ids for c in output.outputs] for output in generate(llm, PROMPTS[:1], **sampling)
+    ] != right

@@ -1,4 +1,5 @@
-"""The counter-based random numbers: a fixed function of their coordinates, uniform, independent over each of them."""
+"""The counter-based random numbers: a fixed function of their coordinates, uniform, independent
+over each of them."""
 
 import math
 from typing import Any
@@ -15,8 +16,12 @@ FROZEN_KEY = [42661198]
 FROZEN_GUMBEL = [0.418657, 2.03418, 1.328948]
 
 
-def keys(seed: int = 0, choice: int = 0, position: int = 0, purpose: Purpose = Purpose.SAMPLE) -> torch.Tensor:
-    seeds, choices, positions = (np.array([number], dtype=np.int64) for number in (seed, choice, position))
+def keys(
+    seed: int = 0, choice: int = 0, position: int = 0, purpose: Purpose = Purpose.SAMPLE
+) -> torch.Tensor:
+    seeds, choices, positions = (
+        np.array([number], dtype=np.int64) for number in (seed, choice, position)
+    )
     return keys_of(seeds, choices, positions, purpose)
 
 
@@ -53,7 +58,9 @@ def test_each_coordinate_counts() -> None:
     variants = [base]
     variants += [base | {"seed": seed} for seed in (6, -5, 5 + (1 << 32), MAX_SEED, -MAX_SEED)]
     variants += [base | {"choice": 2}, base | {"choice": 9, "position": 1}, base | {"position": 10}]
-    variants += [base | {"purpose": p} for p in (Purpose.SPECULATIVE_ACCEPT, Purpose.SPECULATIVE_REJECT)]
+    variants += [
+        base | {"purpose": p} for p in (Purpose.SPECULATIVE_ACCEPT, Purpose.SPECULATIVE_REJECT)
+    ]
     drawn = [uniform(noise(**variant)) - 0.5 for variant in variants]
     for i, a in enumerate(drawn):
         for b in drawn[:i]:
@@ -87,7 +94,8 @@ def test_gumbel_moments() -> None:
 
 
 def test_a_shard_of_the_vocabulary_draws_its_part() -> None:
-    """A rank that holds tokens 1000..1500 computes what a whole one has there; so does any subset, in any order."""
+    """A rank that holds tokens 1000..1500 computes what a whole one has there; so does any subset,
+    in any order."""
     row = keys(seed=8, position=4)
     whole = gumbel(row, torch.arange(4096))
     assert torch.equal(gumbel(row, torch.arange(1000, 1500)), whole[:, 1000:1500])

@@ -1,4 +1,5 @@
-"""From logits to tokens: against transformers' logits processors, against the distributions themselves, and by hand."""
+"""From logits to tokens: against transformers' logits processors, against the distributions
+themselves, and by hand."""
 
 import math
 from dataclasses import replace
@@ -33,7 +34,9 @@ def logits_of(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Ten
     return torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(seed)) * 2
 
 
-def sampler_of(vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = torch_ops, device: str = "cpu") -> Sampler:
+def sampler_of(
+    vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = torch_ops, device: str = "cpu"
+) -> Sampler:
     return Sampler(ops, vocab, max_num_seqs, max_edits(2), torch.device(device))
 
 
@@ -46,7 +49,9 @@ def row_of(
     **sampling: Any,
 ) -> SampleRow:
     params = SamplingParams(**{"seed": 0, **sampling})
-    return SampleRow(params, choice, slot, len(output), [*prompt, *output], len(prompt), frozenset(stops))
+    return SampleRow(
+        params, choice, slot, len(output), [*prompt, *output], len(prompt), frozenset(stops)
+    )
 
 
 def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
@@ -70,7 +75,9 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     scaled = logits / params.temperature
     if "top_k" in staged:
         names = ("temperature", "top_k", "top_p", "min_p")
-        value, last = (x[:, None] for x in torch_ops.cut_tokens(logits, *(staged[name] for name in names)))
+        value, last = (
+            x[:, None] for x in torch_ops.cut_tokens(logits, *(staged[name] for name in names))
+        )
         outside = (logits < value) | ((logits == value) & (torch.arange(logits.shape[-1]) > last))
         scaled = scaled.masked_fill(outside, -math.inf)
     return scaled.softmax(-1)
@@ -86,7 +93,12 @@ WARPERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "min_p": ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
     "all": (
         {"temperature": 1.3, "top_k": 20, "top_p": 0.7, "min_p": 0.05},
-        [TemperatureLogitsWarper(1.3), TopKLogitsWarper(20), TopPLogitsWarper(0.7), MinPLogitsWarper(0.05)],
+        [
+            TemperatureLogitsWarper(1.3),
+            TopKLogitsWarper(20),
+            TopPLogitsWarper(0.7),
+            MinPLogitsWarper(0.05),
+        ],
     ),
 }
 
@@ -106,13 +118,17 @@ def test_filters_equal_transformers(case: str) -> None:
 @pytest.mark.parametrize("top_k", [0, -1])
 def test_top_k_off(top_k: int) -> None:
     logits = logits_of(3)
-    torch.testing.assert_close(distribution(logits, SamplingParams(top_k=top_k)), logits.softmax(-1))
+    torch.testing.assert_close(
+        distribution(logits, SamplingParams(top_k=top_k)), logits.softmax(-1)
+    )
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.6])
 def test_repetition_penalty_equals_transformers(penalty: float) -> None:
     ids = [3, 9, 9, 20, 41, 3]
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits_of().clone())[0]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([ids]), logits_of().clone())[
+        0
+    ]
     row = row_of(tuple(ids[:3]), tuple(ids[3:]), repetition_penalty=penalty)
     torch.testing.assert_close(adjusted(row), expected)
     assert not torch.equal(expected, logits_of()[0])
@@ -135,7 +151,9 @@ def test_negative_penalties_encourage() -> None:
 
 def test_logit_bias() -> None:
     change = adjusted(row_of(logit_bias={3: 2.5, 0: -100})) - logits_of()[0]
-    assert (change[3].item(), change[0].item()) == pytest.approx((2.5, -100)) and change.count_nonzero() == 2
+    assert (change[3].item(), change[0].item()) == pytest.approx(
+        (2.5, -100)
+    ) and change.count_nonzero() == 2
     assert tokens(logits_of(), [row_of(temperature=0, logit_bias={17: 100})]) == [17]
 
 
@@ -149,7 +167,9 @@ def test_stop_tokens_are_masked_before_min_tokens(num_output: int) -> None:
     logits = logits_of()
     logits[0, 4] = 50.0
     logits[0, 8] = 40.0
-    row = row_of(output=(1,) * num_output, stops={4, 8}, min_tokens=2, temperature=0, logit_bias={4: 100})
+    row = row_of(
+        output=(1,) * num_output, stops={4, 8}, min_tokens=2, temperature=0, logit_bias={4: 100}
+    )
     assert (tokens(logits, [row]) == [4]) == (num_output >= 2)
     assert (adjusted(row, logits)[[4, 8]] == -math.inf).all().item() == (num_output < 2)
 
@@ -157,7 +177,13 @@ def test_stop_tokens_are_masked_before_min_tokens(num_output: int) -> None:
 def test_the_logits_given_are_left_alone() -> None:
     logits = logits_of(2)
     before = logits.clone()
-    sample(logits, [row_of(logit_bias={1: 5.0}, repetition_penalty=1.5), row_of(top_k=3, stops={2}, min_tokens=1)])
+    sample(
+        logits,
+        [
+            row_of(logit_bias={1: 5.0}, repetition_penalty=1.5),
+            row_of(top_k=3, stops={2}, min_tokens=1),
+        ],
+    )
     assert torch.equal(logits, before)
 
 
@@ -172,7 +198,9 @@ def test_greedy_takes_the_first_of_the_best() -> None:
 def draw_many(logits: torch.Tensor, count: int, **sampling: Any) -> torch.Tensor:
     """Counts of `count` draws at different positions from one distribution."""
     rows = [row_of((), tuple([0] * i), seed=99, **sampling) for i in range(count)]
-    return torch.bincount(torch.tensor(tokens(logits.expand(count, -1), rows)), minlength=logits.shape[-1]).double()
+    return torch.bincount(
+        torch.tensor(tokens(logits.expand(count, -1), rows)), minlength=logits.shape[-1]
+    ).double()
 
 
 DISTRIBUTIONS: dict[str, dict[str, Any]] = {
@@ -256,7 +284,9 @@ def test_numbers_of_alternatives() -> None:
     first, *entries = [sampled.logprob for sampled in sample(logits_of(4), rows)]
     assert first is None
     assert [len(entry.top) for entry in entries if entry] == [0, 2, VOCAB]
-    assert entries[2] is not None and math.fsum(math.exp(p) for _, p in entries[2].top) == pytest.approx(1.0, abs=1e-5)
+    assert entries[2] is not None and math.fsum(
+        math.exp(p) for _, p in entries[2].top
+    ) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_scores_of_given_tokens() -> None:
@@ -330,13 +360,20 @@ def test_the_draws_never_change() -> None:
 
 # --- what stays on the device between samples ---
 
-PENALTIES: dict[str, Any] = {"presence_penalty": 0.8, "frequency_penalty": 0.6, "repetition_penalty": 1.4}
+PENALTIES: dict[str, Any] = {
+    "presence_penalty": 0.8,
+    "frequency_penalty": 0.6,
+    "repetition_penalty": 1.4,
+}
 
 
 class Sequences:
-    """Some sequences that sample one token a step from logits of their own, collected `lag` steps later."""
+    """Some sequences that sample one token a step from logits of their own, collected `lag` steps
+    later."""
 
-    def __init__(self, sampler: Sampler, lag: int, rows: list[SampleRow], vocab: int = VOCAB) -> None:
+    def __init__(
+        self, sampler: Sampler, lag: int, rows: list[SampleRow], vocab: int = VOCAB
+    ) -> None:
         self.sampler = sampler
         self.lag = lag
         self.rows = rows
@@ -352,7 +389,9 @@ class Sequences:
             self.collect()
 
     def collect(self) -> None:
-        for row, output, sampled in zip(self.rows, self.outputs, self.in_flight.pop(0).fetch(), strict=True):
+        for row, output, sampled in zip(
+            self.rows, self.outputs, self.in_flight.pop(0).fetch(), strict=True
+        ):
             row.token_ids.append(sampled.token_id)
             output.append(sampled.token_id)
 
@@ -380,13 +419,16 @@ def test_tokens_in_flight_count_once() -> None:
     """The penalties see every token exactly once, whether the host knows it yet or not."""
     at_once = run_steps(sampler_of(), 0)
     assert run_steps(sampler_of(), 1) == run_steps(sampler_of(), 3) == at_once
-    afresh: list[list[int]] = [[] for _ in mixed_rows()]  # counted from the host's tokens at each step
+    # counted from the host's tokens at each step
+    afresh: list[list[int]] = [[] for _ in mixed_rows()]
     for step in range(12):
         rows = [
             replace(row, token_ids=row.token_ids + output, position=row.position + len(output))
             for row, output in zip(mixed_rows(), afresh, strict=True)
         ]
-        for output, token in zip(afresh, tokens(logits_of(len(rows), 100 + step), rows), strict=True):
+        for output, token in zip(
+            afresh, tokens(logits_of(len(rows), 100 + step), rows), strict=True
+        ):
             output.append(token)
     assert afresh == at_once
     assert len(set(at_once[3])) > len(set(at_once[2])), "the penalties change nothing here"
@@ -401,7 +443,8 @@ def test_a_slot_forgets_its_sequence() -> None:
 
 
 def test_a_sequence_that_starts_over_is_counted_anew() -> None:
-    """A position that does not follow the last one: what the device counted is not this sequence's history."""
+    """A position that does not follow the last one: what the device counted is not this sequence's
+    history."""
     sampler = sampler_of()
     logits = logits_of(seed=3)
     first = row_of(slot=2, temperature=0, **PENALTIES)
@@ -425,12 +468,20 @@ class Slots:
         return {slot: self._of(slot, count, arrays) for slot, count in self._counts(arrays)}
 
     def _counts(self, arrays: RowArrays) -> list[tuple[int, int]]:
-        return list(zip(arrays["changed_slots"].tolist(), arrays["changed_counts"].tolist(), strict=True))
+        return list(
+            zip(arrays["changed_slots"].tolist(), arrays["changed_counts"].tolist(), strict=True)
+        )
 
     def _of(self, slot: int, count: int, arrays: RowArrays) -> dict[int, float]:
         mine = (arrays["changed_at"] // VOCAB) == slot
         assert sorted(arrays["changed_at"][mine] % VOCAB) == list(range(count))
-        return dict(zip(arrays["changed_ids"][mine].tolist(), arrays["changed_values"][mine].tolist(), strict=True))
+        return dict(
+            zip(
+                arrays["changed_ids"][mine].tolist(),
+                arrays["changed_values"][mine].tolist(),
+                strict=True,
+            )
+        )
 
 
 def later(row: SampleRow, steps: int = 1) -> SampleRow:
@@ -452,7 +503,9 @@ def test_only_edits_that_change_are_sent() -> None:
     slots.staging.release(3)
     other = row_of(slot=3, logit_bias={1: 1.0})
     assert slots.changed(other) == {3: {1: 1.0}}
-    assert slots.changed(row_of(slot=3, logit_bias={2: 1.0})) == {3: {2: 1.0}}, "another sequence in the slot"
+    assert slots.changed(row_of(slot=3, logit_bias={2: 1.0})) == {3: {2: 1.0}}, (
+        "another sequence in the slot"
+    )
 
 
 def test_a_step_sends_little_of_many_edits() -> None:
@@ -515,10 +568,15 @@ class TestOnTheDevice:
         assert [s.token_id for s in sampled] == GOLDEN_TOKENS
 
     def test_tokens_in_flight_count_once(self) -> None:
-        assert run_steps(self.on_gpu(), 0) == run_steps(self.on_gpu(), 2) == run_steps(sampler_of(), 0)
+        assert (
+            run_steps(self.on_gpu(), 0) == run_steps(self.on_gpu(), 2) == run_steps(sampler_of(), 0)
+        )
 
     def test_logprobs_are_the_cpus(self) -> None:
-        rows = [replace(row, sampling=SamplingParams(seed=1, logprobs=i)) for i, row in enumerate(golden_rows())]
+        rows = [
+            replace(row, sampling=SamplingParams(seed=1, logprobs=i))
+            for i, row in enumerate(golden_rows())
+        ]
         on_gpu, on_cpu = (
             [s.logprob for s in sampler.sample(golden_logits().to(sampler.device), rows).fetch()]
             for sampler in (self.on_gpu(1000), sampler_of(1000))
@@ -533,7 +591,11 @@ class TestOnTheDevice:
         sampler = self.on_gpu(1000)
         logits = golden_logits().cuda()
         rows = [replace(row, sampling=replaced(row.sampling, logprobs=3)) for row in golden_rows()]
-        rows[0] = replace(rows[0], stop_token_ids=frozenset({3}), sampling=replaced(rows[0].sampling, min_tokens=9))
+        rows[0] = replace(
+            rows[0],
+            stop_token_ids=frozenset({3}),
+            sampling=replaced(rows[0].sampling, min_tokens=9),
+        )
         sampler.sample(logits, rows).fetch()  # compiles
         sampler.release(10)
         torch.cuda.synchronize()
@@ -583,4 +645,7 @@ def test_packed_arrays_arrive_whole() -> None:
     }
     for name, tensor in to_device_packed(arrays, device).items():
         assert tensor.device.type == device.type
-        assert np.array_equal(tensor.cpu().numpy(), arrays[name]) and tensor.cpu().numpy().dtype == arrays[name].dtype
+        assert (
+            np.array_equal(tensor.cpu().numpy(), arrays[name])
+            and tensor.cpu().numpy().dtype == arrays[name].dtype
+        )

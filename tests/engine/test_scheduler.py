@@ -1,4 +1,5 @@
-"""Who runs when, and with which blocks: the scheduler below an engine whose model is on paper (see harness)."""
+"""Who runs when, and with which blocks: the scheduler below an engine whose model is on paper (see
+harness)."""
 
 import random
 from pathlib import Path
@@ -52,7 +53,9 @@ def test_a_prompt_is_cut_only_where_it_is_alone(tiny_llama: Path) -> None:
     assert plans(engine)[4] == [11, 5]
 
 
-def test_a_long_prompt_has_a_step_for_itself(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_prompt_has_a_step_for_itself(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its last chunk, when short, has room for others again; so have decodes at any time."""
     monkeypatch.setattr(scheduler, "LONG_PROMPT", 30)
     engine = paper_engine(tiny_llama, max_num_batched_tokens=64)
@@ -60,7 +63,13 @@ def test_a_long_prompt_has_a_step_for_itself(tiny_llama: Path, monkeypatch: pyte
     for length in (10, 12, 30, 40, 5, 70, 8):
         driver.add(prompt_of(length, length), greedy(9), cache_salt=str(length))
     driver.run()
-    assert plans(engine)[:5] == [[10, 12], [1, 1, 30], [1, 1, 1, 40], [1, 1, 1, 1, 5], [1, 1, 1, 1, 1, 59]]
+    assert plans(engine)[:5] == [
+        [10, 12],
+        [1, 1, 30],
+        [1, 1, 1, 40],
+        [1, 1, 1, 1, 5],
+        [1, 1, 1, 1, 1, 59],
+    ]
     assert plans(engine)[5] == [1, 1, 1, 1, 1, 11, 8]
 
 
@@ -72,10 +81,17 @@ def test_decodes_go_on_beside_a_prompt_that_stands_before_them(tiny_llama: Path)
     driver.step()
     driver.add(prompt_of(150), greedy(2), priority=-1)
     driver.run()
-    assert [sorted(plan) for plan in plans(engine)[1:5]] == [[1, 1, 1, 61], [1, 1, 1, 61], [1, 1, 1, 28], [1] * 4]
+    assert [sorted(plan) for plan in plans(engine)[1:5]] == [
+        [1, 1, 1, 61],
+        [1, 1, 1, 61],
+        [1, 1, 1, 28],
+        [1] * 4,
+    ]
 
 
-def test_one_row_is_admitted_beside_a_long_prompt(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_row_is_admitted_beside_a_long_prompt(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Such as that of a prompt handed over, or cached up to its last token."""
     monkeypatch.setattr(scheduler, "LONG_PROMPT", 30)
     engine = paper_engine(tiny_llama, max_num_batched_tokens=64)
@@ -111,7 +127,10 @@ def test_running_decodes_go_before_new_prompts(tiny_llama: Path) -> None:
 
 def test_priority_then_arrival(tiny_llama: Path) -> None:
     driver = Driver(paper_engine(tiny_llama, max_num_seqs=1))
-    keys = [driver.add(prompt_of(5, i), greedy(1), priority=priority) for i, priority in enumerate([0, 5, -1, 0])]
+    keys = [
+        driver.add(prompt_of(5, i), greedy(1), priority=priority)
+        for i, priority in enumerate([0, 5, -1, 0])
+    ]
     order: list[RequestKey] = []
     while driver.engine.has_work:
         order += dict.fromkeys(key for key, _ in driver.step().events)
@@ -201,7 +220,9 @@ def test_who_is_preempted_leaves_the_plan_it_was_in_already(tiny_llama: Path) ->
 
 def test_copies_of_who_is_preempted_are_not_made(tiny_llama: Path) -> None:
     """The block to copy into is free at once, and may be a transfer's when the step runs."""
-    engine = paper_engine(tiny_llama, num_kv_blocks=32, max_num_batched_tokens=40, enable_prefix_caching=False)
+    engine = paper_engine(
+        tiny_llama, num_kv_blocks=32, max_num_batched_tokens=40, enable_prefix_caching=False
+    )
     driver = Driver(engine)
     early = driver.add(prompt_of(41), greedy(20, n=2), priority=1)
     driver.step()
@@ -233,7 +254,8 @@ def test_nobody_is_preempted_while_a_step_is_in_flight(tiny_llama: Path) -> None
 
 
 def test_who_is_admitted_leaves_blocks_for_those_that_run(tiny_llama: Path) -> None:
-    """Three blocks are free, which is what the second prompt needs; but the first will grow into one of them."""
+    """Three blocks are free, which is what the second prompt needs; but the first will grow into
+    one of them."""
     engine = paper_engine(tiny_llama, num_kv_blocks=6)
     driver = Driver(engine)
     first = driver.add(prompt_of(31), greedy())
@@ -261,7 +283,9 @@ def test_the_choices_of_a_request_stand_together(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33])
-def test_forks_share_the_prompt_and_copy_what_they_write_into(tiny_llama: Path, length: int) -> None:
+def test_forks_share_the_prompt_and_copy_what_they_write_into(
+    tiny_llama: Path, length: int
+) -> None:
     engine = paper_engine(tiny_llama)
     driver = Driver(engine)
     sampling = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=20)
@@ -293,13 +317,19 @@ def test_many_choices_in_a_pool_that_holds_hardly_one(tiny_llama: Path, length: 
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_blocks_are_called_written_when_the_device_has_written_them(tiny_llama: Path, is_async: bool) -> None:
-    """Prompts to be handed over, chunk by chunk, a cached prefix and an aborted one among them. The paper model's rows
-    move when a step is collected, so a block that was announced a step early would not hold them yet.
+def test_blocks_are_called_written_when_the_device_has_written_them(
+    tiny_llama: Path, is_async: bool
+) -> None:
+    """Prompts to be handed over, chunk by chunk, a cached prefix and an aborted one among them. The
+    paper model's rows move when a step is collected, so a block that was announced a step early
+    would not hold them yet.
     """
     engine = paper_engine(tiny_llama, max_num_batched_tokens=40, async_scheduling=is_async)
     driver = Driver(engine)
-    prompts = {driver.add(prompt_of(n, n), greedy(1), phase="prefill"): prompt_of(n, n) for n in (100, 7, 130)}
+    prompts = {
+        driver.add(prompt_of(n, n), greedy(1), phase="prefill"): prompt_of(n, n)
+        for n in (100, 7, 130)
+    }
     driver.add(prompt_of(20), greedy(30))
     again = prompt_of(100, 100)[:70] + prompt_of(30)
     seen: dict[RequestKey, list[int]] = {key: [] for key in prompts}
@@ -323,7 +353,9 @@ def test_blocks_are_called_written_when_the_device_has_written_them(tiny_llama: 
         for held in result.held:
             engine.release_held(held.key)
     assert all(counts == sorted(counts) for counts in seen.values())
-    assert {key: counts[-1] for key, counts in seen.items()} == {key: len(p) // BLOCK for key, p in prompts.items()}
+    assert {key: counts[-1] for key, counts in seen.items()} == {
+        key: len(p) // BLOCK for key, p in prompts.items()
+    }
     assert len(seen[next(iter(seen))]) >= 3, "in parts"
     driver.assert_empty()
 
@@ -344,10 +376,15 @@ def test_a_cached_prefix_is_not_computed_again(tiny_llama: Path) -> None:
     other = driver.add(shared, greedy(4), cache_salt="tenant")
     driver.run()
     assert driver.scored[other][0].cached_tokens == 0
-    assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (51 + 50 + 48 + 48, 80)
+    assert (engine.scheduler.prefix_queries, engine.scheduler.prefix_hits) == (
+        51 + 50 + 48 + 48,
+        80,
+    )
 
 
-def test_the_queue_is_told_without_what_is_cached(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_is_told_without_what_is_cached(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = paper_engine(tiny_llama, max_num_seqs=1, max_num_batched_tokens=32)
     driver = Driver(engine)
     scheduler = engine.scheduler
@@ -378,7 +415,9 @@ def preempt_half_way(driver: Driver) -> None:
     engine.blocks.release(taken)
 
 
-def test_cached_tokens_are_those_found_at_first_not_what_a_preempted_request_left(tiny_llama: Path) -> None:
+def test_cached_tokens_are_those_found_at_first_not_what_a_preempted_request_left(
+    tiny_llama: Path,
+) -> None:
     engine = paper_engine(tiny_llama, num_kv_blocks=12, max_num_batched_tokens=32)
     driver = Driver(engine)
     driver.add(prompt_of(30), greedy(60))
@@ -398,7 +437,9 @@ def test_without_prefix_caching_everything_is_computed(tiny_llama: Path) -> None
     assert plans(engine) == [[40], [40]]
 
 
-def imported(driver: Driver, prompt: list[int], sampling: SamplingParams, starts: tuple[Start, ...]) -> RequestKey:
+def imported(
+    driver: Driver, prompt: list[int], sampling: SamplingParams, starts: tuple[Start, ...]
+) -> RequestKey:
     """Join a request whose prompt somebody else computed, as the decode phase does."""
     engine = driver.engine
     submit = submit_of(prompt, sampling, starts=starts, phase="decode")
@@ -412,10 +453,12 @@ def imported(driver: Driver, prompt: list[int], sampling: SamplingParams, starts
 
 
 def test_imported_prompts_that_fill_the_pool_do_not_wait_for_each_other(tiny_llama: Path) -> None:
-    """Nobody runs, every block belongs to somebody who needs one more: the last one gives its blocks back."""
+    """Nobody runs, every block belongs to somebody who needs one more: the last one gives its
+    blocks back."""
     engine = paper_engine(tiny_llama, num_kv_blocks=7)
     driver = Driver(engine)
-    prompts = [prompt_of(32, i) for i in range(3)]  # 2 full blocks each; the next token needs a third
+    # 2 full blocks each; the next token needs a third
+    prompts = [prompt_of(32, i) for i in range(3)]
     keys = [imported(driver, prompt, greedy(20), (Start(0, (7,)),)) for prompt in prompts]
     assert engine.blocks.num_free == 0
     driver.run()

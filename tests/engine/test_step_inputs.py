@@ -30,14 +30,20 @@ NUM_SLOTS = 12
 MAX_BLOCKS = 16
 
 
-def advanced(slot: int, before: int, count: int, num_left: int = 0, num_pending: int = 0) -> Sequence:
-    """A sequence with `before` computed rows that has advanced by `count`. num_left: tokens behind those; num_pending:
-    of all its tokens, the last ones whose values are in flight.
+def advanced(
+    slot: int, before: int, count: int, num_left: int = 0, num_pending: int = 0
+) -> Sequence:
+    """A sequence with `before` computed rows that has advanced by `count`. num_left: tokens behind
+    those; num_pending: of all its tokens, the last ones whose values are in flight.
     """
     num_known = before + count + num_left - num_pending
     tokens = [100 * slot + i for i in range(num_known)]
-    request = Request(RequestKey("test", 0, str(slot)), tuple(tokens), SamplingParams(seed=0), 9, frozenset())
-    seq = Sequence(request, 0, tokens, num_pending=num_pending, num_computed=before + count, slot=slot)
+    request = Request(
+        RequestKey("test", 0, str(slot)), tuple(tokens), SamplingParams(seed=0), 9, frozenset()
+    )
+    seq = Sequence(
+        request, 0, tokens, num_pending=num_pending, num_computed=before + count, slot=slot
+    )
     seq.block_table = [20 * slot + i for i in range(-(-(before + count) // BLOCK_SIZE))]
     return seq
 
@@ -89,7 +95,9 @@ def test_arrays_are_the_rows_one_by_one(plan: StepPlan, more_rows: int) -> None:
     assert arrays.slots.tolist() == slots + [0] * more_rows
     more_seqs = [0] * (len(arrays.table_rows) - len(plan.num_tokens))
     assert arrays.table_rows.tolist() == [seq.slot for seq, _ in ordered(plan)] + more_seqs
-    assert arrays.context_lens.tolist() == [seq.num_computed for seq, _ in ordered(plan)] + more_seqs
+    assert (
+        arrays.context_lens.tolist() == [seq.num_computed for seq, _ in ordered(plan)] + more_seqs
+    )
     chunks = [count for count in plan.num_tokens.values() if count > 1]
     assert arrays.query_starts.tolist() == [sum(chunks[:i]) for i in range(len(chunks) + 1)]
     assert inputs.first_row == first_row
@@ -97,7 +105,9 @@ def test_arrays_are_the_rows_one_by_one(plan: StepPlan, more_rows: int) -> None:
 
 
 @given(plans(), st.integers(0, 2 * BLOCK_SIZE))
-def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: StepPlan, more_rows: int) -> None:
+def test_rows_write_to_their_blocks_and_padding_to_the_null_block(
+    plan: StepPlan, more_rows: int
+) -> None:
     """Through the device's tables, as the model runner keeps them."""
     tables = torch.zeros(NUM_SLOTS + 1, MAX_BLOCKS, dtype=torch.int32)
     last_token = torch.arange(NUM_SLOTS + 1).int()
@@ -105,14 +115,20 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(plan: StepPlan
     assert changes is not None
     torch_ops.update_tables(tables, torch.from_numpy(changes))
     arrays = padded(plan, more_rows).arrays
-    given_ids, positions, slots = map(torch.from_numpy, (arrays.ids, arrays.positions, arrays.slots))
-    ids, slot_mapping = torch_ops.gather_inputs(given_ids, positions, slots, last_token, tables, BLOCK_SIZE)
+    given_ids, positions, slots = map(
+        torch.from_numpy, (arrays.ids, arrays.positions, arrays.slots)
+    )
+    ids, slot_mapping = torch_ops.gather_inputs(
+        given_ids, positions, slots, last_token, tables, BLOCK_SIZE
+    )
     row = 0
     for seq, count in ordered(plan):
         for position in range(seq.num_computed - count, seq.num_computed):
             block = seq.block_table[position // BLOCK_SIZE]
             assert slot_mapping[row] == block * BLOCK_SIZE + position % BLOCK_SIZE
-            assert ids[row] == (seq.token_ids[position] if position < len(seq.token_ids) else seq.slot)
+            assert ids[row] == (
+                seq.token_ids[position] if position < len(seq.token_ids) else seq.slot
+            )
             row += 1
     assert slot_mapping[row:].tolist() == [i % BLOCK_SIZE for i in range(more_rows)]
     assert (arrays.positions[row:] < BLOCK_SIZE).all(), "read behind the table when there are many"
@@ -144,7 +160,9 @@ def test_shapes(case: str) -> None:
 def test_shapes_follow_from_the_plan(plan: StepPlan) -> None:
     shape = padded(plan, 0).shape
     decodes = [seq for seq, count in plan.num_tokens.items() if count == 1]
-    chunks = [(seq.num_computed - count, count) for seq, count in plan.num_tokens.items() if count > 1]
+    chunks = [
+        (seq.num_computed - count, count) for seq, count in plan.num_tokens.items() if count > 1
+    ]
     assert shape.num_decodes == len(decodes)
     assert shape.max_decode_context == max((seq.num_computed for seq in decodes), default=0)
     assert shape.max_query_len == max((count for _, count in chunks), default=0)
@@ -163,7 +181,9 @@ def test_what_is_packed_comes_out(columns: list[list[int]]) -> None:
         tensor = getattr(unpacked, f.name)
         assert tensor.tolist() == column and tensor.dtype == torch.int32
         assert tensor.storage_offset() % ALIGNMENT == 0
-        assert not column or tensor.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr(), "a copy"
+        assert (
+            not column or tensor.untyped_storage().data_ptr() == packed.untyped_storage().data_ptr()
+        ), "a copy"
 
 
 @given(plans())

@@ -1,4 +1,5 @@
-"""A warm-up fits any engine, touches what it says and leaves nothing behind; on the paper engine, and on a real one."""
+"""A warm-up fits any engine, touches what it says and leaves nothing behind; on the paper engine,
+and on a real one."""
 
 import random
 from pathlib import Path
@@ -15,8 +16,8 @@ from pdserve.protocol.start_progress import StartProgress
 
 
 class Warmed:
-    """A paper engine after its warm-up. dense_rows: steps that attention of prompts was prepared for; requests: what
-    ran.
+    """A paper engine after its warm-up. dense_rows: steps that attention of prompts was prepared
+    for; requests: what ran.
     """
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
@@ -24,7 +25,9 @@ class Warmed:
         self.runner = paper_of(self.engine)
         self.dense_rows: list[int] = []
         self.requests: list[Request] = []
-        monkeypatch.setattr(self.runner, "warm_dense_prefill", self.dense_rows.append, raising=False)
+        monkeypatch.setattr(
+            self.runner, "warm_dense_prefill", self.dense_rows.append, raising=False
+        )
         make_request = self.engine.make_request
 
         def spy(submit: Any) -> Request:
@@ -49,7 +52,11 @@ def assert_nothing_is_left(engine: Engine) -> None:
 @pytest.mark.parametrize("num_kv_blocks", [2, 4, 64])
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 16])
 def test_it_fits_any_engine_and_leaves_nothing(
-    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, max_num_seqs: int, num_kv_blocks: int, is_async: bool
+    tiny_llama: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_num_seqs: int,
+    num_kv_blocks: int,
+    is_async: bool,
 ) -> None:
     for max_model_len in (1, 4, 5, 6, 17, 37, 38, 512):
         for budget in (16, 33, 34, 100):
@@ -66,13 +73,17 @@ def test_it_fits_any_engine_and_leaves_nothing(
             assert_nothing_is_left(engine)
             [dense_rows] = warmed.dense_rows
             assert 1 <= dense_rows <= min(budget, engine.max_request_tokens)
-            assert all(r.max_tokens == r.sampling.max_tokens == 4 for r in warmed.requests), "cut short by the lengths"
+            assert all(r.max_tokens == r.sampling.max_tokens == 4 for r in warmed.requests), (
+                "cut short by the lengths"
+            )
             assert bool(warmed.requests) == (engine.max_request_tokens > 4)
             for plan in warmed.runner.plans:
                 assert sum(plan.values()) <= budget and len(plan) <= max_num_seqs
 
 
-def test_it_runs_a_full_step_and_every_feature(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_runs_a_full_step_and_every_feature(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     warmed = Warmed(tiny_llama, monkeypatch, max_num_batched_tokens=100)
     plans = [list(plan.values()) for plan in warmed.runner.plans]
     assert warmed.dense_rows == [100] and max(map(sum, plans)) == 99
@@ -84,7 +95,9 @@ def test_it_runs_a_full_step_and_every_feature(tiny_llama: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("is_caching", [False, True])
-def test_caching_is_what_it_was(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, is_caching: bool) -> None:
+def test_caching_is_what_it_was(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, is_caching: bool
+) -> None:
     engine = Warmed(tiny_llama, monkeypatch, enable_prefix_caching=is_caching).engine
     driver = Driver(engine)
     driver.add([0] * 40, SamplingParams(max_tokens=2, seed=0))
@@ -94,7 +107,8 @@ def test_caching_is_what_it_was(tiny_llama: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_next_requests_see_no_trace_of_it(tiny_llama: Path) -> None:
-    """The real runner: same tokens as of an engine that was never warmed, penalties in the same slots included."""
+    """The real runner: same tokens as of an engine that was never warmed, penalties in the same
+    slots included."""
     outputs = []
     for is_warm in (False, True):
         engine = make_engine(tiny_llama)
@@ -105,7 +119,12 @@ def test_the_next_requests_see_no_trace_of_it(tiny_llama: Path) -> None:
         rng = random.Random(1)
         for i in range(6):
             params = SamplingParams(
-                seed=i, max_tokens=12, temperature=i % 2, repetition_penalty=1.3, presence_penalty=0.5, n=1 + i % 3
+                seed=i,
+                max_tokens=12,
+                temperature=i % 2,
+                repetition_penalty=1.3,
+                presence_penalty=0.5,
+                n=1 + i % 3,
             )
             driver.add([rng.randrange(256) for _ in range(rng.randint(1, 50))], params)
         driver.run()

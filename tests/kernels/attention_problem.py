@@ -1,4 +1,5 @@
-"""Random paged-attention inputs with everything a kernel must not read set to NaN, and their float64 answer.
+"""Random paged-attention inputs with everything a kernel must not read set to NaN, and their
+float64 answer.
 
 Shared by the tests of both implementations; knows neither.
 """
@@ -19,7 +20,8 @@ NO_BLOCK = -(2**20)  # table entries past the context: following one is a wild r
 class PagedProblem:
     """Sequences whose last query_lens[s] of context_lens[s] positions are queries.
 
-    kv: one layer [num_blocks, Hk, 2, block_size, D] of a pool; q [T, Hq, D]. keys[s] and values[s]: [context, Hk, D].
+    kv: one layer [num_blocks, Hk, 2, block_size, D] of a pool; q [T, Hq, D]. keys[s] and values[s]:
+    [context, Hk, D].
     """
 
     q: Tensor
@@ -40,7 +42,15 @@ class PagedProblem:
     @property
     def decode_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, int]:
         lens = self.context_lens
-        return self.q, self.kv, self.block_tables, self.table_rows, lens, self.scale, int(lens.max())
+        return (
+            self.q,
+            self.kv,
+            self.block_tables,
+            self.table_rows,
+            lens,
+            self.scale,
+            int(lens.max()),
+        )
 
     @property
     def prefill_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float]:
@@ -51,7 +61,8 @@ class PagedProblem:
         return self.q, self.kv, tables, rows, self.context_lens, starts, longest, self.scale
 
     def make_all_scores(self, score: float) -> None:
-        """Sets every query and key so that each seen score is exactly `score`, an integer: outputs are plain means."""
+        """Sets every query and key so that each seen score is exactly `score`, an integer: outputs
+        are plain means."""
         self.q.fill_(1.0)
         keys = self.kv[:, :, 0]
         keys.sub_(keys).add_(score)  # what is NaN stays so
@@ -87,12 +98,18 @@ def paged_problem(
     padding: int = 0,
     device: str = "cpu",
 ) -> PagedProblem:
-    """`heads` is (Hq, Hk). Without query_lens each sequence has one query. q is a slice of a fused QKV tensor."""
+    """`heads` is (Hq, Hk). Without query_lens each sequence has one query. q is a slice of a fused
+    QKV tensor."""
     num_heads, num_kv_heads = heads
     query_lens = query_lens or [1] * len(contexts)
     num_blocks = [-(-context // block_size) for context in contexts]
     pool_blocks = sum(num_blocks) + 2
-    pool = torch.full((pool_blocks, num_kv_heads, 3, 2, block_size, head_dim), float("nan"), dtype=dtype, device=device)
+    pool = torch.full(
+        (pool_blocks, num_kv_heads, 3, 2, block_size, head_dim),
+        float("nan"),
+        dtype=dtype,
+        device=device,
+    )
     kv = pool[:, :, 1]
     free = (torch.randperm(pool_blocks - 1) + 1).tolist()
     tables = torch.full((len(contexts) + 2, max(num_blocks) + 3), NO_BLOCK, dtype=torch.int32)
@@ -102,10 +119,17 @@ def paged_problem(
     for seq, (context, blocks) in enumerate(zip(contexts, num_blocks, strict=True)):
         ids = torch.tensor([free.pop() for _ in range(blocks)], dtype=torch.int64)
         tables[table_rows[seq], :blocks] = ids
-        k, v = (torch.randn(context, num_kv_heads, head_dim, device=device).to(dtype) for _ in range(2))
+        k, v = (
+            torch.randn(context, num_kv_heads, head_dim, device=device).to(dtype) for _ in range(2)
+        )
         positions = torch.arange(context)
         for plane, rows in enumerate((k, v)):
-            kv[ids[positions // block_size].to(device), :, plane, (positions % block_size).to(device)] = rows
+            kv[
+                ids[positions // block_size].to(device),
+                :,
+                plane,
+                (positions % block_size).to(device),
+            ] = rows
         keys.append(k)
         values.append(v)
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
@@ -127,14 +151,17 @@ def paged_problem(
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Few tuples of one value an axis, in which every pair of values of two axes occurs; the same on every run.
+    """Few tuples of one value an axis, in which every pair of values of two axes occurs; the same
+    on every run.
 
-    Greedy: each tuple starts from a pair still missing and takes, of 30 random completions, the one with most missing
-    pairs.
+    Greedy: each tuple starts from a pair still missing and takes, of 30 random completions, the one
+    with most missing pairs.
     """
     random = Random(0)
     dims = [(i, j) for i in range(len(axes)) for j in range(i + 1, len(axes))]
-    missing = {(i, j, a, b) for i, j in dims for a, b in product(range(len(axes[i])), range(len(axes[j])))}
+    missing = {
+        (i, j, a, b) for i, j in dims for a, b in product(range(len(axes[i])), range(len(axes[j])))
+    }
 
     def covered(picks: list[int]) -> set[tuple[int, int, int, int]]:
         return {(i, j, picks[i], picks[j]) for i, j in dims} & missing

@@ -1,5 +1,6 @@
-"""Kernel tests: on a machine without CUDA the Triton kernels run in Triton's interpreter, which must be chosen before
-triton is first imported. Fresh memory is poisoned, so that an output row which a kernel forgets to write is NaN.
+"""Kernel tests: on a machine without CUDA the Triton kernels run in Triton's interpreter, which
+must be chosen before triton is first imported. Fresh memory is poisoned, so that an output row
+which a kernel forgets to write is NaN.
 """
 
 import os
@@ -14,7 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
     if "triton" in sys.modules:
-        raise RuntimeError("triton was imported before tests/kernels chose the interpreter: set TRITON_INTERPRET=1")
+        raise RuntimeError(
+            "triton was imported before tests/kernels chose the interpreter: set TRITON_INTERPRET=1"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
 
 from kernels.interpreter import undo_patches_of_helpers

@@ -1,5 +1,5 @@
-"""Attention of prompts on rows as they lie, by cuDNN on a GPU, against its plain-torch twin: which shapes are taken,
-and how the parts of a chunk behind other rows are gathered and joined.
+"""Attention of prompts on rows as they lie, by cuDNN on a GPU, against its plain-torch twin: which
+shapes are taken, and how the parts of a chunk behind other rows are gathered and joined.
 """
 
 import pytest
@@ -62,7 +62,9 @@ def test_warmed_fresh_prompts() -> None:
         assert triton_ops.fresh_prefill_pays(q, k, v, lens)
         out, twin = (ops.fresh_prefill(q, k, v, lens, 0.125) for ops in (triton_ops, torch_ops))
         torch.testing.assert_close(out, twin, atol=2e-2, rtol=0)
-    assert not triton_ops.fresh_prefill_pays(*fresh_problem((8192,), (8, 2), torch.bfloat16), (8192,))
+    assert not triton_ops.fresh_prefill_pays(
+        *fresh_problem((8192,), (8, 2), torch.bfloat16), (8192,)
+    )
 
 
 @pytest.mark.parametrize("block_size,head_dim", [(16, 64), (64, 40), (128, 128)])
@@ -71,7 +73,9 @@ def test_gather_kv(block_size: int, head_dim: int) -> None:
     args = problem.kv, problem.block_tables, problem.table_rows[1:], 128, 256
     gathered = launch_gather_kv(*args)
     assert torch.equal(gathered, torch_ops.gather_kv(*args))
-    assert torch.equal(gathered[0], problem.keys[1][128:384]) and torch.equal(gathered[1], problem.values[1][128:384])
+    assert torch.equal(gathered[0], problem.keys[1][128:384]) and torch.equal(
+        gathered[1], problem.values[1][128:384]
+    )
 
 
 @pytest.mark.parametrize("head_dim", [40, 128])
@@ -80,7 +84,10 @@ def test_join_attention(head_dim: int) -> None:
     q, k, v = torch.randn(3, 30, 6, head_dim, device=DEVICE).to(DTYPE).unbind()
     q[7] *= 50
     want, want_lse = torch_ops.dense_attention(1, q, k, v, False, 0.125)
-    parts = [torch_ops.dense_attention(1, q, k[rows], v[rows], False, 0.125) for rows in (slice(11), slice(11, 30))]
+    parts = [
+        torch_ops.dense_attention(1, q, k[rows], v[rows], False, 0.125)
+        for rows in (slice(11), slice(11, 30))
+    ]
     twin, twin_lse = torch_ops.join_attention(*parts[0], *parts[1])
     joined = torch.empty_like(want)
     launch_join_attention(*parts[0], *parts[1], joined)
@@ -91,23 +98,34 @@ def test_join_attention(head_dim: int) -> None:
 
 
 def chunk_problem(
-    prefix: int, length: int, dtype: torch.dtype, heads: tuple[int, int] = (4, 2), block_size: int = 16
+    prefix: int,
+    length: int,
+    dtype: torch.dtype,
+    heads: tuple[int, int] = (4, 2),
+    block_size: int = 16,
 ) -> tuple[PagedProblem, tuple[Tensor, Tensor, Tensor]]:
-    """A chunk of `length` behind `prefix` rows, and its q, k and v as slices of a fused projection."""
-    problem = paged_problem(heads, 64, block_size, dtype, [prefix + length], [length], device=DEVICE)
+    """A chunk of `length` behind `prefix` rows, and its q, k and v as slices of a fused
+    projection."""
+    problem = paged_problem(
+        heads, 64, block_size, dtype, [prefix + length], [length], device=DEVICE
+    )
     own = [rows[0][prefix:] for rows in (problem.keys, problem.values)]
     fused = torch.cat([problem.q, *own], dim=1)
     return problem, fused.split((heads[0], heads[1], heads[1]), dim=1)
 
 
-def run_chunk(problem: PagedProblem, rows: tuple[Tensor, Tensor, Tensor], prefix: int) -> tuple[Tensor, Tensor]:
+def run_chunk(
+    problem: PagedProblem, rows: tuple[Tensor, Tensor, Tensor], prefix: int
+) -> tuple[Tensor, Tensor]:
     """By triton_ops, and the answer in float64."""
     paged = problem.block_tables, problem.table_rows, problem.context_lens, problem.query_starts
     out = triton_ops.chunk_prefill(*rows, problem.kv, *paged, prefix, problem.scale)
     return out, problem.answer()
 
 
-def prepare(monkeypatch: pytest.MonkeyPatch, rows: tuple[Tensor, Tensor, Tensor], piece: int) -> None:
+def prepare(
+    monkeypatch: pytest.MonkeyPatch, rows: tuple[Tensor, Tensor, Tensor], piece: int
+) -> None:
     """As if plans for chunks like these rows had been made."""
     part = dense.PromptBatch(0, 1, dense.chunk_rows(len(rows[0])))
     monkeypatch.setattr(dense._warm, "pieces", {dense._shape(part, *rows): piece})
@@ -125,7 +143,8 @@ def test_a_chunk_behind_pieces(pieces: int, length: int, monkeypatch: pytest.Mon
 
 
 def test_chunks_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing before them, another number of rows, too few of their own, blocks across pieces, plans nobody made."""
+    """Nothing before them, another number of rows, too few of their own, blocks across pieces,
+    plans nobody made."""
     _, rows = chunk_problem(0, 2048, DTYPE)
     pays = dense.chunk_prefill_pays
     assert not pays(*rows, 4096, 16)

@@ -24,8 +24,8 @@ def copies_one(source_ptr, target_ptr, BLOCK: tl.constexpr):  # type: ignore[no-
 
 @pytest.fixture(autouse=True)
 def hopper(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A driver that compiles and never launches, with nothing in Triton's cache; the process's hook as it was,
-    afterwards.
+    """A driver that compiles and never launches, with nothing in Triton's cache; the process's hook
+    as it was, afterwards.
     """
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     absent = SimpleNamespace(
@@ -47,7 +47,9 @@ def test_a_compile_is_counted_once_and_named(caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "pdserve.kernels.launching.late_compiles"):
         late = LateCompiles()
         compile_for(kernel, 16)
-        assert late.count == 0 and not caplog.messages, "what was compiled before it was ready is not late"
+        assert late.count == 0 and not caplog.messages, (
+            "what was compiled before it was ready is not late"
+        )
         compile_for(kernel, 32)
         compile_for(kernel, 32)
         assert late.count == 1
@@ -57,7 +59,8 @@ def test_a_compile_is_counted_once_and_named(caplog: pytest.LogCaptureFixture) -
 
 
 def test_what_triton_keeps_on_disk_is_late_too() -> None:
-    """A new JITFunction knows nothing of the last one's kernels: it loads them from Triton's cache."""
+    """A new JITFunction knows nothing of the last one's kernels: it loads them from Triton's
+    cache."""
     compile_for(triton.JITFunction(copies_one), 16)
     late = LateCompiles()
     compile_for(triton.JITFunction(copies_one), 16)

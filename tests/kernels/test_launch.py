@@ -1,5 +1,5 @@
-"""launch(): which launches share a compiled kernel, and what the driver is handed; on a GPU (marked gpu) with the real
-Triton, each launch twice: through JITFunction and kept.
+"""launch(): which launches share a compiled kernel, and what the driver is handed; on a GPU (marked
+gpu) with the real Triton, each launch twice: through JITFunction and kept.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,8 @@ STREAM = 77
 
 
 class Recorder(triton.JITFunction):
-    """Stands for a kernel (x_ptr, y_ptr, number, scale, BLOCK): counts calls through Triton, records those past it."""
+    """Stands for a kernel (x_ptr, y_ptr, number, scale, BLOCK): counts calls through Triton,
+    records those past it."""
 
     def __init__(self) -> None:
         self.arg_names = ["x_ptr", "y_ptr", "number", "scale", "BLOCK"]
@@ -31,7 +32,9 @@ class Recorder(triton.JITFunction):
     def __getitem__(self, grid: object) -> Any:
         def call(*args: Any, **options: Any) -> SimpleNamespace:
             self.num_jit_calls += 1
-            return SimpleNamespace(run=lambda *a: self.launches.append(a), function="f", packed_metadata="m")
+            return SimpleNamespace(
+                run=lambda *a: self.launches.append(a), function="f", packed_metadata="m"
+            )
 
         return call
 
@@ -64,7 +67,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "alignment": {"pointers": (half()[1:], half())},
     "alignment of another": {"pointers": (half(), half()[1:])},
     "no pointer": {"pointers": (half(), None)},
-    "descriptor": {"pointers": (half(), TensorDescriptor.from_tensor(half(512).view(16, 32), [16, 16]))},
+    "descriptor": {
+        "pointers": (half(), TensorDescriptor.from_tensor(half(512).view(16, 32), [16, 16]))
+    },
     "number": {"numbers": (8, 0.5)},
     "constant": {"BLOCK": 32},
     "option": {"num_warps": 8},
@@ -75,7 +80,12 @@ CHANGES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_other_launches_are_not_taken_for_the_same(kernel: Recorder, change: str) -> None:
-    usual: dict[str, Any] = {"pointers": (half(), half()), "numbers": (7, 0.5), "BLOCK": 64, "num_warps": 4}
+    usual: dict[str, Any] = {
+        "pointers": (half(), half()),
+        "numbers": (7, 0.5),
+        "BLOCK": 64,
+        "num_warps": 4,
+    }
     changed = usual | CHANGES[change]
     if change == "options by other names":
         changed = {"pointers": usual["pointers"], "numbers": usual["numbers"], **CHANGES[change]}
@@ -89,7 +99,9 @@ def test_a_descriptor_reaches_triton_whole_and_block_shapes_differ(kernel: Recor
     matrix = half(512).view(16, 32)
     shapes = ([16, 16], [16, 32])
     for shape in (*shapes, *shapes):
-        launch(kernel, (1,), (half(), TensorDescriptor.from_tensor(matrix, shape)), (7, 0.5), BLOCK=64)
+        launch(
+            kernel, (1,), (half(), TensorDescriptor.from_tensor(matrix, shape)), (7, 0.5), BLOCK=64
+        )
     assert kernel.num_jit_calls == 2
     assert [call[10].block_shape for call in kernel.launches] == list(shapes)
 
@@ -117,7 +129,14 @@ def check_scaled_sum(x: Tensor, y: Tensor | None, number: int, scale: float, off
     """Twice, from other tensors: what is kept must not hold on to the first call's."""
     for _ in range(2):
         x, out = x.clone() if x.data_ptr() % 16 == 0 else x, torch.empty(len(x), device=DEVICE)
-        launch(scaled_sum_kernel, (cdiv(len(x), 32),), (x, y, out), (len(x), number, scale), OFFSET=offset, BLOCK=32)
+        launch(
+            scaled_sum_kernel,
+            (cdiv(len(x), 32),),
+            (x, y, out),
+            (len(x), number, scale),
+            OFFSET=offset,
+            BLOCK=32,
+        )
         expected = x.double() * scale + number + offset + (0 if y is None else y.double())
         torch.testing.assert_close(out.double(), expected, atol=1e-4, rtol=1e-6)
 

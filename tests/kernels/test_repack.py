@@ -1,4 +1,5 @@
-"""KV rows between blocks of different sizes: the kernel and its twin against rows taken one by one."""
+"""KV rows between blocks of different sizes: the kernel and its twin against rows taken one by
+one."""
 
 import pytest
 import torch
@@ -20,10 +21,14 @@ def row_of(pool: Tensor, ids: Tensor, row: int) -> Tensor:
     return pool[int(ids[row // pool.shape[4]]), :, :, :, row % pool.shape[4]]
 
 
-@pytest.mark.parametrize("head_dim,dtype", [(64, torch.float32), (40, torch.bfloat16), (128, torch.float16)])
+@pytest.mark.parametrize(
+    "head_dim,dtype", [(64, torch.float32), (40, torch.bfloat16), (128, torch.float16)]
+)
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (128, 32), (32, 32)])
 @pytest.mark.parametrize("skip,num_rows", [(0, 128), (32, 200), (96, 1)])
-def test_repack(skip: int, num_rows: int, sizes: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+def test_repack(
+    skip: int, num_rows: int, sizes: tuple[int, int], head_dim: int, dtype: torch.dtype
+) -> None:
     source, pool = (pool_of(size, head_dim, dtype) for size in sizes)
     source_ids, block_ids = (torch.randperm(NUM_BLOCKS, device=DEVICE).int() for _ in range(2))
     before = pool.clone()

@@ -1,4 +1,5 @@
-"""Sampling kernels against their twins and float64: draws, cuts with their ties, penalties, log-probabilities.
+"""Sampling kernels against their twins and float64: draws, cuts with their ties, penalties,
+log-probabilities.
 
 In the interpreter over small vocabularies, on a GPU (marked gpu) at the sizes of real ones.
 """
@@ -57,7 +58,10 @@ def test_noise_is_the_twins_up_to_rounding() -> None:
     out = torch.empty(rows, blocks * 1024, device=DEVICE)
     noise_kernel[(blocks, rows)](keys, out, BLOCK=1024)
     torch.testing.assert_close(
-        out, torch_ops.gumbel(keys, torch.arange(blocks * 1024, device=DEVICE)), atol=1e-6, rtol=1e-6
+        out,
+        torch_ops.gumbel(keys, torch.arange(blocks * 1024, device=DEVICE)),
+        atol=1e-6,
+        rtol=1e-6,
     )
 
 
@@ -93,13 +97,19 @@ def check_draws(vocab: int, dtype: torch.dtype, num_rows: int, cut: bool) -> Non
     logits = logits_of(num_rows, vocab, dtype)
     keys = random_keys(num_rows)
     temperature = floats([(1.0, 0.0, 0.6, 1.8)[i % 4] for i in range(num_rows)])
-    where = (floats([0.5] * num_rows), ints([Random().randrange(vocab) for _ in range(num_rows)])) if cut else None
+    where = (
+        (floats([0.5] * num_rows), ints([Random().randrange(vocab) for _ in range(num_rows)]))
+        if cut
+        else None
+    )
     logits[:, 0] = 0.5
     tokens = triton_ops.draw_tokens(logits, temperature, keys, where)
     twins = torch_ops.draw_tokens(logits, temperature, keys, where)
     assert tokens.dtype == twins.dtype == torch.int32
     ids = torch.arange(vocab, device=DEVICE)
-    scores = logits.double() / temperature.clamp(min=1e-9)[:, None].double() + torch_ops.gumbel(keys, ids)
+    scores = logits.double() / temperature.clamp(min=1e-9)[:, None].double() + torch_ops.gumbel(
+        keys, ids
+    )
     gap = (scores.gather(1, twins.long()[:, None]) - scores.gather(1, tokens.long()[:, None]))[:, 0]
     assert (gap.abs()[temperature > 0] < 1e-4).all()
     assert torch.equal(tokens[temperature == 0], twins[temperature == 0])
@@ -131,23 +141,42 @@ SHAPES: dict[str, Callable[[int, int, torch.dtype], Tensor]] = {
     "bell": lambda rows, vocab, dtype: logits_of(rows, vocab, dtype),
     "peaked": lambda rows, vocab, dtype: logits_of(rows, vocab, dtype, 8.0),
     "flat": lambda rows, vocab, dtype: logits_of(rows, vocab, dtype, 0.05),
-    "all equal": lambda rows, vocab, dtype: torch.full((rows, vocab), -1.5, dtype=dtype, device=DEVICE),
-    "five values": lambda rows, vocab, dtype: torch.randint(-2, 3, (rows, vocab), device=DEVICE).to(dtype),
-    "the best side by side": lambda rows, vocab, dtype: logits_of(rows, vocab, dtype).sort(dim=-1).values,
+    "all equal": lambda rows, vocab, dtype: torch.full(
+        (rows, vocab), -1.5, dtype=dtype, device=DEVICE
+    ),
+    "five values": lambda rows, vocab, dtype: torch.randint(-2, 3, (rows, vocab), device=DEVICE).to(
+        dtype
+    ),
+    "the best side by side": lambda rows, vocab, dtype: (
+        logits_of(rows, vocab, dtype).sort(dim=-1).values
+    ),
     "mostly masked": lambda rows, vocab, dtype: logits_of(rows, vocab, dtype).masked_fill_(
         torch.arange(vocab, device=DEVICE) % 20 != 0, float("-inf")
     ),
 }
 # (top_k: a share of the vocabulary when below 1, top_p, min_p, temperature)
 SETTINGS = [
-    *[(50, 0.9, 0.0, 1.0), (1, 1.0, 0.0, 1.0), (0.7, 1.0, 0.0, 0.8), (1.0, 0.9, 0.0, 1.0), (1.0, 0.02, 0.0, 1.3)],
-    *[(1.0, 0.9999, 0.0, 1.0), (1.0, 1.0, 0.05, 0.7), (600, 0.5, 0.2, 2.0), (0.9, 0.7, 0.0, 0.5), (1.0, 1.0, 0.0, 1.0)],
+    *[
+        (50, 0.9, 0.0, 1.0),
+        (1, 1.0, 0.0, 1.0),
+        (0.7, 1.0, 0.0, 0.8),
+        (1.0, 0.9, 0.0, 1.0),
+        (1.0, 0.02, 0.0, 1.3),
+    ],
+    *[
+        (1.0, 0.9999, 0.0, 1.0),
+        (1.0, 1.0, 0.05, 0.7),
+        (600, 0.5, 0.2, 2.0),
+        (0.9, 0.7, 0.0, 0.5),
+        (1.0, 1.0, 0.0, 1.0),
+    ],
     *[(7, 1.0, 0.0, 0.0), (2, 1e-6, 0.0, 1.0)],
 ]
 
 
 def check_cut(logits: Tensor, settings: list[tuple[float, float, float, float]]) -> None:
-    """The kept tokens are a prefix of (logit falling, id rising), and of the length that float64 wants."""
+    """The kept tokens are a prefix of (logit falling, id rising), and of the length that float64
+    wants."""
     vocab = logits.shape[-1]
     tops = [k if isinstance(k, int) else int(k * vocab) for k, _, _, _ in settings]
     counts = [min(max(top, 1), vocab) for top in tops]
@@ -161,7 +190,9 @@ def check_cut(logits: Tensor, settings: list[tuple[float, float, float, float]])
             check_kept(logits[row].double(), kept[row], counts[row], p, floor, t)
 
 
-def check_kept(logits: Tensor, kept: Tensor, top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+def check_kept(
+    logits: Tensor, kept: Tensor, top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
     ordered, index = logits.sort(descending=True, stable=True)
     num_kept = int(kept.sum())
     assert num_kept >= 1 and bool(kept[index[:num_kept]].all()), "not a prefix"
@@ -178,13 +209,16 @@ def check_kept(logits: Tensor, kept: Tensor, top_k: int, top_p: float, min_p: fl
         most = min(most, int((ratio > min_p - 1e-5).sum()))
         least = min(least, int((ratio > min_p + 1e-5).sum()))
     masked = bool((ordered[min(num_kept, len(ordered) - 1)] == float("-inf")).item())
-    assert max(least, 1) <= num_kept <= max(most, 1) or (masked and num_kept >= least), f"{least}..{most}: {num_kept}"
+    assert max(least, 1) <= num_kept <= max(most, 1) or (masked and num_kept >= least), (
+        f"{least}..{most}: {num_kept}"
+    )
 
 
 @pytest.mark.lengthy
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
-    "vocab,dtype", [(1, DTYPES[0]), (50, DTYPES[2]), (2100, DTYPES[1]), (5000, DTYPES[0]), (9001, DTYPES[2])]
+    "vocab,dtype",
+    [(1, DTYPES[0]), (50, DTYPES[2]), (2100, DTYPES[1]), (5000, DTYPES[0]), (9001, DTYPES[2])],
 )
 def test_cuts(vocab: int, dtype: torch.dtype, shape: str) -> None:
     check_cut(SHAPES[shape](len(SETTINGS), vocab, dtype), SETTINGS)
@@ -207,7 +241,8 @@ def test_ties_at_the_cut_keep_the_lower_ids() -> None:
     for ops in (torch_ops, triton_ops):
         value, last = ops.cut_tokens(logits, ones, ints([3, 300]), floats([1.0, 0.09]), off)
         assert value.tolist() == [2.0, 2.0]
-        # e^3 of 295 + 4 e^2 + e^3 = 344.6 is 0.058; each 2.0 adds 0.021: two are needed to reach 0.09
+        # e^3 of 295 + 4 e^2 + e^3 = 344.6 is 0.058; each 2.0 adds 0.021: two are needed to reach
+        # 0.09
         assert last.tolist() == [100, 100]
 
 
@@ -219,8 +254,12 @@ def test_a_row_is_cut_and_drawn_alike_in_any_batch() -> None:
     _, top_p, min_p, temperature = (floats(list(column)) for column in zip(*SETTINGS, strict=True))
 
     def tokens(rows: slice) -> Tensor:
-        cut = triton_ops.cut_tokens(logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows])
-        return torch.stack((*cut, triton_ops.draw_tokens(logits[rows], temperature[rows], keys[rows], cut).float()))
+        cut = triton_ops.cut_tokens(
+            logits[rows], temperature[rows], top_k[rows], top_p[rows], min_p[rows]
+        )
+        return torch.stack(
+            (*cut, triton_ops.draw_tokens(logits[rows], temperature[rows], keys[rows], cut).float())
+        )
 
     whole = tokens(slice(None))
     for i in range(len(SETTINGS)):
@@ -287,7 +326,9 @@ def test_penalties(vocab: int) -> None:
             amount = (counts[slot] % IN_PROMPT).double()
             values = answer[row]
             values = torch.where(
-                counts[slot] > 0, torch.where(values > 0, values / repetition[row], values * repetition[row]), values
+                counts[slot] > 0,
+                torch.where(values > 0, values / repetition[row], values * repetition[row]),
+                values,
             )
             answer[row] = values - settings[2][row] * amount - settings[3][row] * (amount > 0)
     torch.testing.assert_close(out, answer.float(), atol=1e-6, rtol=1e-6)
@@ -304,11 +345,17 @@ def check_logprobs(vocab: int, dtype: torch.dtype, num_rows: int, spread: float)
     logprobs, ranks, top, top_ids = triton_ops.token_logprobs(logits, tokens, num_top)
     wide = logits.double()
     answer = wide.log_softmax(dim=-1)
-    torch.testing.assert_close(logprobs, answer.gather(1, tokens.long()[:, None])[:, 0].float(), atol=4e-6, rtol=1e-6)
+    torch.testing.assert_close(
+        logprobs, answer.gather(1, tokens.long()[:, None])[:, 0].float(), atol=4e-6, rtol=1e-6
+    )
     torch.testing.assert_close(top, answer.gather(1, top_ids).float(), atol=4e-6, rtol=1e-6)
-    assert torch.equal(top_ids.sort().values.diff(dim=-1) > 0, torch.ones_like(top_ids[:, 1:], dtype=torch.bool))
+    assert torch.equal(
+        top_ids.sort().values.diff(dim=-1) > 0, torch.ones_like(top_ids[:, 1:], dtype=torch.bool)
+    )
     torch.testing.assert_close(top, answer.topk(num_top).values.float(), atol=4e-6, rtol=1e-6)
-    assert torch.equal(ranks.long(), (wide > wide.gather(1, tokens.long()[:, None])).sum(dim=-1) + 1)
+    assert torch.equal(
+        ranks.long(), (wide > wide.gather(1, tokens.long()[:, None])).sum(dim=-1) + 1
+    )
 
 
 @pytest.mark.parametrize("spread", [0.1, 5.0])
@@ -332,7 +379,10 @@ def test_logits_may_be_rows_of_a_wider_tensor_but_not_columns() -> None:
     assert torch.equal(triton_ops.draw_tokens(rows), torch_ops.draw_tokens(rows))
     keys = random_keys(4)
     ones = floats([1.0] * 4)
-    assert torch.equal(triton_ops.draw_tokens(rows, ones, keys), triton_ops.draw_tokens(rows.contiguous(), ones, keys))
+    assert torch.equal(
+        triton_ops.draw_tokens(rows, ones, keys),
+        triton_ops.draw_tokens(rows.contiguous(), ones, keys),
+    )
     with pytest.raises(ValueError, match="logits has stride"):
         triton_ops.draw_tokens(wide.t())
     assert len(triton_ops.draw_tokens(wide[:0])) == 0

@@ -1,5 +1,5 @@
-"""The ops in plain torch: right against float64, and on CPU bit-equal however a step is composed (design: batch
-invariance)."""
+"""The ops in plain torch: right against float64, and on CPU bit-equal however a step is composed
+(design: batch invariance)."""
 
 from itertools import pairwise as neighbours
 
@@ -16,12 +16,18 @@ BLOCK_SIZES = [16, 32, 64, 128]
 TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.parametrize("heads,head_dim,block_size,dtype", pairwise(HEADS, HEAD_DIMS, BLOCK_SIZES, list(TOLERANCE)))
-def test_attention_is_right(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    "heads,head_dim,block_size,dtype", pairwise(HEADS, HEAD_DIMS, BLOCK_SIZES, list(TOLERANCE))
+)
+def test_attention_is_right(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
     decode = paged_problem(heads, head_dim, block_size, dtype, [0, 1, 130, 128, 17])
     out = torch_ops.paged_decode(*decode.decode_args)
     assert (out - decode.answer()).abs().max() < TOLERANCE[dtype]
-    prefill = paged_problem(heads, head_dim, block_size, dtype, [150, 1, 9, 129], [20, 1, 9, 1], padding=3)
+    prefill = paged_problem(
+        heads, head_dim, block_size, dtype, [150, 1, 9, 129], [20, 1, 9, 1], padding=3
+    )
     out = torch_ops.paged_prefill(*prefill.prefill_args)
     assert (out - prefill.answer()).abs().max() < TOLERANCE[dtype]
 
@@ -34,7 +40,8 @@ def test_masked_keys_lose_to_the_lowest_scores() -> None:
 
 
 def _prefill_rows(problem: PagedProblem, seq: int, first: int, last: int) -> Tensor:
-    """Positions first..last of one sequence as a step of its own, given a problem whose queries are whole contexts."""
+    """Positions first..last of one sequence as a step of its own, given a problem whose queries are
+    whole contexts."""
     start = int(problem.query_starts[seq])
     return torch_ops.paged_prefill(
         problem.q[start + first : start + last],
@@ -49,7 +56,8 @@ def _prefill_rows(problem: PagedProblem, seq: int, first: int, last: int) -> Ten
 
 
 @pytest.mark.parametrize(
-    "heads,head_dim,block_size,dtype", pairwise(HEADS, [*HEAD_DIMS, 12, 26], BLOCK_SIZES, list(TOLERANCE))
+    "heads,head_dim,block_size,dtype",
+    pairwise(HEADS, [*HEAD_DIMS, 12, 26], BLOCK_SIZES, list(TOLERANCE)),
 )
 def test_attention_is_batch_invariant(
     heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
@@ -68,7 +76,8 @@ def test_attention_is_batch_invariant(
 
 
 def _check_decode_equals_prefill(problem: PagedProblem, whole: Tensor) -> None:
-    """One decode batch over positions of all sequences, in a random order, equals their rows of the prefill."""
+    """One decode batch over positions of all sequences, in a random order, equals their rows of the
+    prefill."""
     picks = [(0, 299), (0, 0), (1, 4), (2, 127), (3, 0), (0, 128), (0, 127), (2, 64), (0, 250)]
     picks = [picks[i] for i in torch.randperm(len(picks)).tolist()]
     rows = torch.tensor([int(problem.query_starts[seq]) + position for seq, position in picks])
@@ -77,7 +86,13 @@ def _check_decode_equals_prefill(problem: PagedProblem, whole: Tensor) -> None:
     for size in (len(picks), 4, 1):
         table_rows = problem.table_rows[seqs[:size]]
         out = torch_ops.paged_decode(
-            problem.q[rows[:size]], problem.kv, problem.block_tables, table_rows, lens[:size], problem.scale, 300
+            problem.q[rows[:size]],
+            problem.kv,
+            problem.block_tables,
+            table_rows,
+            lens[:size],
+            problem.scale,
+            300,
         )
         assert torch.equal(out, whole[rows[:size]])
 
@@ -93,12 +108,15 @@ def test_each_of_many_sequences_gets_what_it_gets_alone(block_size: int) -> None
         q = problem.q[own]
         table_rows = problem.table_rows[own]
         lens = problem.context_lens[own]
-        alone = torch_ops.paged_decode(q, problem.kv, problem.block_tables, table_rows, lens, problem.scale, length)
+        alone = torch_ops.paged_decode(
+            q, problem.kv, problem.block_tables, table_rows, lens, problem.scale, length
+        )
         assert torch.equal(alone, whole[own])
 
 
 def test_inputs_changed_in_place_are_noticed() -> None:
-    """What is kept between the layers of a step belongs to the values of its inputs, not to the tensors."""
+    """What is kept between the layers of a step belongs to the values of its inputs, not to the
+    tensors."""
     problem = paged_problem((4, 2), 32, 16, torch.float32, [40, 90, 70])
     before = torch_ops.paged_decode(*problem.decode_args)
     for x in (problem.block_tables, problem.context_lens, problem.q):
@@ -118,10 +136,14 @@ def test_elementwise_ops_are_batch_invariant(width: int) -> None:
     cos = torch.randn(99, 20)
     sin = torch.randn(99, 20)
     for rows in (slice(0, 1), slice(3, 5), slice(17, 34)):
-        assert torch.equal(torch_ops.rms_norm(x[rows], weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5)[rows])
+        assert torch.equal(
+            torch_ops.rms_norm(x[rows], weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5)[rows]
+        )
         assert torch.equal(torch_ops.silu_mul(gate_up[rows]), torch_ops.silu_mul(gate_up)[rows])
         rotated = torch_ops.apply_rope(q[rows], k[rows], cos, sin, positions[rows])
-        for part, full in zip(rotated, torch_ops.apply_rope(q, k, cos, sin, positions), strict=True):
+        for part, full in zip(
+            rotated, torch_ops.apply_rope(q, k, cos, sin, positions), strict=True
+        ):
             assert torch.equal(part, full[rows])
 
 

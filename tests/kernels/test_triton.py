@@ -1,7 +1,8 @@
-"""The Triton kernels against float64, beside their plain-torch twins: no worse than twice the twin's error.
+"""The Triton kernels against float64, beside their plain-torch twins: no worse than twice the
+twin's error.
 
-Without CUDA the kernels run in the interpreter over pairwise samples of odd sizes; on a GPU (marked gpu) over the full
-product.
+Without CUDA the kernels run in the interpreter over pairwise samples of odd sizes; on a GPU (marked
+gpu) over the full product.
 """
 
 from itertools import product
@@ -37,12 +38,15 @@ ATTENTION_SAMPLE = [
 WIDTHS = [32, 100, 128, 1000, 4096]
 
 
-def assert_as_good(out: Tensor, twin: Tensor, answer: Tensor, roundings: int = 1, terms: int = 1) -> None:
-    """Largest error against float64 at most twice the twin's, over a floor of a quarter of the dtype's spacing.
+def assert_as_good(
+    out: Tensor, twin: Tensor, answer: Tensor, roundings: int = 1, terms: int = 1
+) -> None:
+    """Largest error against float64 at most twice the twin's, over a floor of a quarter of the
+    dtype's spacing.
 
-    The interpreter cuts float32 to bf16 where a GPU rounds, so there the floor is 2 spacings. It grows with the
-    `roundings` on the way to out, and in float32 with the root of the `terms` of a sum: of a few outputs the twin's may
-    happen to be right.
+    The interpreter cuts float32 to bf16 where a GPU rounds, so there the floor is 2 spacings. It
+    grows with the `roundings` on the way to out, and in float32 with the root of the `terms` of a
+    sum: of a few outputs the twin's may happen to be right.
     """
     floor = torch.finfo(out.dtype).eps * max(float(answer.abs().max()), 1.0)
     floor *= roundings * (2 if out.dtype == torch.bfloat16 and not ON_GPU else 0.25)
@@ -61,11 +65,17 @@ def check_decode(
 
 
 def check_prefill(
-    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype, pairs: list[tuple[int, int]]
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    pairs: list[tuple[int, int]],
 ) -> None:
     """pairs: (context, queries) of each sequence."""
     contexts, query_lens = [list(x) for x in zip(*pairs, strict=True)]
-    problem = paged_problem(heads, head_dim, block_size, dtype, contexts, query_lens, padding=7, device=DEVICE)
+    problem = paged_problem(
+        heads, head_dim, block_size, dtype, contexts, query_lens, padding=7, device=DEVICE
+    )
     out = triton_ops.paged_prefill(*problem.prefill_args)
     assert_as_good(out, torch_ops.paged_prefill(*problem.prefill_args), problem.answer())
     assert not out[-7:].any()
@@ -73,14 +83,20 @@ def check_prefill(
 
 @interpreted
 @pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
-def test_decode_interpreted(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
-    contexts = [Random().randrange(258, 280), Random().randrange(1, 70), 0] if heads[1] <= 8 else [33]
+def test_decode_interpreted(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
+    contexts = (
+        [Random().randrange(258, 280), Random().randrange(1, 70), 0] if heads[1] <= 8 else [33]
+    )
     check_decode(heads, head_dim, block_size, dtype, contexts)
 
 
 @interpreted
 @pytest.mark.parametrize("heads,head_dim,block_size,dtype", ATTENTION_SAMPLE)
-def test_prefill_interpreted(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+def test_prefill_interpreted(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
     """A cached prefix with a chunk behind it, a whole prompt, and one query alone."""
     prompt = Random().randrange(2, 40)
     cached = Random().randrange(1, 90)
@@ -104,7 +120,9 @@ def test_masked_keys_lose_to_the_lowest_scores() -> None:
 def test_decode_full_product(head_dim: int, dtype: torch.dtype) -> None:
     for heads, block_size in product(HEADS + MORE_HEADS, BLOCK_SIZES):
         check_decode(heads, head_dim, block_size, dtype, [1, 700, 0, 4097, block_size, 129])
-        check_decode(heads, head_dim, block_size, dtype, [Random().randrange(1, 250) for _ in range(6)])
+        check_decode(
+            heads, head_dim, block_size, dtype, [Random().randrange(1, 250) for _ in range(6)]
+        )
 
 
 @pytest.mark.gpu
@@ -112,7 +130,13 @@ def test_decode_full_product(head_dim: int, dtype: torch.dtype) -> None:
 def test_prefill_full_product(head_dim: int, dtype: torch.dtype) -> None:
     for heads, block_size in product(HEADS + MORE_HEADS, BLOCK_SIZES):
         cached = Random().randrange(1, 600)
-        check_prefill(heads, head_dim, block_size, dtype, [(cached + 50, 50), (300, 300), (513, 1), (16, 16), (1, 1)])
+        check_prefill(
+            heads,
+            head_dim,
+            block_size,
+            dtype,
+            [(cached + 50, 50), (300, 300), (513, 1), (16, 16), (1, 1)],
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -122,22 +146,31 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     weight = torch.randn(width, device=DEVICE).to(dtype)
     wide = x.double()
     answer = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
-    assert_as_good(triton_ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5), answer)
+    assert_as_good(
+        triton_ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5), answer
+    )
 
 
 def test_norm_of_heads_inside_a_fused_projection() -> None:
     fused = torch.randn(5, 12, 40, device=DEVICE)
     weight = torch.randn(40, device=DEVICE)
     heads = fused[:, 3:10]
-    torch.testing.assert_close(triton_ops.rms_norm(heads, weight, 1e-6), torch_ops.rms_norm(heads, weight, 1e-6))
+    torch.testing.assert_close(
+        triton_ops.rms_norm(heads, weight, 1e-6), torch_ops.rms_norm(heads, weight, 1e-6)
+    )
     line = fused[0, 0]
-    torch.testing.assert_close(triton_ops.rms_norm(line, weight, 1e-6), torch_ops.rms_norm(line, weight, 1e-6))
+    torch.testing.assert_close(
+        triton_ops.rms_norm(line, weight, 1e-6), torch_ops.rms_norm(line, weight, 1e-6)
+    )
 
 
 @pytest.mark.parametrize(
-    "heads,head_dim,block_size,dtype", pairwise([*HEADS, *MORE_HEADS, (22, 11)], HEAD_DIMS, BLOCK_SIZES, DTYPES)
+    "heads,head_dim,block_size,dtype",
+    pairwise([*HEADS, *MORE_HEADS, (22, 11)], HEAD_DIMS, BLOCK_SIZES, DTYPES),
 )
-def test_rope_write_kv(heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype) -> None:
+def test_rope_write_kv(
+    heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype
+) -> None:
     """Heads are slices of a fused projection; only the given slots of one layer change."""
     num_heads, num_kv_heads = heads
     fused = torch.randn(4, num_heads + 2 * num_kv_heads, head_dim, device=DEVICE).to(dtype)
@@ -171,17 +204,23 @@ def test_rope_write_kv(heads: tuple[int, int], head_dim: int, block_size: int, d
 def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     gate_up = (torch.randn(3, 2 * width, device=DEVICE) * 4).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
-    assert_as_good(triton_ops.silu_mul(gate_up), torch_ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up)
+    assert_as_good(
+        triton_ops.silu_mul(gate_up), torch_ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up
+    )
 
 
-def check_products(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool) -> None:
+def check_products(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool
+) -> None:
     """linear, what it adds to, and both products behind a norm."""
     x = torch.randn(num_rows, num_inputs, device=DEVICE).to(dtype) * 3
     norm, row = (torch.randn(width, device=DEVICE).to(dtype) for width in (num_inputs, num_outputs))
     weight = (torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5).to(dtype)
     args = (weight, row if bias else None)
     answer = x.double() @ weight.double().T + (row.double() if bias else 0)
-    assert_as_good(triton_ops.linear(x, *args), torch_ops.linear(x, *args), answer, terms=num_inputs)
+    assert_as_good(
+        triton_ops.linear(x, *args), torch_ops.linear(x, *args), answer, terms=num_inputs
+    )
     residual = torch.randn(num_rows, num_outputs, device=DEVICE).to(dtype)
     answer += residual.double()
     twin = torch_ops.linear_add(x, *args, residual.clone())
@@ -210,14 +249,20 @@ PRODUCT_OUTPUTS = [2, 48, 134]
     "num_rows,num_inputs,num_outputs,dtype,bias",
     pairwise(PRODUCT_ROWS, PRODUCT_INPUTS, PRODUCT_OUTPUTS, DTYPES, [True, False]),
 )
-def test_products_interpreted(num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool) -> None:
+def test_products_interpreted(
+    num_rows: int, num_inputs: int, num_outputs: int, dtype: torch.dtype, bias: bool
+) -> None:
     check_products(num_rows, num_inputs, num_outputs, dtype, bias)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_inputs,dtype", product([*PRODUCT_INPUTS, 896, 4096, 14336, 18944], DTYPES))
+@pytest.mark.parametrize(
+    "num_inputs,dtype", product([*PRODUCT_INPUTS, 896, 4096, 14336, 18944], DTYPES)
+)
 def test_products_full_product(num_inputs: int, dtype: torch.dtype) -> None:
-    for num_rows, num_outputs, bias in product(PRODUCT_ROWS, [*PRODUCT_OUTPUTS, 4096, 6150], [True, False]):
+    for num_rows, num_outputs, bias in product(
+        PRODUCT_ROWS, [*PRODUCT_OUTPUTS, 4096, 6150], [True, False]
+    ):
         check_products(num_rows, num_inputs, num_outputs, dtype, bias)
 
 
@@ -228,7 +273,9 @@ def test_products_of_slices(num_rows: int) -> None:
     weight = torch.randn(2, 40, 64, device=DEVICE).half().transpose(0, 1)[:, 1]
     want = x.float() @ weight.float().T
     torch.testing.assert_close(triton_ops.linear(x, weight).float(), want, atol=0.05, rtol=0)
-    torch.testing.assert_close(triton_ops.linear(x, weight.contiguous()).float(), want, atol=0.05, rtol=0)
+    torch.testing.assert_close(
+        triton_ops.linear(x, weight.contiguous()).float(), want, atol=0.05, rtol=0
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -263,7 +310,11 @@ def test_batch_state(num_rows: int, block_size: int) -> None:
     triton_ops.update_tables(tables, changes)
     assert torch.equal(tables, want)
     got = triton_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size)
-    for a, b in zip(got, torch_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size), strict=True):
+    for a, b in zip(
+        got,
+        torch_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size),
+        strict=True,
+    ):
         assert a.dtype == b.dtype and torch.equal(a, b)
     some = torch.randperm(9, generator=generator)[:5].to(DEVICE, torch.int32)
     sampled = integers(128_000, 5)
@@ -274,7 +325,8 @@ def test_batch_state(num_rows: int, block_size: int) -> None:
 
 
 def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All the KV of a sequence lies past 2 ** 31 elements of a pool, of which only those pages are ever touched."""
+    """All the KV of a sequence lies past 2 ** 31 elements of a pool, of which only those pages are
+    ever touched."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     num_blocks = 2**31 // (2 * 16 * 64) + 4
     pool = torch.empty(num_blocks, 1, 1, 2, 16, 64, dtype=torch.float16, device=DEVICE)
@@ -287,10 +339,14 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
     zeros = torch.zeros(16, 32, device=DEVICE)
     triton_ops.rope_write_kv(q, k, v, ones, zeros, positions, kv, slots)
     assert torch.equal(kv[block, 0, 0], k[:, 0])
-    triton_ops.copy_blocks(pool, torch.tensor([block], device=DEVICE), torch.tensor([block + 1], device=DEVICE))
+    triton_ops.copy_blocks(
+        pool, torch.tensor([block], device=DEVICE), torch.tensor([block + 1], device=DEVICE)
+    )
     assert torch.equal(pool[block + 1], pool[block])
 
-    table, rows, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[block + 1]], [0], [16]))
+    table, rows, lens = (
+        torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([[block + 1]], [0], [16])
+    )
     starts = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)
     problem = PagedProblem(q, kv, table, rows, lens, starts, 16, 0.125, [k], [v])
     out = triton_ops.paged_prefill(*problem.prefill_args)
@@ -304,7 +360,10 @@ def test_empty_batches_launch_nothing() -> None:
     none = torch.empty(0, 4, 32, device=DEVICE)
     rows = problem.table_rows[:0]
     lens = problem.context_lens[:0]
-    assert triton_ops.paged_decode(none, problem.kv, problem.block_tables, rows, lens, 1.0, 0).shape == none.shape
+    assert (
+        triton_ops.paged_decode(none, problem.kv, problem.block_tables, rows, lens, 1.0, 0).shape
+        == none.shape
+    )
     slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
     table = torch.empty(1, 16, device=DEVICE)
     triton_ops.rope_write_kv(none, none[:, :2], none[:, :2], table, table, slots, problem.kv, slots)
@@ -316,7 +375,9 @@ def test_empty_batches_launch_nothing() -> None:
 def test_attention_writes_where_it_is_told(ops: Any) -> None:
     """Into rows of a larger tensor, and into no others; padding rows too."""
     decode = paged_problem((6, 2), 40, 16, torch.float32, [1, 33, 70], device=DEVICE)
-    prefill = paged_problem((6, 2), 40, 16, torch.float32, [20, 37], [7, 37], padding=3, device=DEVICE)
+    prefill = paged_problem(
+        (6, 2), 40, 16, torch.float32, [20, 37], [7, 37], padding=3, device=DEVICE
+    )
     out = torch.full((52, 6, 40), 7.0, device=DEVICE)
     assert ops.paged_decode(*decode.decode_args, out[1:4]).data_ptr() == out[1].data_ptr()
     assert ops.paged_prefill(*prefill.prefill_args, out[4:51]).data_ptr() == out[4].data_ptr()
@@ -343,9 +404,12 @@ def test_wrong_layouts_are_refused() -> None:
 
 
 @pytest.mark.parametrize("max_context_len", [300, 131072])
-@pytest.mark.parametrize("contexts", [[300], [1, 64, 65], [0, 0, 128, 1], [2] * 7, [0], [300, *[0] * 20]])
+@pytest.mark.parametrize(
+    "contexts", [[300], [1, 64, 65], [0, 0, 128, 1], [2] * 7, [0], [300, *[0] * 20]]
+)
 def test_decode_for_any_shares(contexts: list[int], max_context_len: int) -> None:
-    """Shares that end inside, at the end of and across the contexts; a grid for far longer ones changes nothing."""
+    """Shares that end inside, at the end of and across the contexts; a grid for far longer ones
+    changes nothing."""
     problem = paged_problem((6, 3), 64, 16, torch.float32, contexts, device=DEVICE)
     q, kv, tables, rows, lens, scale, _ = problem.decode_args
     out = triton_ops.paged_decode(q, kv, tables, rows, lens, scale, max_context_len)

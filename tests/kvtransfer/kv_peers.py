@@ -1,5 +1,5 @@
-"""Engines for the kvtransfer tests: a small KV cache with a connector, in this process or in a child driven over a
-pipe."""
+"""Engines for the kvtransfer tests: a small KV cache with a connector, in this process or in a
+child driven over a pipe."""
 
 import multiprocessing
 import os
@@ -38,7 +38,9 @@ def layout_of(block_size: int) -> KVLayout:
 
 def empty_pool(block_size: int) -> torch.Tensor:
     """Room for as many tokens, whatever the block size."""
-    return torch.zeros(NUM_BLOCKS * LAYOUT.block_size // block_size, *layout_of(block_size).block_shape)
+    return torch.zeros(
+        NUM_BLOCKS * LAYOUT.block_size // block_size, *layout_of(block_size).block_shape
+    )
 
 
 def pattern(seed: int, block_size: int = LAYOUT.block_size) -> torch.Tensor:
@@ -91,7 +93,11 @@ class Engine:
         raise AssertionError(f"no such event within {timeout_s} s; got {self.events}")
 
     def wait_for(self, *kinds: type, pull_id: int | None = None) -> Any:
-        return self.wait(lambda e: isinstance(e, kinds) and (pull_id is None or getattr(e, "pull_id", None) == pull_id))
+        return self.wait(
+            lambda e: (
+                isinstance(e, kinds) and (pull_id is None or getattr(e, "pull_id", None) == pull_id)
+            )
+        )
 
     def connect(self, meta: KVCacheMeta) -> PeerStatus:
         self.receiver.connect(meta)
@@ -144,11 +150,15 @@ class LocalSource:
         block_size: int = LAYOUT.block_size,
     ) -> None:
         kv_cache = pattern(seed, block_size)
-        self.engine = Engine(engine_id, config, incarnation=incarnation, kv_cache=kv_cache, block_size=block_size)
+        self.engine = Engine(
+            engine_id, config, incarnation=incarnation, kv_cache=kv_cache, block_size=block_size
+        )
         self.meta = self.engine.sender.meta()
         self.block_size = block_size
 
-    def publish(self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None) -> Ticket:
+    def publish(
+        self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None
+    ) -> Ticket:
         """num_tokens: fewer than the blocks hold."""
         num_tokens = num_tokens or len(block_ids) * self.block_size
         return self.engine.sender.publish(request, block_ids, num_tokens, b"content")
@@ -229,7 +239,9 @@ class ProcessSource:
             "seed": self.seed,
             "block_size": self.block_size,
         }
-        self.process = context.Process(target=_child, args=(theirs, os.getpid(), arguments), daemon=True)
+        self.process = context.Process(
+            target=_child, args=(theirs, os.getpid(), arguments), daemon=True
+        )
         self.process.start()
         theirs.close()
         self.meta: KVCacheMeta = self._receive()
@@ -242,7 +254,9 @@ class ProcessSource:
         self._pipe.send((name, values))
         return self._receive()
 
-    def publish(self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None) -> Ticket:
+    def publish(
+        self, request: RequestKey, block_ids: list[int], num_tokens: int | None = None
+    ) -> Ticket:
         return self._call("publish", request, block_ids, num_tokens)
 
     def publish_part(self, request: RequestKey, block_ids: list[int]) -> None:

@@ -1,5 +1,5 @@
-"""Tensor parallel engines for the kvtransfer tests: a small KV cache and a connector a rank, here or in a child
-process."""
+"""Tensor parallel engines for the kvtransfer tests: a small KV cache and a connector a rank, here
+or in a child process."""
 
 import ctypes
 import multiprocessing
@@ -39,10 +39,16 @@ def heads_of(rank: int, degree: int) -> tuple[int, ...]:
 
 
 class Ranks:
-    """A tensor parallel engine whose ranks all live in this process. filled: its pools hold `content`."""
+    """A tensor parallel engine whose ranks all live in this process. filled: its pools hold
+    `content`."""
 
     def __init__(
-        self, engine_id: str, config: TransferConfig, degree: int, filled: bool, block_size: int = BLOCK_SIZE
+        self,
+        engine_id: str,
+        config: TransferConfig,
+        degree: int,
+        filled: bool,
+        block_size: int = BLOCK_SIZE,
     ) -> None:
         self.kv_caches: list[torch.Tensor] = []
         self.block_size = block_size
@@ -50,13 +56,17 @@ class Ranks:
         self.generations = np.arange(100, 100 + num_blocks, dtype=np.int64)
         for rank in range(degree):
             heads = heads_of(rank, degree)
-            layout = KVLayout.uniform(num_layers=2, heads=heads, head_dim=8, block_size=block_size, dtype="float32")
+            layout = KVLayout.uniform(
+                num_layers=2, heads=heads, head_dim=8, block_size=block_size, dtype="float32"
+            )
             whole = content(block_size) if filled else torch.zeros_like(content(block_size))
             kv_cache = whole[:, list(heads)].contiguous()
             self.kv_caches.append(kv_cache)
             if rank == 0:
                 memory = KVCacheMemory(kv_cache, self.generations, layout, "model")
-                self.sender, self.receiver = build_connector(config, memory, engine_id, 1, lambda: None)
+                self.sender, self.receiver = build_connector(
+                    config, memory, engine_id, 1, lambda: None
+                )
                 others = []
                 receivers = []
             else:
@@ -72,7 +82,9 @@ class Ranks:
         return self.sender.meta()
 
     def publish(self, name: str, block_ids: list[int]) -> Ticket:
-        return self.sender.publish(key(name), block_ids, len(block_ids) * self.block_size, b"content")
+        return self.sender.publish(
+            key(name), block_ids, len(block_ids) * self.block_size, b"content"
+        )
 
     def bump(self, block: int) -> None:
         self.generations[block] += 1
@@ -115,7 +127,9 @@ class Elsewhere:
     def __init__(self, degree: int, block_size: int = BLOCK_SIZE) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_child, args=(theirs, os.getpid(), degree, block_size), daemon=True)
+        self._process = context.Process(
+            target=_child, args=(theirs, os.getpid(), degree, block_size), daemon=True
+        )
         self._process.start()
 
     def __getattr__(self, name: str) -> Any:

@@ -1,8 +1,9 @@
-"""Two hosts within this one: network namespaces joined by a link that can be cut, and engines that live in them.
+"""Two hosts within this one: network namespaces joined by a link that can be cut, and engines that
+live in them.
 
-An engine's process also has PID and IPC namespaces of its own, so that UCX finds no way to it but the network. Needs
-root; `available` says why not. `python net_hosts.py SOCKET` is such a process: it makes one object and does as it is
-told.
+An engine's process also has PID and IPC namespaces of its own, so that UCX finds no way to it but
+the network. Needs root; `available` says why not. `python net_hosts.py SOCKET` is such a process:
+it makes one object and does as it is told.
 """
 
 import contextlib
@@ -34,7 +35,9 @@ from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, Ticket
 
 NUM_BLOCKS = 128
-LAYOUT = KVLayout.uniform(num_layers=8, heads=tuple(range(8)), head_dim=64, block_size=16, dtype="float32")
+LAYOUT = KVLayout.uniform(
+    num_layers=8, heads=tuple(range(8)), head_dim=64, block_size=16, dtype="float32"
+)
 POOL_BYTES = NUM_BLOCKS * LAYOUT.block_bytes
 
 
@@ -68,8 +71,25 @@ class Net:
         self.d = f"{self._tag}-d"
         for namespace in (self.p, self.d):
             _run("ip", "netns", "add", namespace)
-        _run("ip", "link", "add", "pdp", "netns", self.p, "type", "veth", "peer", "name", "pdd", "netns", self.d)
-        for namespace, device, address in ((self.p, "pdp", "10.99.0.1/24"), (self.d, "pdd", "10.99.0.2/24")):
+        _run(
+            "ip",
+            "link",
+            "add",
+            "pdp",
+            "netns",
+            self.p,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "pdd",
+            "netns",
+            self.d,
+        )
+        for namespace, device, address in (
+            (self.p, "pdp", "10.99.0.1/24"),
+            (self.d, "pdd", "10.99.0.2/24"),
+        ):
             _run("ip", "-n", namespace, "addr", "add", address, "dev", device)
             for name in ("lo", device):
                 _run("ip", "-n", namespace, "link", "set", name, "up")
@@ -107,7 +127,8 @@ def inside(namespace: str) -> list[str]:
 
 
 WITHOUT_PTRACE = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-"""Command prefix: may not read the memory of processes with more capabilities, as in a container."""
+"""Command prefix: may not read the memory of processes with more capabilities, as in a
+container."""
 
 
 @contextlib.contextmanager
@@ -136,8 +157,12 @@ def own_address() -> str:
 class NetEngine:
     """An engine's memory and connector. seed: of a pool that has contents."""
 
-    def __init__(self, engine_id: str, config: TransferConfig, incarnation: int = 1, seed: int | None = None) -> None:
-        self._pool = torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape) if seed is None else contents(seed)
+    def __init__(
+        self, engine_id: str, config: TransferConfig, incarnation: int = 1, seed: int | None = None
+    ) -> None:
+        self._pool = (
+            torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape) if seed is None else contents(seed)
+        )
         self._events: list[Any] = []
         generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
         memory = KVCacheMemory(self._pool, generations, LAYOUT, "model")
@@ -149,7 +174,9 @@ class NetEngine:
         return self._sender.meta()
 
     def publish(self, name: str, block_ids: list[int]) -> Ticket:
-        return self._sender.publish(key(name), block_ids, len(block_ids) * LAYOUT.block_size, b"content")
+        return self._sender.publish(
+            key(name), block_ids, len(block_ids) * LAYOUT.block_size, b"content"
+        )
 
     def unpinned(self) -> list[Unpinned]:
         return self._sender.poll()
@@ -162,7 +189,8 @@ class NetEngine:
         self._receiver.pull(pull_id, ticket, block_ids, 0, deadline_s)
 
     def event(self, kind: type, timeout_s: float) -> Any:
-        """The next event of a kind; those before it are dropped. None when there is none in time."""
+        """The next event of a kind; those before it are dropped. None when there is none in
+        time."""
         ends = time.monotonic() + timeout_s
         while True:
             self._events += self._receiver.poll()
@@ -185,7 +213,9 @@ class NetEngine:
 
     def num_equal(self, seed: int) -> int:
         """How many blocks hold what those of the same number do in a pool of this seed."""
-        ours, theirs = (pool.view(torch.int32).view(NUM_BLOCKS, -1) for pool in (self._pool, contents(seed)))
+        ours, theirs = (
+            pool.view(torch.int32).view(NUM_BLOCKS, -1) for pool in (self._pool, contents(seed))
+        )
         return int((ours == theirs).all(dim=1).sum())
 
     def digest(self) -> int:
@@ -201,8 +231,8 @@ class NetEngine:
 
 
 class Remote:
-    """A NetEngine in a process of its own; its methods are called over a pipe, `kill` is SIGKILL. prefix: of the
-    process's command."""
+    """A NetEngine in a process of its own; its methods are called over a pipe, `kill` is SIGKILL.
+    prefix: of the process's command."""
 
     def __init__(self, prefix: list[str], *arguments: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-net-")

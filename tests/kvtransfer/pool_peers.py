@@ -1,4 +1,5 @@
-"""Engines for the pool tests: a few blocks, whose rows are a function of tokens and position, with a KVPool."""
+"""Engines for the pool tests: a few blocks, whose rows are a function of tokens and position, with
+a KVPool."""
 
 import itertools
 import json
@@ -21,7 +22,12 @@ from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolEvent, PoolFailed, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
-from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults, local_pool
+from pdserve.kvtransfer.pool.local_backend import (
+    LocalBlockCopier,
+    LocalPoolServer,
+    PoolFaults,
+    local_pool,
+)
 from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 
 SIZE = LAYOUT.block_size
@@ -46,7 +52,8 @@ def prompt(num_tokens: int, *, like: Sequence[int] = ()) -> list[int]:
 
 
 def rows_of(tokens: Sequence[int], block: int) -> torch.Tensor:
-    """What a model would write for the `block`-th block of these tokens: depends on all tokens up to its end."""
+    """What a model would write for the `block`-th block of these tokens: depends on all tokens up
+    to its end."""
     seed = hash(tuple(tokens[: (block + 1) * SIZE]))
     return torch.rand(LAYOUT.block_shape, generator=torch.Generator().manual_seed(seed))
 
@@ -71,10 +78,14 @@ class Engine:
         self.registry = CollectorRegistry()
         self.pool: Any
         if isinstance(server, LocalPoolServer):
-            self.pool = local_pool(server, config, self.memory, self.woken.set, shard=shard, registry=self.registry)
+            self.pool = local_pool(
+                server, config, self.memory, self.woken.set, shard=shard, registry=self.registry
+            )
         else:
             address = server if isinstance(server, str) else server.address
-            self.pool = build_pool(address, config, self.memory, self.woken.set, shard=shard, registry=self.registry)
+            self.pool = build_pool(
+                address, config, self.memory, self.woken.set, shard=shard, registry=self.registry
+            )
         assert isinstance(self.pool, ThreadedKVPool)
         self.op_ids = itertools.count(1)
         self.events: list[PoolEvent] = []
@@ -90,7 +101,11 @@ class Engine:
         patient = self.pool._config
         backend = self.pool._backend
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(self.pool, "_config", patient.model_copy(update={"request_deadline_ms": IMPATIENT_MS}))
+            patch.setattr(
+                self.pool,
+                "_config",
+                patient.model_copy(update={"request_deadline_ms": IMPATIENT_MS}),
+            )
             patch.setattr(backend, "_patience_s", IMPATIENT_MS / 1000, raising=False)
             yield
 
@@ -105,20 +120,32 @@ class Engine:
             self.blocks[block] = rows_of(tokens, index)
 
     def holds(self, tokens: Sequence[int], block_ids: Sequence[int], first: int = 0) -> bool:
-        """Whether the blocks are bit-equal to what was computed for the blocks `first`.. of these tokens."""
-        return all(torch.equal(self.blocks[b].cpu(), rows_of(tokens, i)) for i, b in enumerate(block_ids, first))
+        """Whether the blocks are bit-equal to what was computed for the blocks `first`.. of these
+        tokens."""
+        return all(
+            torch.equal(self.blocks[b].cpu(), rows_of(tokens, i))
+            for i, b in enumerate(block_ids, first)
+        )
 
     def untouched(self, block_ids: Iterable[int]) -> bool:
         return bool((self.blocks[list(block_ids)] == EMPTY).all())
 
     def begin_retrieve(
-        self, tokens: Sequence[int], blocks: Sequence[int], *, skip: int = 0, salt: str = "", deadline_s: float = 300.0
+        self,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        *,
+        skip: int = 0,
+        salt: str = "",
+        deadline_s: float = 300.0,
     ) -> int:
         op_id = next(self.op_ids)
         self.pool.retrieve(op_id, tokens, salt, skip, blocks, deadline_s)
         return op_id
 
-    def begin_store(self, tokens: Sequence[int], blocks: Sequence[int], salt: str = "") -> int | None:
+    def begin_store(
+        self, tokens: Sequence[int], blocks: Sequence[int], salt: str = ""
+    ) -> int | None:
         """None when it was refused."""
         op_id = next(self.op_ids)
         accepted = self.pool.store(op_id, tokens, salt, blocks, unchanged(self.generations, blocks))
@@ -129,7 +156,9 @@ class Engine:
         assert op_id is not None, "refused"
         end = time.monotonic() + timeout_s
         while not self.events:
-            assert self.woken.wait(max(0.0, end - time.monotonic())), f"no event within {timeout_s} s"
+            assert self.woken.wait(max(0.0, end - time.monotonic())), (
+                f"no event within {timeout_s} s"
+            )
             self.woken.clear()
             self.events += self.pool.poll()
         event = self.events.pop(0)
@@ -137,12 +166,14 @@ class Engine:
         return event
 
     def find(self, tokens: Sequence[int], salt: str = "") -> int:
-        """Number of tokens whose rows the pool has. They are retrieved into the last blocks, which are then as
-        before."""
+        """Number of tokens whose rows the pool has. They are retrieved into the last blocks, which
+        are then as before."""
         scratch = range(NUM_BLOCKS - len(tokens) // SIZE, NUM_BLOCKS)
         before = self.blocks[list(scratch)].clone()
         event = self.retrieve(tokens, scratch, salt=salt)
-        assert isinstance(event, PoolDone) or (isinstance(event, PoolFailed) and event.settled), event
+        assert isinstance(event, PoolDone) or (isinstance(event, PoolFailed) and event.settled), (
+            event
+        )
         self.blocks[list(scratch)] = before
         return event.num_tokens if isinstance(event, PoolDone) else 0
 
@@ -181,8 +212,9 @@ def keep_in_another_process(address: str, tokens: list[int], blocks: list[int]) 
 
 
 def left_behind(server: LocalPoolServer | PoolServer) -> dict[str, int]:
-    """What the server still holds for operations that ended: all zero when it is tidy. (A reservation that is not
-    committed is invisible, and free again after lmcache_server.WRITE_TTL_S.)"""
+    """What the server still holds for operations that ended: all zero when it is tidy. (A
+    reservation that is not committed is invisible, and free again after
+    lmcache_server.WRITE_TTL_S.)"""
     if isinstance(server, LocalPoolServer):
         return {"in_use": server.in_use}
     with urllib.request.urlopen(f"http://{server.http_address}/status", timeout=60) as answer:

@@ -1,4 +1,5 @@
-"""The connector's semantics, over both transports: the in-process one and NIXL between two processes."""
+"""The connector's semantics, over both transports: the in-process one and NIXL between two
+processes."""
 
 import itertools
 import time
@@ -40,7 +41,9 @@ def registry(config: TransferConfig) -> CollectorRegistry:
 
 
 @pytest.fixture(scope="module")
-def connected(config: TransferConfig, source: Source, registry: CollectorRegistry) -> Iterator[Engine]:
+def connected(
+    config: TransferConfig, source: Source, registry: CollectorRegistry
+) -> Iterator[Engine]:
     engine = Engine("d", config, registry=registry)
     status = engine.connect(source.meta)
     assert status.connected, status
@@ -71,7 +74,9 @@ def pull(
     return ended
 
 
-def test_self_test_names_a_transport_and_a_bandwidth(sink: Engine, source: Source, config: TransferConfig) -> None:
+def test_self_test_names_a_transport_and_a_bandwidth(
+    sink: Engine, source: Source, config: TransferConfig
+) -> None:
     status = sink.connect(source.meta)
     assert status.connected and status.engine_id == "p" and status.incarnation == 20
     assert status.transport == ("local" if is_local(config) else "cma")
@@ -87,7 +92,9 @@ def test_self_test_names_a_transport_and_a_bandwidth(sink: Engine, source: Sourc
         ([40, 30, 20], [0, 1, 2], 3),
     ],
 )
-def test_pull_is_bit_equal(sink: Engine, source: Source, remote: list[int], local: list[int], descriptors: int) -> None:
+def test_pull_is_bit_equal(
+    sink: Engine, source: Source, remote: list[int], local: list[int], descriptors: int
+) -> None:
     request = request_key()
     done = pull(sink, source.publish(request, remote), local)
     assert isinstance(done, PullDone), done
@@ -134,7 +141,9 @@ def test_ticket_of_another_incarnation_is_refused(sink: Engine, source: Source) 
     request = request_key()
     ticket = source.publish(request, [1])
     failed = pull(sink, msgspec.structs.replace(ticket, incarnation=19), [0])
-    assert isinstance(failed, PullFailed) and failed.reason == "stale-incarnation" and failed.settled
+    assert (
+        isinstance(failed, PullFailed) and failed.reason == "stale-incarnation" and failed.settled
+    )
     source.revoke(request)
 
 
@@ -209,7 +218,9 @@ def test_concurrent_pulls_all_arrive(sink: Engine, source: Source) -> None:
         ids.append(next(_pull_ids))
         sink.receiver.pull(ids[-1], ticket, [3 * index, 3 * index + 1, 3 * index + 2], 0, 300.0)
     ends = [sink.wait_for(PullDone, PullFailed) for _ in ids]  # in any order
-    assert sorted(end.pull_id for end in ends) == ids and all(isinstance(end, PullDone) for end in ends), ends
+    assert sorted(end.pull_id for end in ends) == ids and all(
+        isinstance(end, PullDone) for end in ends
+    ), ends
     expected = torch.stack([pattern(7)[b + 20 * j] for b in range(20) for j in range(3)])
     assert torch.equal(sink.kv_cache[:60], expected)
     seen = 0
@@ -265,7 +276,10 @@ def test_metrics_count_what_moved(
     def value(name: str, **labels: str) -> float:
         return registry.get_sample_value(name, {**label, **labels}) or 0.0
 
-    before = [value("pdserve_kv_transfer_bytes_total"), value("pdserve_kv_transfers_total", outcome="done")]
+    before = [
+        value("pdserve_kv_transfer_bytes_total"),
+        value("pdserve_kv_transfers_total", outcome="done"),
+    ]
     pull(sink, source.publish(request_key(), [1, 2, 9]), [1, 2, 3])
     source.unpinned()
     assert value("pdserve_kv_transfer_bytes_total") == before[0] + 3 * LAYOUT.block_bytes

@@ -1,4 +1,5 @@
-"""Peers that die, freeze and come back; over NIXL with real signals, in process by injected faults."""
+"""Peers that die, freeze and come back; over NIXL with real signals, in process by injected
+faults."""
 
 import threading
 import time
@@ -7,7 +8,16 @@ from collections.abc import Iterator
 import psutil
 import pytest
 import torch
-from kvtransfer.kv_peers import Engine, LocalSource, ProcessSource, Source, expire, key, pattern, until_posted
+from kvtransfer.kv_peers import (
+    Engine,
+    LocalSource,
+    ProcessSource,
+    Source,
+    expire,
+    key,
+    pattern,
+    until_posted,
+)
 from support.local_transfer import LocalTransferConfig, is_local
 from support.waiting import stays
 
@@ -17,7 +27,8 @@ from pdserve.protocol.events import PeerStatus
 
 CONFIGS = {
     "local": LocalTransferConfig(),
-    # Over CMA a frozen peer is read all the same and a pull ends inside the post; over TCP it takes part in every read.
+    # Over CMA a frozen peer is read all the same and a pull ends inside the post; over TCP it takes
+    # part in every read.
     "nixl-tcp": TransferConfig(connector="nixl", ucx_tls="tcp"),
 }
 
@@ -46,7 +57,9 @@ def source(config: TransferConfig, sink: Engine) -> Iterator[Source]:
     source.close()
 
 
-def test_transport_is_the_one_asked_for(sink: Engine, source: Source, config: TransferConfig) -> None:
+def test_transport_is_the_one_asked_for(
+    sink: Engine, source: Source, config: TransferConfig
+) -> None:
     status = sink.connect(source.meta)
     assert status.connected
     assert status.transport == ("local" if is_local(config) else "tcp")
@@ -91,7 +104,9 @@ def test_cancel_of_a_read_in_flight_settles_later(sink: Engine, source: Source) 
     assert sink.receiver.poll() == []  # one failure and one settling, no more
 
 
-def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: Source, config: TransferConfig) -> None:
+def test_killed_peer_is_lost_and_a_new_incarnation_works(
+    sink: Engine, source: Source, config: TransferConfig
+) -> None:
     in_flight = source.publish(key("in flight"), [1, 2])
     later = source.publish(key("later"), [3])
     source.freeze()
@@ -122,7 +137,9 @@ def test_killed_peer_is_lost_and_a_new_incarnation_works(sink: Engine, source: S
         successor.close()
 
 
-def test_peer_that_died_unnoticed_is_lost_at_the_next_pull(sink: Engine, config: TransferConfig) -> None:
+def test_peer_that_died_unnoticed_is_lost_at_the_next_pull(
+    sink: Engine, config: TransferConfig
+) -> None:
     source = make_source(config, 3)
     sink.receiver.connect(source.meta)
     sink.wait(lambda e: isinstance(e, PeerStatus) and e.incarnation == 3 and e.connected)
@@ -157,9 +174,12 @@ def test_close_with_a_read_in_flight_returns_and_keeps_the_memory(config: Transf
         source.close()
 
 
-def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config: TransferConfig) -> None:
-    """Nothing else ends it, and nothing lands after: not when the peer thaws either. (Then UCX 1.21 ends the peer's
-    process: it answers what it finds in a socket that was cut, and takes the error for fatal.)
+def test_severed_read_of_a_frozen_peer_is_lost_and_settles(
+    sink: Engine, config: TransferConfig
+) -> None:
+    """Nothing else ends it, and nothing lands after: not when the peer thaws either. (Then UCX 1.21
+    ends the peer's process: it answers what it finds in a socket that was cut, and takes the error
+    for fatal.)
     """
     source = make_source(config, 6)
     try:
@@ -182,7 +202,8 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(sink: Engine, config:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """Of a whole process, or of this one's connector threads alone: other tests leave threads of Ray's behind."""
+    """Of a whole process, or of this one's connector threads alone: other tests leave threads of
+    Ray's behind."""
     if pid is not None:
         return sum(psutil.Process(pid).cpu_times()[:2])
     ours = {thread.native_id for thread in threading.enumerate() if thread.name.startswith("kv ")}
@@ -191,8 +212,9 @@ def cpu_seconds(pid: int | None) -> float:
 
 @pytest.mark.lengthy
 def test_idle_engines_sleep(config: TransferConfig, sink: Engine) -> None:
-    """Connected, nothing outstanding: our threads wait without a timeout, NIXL's progress thread polls each ms.
-    (Tickets of tests before may be out until their lease ends: a sender listens each ms as long as one is.)
+    """Connected, nothing outstanding: our threads wait without a timeout, NIXL's progress thread
+    polls each ms. (Tickets of tests before may be out until their lease ends: a sender listens each
+    ms as long as one is.)
     """
     source = make_source(config, 7)
     try:

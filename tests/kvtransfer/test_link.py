@@ -32,8 +32,8 @@ def source() -> Iterator[LocalSource]:
 
 @pytest.fixture
 def frozen_generations(source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Call it when nothing is read: the next read ends as ever, and the source freezes when another one follows, which
-    is the read of the generations."""
+    """Call it when nothing is read: the next read ends as ever, and the source freezes when another
+    one follows, which is the read of the generations."""
     post = LocalAgent.post
     posted = list[Any]()
 
@@ -60,7 +60,8 @@ def test_generations_are_read_after_the_data(sink: Engine, source: LocalSource) 
 def test_reuse_while_generations_are_on_their_way_is_caught_or_too_late_to_matter(
     sink: Engine, source: LocalSource, frozen_generations: Callable[[], None]
 ) -> None:
-    """The table is copied at the end of its read: a block reused before that is caught, though its bytes were good."""
+    """The table is copied at the end of its read: a block reused before that is caught, though its
+    bytes were good."""
     assert sink.connect(source.meta).connected
     frozen_generations()
     sink.receiver.pull(1, source.publish(key("a"), [3]), [3], 0, 300.0)
@@ -86,7 +87,9 @@ def test_deadline_while_verifying_is_settled(
     assert sink.receiver.poll() == []
 
 
-def test_pull_cancelled_before_the_self_test_ended_is_settled(sink: Engine, source: LocalSource) -> None:
+def test_pull_cancelled_before_the_self_test_ended_is_settled(
+    sink: Engine, source: LocalSource
+) -> None:
     ticket = source.publish(key("a"), [3])
     source.freeze()
     sink.receiver.connect(source.meta)
@@ -98,7 +101,9 @@ def test_pull_cancelled_before_the_self_test_ended_is_settled(sink: Engine, sour
     assert sink.wait_for(PeerStatus).connected
 
 
-def test_self_test_that_never_ends(sink: Engine, source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_self_test_that_never_ends(
+    sink: Engine, source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(self_test, "PROBE_DEADLINE_S", 0.2)
     ticket = source.publish(key("a"), [3])
     source.freeze()
@@ -132,12 +137,14 @@ def test_new_incarnation_supersedes_the_connected_one(sink: Engine, source: Loca
         until(lambda: {PeerStatus, PullFailed} <= set(map(type, events_of(sink))))
         [status] = [event for event in sink.events if isinstance(event, PeerStatus)]
         assert status.connected and status.incarnation == 2
-        source.thaw()  # not before the old link knows that it is superseded: its read might end well
+        # not before the old link knows that it is superseded: its read might end well
+        source.thaw()
         sink.wait_for(PullSettled, pull_id=1)
         sink.receiver.pull(2, successor.publish(key("b"), [3]), [4], 0, 300.0)
         assert isinstance(sink.wait_for(PullDone, PullFailed, pull_id=2), PullDone)
         sink.receiver.connect(source.meta)
-        stays(lambda: sink.receiver.poll() == [], 0.1)  # neither the old one's end nor its return is news
+        # neither the old one's end nor its return is news
+        stays(lambda: sink.receiver.poll() == [], 0.1)
     finally:
         successor.close()
 

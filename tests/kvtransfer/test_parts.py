@@ -35,9 +35,21 @@ def table(where: str, what: str, config: str) -> list[str]:
     ("config", "memory", "expected"),
     [
         ("cma/memory", "host memory from host", ("DRAM", ("cma",), ("cma/memory",))),
-        ("52% on tcp/lo and 48% on tcp/eth0", "host memory from host", ("DRAM", ("tcp",), ("tcp/eth0", "tcp/lo"))),
-        ("cuda_ipc/cuda", "cuda/GPU0 from cuda/dev[1]", ("VRAM", ("cuda_ipc",), ("cuda_ipc/cuda",))),
-        ("rc_mlx5/mlx5_0:1 50% on path0", "cuda/GPU0 from cuda", ("VRAM", ("rc_mlx5",), ("rc_mlx5/mlx5_0:1",))),
+        (
+            "52% on tcp/lo and 48% on tcp/eth0",
+            "host memory from host",
+            ("DRAM", ("tcp",), ("tcp/eth0", "tcp/lo")),
+        ),
+        (
+            "cuda_ipc/cuda",
+            "cuda/GPU0 from cuda/dev[1]",
+            ("VRAM", ("cuda_ipc",), ("cuda_ipc/cuda",)),
+        ),
+        (
+            "rc_mlx5/mlx5_0:1 50% on path0",
+            "cuda/GPU0 from cuda",
+            ("VRAM", ("rc_mlx5",), ("rc_mlx5/mlx5_0:1",)),
+        ),
     ],
 )
 @pytest.mark.parametrize("where", ["intra-node", "inter-node"])
@@ -46,13 +58,23 @@ def test_read_table_names_the_transport_of_large_reads(
 ) -> None:
     tables, rest = parse_tables(table(where, f"read by ucp_get*(multi) into {memory}", config))
     kind, transports, devices = expected
-    assert tables == [ReadTable(kind, transports, devices, same_host=where == "intra-node")] and rest == []
+    assert (
+        tables == [ReadTable(kind, transports, devices, same_host=where == "intra-node")]
+        and rest == []
+    )
     assert tables[0].lacks_cma == (where == "intra-node" and "tcp" in config)
 
 
 @pytest.mark.parametrize(
     ("tls", "expected"),
-    [("all", True), ("^cma", False), ("tcp", False), ("tcp,cma,self", True), ("^ib", True), ("sm,tcp", True)],
+    [
+        ("all", True),
+        ("^cma", False),
+        ("tcp", False),
+        ("tcp,cma,self", True),
+        ("^ib", True),
+        ("sm,tcp", True),
+    ],
 )
 def test_whether_cma_was_left_to_ucx(tls: str, expected: bool) -> None:
     assert allows_cma(tls) is expected
@@ -78,7 +100,10 @@ def test_tables_of_writes_and_of_the_own_process_do_not_count() -> None:
 
 
 def test_other_lines_are_handed_on() -> None:
-    line = "[1795232293.834565] [vm:5639 :0]   sock.c:355  UCX  ERROR   connect(fd=29) failed: Connection refused"
+    line = (
+        "[1795232293.834565] [vm:5639 :0]   sock.c:355  UCX  ERROR   connect(fd=29) failed: "
+        "Connection refused"
+    )
     assert parse_tables([line]) == ([], [line])
 
 
@@ -97,7 +122,11 @@ def test_letter_survives_the_wire_and_nonsense_does_not() -> None:
 @pytest.mark.parametrize(
     ("pool", "generations", "message"),
     [
-        (torch.zeros(NUM_BLOCKS, 4), np.zeros(NUM_BLOCKS, np.int64), "kv_cache must have the shape"),
+        (
+            torch.zeros(NUM_BLOCKS, 4),
+            np.zeros(NUM_BLOCKS, np.int64),
+            "kv_cache must have the shape",
+        ),
         (
             torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape),
             np.zeros(NUM_BLOCKS, np.int32),

@@ -1,4 +1,5 @@
-"""Pulls that begin before their prompt is computed, over both transports: parts, late and early followers, reuse."""
+"""Pulls that begin before their prompt is computed, over both transports: parts, late and early
+followers, reuse."""
 
 import itertools
 import time
@@ -7,7 +8,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 import zmq
-from kvtransfer.kv_peers import LAYOUT, Engine, LocalSource, ProcessSource, key, pattern, until_posted, until_verified
+from kvtransfer.kv_peers import (
+    LAYOUT,
+    Engine,
+    LocalSource,
+    ProcessSource,
+    key,
+    pattern,
+    until_posted,
+    until_verified,
+)
 from support.local_transfer import LocalTransferConfig, is_local, transfer_config
 from support.waiting import stays, until
 
@@ -31,7 +41,9 @@ def config(request: pytest.FixtureRequest) -> TransferConfig:
 
 @pytest.fixture(scope="module")
 def source(config: TransferConfig) -> Iterator[LocalSource | ProcessSource]:
-    source = (LocalSource if is_local(config) else ProcessSource)("p", config, seed=5, incarnation=3)
+    source = (LocalSource if is_local(config) else ProcessSource)(
+        "p", config, seed=5, incarnation=3
+    )
     yield source
     source.close()
 
@@ -72,7 +84,11 @@ def request_key() -> RequestKey:
 
 
 def follow(
-    sink: Engine, source: LocalSource | ProcessSource, request: RequestKey, local: list[int], skip: int = 0
+    sink: Engine,
+    source: LocalSource | ProcessSource,
+    request: RequestKey,
+    local: list[int],
+    skip: int = 0,
 ) -> int:
     pull_id = next(_pull_ids)
     peer = Source(source.meta.engine_id, source.meta.incarnation, request)
@@ -85,12 +101,16 @@ def arrived(sink: Engine, local: list[int], remote: list[int]) -> None:
     until(lambda: torch.equal(sink.kv_cache[local], pattern(5)[remote]))
 
 
-def complete(sink: Engine, pull_id: int, ticket: Ticket, deadline_s: float = 300.0) -> PullDone | PullFailed:
+def complete(
+    sink: Engine, pull_id: int, ticket: Ticket, deadline_s: float = 300.0
+) -> PullDone | PullFailed:
     sink.receiver.complete(pull_id, ticket, deadline_s)
     return sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
 
 
-def test_parts_arrive_while_the_prompt_is_computed(sink: Engine, source: LocalSource | ProcessSource) -> None:
+def test_parts_arrive_while_the_prompt_is_computed(
+    sink: Engine, source: LocalSource | ProcessSource
+) -> None:
     request = request_key()
     pull_id = follow(sink, source, request, [20, 21, 22, 23])
     for count in (1, 3):
@@ -135,7 +155,9 @@ def test_cached_blocks_are_skipped(sink: Engine, source: LocalSource | ProcessSo
     source.unpinned()
 
 
-def test_who_follows_late_gets_the_newest_part(sink: Engine, source: LocalSource | ProcessSource) -> None:
+def test_who_follows_late_gets_the_newest_part(
+    sink: Engine, source: LocalSource | ProcessSource
+) -> None:
     request = request_key()
     source.publish_part(request, [1])
     source.publish_part(request, [1, 2, 3])
@@ -145,7 +167,9 @@ def test_who_follows_late_gets_the_newest_part(sink: Engine, source: LocalSource
     source.unpinned()
 
 
-def test_who_follows_behind_the_end_gets_everything(sink: Engine, source: LocalSource | ProcessSource) -> None:
+def test_who_follows_behind_the_end_gets_everything(
+    sink: Engine, source: LocalSource | ProcessSource
+) -> None:
     request = request_key()
     ticket = source.publish(request, [1, 2])
     pull_id = follow(sink, source, request, [10, 11])
@@ -154,7 +178,9 @@ def test_who_follows_behind_the_end_gets_everything(sink: Engine, source: LocalS
     source.unpinned()
 
 
-def test_without_any_part_the_ticket_says_all(sink: Engine, source: LocalSource | ProcessSource) -> None:
+def test_without_any_part_the_ticket_says_all(
+    sink: Engine, source: LocalSource | ProcessSource
+) -> None:
     """Every letter of the sender was lost."""
     request = request_key()
     other = request_key()
@@ -164,7 +190,9 @@ def test_without_any_part_the_ticket_says_all(sink: Engine, source: LocalSource 
     source.unpinned()
 
 
-def test_parts_of_other_content_are_not_read(sink: Engine, source: LocalSource | ProcessSource) -> None:
+def test_parts_of_other_content_are_not_read(
+    sink: Engine, source: LocalSource | ProcessSource
+) -> None:
     request = request_key()
     pull_id = next(_pull_ids)
     sink.receiver.follow(pull_id, Source("p", 3, request), b"another prompt", [10, 11], 0, 300.0)
@@ -228,7 +256,9 @@ def test_a_part_reused_before_it_was_read_is_read_again_from_a_newer_one(
     arrived(local_sink, [0, 1, 2], [40, 41, 42])
 
 
-def test_a_part_reused_before_it_was_read_waits_for_a_newer_one(local: LocalSource, local_sink: Engine) -> None:
+def test_a_part_reused_before_it_was_read_waits_for_a_newer_one(
+    local: LocalSource, local_sink: Engine
+) -> None:
     request = request_key()
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.freeze()
@@ -242,7 +272,9 @@ def test_a_part_reused_before_it_was_read_waits_for_a_newer_one(local: LocalSour
     arrived(local_sink, [0, 1, 2], [40, 41, 42])
 
 
-def test_a_complete_ticket_that_is_stale_fails_behind_good_parts(local: LocalSource, local_sink: Engine) -> None:
+def test_a_complete_ticket_that_is_stale_fails_behind_good_parts(
+    local: LocalSource, local_sink: Engine
+) -> None:
     request = request_key()
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.publish_part(request, [30, 31])
@@ -259,8 +291,8 @@ def test_a_complete_ticket_that_is_stale_fails_behind_good_parts(local: LocalSou
 
 
 def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sink: Engine) -> None:
-    """The first piece is stale and could be read again at once, with all behind it; but the second piece's read, of old
-    blocks, is slower than that.
+    """The first piece is stale and could be read again at once, with all behind it; but the second
+    piece's read, of old blocks, is slower than that.
     """
     request = request_key()
     pull_id = follow(local_sink, local, request, [0, 1, 2])
@@ -282,7 +314,9 @@ def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sin
     stays(lambda: torch.equal(local_sink.kv_cache[[0, 1, 2]], wanted), 0.5)
 
 
-def test_a_frozen_peers_part_keeps_its_blocks_and_leaves_the_verified(local: LocalSource, local_sink: Engine) -> None:
+def test_a_frozen_peers_part_keeps_its_blocks_and_leaves_the_verified(
+    local: LocalSource, local_sink: Engine
+) -> None:
     request = request_key()
     pull_id = follow(local_sink, local, request, [0, 1, 2])
     local.publish_part(request, [30])
@@ -351,7 +385,9 @@ def test_a_word_about_a_prompt_that_is_still_computed_ends_nothing(
 BAD_TEXT = b"\x93\x92\xa2\xff\xfe\x01\x93\xa1d\x01\xa1x\x92\xa6follow\x94\xa1r\x01\xa1q\x01"
 
 
-@pytest.mark.parametrize("frame", [b"", b"nonsense", BAD_TEXT], ids=["empty", "nonsense", "not UTF-8"])
+@pytest.mark.parametrize(
+    "frame", [b"", b"nonsense", BAD_TEXT], ids=["empty", "nonsense", "not UTF-8"]
+)
 def test_stray_frames_do_not_end_the_mailbox(frame: bytes) -> None:
     here = Mailbox("here", 1, "127.0.0.1")
     there = Mailbox("there", 1, "127.0.0.1")

@@ -1,4 +1,5 @@
-"""The pool's contract, over the in-process twin and a real LMCache server; then what only one of them can show."""
+"""The pool's contract, over the in-process twin and a real LMCache server; then what only one of
+them can show."""
 
 import multiprocessing
 import os
@@ -32,7 +33,14 @@ from support.waiting import stays, until
 
 from pdserve.background import tasks
 from pdserve.configs.transfer import PoolConfig
-from pdserve.kvtransfer.connector import PoolDone, PoolEvent, PoolFailed, PoolSettled, PoolStored, unchanged
+from pdserve.kvtransfer.connector import (
+    PoolDone,
+    PoolEvent,
+    PoolFailed,
+    PoolSettled,
+    PoolStored,
+    unchanged,
+)
 from pdserve.kvtransfer.pool.breaker import Breaker
 from pdserve.kvtransfer.pool.chunks import Chunks, Shard, runs
 from pdserve.kvtransfer.pool.lmcache_connection import ServerConnection
@@ -225,7 +233,9 @@ def test_stores_hold_no_more_blocks_than_their_cap(engines: tuple[Engine, Engine
     big = prompt(7 * CHUNK)
     small = prompt(CHUNK)
     first = writer.begin_store(big, range(28))
-    assert writer.begin_store(prompt(2 * CHUNK), range(28, 36)) is None, "28 + 8 of 64 blocks is over a half"
+    assert writer.begin_store(prompt(2 * CHUNK), range(28, 36)) is None, (
+        "28 + 8 of 64 blocks is over a half"
+    )
     second = writer.begin_store(small, range(28, 32))
     gate.copies_frozen = False
     assert {type(writer.next_event(op)) for op in (first, second)} == {PoolStored}
@@ -265,7 +275,9 @@ def test_a_store_that_is_cancelled_settles_too(engines: tuple[Engine, Engine]) -
     writer.until_copying(op_id)
     writer.pool.cancel(op_id)
     assert writer.next_event(op_id) == PoolFailed(op_id, "cancelled", "", settled=False)
-    assert writer.begin_store(prompt(CHUNK), range(4)) is None, "the sources still count for the cap"
+    assert writer.begin_store(prompt(CHUNK), range(4)) is None, (
+        "the sources still count for the cap"
+    )
     gate.copies_frozen = False
     assert writer.next_event(op_id) == PoolSettled(op_id)
     assert isinstance(writer.store(prompt(8 * CHUNK), range(32)), PoolStored)
@@ -347,7 +359,8 @@ def twin() -> Iterator[tuple[LocalPoolServer, Engine]]:
 
 
 def open_breaker(engine: Engine, tokens: list[int]) -> None:
-    """Three errors in a row from a server that does not answer an impatient engine; each settles at once."""
+    """Three errors in a row from a server that does not answer an impatient engine; each settles at
+    once."""
     for _ in range(3):
         event = engine.retrieve(tokens, range(40, 44))
         assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("timeout", True)
@@ -368,8 +381,13 @@ def test_the_breaker_opens_probes_and_closes(twin: tuple[LocalPoolServer, Engine
         open_breaker(engine, tokens)
         assert engine.counted("breaker_open") == 1
         event = engine.retrieve(tokens, range(4))
-        assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("breaker-open", True)
-        assert engine.counted("requests_total", operation="retrieve", outcome="breaker-open") == 1, "nobody was asked"
+        assert isinstance(event, PoolFailed) and (event.reason, event.settled) == (
+            "breaker-open",
+            True,
+        )
+        assert (
+            engine.counted("requests_total", operation="retrieve", outcome="breaker-open") == 1
+        ), "nobody was asked"
         assert engine.begin_store(tokens, range(4)) is None
         stays_closed_to_all(engine)
     server.faults.frozen = False
@@ -378,7 +396,9 @@ def test_the_breaker_opens_probes_and_closes(twin: tuple[LocalPoolServer, Engine
     assert engine.find(tokens) == CHUNK
 
 
-def test_an_answer_in_between_keeps_the_breaker_closed(twin: tuple[LocalPoolServer, Engine]) -> None:
+def test_an_answer_in_between_keeps_the_breaker_closed(
+    twin: tuple[LocalPoolServer, Engine],
+) -> None:
     server, engine = twin
     tokens = prompt(CHUNK)
     engine.keep(tokens, range(4))
@@ -407,7 +427,9 @@ def test_wrong_rows_are_taken_for_missing(twin: tuple[LocalPoolServer, Engine]) 
     assert isinstance(engine.retrieve(tokens, range(10, 14)), PoolDone)
 
 
-def test_a_slot_that_changes_under_the_copy_is_noticed(twin: tuple[LocalPoolServer, Engine]) -> None:
+def test_a_slot_that_changes_under_the_copy_is_noticed(
+    twin: tuple[LocalPoolServer, Engine],
+) -> None:
     server, engine = twin
     tokens = prompt(CHUNK)
     engine.keep(tokens, range(4))
@@ -434,7 +456,10 @@ def test_a_slow_and_a_dead_server(twin: tuple[LocalPoolServer, Engine]) -> None:
     op_id = engine.begin_retrieve(tokens, range(4))
     server.die()
     event = engine.next_event(op_id)
-    assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("not-connected", True)
+    assert isinstance(event, PoolFailed) and (event.reason, event.settled) == (
+        "not-connected",
+        True,
+    )
     assert not engine.pool.available
     server.faults.dead = server.faults.frozen = False
     assert engine.find(tokens) == 0
@@ -444,7 +469,8 @@ def test_an_error_of_our_own_is_a_miss(twin: tuple[LocalPoolServer, Engine]) -> 
     server, engine = twin
     tokens = prompt(CHUNK)
     engine.keep(tokens, range(4))
-    server.chunks = {seal: slot[-100:] for seal, slot in server.chunks.items()}  # too short, with its seal
+    # too short, with its seal
+    server.chunks = {seal: slot[-100:] for seal, slot in server.chunks.items()}
     event = engine.retrieve(tokens, range(4))
     assert isinstance(event, PoolFailed) and (event.reason, event.settled) == ("error", True)
     assert isinstance(engine.store(prompt(CHUNK), range(4)), PoolStored), "the lanes live on"
@@ -452,8 +478,9 @@ def test_an_error_of_our_own_is_a_miss(twin: tuple[LocalPoolServer, Engine]) -> 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_order_of_operations_and_faults(seed: int) -> None:
-    """Every operation has one result and, when that was unsettled, one PoolSettled; what arrives is bit-equal; nothing
-    is copied once an operation has settled; blocks whose rows changed during a store are never served."""
+    """Every operation has one result and, when that was unsettled, one PoolSettled; what arrives is
+    bit-equal; nothing is copied once an operation has settled; blocks whose rows changed during a
+    store are never served."""
     dice = random.Random(seed)
     config = CONFIG.model_copy(update={"request_deadline_ms": 30, "breaker_s": 0.05})
     server = LocalPoolServer()
@@ -473,7 +500,9 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
             blocks = [block for _ in range(want) for block in free.pop(dice.randrange(len(free)))]
             if kind == "retrieve":
                 engine.blocks[blocks] = EMPTY
-                op_id: int | None = engine.begin_retrieve(tokens, blocks, deadline_s=dice.choice([0.02, 1.0]))
+                op_id: int | None = engine.begin_retrieve(
+                    tokens, blocks, deadline_s=dice.choice([0.02, 1.0])
+                )
             else:
                 engine.compute(tokens, blocks)
                 op_id = engine.begin_store(tokens, blocks)
@@ -507,9 +536,20 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
     for _ in range(400):
         for free_blocks in free:
             assert engine.untouched(free_blocks)
-        dice.choice([begin, begin, lambda: engine.pool.cancel(dice.choice([*results, 0])), lambda: time.sleep(0.003)])()
+        dice.choice(
+            [
+                begin,
+                begin,
+                lambda: engine.pool.cancel(dice.choice([*results, 0])),
+                lambda: time.sleep(0.003),
+            ]
+        )()
         if dice.random() < 0.1:
-            setattr(server.faults, dice.choice(["frozen", "dead", "wrong", "copies_frozen"]), dice.random() < 0.5)
+            setattr(
+                server.faults,
+                dice.choice(["frozen", "dead", "wrong", "copies_frozen"]),
+                dice.random() < 0.5,
+            )
         poll()
     server.faults.__dict__.update(vars(PoolFaults()))
     until(lambda: poll() and all(results.values()) and not holding)
@@ -536,7 +576,9 @@ def test_two_processes_share_chunks(real: Engine, real_server: PoolServer) -> No
     assert real.holds(tokens, range(20, 28))
 
 
-def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, real_server: PoolServer) -> None:
+def test_a_frozen_server_costs_the_deadline_and_holds_no_block(
+    real: Engine, real_server: PoolServer
+) -> None:
     tokens = prompt(2 * CHUNK)
     unstored = prompt(CHUNK)
     real.keep(tokens, range(8))
@@ -558,7 +600,8 @@ def test_a_frozen_server_costs_the_deadline_and_holds_no_block(real: Engine, rea
 
 
 def test_a_server_frozen_during_the_copies(real: Engine, real_server: PoolServer) -> None:
-    """Its memory stays mapped: rows that were found are still read; what was copied out cannot be committed."""
+    """Its memory stays mapped: rows that were found are still read; what was copied out cannot be
+    committed."""
     tokens = prompt(2 * CHUNK)
     other = prompt(CHUNK)
     real.keep(tokens, range(8))
@@ -597,7 +640,9 @@ def test_a_chunk_without_its_seal_is_not_read(real: Engine) -> None:
     assert real.untouched(range(24, 28))
 
 
-def test_an_uncommitted_reservation_is_not_committed_by_our_leaving(real_server: PoolServer) -> None:
+def test_an_uncommitted_reservation_is_not_committed_by_our_leaving(
+    real_server: PoolServer,
+) -> None:
     tokens = prompt(CHUNK)
     leaver = Engine(real_server)
     stayer = Engine(real_server)
@@ -609,8 +654,12 @@ def test_an_uncommitted_reservation_is_not_committed_by_our_leaving(real_server:
     stayer.close()
 
 
-def test_a_server_that_does_not_fit_is_named(real_server: PoolServer, caplog: pytest.LogCaptureFixture) -> None:
-    engine = Engine(real_server, config=CONFIG.model_copy(update={"chunk_tokens": 2 * CHUNK}), connect=False)
+def test_a_server_that_does_not_fit_is_named(
+    real_server: PoolServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = Engine(
+        real_server, config=CONFIG.model_copy(update={"chunk_tokens": 2 * CHUNK}), connect=False
+    )
     until(lambda: "pool.chunk_tokens" in caplog.text)
     assert f"has chunks of {CHUNK} tokens, pool.chunk_tokens is {2 * CHUNK}" in caplog.text
     assert engine.find(prompt(2 * CHUNK)) == 0
@@ -623,13 +672,16 @@ def test_no_server_is_a_miss_at_once() -> None:
         closed.bind(("127.0.0.1", 0))
         engine = Engine(f"127.0.0.1:{closed.getsockname()[1]}", connect=False)
         assert engine.find(prompt(CHUNK)) == 0
-        assert engine.counted("requests_total", operation="retrieve", outcome="not-connected") == 1, "nobody waited"
+        assert (
+            engine.counted("requests_total", operation="retrieve", outcome="not-connected") == 1
+        ), "nobody waited"
         assert engine.begin_store(prompt(CHUNK), range(4)) is None
         engine.close()
 
 
 def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed during a retrieve and a store; another one starts at its place and finds the chunks on disk."""
+    """Killed during a retrieve and a store; another one starts at its place and finds the chunks on
+    disk."""
     config = CONFIG.model_copy(update={"mode": "start", "disk_folder": str(tmp_path / "tier")})
     servers = [PoolServer(config)]
     try:
@@ -650,7 +702,9 @@ def test_a_killed_server_and_its_successor(tmp_path: Path, monkeypatch: pytest.M
         gate.copies_frozen = False
         ends = {event.op_id: event for event in drain(engine, 2)}
         assert isinstance(ends[reads], PoolDone) and engine.holds(tokens, range(20, 28))
-        assert ends[stores] == PoolFailed(stores, "not-connected", "the pool server is gone", settled=True)
+        assert ends[stores] == PoolFailed(
+            stores, "not-connected", "the pool server is gone", settled=True
+        )
         assert engine.find(tokens) == 0, "well before the deadline"
         servers[0].close()
         servers.append(PoolServer(config.model_copy(update={"address": servers[0].address})))
@@ -684,7 +738,9 @@ def drain(engine: Engine, count: int, timeout_s: float = 60.0) -> list[PoolEvent
     return events
 
 
-def test_late_answers_go_on_being_paid_after_one_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_late_answers_go_on_being_paid_after_one_that_cannot_be(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The thread that watches the connection survives an error, and knows what it knew."""
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.001)
     engine = Engine(LocalPoolServer())
@@ -738,7 +794,9 @@ def test_blocks_of_a_device() -> None:
 
 
 def test_a_server_that_cannot_start_says_why() -> None:
-    with pytest.raises(ValueError, match=r"pool\.l1_gib is 1e\+06, but /dev/shm has .* GiB free: lower it"):
+    with pytest.raises(
+        ValueError, match=r"pool\.l1_gib is 1e\+06, but /dev/shm has .* GiB free: lower it"
+    ):
         PoolServer(PoolConfig(mode="start", l1_gib=1e6))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -747,7 +805,9 @@ def test_a_server_that_cannot_start_says_why() -> None:
         with pytest.raises(ValueError, match=r"cannot be served here .* or another address"):
             PoolServer(PoolConfig(mode="start", address=address, l1_gib=0.1))
     server = PoolServer(PoolConfig(mode="start", l1_gib=0.1, start_deadline_s=0.2))
-    with pytest.raises(RuntimeError, match=r"was not ready after 0\.2 s; pool\.start_deadline_s may be raised"):
+    with pytest.raises(
+        RuntimeError, match=r"was not ready after 0\.2 s; pool\.start_deadline_s may be raised"
+    ):
         server.wait_ready()
     assert not server.alive
     server = PoolServer(PoolConfig(mode="start", l1_gib=0.1))
@@ -760,7 +820,8 @@ def test_a_server_ends_with_its_parent() -> None:
     code = (
         "from pdserve.configs.transfer import PoolConfig\n"
         "from pdserve.kvtransfer.pool.lmcache_server import PoolServer\n"
-        "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1, start_deadline_s=300)); s.wait_ready()\n"
+        "s = PoolServer(PoolConfig(mode='start', l1_gib=0.1, start_deadline_s=300)); "
+        "s.wait_ready()\n"
         "print(s.process.pid, s._memory, flush=True)\n"
         "import time; time.sleep(600)"
     )

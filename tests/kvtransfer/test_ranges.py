@@ -1,4 +1,5 @@
-"""Descriptor arithmetic, also for tensor parallel degrees that differ, checked against copying element by element."""
+"""Descriptor arithmetic, also for tensor parallel degrees that differ, checked against copying
+element by element."""
 
 import numpy as np
 import pytest
@@ -21,14 +22,23 @@ def layout(heads: tuple[int, ...]) -> KVLayout:
 
 
 def rank_pool(heads: tuple[int, ...], address: int = 0) -> RankMemory:
-    return RankMemory(agent_name="p", agent_metadata=b"", address=address, memory="DRAM", device_id=0, heads=heads)
+    return RankMemory(
+        agent_name="p", agent_metadata=b"", address=address, memory="DRAM", device_id=0, heads=heads
+    )
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs", "step", "covered", "filled"),
-    [(16, 16, 1, (3, 5), 5), (64, 16, 4, (12, 20), 1), (16, 64, 1, (0, 2), 20), (32, 128, 1, (0, 2), 20)],
+    [
+        (16, 16, 1, (3, 5), 5),
+        (64, 16, 4, (12, 20), 1),
+        (16, 64, 1, (0, 2), 20),
+        (32, 128, 1, (0, 2), 20),
+    ],
 )
-def test_blocks_of_other_sizes(ours: int, theirs: int, step: int, covered: tuple[int, int], filled: int) -> None:
+def test_blocks_of_other_sizes(
+    ours: int, theirs: int, step: int, covered: tuple[int, int], filled: int
+) -> None:
     """Ours from 3 to before 5 of them; five of theirs."""
     sizes = BlockSizes(ours, theirs)
     assert (sizes.step, sizes.cover(3, 5), sizes.filled(5)) == (step, covered, filled)
@@ -58,8 +68,11 @@ def test_missing_head_is_named() -> None:
 
 @pytest.mark.parametrize("heads", [(0, 1, 2, 3), (1, 2), (3, 0, 1)])
 @pytest.mark.parametrize("ranks", [[(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0,), (3,), (2, 1)]])
-def test_plan_moves_every_head_of_every_block(heads: tuple[int, ...], ranks: list[tuple[int, ...]]) -> None:
-    """Apply the pieces to byte arrays: each destination head must hold exactly that global head of that block."""
+def test_plan_moves_every_head_of_every_block(
+    heads: tuple[int, ...], ranks: list[tuple[int, ...]]
+) -> None:
+    """Apply the pieces to byte arrays: each destination head must hold exactly that global head of
+    that block."""
     ours = layout(heads)
     num_blocks = 5
     head_bytes = ours.head_bytes
@@ -68,7 +81,8 @@ def test_plan_moves_every_head_of_every_block(heads: tuple[int, ...], ranks: lis
         return np.full(head_bytes, 10 * block + head, np.uint8)
 
     pools = [
-        np.concatenate([content(block, head) for block in range(num_blocks) for head in stored]) for stored in ranks
+        np.concatenate([content(block, head) for block in range(num_blocks) for head in stored])
+        for stored in ranks
     ]
     local = np.zeros(num_blocks * ours.block_bytes, np.uint8)
     for span in plan_heads(heads, ranks, head_bytes):
@@ -79,8 +93,12 @@ def test_plan_moves_every_head_of_every_block(heads: tuple[int, ...], ranks: lis
         for block in range(num_blocks):
             source = theirs.address + block * theirs.stride
             target = mine.address + block * mine.stride
-            local[target : target + mine.num_bytes] = pools[span.rank][source : source + theirs.num_bytes]
-    expected = np.concatenate([content(block, head) for block in range(num_blocks) for head in heads])
+            local[target : target + mine.num_bytes] = pools[span.rank][
+                source : source + theirs.num_bytes
+            ]
+    expected = np.concatenate(
+        [content(block, head) for block in range(num_blocks) for head in heads]
+    )
     assert np.array_equal(local, expected)
 
 
@@ -101,7 +119,9 @@ def test_addresses_count_from_the_pool() -> None:
         ([6, 5, 4], [3, 2, 1], 1, 3),
     ],
 )
-def test_neighbours_on_both_sides_merge(local: list[int], remote: list[int], whole: int, parts: int) -> None:
+def test_neighbours_on_both_sides_merge(
+    local: list[int], remote: list[int], whole: int, parts: int
+) -> None:
     local_ids, remote_ids = order_pairs(local, remote)
     assert dict(zip(local_ids, remote_ids, strict=True)) == dict(zip(local, remote, strict=True))
     assert count_descriptors(local_ids, remote_ids, whole_blocks=True) == whole

@@ -1,5 +1,6 @@
-"""Pulls between engines of different tensor parallel degree, over both transports: every rank of D finds the bytes of
-its own KV heads, whichever ranks of P store them; and a rank that fails fails the pull, not the memory.
+"""Pulls between engines of different tensor parallel degree, over both transports: every rank of D
+finds the bytes of its own KV heads, whichever ranks of P store them; and a rank that fails fails
+the pull, not the memory.
 """
 
 import itertools
@@ -31,7 +32,11 @@ def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, 
     from_degree, to_degree, *sizes = request.param
     p_size, d_size = sizes or (BLOCK_SIZE, BLOCK_SIZE)
     near = transport == "local"
-    source: Any = Ranks("p", CONFIG["local"], from_degree, True, p_size) if near else Elsewhere(from_degree, p_size)
+    source: Any = (
+        Ranks("p", CONFIG["local"], from_degree, True, p_size)
+        if near
+        else Elsewhere(from_degree, p_size)
+    )
     sink = Ranks(f"d{next(_names)}", CONFIG[transport], to_degree, False, d_size)
     try:
         sink.receiver.connect(source.meta())
@@ -43,7 +48,9 @@ def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, 
         source.close()
 
 
-@pytest.mark.parametrize("pair", DEGREES, indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
+@pytest.mark.parametrize(
+    "pair", DEGREES, indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}"
+)
 def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
     theirs = [5, 6, 7, 20, 2]
@@ -72,7 +79,9 @@ def test_every_rank_gets_its_heads(pair: tuple[Any, Ranks]) -> None:
         sink.wait(PullSettled)
 
 
-@pytest.mark.parametrize("pair", [(1, 2, 64, 16), (2, 1, 16, 64)], indirect=True, ids=["1to2", "2to1"])
+@pytest.mark.parametrize(
+    "pair", [(1, 2, 64, 16), (2, 1, 16, 64)], indirect=True, ids=["1to2", "2to1"]
+)
 def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]) -> None:
     source, sink = pair
     theirs = [4, 0, 2]
@@ -107,8 +116,12 @@ def faults_of(side: Ranks, rank: int) -> LocalFaults:
 
 
 @pytest.mark.parametrize("transport", ["local"], indirect=True)
-@pytest.mark.parametrize("pair", [(2, 2), (4, 1)], indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}")
-def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(pair: tuple[Ranks, Ranks]) -> None:
+@pytest.mark.parametrize(
+    "pair", [(2, 2), (4, 1)], indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}"
+)
+def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(
+    pair: tuple[Ranks, Ranks],
+) -> None:
     source, sink = pair
     faults = faults_of(source, 1)
     faults.frozen = True
@@ -142,7 +155,8 @@ def test_heads_that_nobody_stores_are_refused() -> None:
     try:
         half = source.meta()
         alone = KVCacheMeta(
-            **{name: getattr(half, name) for name in half.__struct_fields__} | {"ranks": half.ranks[:1]}
+            **{name: getattr(half, name) for name in half.__struct_fields__}
+            | {"ranks": half.ranks[:1]}
         )
         sink.receiver.connect(alone)
         status = sink.wait(PeerStatus)

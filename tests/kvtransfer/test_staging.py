@@ -1,5 +1,5 @@
-"""Pulls between pools of different block sizes, through the staging ring: over both transports what arrives, in process
-what goes wrong. A ring here has eight runs of 64 tokens, a KV cache has 1,024.
+"""Pulls between pools of different block sizes, through the staging ring: over both transports what
+arrives, in process what goes wrong. A ring here has eight runs of 64 tokens, a KV cache has 1,024.
 """
 
 import itertools
@@ -45,7 +45,9 @@ def name() -> RequestKey:
     return key(f"request-{next(_names)}")
 
 
-def pull(sink: Engine, ticket: Ticket, local: list[int], skip: int = 0, deadline_s: float = 300.0) -> Any:
+def pull(
+    sink: Engine, ticket: Ticket, local: list[int], skip: int = 0, deadline_s: float = 300.0
+) -> Any:
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, local, skip, deadline_s)
     return sink.wait_for(PullDone, PullFailed, pull_id=pull_id)
 
@@ -79,11 +81,17 @@ def has_rows(sink: Engine, local: Sequence[int], wanted: torch.Tensor) -> bool:
 # --- over both transports ---
 
 
-@pytest.fixture(scope="module", params=[(kind, *sizes) for kind in ("local", "nixl") for sizes in SIZES[:2]], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[(kind, *sizes) for kind in ("local", "nixl") for sizes in SIZES[:2]],
+    ids=str,
+)
 def joined(request: pytest.FixtureRequest) -> Iterator[tuple[LocalSource | ProcessSource, Engine]]:
     kind, theirs, ours = request.param
     config = transfer_config(kind, lease_s=600.0, staging_bytes=RING_BYTES)
-    made = (LocalSource if kind == "local" else ProcessSource)("joined", config, seed=5, block_size=theirs)
+    made = (LocalSource if kind == "local" else ProcessSource)(
+        "joined", config, seed=5, block_size=theirs
+    )
     engine = Engine(f"d{next(_names)}", config, block_size=ours)
     status = engine.connect(made.meta)
     assert status.connected, status
@@ -94,7 +102,16 @@ def joined(request: pytest.FixtureRequest) -> Iterator[tuple[LocalSource | Proce
 
 @pytest.mark.parametrize(
     ("num_tokens", "skipped", "step"),
-    [(64, 0, 1), (1, 0, 1), (100, 0, 5), (100, 64, 3), (333, 192, 1), (960, 0, 7), (640, 128, 3), (1000, 960, 1)],
+    [
+        (64, 0, 1),
+        (1, 0, 1),
+        (100, 0, 5),
+        (100, 64, 3),
+        (333, 192, 1),
+        (960, 0, 7),
+        (640, 128, 3),
+        (1000, 960, 1),
+    ],
 )
 def test_rows_arrive(joined: tuple[Any, Engine], num_tokens: int, skipped: int, step: int) -> None:
     source, sink = joined
@@ -106,10 +123,15 @@ def test_rows_arrive(joined: tuple[Any, Engine], num_tokens: int, skipped: int, 
     request = name()
     done = pull(sink, source.publish(request, theirs, num_tokens), local[skip:], skip)
     assert isinstance(done, PullDone), done
-    assert has_rows(sink, local[skip:], rows(pattern(5, source.block_size)[theirs])[skip * size : num_tokens])
+    assert has_rows(
+        sink, local[skip:], rows(pattern(5, source.block_size)[theirs])[skip * size : num_tokens]
+    )
     others = [block for block in range(len(sink.kv_cache)) if block not in local[skip:]]
     assert not sink.kv_cache[others].any()
-    assert done.num_bytes == (len(theirs) - skipped // source.block_size) * source.block_size * LAYOUT.token_bytes
+    assert (
+        done.num_bytes
+        == (len(theirs) - skipped // source.block_size) * source.block_size * LAYOUT.token_bytes
+    )
     assert [(e.key, e.outcome) for e in source.unpinned()] == [(request, "done")]
     until(lambda: num_free(sink) == NUM_RUNS)
 
@@ -160,7 +182,10 @@ def test_reused_blocks_are_stale(joined: tuple[Any, Engine]) -> None:
     source.bump(theirs[-1])
     failed = pull(sink, ticket, blocks_for(640, size))
     assert isinstance(failed, PullFailed) and failed.reason == "stale-generation" and failed.settled
-    assert failed.num_verified in range(0, 640 // size) and failed.num_verified * size % RUN_TOKENS == 0
+    assert (
+        failed.num_verified in range(0, 640 // size)
+        and failed.num_verified * size % RUN_TOKENS == 0
+    )
     assert source.unpinned()[0].outcome == "rejected"
     assert isinstance(pull(sink, source.publish(name(), theirs), blocks_for(640, size)), PullDone)
     source.unpinned()
@@ -190,7 +215,8 @@ def sink(sizes: tuple[int, int], source: LocalSource) -> Iterator[Engine]:
 
 
 class SlowRepack:
-    """Repacks end when they are told to, and move their rows only then. running: that wait for it."""
+    """Repacks end when they are told to, and move their rows only then. running: that wait for
+    it."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.running: dict[int, tuple[Any, ...]] = {}
@@ -217,7 +243,9 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> SlowRepack:
     return SlowRepack(monkeypatch)
 
 
-def test_generations_are_read_behind_the_read(sink: Engine, source: LocalSource, sizes: tuple[int, int]) -> None:
+def test_generations_are_read_behind_the_read(
+    sink: Engine, source: LocalSource, sizes: tuple[int, int]
+) -> None:
     source.freeze()
     ticket = source.publish(name(), blocks_for(64, sizes[0]))
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(64, sizes[1]), 0, 300.0)
@@ -272,19 +300,28 @@ def test_a_pull_is_settled_while_it_is_read_but_its_slots_stay_taken(
     source.thaw()
     until(lambda: num_free(sink) == NUM_RUNS)
     assert not sink.kv_cache.any()
-    assert isinstance(pull(sink, source.publish(name(), [0]), blocks_for(sizes[0], sizes[1])), PullDone)
+    assert isinstance(
+        pull(sink, source.publish(name(), [0]), blocks_for(sizes[0], sizes[1])), PullDone
+    )
 
 
-def test_frozen_peers_starve_nobody(sink: Engine, source: LocalSource, sizes: tuple[int, int]) -> None:
+def test_frozen_peers_starve_nobody(
+    sink: Engine, source: LocalSource, sizes: tuple[int, int]
+) -> None:
     """Each holds half of what those before left."""
-    others = [LocalSource(f"q{i}", LOCAL, seed=6 + i, block_size=size) for i, size in enumerate((sizes[0], 32, 64))]
+    others = [
+        LocalSource(f"q{i}", LOCAL, seed=6 + i, block_size=size)
+        for i, size in enumerate((sizes[0], 32, 64))
+    ]
     try:
         for other in others:
             assert sink.connect(other.meta).connected
         for frozen in (source, others[0]):
             frozen.freeze()
             theirs = blocks_for(960, frozen.block_size)
-            sink.receiver.pull(next(_pull_ids), frozen.publish(name(), theirs), blocks_for(960, sizes[1]), 0, 300.0)
+            sink.receiver.pull(
+                next(_pull_ids), frozen.publish(name(), theirs), blocks_for(960, sizes[1]), 0, 300.0
+            )
         until(lambda: num_free(sink) == NUM_RUNS - NUM_RUNS // 2 - NUM_RUNS // 4)
         for living in others[1:]:
             theirs = blocks_for(960, living.block_size, 3)
@@ -320,7 +357,9 @@ def test_many_pulls_from_two_peers_at_once(
     other.close()
 
 
-def test_a_dead_peer_gives_its_slots_back(sink: Engine, source: LocalSource, sizes: tuple[int, int]) -> None:
+def test_a_dead_peer_gives_its_slots_back(
+    sink: Engine, source: LocalSource, sizes: tuple[int, int]
+) -> None:
     source.freeze()
     ticket = source.publish(name(), blocks_for(960, sizes[0]))
     sink.receiver.pull(pull_id := next(_pull_ids), ticket, blocks_for(960, sizes[1]), 0, 300.0)
@@ -417,10 +456,14 @@ def test_verified_blocks_are_counted_as_ours(sink: Engine, source: LocalSource) 
 
 
 @pytest.mark.parametrize("sizes", [(64, 16)], indirect=True)
-def test_verified_blocks_behind_a_prefix_that_ends_in_a_block(sink: Engine, source: LocalSource) -> None:
+def test_verified_blocks_behind_a_prefix_that_ends_in_a_block(
+    sink: Engine, source: LocalSource
+) -> None:
     request = name()
     peer = Source("p", 1, request)
-    sink.receiver.follow(pull_id := next(_pull_ids), peer, b"content", [20, 21, 22, 23, 24, 25], 3, 300.0)
+    sink.receiver.follow(
+        pull_id := next(_pull_ids), peer, b"content", [20, 21, 22, 23, 24, 25], 3, 300.0
+    )
     source.publish_part(request, [7])
     wanted = rows(pattern(5, 64)[[7, 8]])[48:]
     until(lambda: has_rows(sink, [20], wanted[:16]))
@@ -448,9 +491,13 @@ def test_a_read_that_cannot_be_made_takes_no_slots(
 
 
 @pytest.mark.parametrize("sizes", [(16, 64)], indirect=True)
-def test_a_ticket_in_blocks_of_another_size_than_the_pools_is_an_error(sink: Engine, source: LocalSource) -> None:
+def test_a_ticket_in_blocks_of_another_size_than_the_pools_is_an_error(
+    sink: Engine, source: LocalSource
+) -> None:
     ticket = source.engine.sender.publish(name(), [0, 1, 2, 3], 64, b"content")
-    wrong = Ticket(**{field: getattr(ticket, field) for field in ticket.__struct_fields__} | {"block_size": 17})
+    wrong = Ticket(
+        **{field: getattr(ticket, field) for field in ticket.__struct_fields__} | {"block_size": 17}
+    )
     failed = pull(sink, wrong, [0])
     assert failed.reason == "error" and "17 tokens" in failed.detail
 
@@ -459,9 +506,14 @@ def test_a_ticket_in_blocks_of_another_size_than_the_pools_is_an_error(sink: Eng
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_rows_arrive_on_a_device(sizes: tuple[int, int]) -> None:
     """Both pools on one; repacks on streams of their own."""
-    source = Engine(f"p{next(_names)}", LOCAL, kv_cache=pattern(5, sizes[0]).cuda(), block_size=sizes[0])
+    source = Engine(
+        f"p{next(_names)}", LOCAL, kv_cache=pattern(5, sizes[0]).cuda(), block_size=sizes[0]
+    )
     sink = Engine(
-        f"d{next(_names)}", LOCAL, kv_cache=torch.zeros_like(pattern(5, sizes[1])).cuda(), block_size=sizes[1]
+        f"d{next(_names)}",
+        LOCAL,
+        kv_cache=torch.zeros_like(pattern(5, sizes[1])).cuda(),
+        block_size=sizes[1],
     )
     try:
         assert sink.connect(source.sender.meta()).connected
@@ -507,18 +559,23 @@ def test_a_ring_that_is_too_small_is_told(source: LocalSource) -> None:
 
 @pytest.mark.parametrize("sizes", [(16, 64)], indirect=True)
 def test_a_ring_that_memory_lacks_for_is_told(source: LocalSource) -> None:
-    sink = Engine(f"d{next(_names)}", LOCAL.model_copy(update={"staging_bytes": 1 << 50}), block_size=64)
+    sink = Engine(
+        f"d{next(_names)}", LOCAL.model_copy(update={"staging_bytes": 1 << 50}), block_size=64
+    )
     try:
         status = sink.connect(source.meta)
         assert (
-            not status.connected and f"{1 << 50} bytes: the memory lacks; lower transfer.staging_bytes" in status.detail
+            not status.connected
+            and f"{1 << 50} bytes: the memory lacks; lower transfer.staging_bytes" in status.detail
         )
     finally:
         sink.close()
 
 
 @pytest.mark.parametrize("sizes", [(16, 64)], indirect=True)
-def test_a_ring_that_cannot_be_registered_is_told(source: LocalSource, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_that_cannot_be_registered_is_told(
+    source: LocalSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sink = Engine(f"d{next(_names)}", LOCAL, block_size=64)
 
     def refuses(*arguments: object) -> None:
@@ -528,16 +585,25 @@ def test_a_ring_that_cannot_be_registered_is_told(source: LocalSource, monkeypat
         with monkeypatch.context() as patch:
             patch.setattr(LocalAgent, "register", refuses)
             status = sink.connect(source.meta)
-        assert not status.connected and "no staging ring" in status.detail and "no memory left" in status.detail
+        assert (
+            not status.connected
+            and "no staging ring" in status.detail
+            and "no memory left" in status.detail
+        )
         assert sink.connect(source.meta).connected, "there is memory now"
         assert isinstance(pull(sink, source.publish(name(), [0, 1, 2, 3]), [0]), PullDone)
     finally:
         sink.close()
 
 
-@pytest.mark.parametrize(("num_tokens", "expected"), [(0, 0), (1, 1), (100, 64), (127, 64), (128, 128), (700, 640)])
+@pytest.mark.parametrize(
+    ("num_tokens", "expected"), [(0, 0), (1, 1), (100, 64), (127, 64), (128, 128), (700, 640)]
+)
 def test_a_run_holds_whole_blocks_of_any_size(num_tokens: int, expected: int) -> None:
     ring = StagingRing(
-        LocalAgent(f"ring-{next(_names)}"), torch.empty(0), LAYOUT, NUM_RUNS * num_tokens * LAYOUT.token_bytes
+        LocalAgent(f"ring-{next(_names)}"),
+        torch.empty(0),
+        LAYOUT,
+        NUM_RUNS * num_tokens * LAYOUT.token_bytes,
     )
     assert ring.run_tokens == expected

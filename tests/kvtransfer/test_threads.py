@@ -1,4 +1,5 @@
-"""One error in each of the threads that an engine's process has beside its loop: what they do goes on."""
+"""One error in each of the threads that an engine's process has beside its loop: what they do goes
+on."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -38,7 +39,11 @@ def failures() -> Callable[[str], float]:
 
     def total(name: str) -> float:
         [family] = FAILURES.collect()
-        return sum(s.value for s in family.samples if s.labels["thread"] == name and s.name.endswith("_total"))
+        return sum(
+            s.value
+            for s in family.samples
+            if s.labels["thread"] == name and s.name.endswith("_total")
+        )
 
     [family] = FAILURES.collect()
     before = {sample.labels["thread"]: total(sample.labels["thread"]) for sample in family.samples}
@@ -73,7 +78,10 @@ def test_leases_go_on_ending(method: str, failures: Callable[[str], float]) -> N
     for name in "ab":
         engine.sender.publish(key(name), [3], 16, b"content")
     until(lambda: len(ended) == 2, doing=lambda: ended.extend(engine.sender.poll()))
-    assert {(event.key.request_id, event.outcome) for event in ended} == {("a", "expired"), ("b", "expired")}
+    assert {(event.key.request_id, event.outcome) for event in ended} == {
+        ("a", "expired"),
+        ("b", "expired"),
+    }
     assert failures("kv leases") == 1
     engine.close()
 
@@ -114,7 +122,9 @@ def test_a_link_answers_and_connects_again(failures: Callable[[str], float]) -> 
 @pytest.fixture
 def pool() -> Iterator[tuple[LocalPoolServer, PoolEngine]]:
     server = LocalPoolServer()
-    engine = PoolEngine(server, config=CONFIG.model_copy(update={"request_deadline_ms": 100, "breaker_s": 0.05}))
+    engine = PoolEngine(
+        server, config=CONFIG.model_copy(update={"request_deadline_ms": 100, "breaker_s": 0.05})
+    )
     yield server, engine
     server.faults.frozen = False
     engine.close()
@@ -131,7 +141,8 @@ def test_each_lane_of_the_pool_goes_on(
     assert isinstance(engine.store(tokens, range(4)), PoolStored)
     assert engine.find(tokens) == CHUNK
     assert isinstance(engine.retrieve(tokens, range(8, 12)), PoolDone)
-    until(lambda: [failures(f"kv pool {kind}") for kind in engine.pool._lanes] == [1, 1, 1])  # nobody waits for a probe
+    # nobody waits for a probe
+    until(lambda: [failures(f"kv pool {kind}") for kind in engine.pool._lanes] == [1, 1, 1])
 
 
 def test_a_probe_that_fails_in_an_unknown_way_is_followed_by_another(
@@ -148,13 +159,16 @@ def test_a_probe_that_fails_in_an_unknown_way_is_followed_by_another(
     assert failures("kv pool probe") == 1
 
 
-@pytest.mark.parametrize("method", ["_next_alarm", "end", "_wake"], ids=["_next_alarm", "_end", "_wake"])
+@pytest.mark.parametrize(
+    "method", ["_next_alarm", "end", "_wake"], ids=["_next_alarm", "_end", "_wake"]
+)
 def test_deadlines_of_the_pool_go_on(
     method: str, pool: tuple[LocalPoolServer, PoolEngine], failures: Callable[[str], float]
 ) -> None:
     _, engine = pool
     release = threading.Event()
-    engine.pool._lanes["retrieve"].put(release.wait)  # so that the clock alone can end what comes behind
+    # so that the clock alone can end what comes behind
+    engine.pool._lanes["retrieve"].put(release.wait)
     inject(engine.pool if method == "_next_alarm" else engine.pool._operations, method)
     ids = [engine.begin_retrieve(prompt(CHUNK), range(4), deadline_s=0.1) for _ in range(2)]
     ended: list[Any] = []
@@ -189,9 +203,13 @@ def test_a_pool_server_ends_though_its_memory_cannot_be_removed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     done: list[Any] = []
-    process = SimpleNamespace(read=lambda *_: b"", getpid=lambda: 7, kill=lambda *what: done.append(what))
+    process = SimpleNamespace(
+        read=lambda *_: b"", getpid=lambda: 7, kill=lambda *what: done.append(what)
+    )
     monkeypatch.setattr(lmcache_server, "os", process)
-    monkeypatch.setattr(lmcache_server, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0)))
+    monkeypatch.setattr(
+        lmcache_server, "sys", SimpleNamespace(stdin=SimpleNamespace(fileno=lambda: 0))
+    )
     monkeypatch.setattr(lmcache_server, "time", SimpleNamespace(sleep=lambda _: None))
     with pytest.raises(OSError):
         lmcache_server._end_with_parent(tmp_path)  # a folder

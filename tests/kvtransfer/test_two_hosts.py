@@ -1,4 +1,5 @@
-"""KV hand-over between two network namespaces as two hosts: over TCP, through death and a cut link, in bounded time."""
+"""KV hand-over between two network namespaces as two hosts: over TCP, through death and a cut link,
+in bounded time."""
 
 import contextlib
 import os
@@ -27,7 +28,8 @@ from pdserve.protocol.events import PeerStatus
 pytestmark = pytest.mark.processes
 
 RATE_MBIT = 400
-WHOLE_POOL_S = POOL_BYTES * 8 / (RATE_MBIT * 1e6)  # 1.3 s: on a busy machine a link is cut in a few tenths
+# 1.3 s: on a busy machine a link is cut in a few tenths
+WHOLE_POOL_S = POOL_BYTES * 8 / (RATE_MBIT * 1e6)
 CONFIG = TransferConfig(connector="nixl", lease_s=30.0)  # UCX chooses
 ALL = list(range(NUM_BLOCKS))
 PATIENCE_S = 20.0  # a peer whose reads do not end is cut off after SEVER_AFTER_S, 30
@@ -59,8 +61,11 @@ def source(net: Net, sink: Remote) -> Iterator[Remote]:
 
 
 @contextlib.contextmanager
-def begun(net: Net, source: Remote, sink: Remote, pull_id: int, deadline_s: float) -> Iterator[None]:
-    """Within it a pull of the whole KV cache is in its middle, and the link is so slow that it stays there."""
+def begun(
+    net: Net, source: Remote, sink: Remote, pull_id: int, deadline_s: float
+) -> Iterator[None]:
+    """Within it a pull of the whole KV cache is in its middle, and the link is so slow that it
+    stays there."""
     with net.slow():
         sink.clear()
         ticket = source.publish(f"pull {pull_id}", ALL)
@@ -79,18 +84,23 @@ def assert_pulls(source: Remote, sink: Remote, pull_id: int, seed: int) -> PullD
 
 def test_pull_over_tcp_is_bit_equal(source: Remote, sink: Remote) -> None:
     done = assert_pulls(source, sink, 1, seed=1)
-    assert done.transport == "tcp" and done.num_bytes == POOL_BYTES == NUM_BLOCKS * LAYOUT.block_bytes
+    assert (
+        done.transport == "tcp" and done.num_bytes == POOL_BYTES == NUM_BLOCKS * LAYOUT.block_bytes
+    )
     assert done.seconds > 0.8 * WHOLE_POOL_S
     assert [unpinned.outcome for unpinned in source.unpinned()] == ["done"]
 
 
-def test_cut_link_fails_by_deadline_and_settles_when_mended(net: Net, source: Remote, sink: Remote) -> None:
+def test_cut_link_fails_by_deadline_and_settles_when_mended(
+    net: Net, source: Remote, sink: Remote
+) -> None:
     with begun(net, source, sink, 2, deadline_s=2.0):
         net.cut()
         try:
             failed = sink.event(PullFailed, PATIENCE_S)
             assert failed is not None and (failed.reason, failed.settled) == ("deadline", False)
-            assert sink.event(PullSettled, 0.5) is None  # bytes may still be on their way: quarantine holds
+            # bytes may still be on their way: quarantine holds
+            assert sink.event(PullSettled, 0.5) is None
         finally:
             net.mend()
     settled = sink.event(PullSettled, PATIENCE_S)
@@ -100,7 +110,9 @@ def test_cut_link_fails_by_deadline_and_settles_when_mended(net: Net, source: Re
     assert_pulls(source, sink, 3, seed=1)
 
 
-def test_killed_host_is_lost_settles_and_a_successor_works(net: Net, source: Remote, sink: Remote) -> None:
+def test_killed_host_is_lost_settles_and_a_successor_works(
+    net: Net, source: Remote, sink: Remote
+) -> None:
     with begun(net, source, sink, 4, deadline_s=300.0):
         source.kill()
         failed = sink.event(PullFailed, PATIENCE_S)
@@ -121,7 +133,9 @@ def test_killed_host_is_lost_settles_and_a_successor_works(net: Net, source: Rem
 
 
 @pytest.mark.parametrize("silent", [False, True], ids=["while bytes flow", "link cut"])
-def test_severed_read_is_lost_and_not_a_byte_lands_after(net: Net, sink: Remote, silent: bool) -> None:
+def test_severed_read_is_lost_and_not_a_byte_lands_after(
+    net: Net, sink: Remote, silent: bool
+) -> None:
     """The only way to end a read whose peer lives."""
     source = Remote(inside(net.p), "q", CONFIG, 1 + silent, 3)
     try:
@@ -164,7 +178,9 @@ def test_host_that_falls_silent_for_good_is_given_up(net: Net, sink: Remote) -> 
         source.end()
 
 
-@pytest.mark.xfail(strict=True, reason="UCX aborts the source: ucp_request.inl, unexpected error: Endpoint timeout")
+@pytest.mark.xfail(
+    strict=True, reason="UCX aborts the source: ucp_request.inl, unexpected error: Endpoint timeout"
+)
 def test_reader_that_dies_while_its_source_is_frozen_costs_nobody_else(net: Net) -> None:
     """The source thaws with a read in its socket whose reader is gone."""
     source = Remote(inside(net.p), "s", CONFIG, 1, 5)
@@ -185,7 +201,8 @@ def test_reader_that_dies_while_its_source_is_frozen_costs_nobody_else(net: Net)
 
 
 def test_cma_that_is_not_permitted_is_told(capfd: pytest.CaptureFixture[str]) -> None:
-    """One host, as seen from a container: the pair's reads go by TCP, and the log says why they are slow."""
+    """One host, as seen from a container: the pair's reads go by TCP, and the log says why they are
+    slow."""
     if os.geteuid() != 0 or shutil.which("setpriv") is None:
         pytest.skip("needs root and setpriv to take a capability away")
     source = Remote([], "t", CONFIG, 1, 6)

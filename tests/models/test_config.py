@@ -1,4 +1,5 @@
-"""read_spec: facts of real configurations in old and new form, refusals by name, and the fingerprint."""
+"""read_spec: facts of real configurations in old and new form, refusals by name, and the
+fingerprint."""
 
 import json
 import random
@@ -66,7 +67,9 @@ MISTRAL = {
 }
 
 
-def spec_of(folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None) -> ModelSpec:
+def spec_of(
+    folder: Path, config: dict[str, Any], generation: dict[str, Any] | None = None
+) -> ModelSpec:
     (folder / "config.json").write_text(json.dumps(config))
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
@@ -76,7 +79,12 @@ def spec_of(folder: Path, config: dict[str, Any], generation: dict[str, Any] | N
 def test_llama_31_as_published(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, LLAMA_31_8B)
     assert (spec.architecture, spec.family, spec.dtype) == ("LlamaForCausalLM", "llama", "bfloat16")
-    assert (spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (32, 4096, 14336, 128256)
+    assert (spec.num_layers, spec.hidden_size, spec.intermediate_size, spec.vocab_size) == (
+        32,
+        4096,
+        14336,
+        128256,
+    )
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (32, 8, 128)
     assert (spec.max_position, spec.rms_eps, spec.tie_embeddings) == (131072, 1e-5, False)
     assert spec.rope == RopeSpec(
@@ -93,7 +101,12 @@ def test_llama_31_as_published(tmp_path: Path) -> None:
 
 def test_qwen2_as_published(tmp_path: Path) -> None:
     spec = spec_of(tmp_path, QWEN2_05B, {"eos_token_id": [151645, 151643]})
-    assert (spec.qkv_bias, spec.o_bias, spec.qk_norm, spec.tie_embeddings) == (True, False, False, True)
+    assert (spec.qkv_bias, spec.o_bias, spec.qk_norm, spec.tie_embeddings) == (
+        True,
+        False,
+        False,
+        True,
+    )
     assert (spec.num_heads, spec.num_kv_heads, spec.head_dim) == (14, 2, 64)
     assert spec.rope == RopeSpec(theta=1000000.0)
     assert spec.eos_token_ids == (151645, 151643)
@@ -102,12 +115,19 @@ def test_qwen2_as_published(tmp_path: Path) -> None:
 def test_qwen3_head_dim_and_norms(tmp_path: Path) -> None:
     spec = spec_of(
         tmp_path,
-        {**QWEN2_05B, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128},
+        {
+            **QWEN2_05B,
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "head_dim": 128,
+        },
     )
     assert (spec.head_dim, spec.qk_norm, spec.qkv_bias) == (128, True, False)
 
 
-@pytest.mark.parametrize("scaling", [{"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}])
+@pytest.mark.parametrize(
+    "scaling", [{"type": "linear", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}]
+)
 def test_old_and_new_rope_keys_mean_the_same(scaling: dict[str, Any], tmp_path: Path) -> None:
     old = spec_of(tmp_path, {**LLAMA_31_8B, "rope_theta": 5e4, "rope_scaling": scaling})
     new = {key: value for key, value in LLAMA_31_8B.items() if not key.startswith("rope_")}
@@ -118,11 +138,19 @@ def test_old_and_new_rope_keys_mean_the_same(scaling: dict[str, Any], tmp_path: 
 def test_a_length_above_the_models_is_refused_with_its_number(tmp_path: Path) -> None:
     plain = spec_of(tmp_path, LLAMA_31_8B)
     assert (plain.max_len(None), plain.max_len(131072), plain.max_len(7)) == (131072, 131072, 7)
-    with pytest.raises(ValueError, match=r"engine.max_model_len \(131073\) must not .* 131072 \(max_posit") as own:
+    with pytest.raises(
+        ValueError, match=r"engine.max_model_len \(131073\) must not .* 131072 \(max_posit"
+    ) as own:
         plain.max_len(131073)
     assert "stretch" not in str(own.value), "llama3's length is the stretched one"
-    linear = {**LLAMA_31_8B, "max_position_embeddings": 4096, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
-    with pytest.raises(ValueError, match=r"4096 .* scaling by 4 is not in it yet, write the stretched length"):
+    linear = {
+        **LLAMA_31_8B,
+        "max_position_embeddings": 4096,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
+    with pytest.raises(
+        ValueError, match=r"4096 .* scaling by 4 is not in it yet, write the stretched length"
+    ):
         spec_of(tmp_path, linear).max_len(16384)
 
 
@@ -135,7 +163,12 @@ def test_defaults_are_the_family_s(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     spec = read_spec(str(make_tiny(family, tmp_path, eos_token_id=[2, 5])))
-    assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.eos_token_ids) == (3, 64, "float32", (2, 5))
+    assert (spec.num_layers, spec.hidden_size, spec.dtype, spec.eos_token_ids) == (
+        3,
+        64,
+        "float32",
+        (2, 5),
+    )
     assert spec.rope.kind == ("llama3" if family == "llama3" else "default")
 
 
@@ -189,26 +222,53 @@ def test_every_known_architecture_has_a_builder() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({**LLAMA_31_8B, "architectures": ["GPT2LMHeadModel"]}, r"'GPT2LMHeadModel' is not known; known: Llama.*Qwen3"),
+        (
+            {**LLAMA_31_8B, "architectures": ["GPT2LMHeadModel"]},
+            r"'GPT2LMHeadModel' is not known; known: Llama.*Qwen3",
+        ),
         ({"model_type": "bert"}, "'bert' is not known"),
         ({}, "architecture None is not known"),
         ({**MISTRAL, "sliding_window": 4096}, "sliding_window=4096 is not supported yet"),
-        ({key: value for key, value in MISTRAL.items() if key != "sliding_window"}, "sliding_window=4096 is not supp"),
+        (
+            {key: value for key, value in MISTRAL.items() if key != "sliding_window"},
+            "sliding_window=4096 is not supp",
+        ),
         ({**QWEN2_05B, "use_sliding_window": True}, "sliding_window=32768 is not supported yet"),
         (
             {**QWEN2_05B, "layer_types": ["full_attention", "sliding_attention"] * 12},
             "only full_attention is supported",
         ),
-        ({**LLAMA_31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type='yarn' is not supported"),
-        ({**LLAMA_31_8B, "rope_scaling": {"type": "banana", "factor": 4.0}}, "rope_type='banana' is not supported"),
-        ({**LLAMA_31_8B, "rope_scaling": {"rope_type": "linear"}}, "not a valid linear rope: factor is missing"),
-        ({**LLAMA_31_8B, "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+        (
+            {**LLAMA_31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_type='yarn' is not supported",
+        ),
+        (
+            {**LLAMA_31_8B, "rope_scaling": {"type": "banana", "factor": 4.0}},
+            "rope_type='banana' is not supported",
+        ),
+        (
+            {**LLAMA_31_8B, "rope_scaling": {"rope_type": "linear"}},
+            "not a valid linear rope: factor is missing",
+        ),
+        (
+            {**LLAMA_31_8B, "partial_rotary_factor": 0.5},
+            "partial_rotary_factor=0.5 is not supported",
+        ),
         ({**LLAMA_31_8B, "hidden_act": "gelu"}, "hidden_act='gelu' is not supported: only 'silu'"),
-        ({**LLAMA_31_8B, "quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
+        (
+            {**LLAMA_31_8B, "quantization_config": {"quant_method": "awq", "bits": 4}},
+            "quantization_config",
+        ),
         ({**LLAMA_31_8B, "torch_dtype": "float64"}, "dtype='float64' is not supported"),
-        ({**LLAMA_31_8B, "num_key_value_heads": 5}, "num_attention_heads=32 is no multiple of num_key_value_heads=5"),
+        (
+            {**LLAMA_31_8B, "num_key_value_heads": 5},
+            "num_attention_heads=32 is no multiple of num_key_value_heads=5",
+        ),
         ({**LLAMA_31_8B, "head_dim": 127}, "(?s)even rotary dimension|head_dim=127 is odd"),
-        ({**LLAMA_31_8B, "hidden_size": "wide"}, "(?s)not a valid llama configuration.*hidden_size"),
+        (
+            {**LLAMA_31_8B, "hidden_size": "wide"},
+            "(?s)not a valid llama configuration.*hidden_size",
+        ),
     ],
 )
 def test_refused_by_name(config: dict[str, Any], message: str, tmp_path: Path) -> None:
@@ -228,11 +288,16 @@ def test_no_model_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_fingerprint_follows_content_and_not_files(tmp_path: Path) -> None:
     first = read_spec(str(make_tiny("qwen3", tmp_path / "a", seed=1))).fingerprint()
-    resharded = read_spec(str(make_tiny("qwen3", tmp_path / "b", seed=1, max_shard_size="50KB"))).fingerprint()
+    resharded = read_spec(
+        str(make_tiny("qwen3", tmp_path / "b", seed=1, max_shard_size="50KB"))
+    ).fingerprint()
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 2
     assert first == resharded and len(first) == 32
     assert read_spec(str(make_tiny("qwen3", tmp_path / "c", seed=2))).fingerprint() != first
-    assert read_spec(str(make_tiny("qwen3", tmp_path / "d", seed=1, rms_norm_eps=1e-5))).fingerprint() != first
+    assert (
+        read_spec(str(make_tiny("qwen3", tmp_path / "d", seed=1, rms_norm_eps=1e-5))).fingerprint()
+        != first
+    )
 
 
 def test_fingerprint_sees_one_changed_small_tensor(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""load_model: sharded equals unsharded, nothing missing, nothing left over, dummy weights alike everywhere."""
+"""load_model: sharded equals unsharded, nothing missing, nothing left over, dummy weights alike
+everywhere."""
 
 import hashlib
 import json
@@ -22,7 +23,12 @@ CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 
 
-def load(folder: Path, load_format: LoadFormat = "auto", seed: int = 0, dtype: torch.dtype = torch.float32) -> CausalLM:
+def load(
+    folder: Path,
+    load_format: LoadFormat = "auto",
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> CausalLM:
     spec = read_spec(str(folder), load_format, seed)
     return load_model(str(folder), spec, dtype, CPU, ops_for(CPU), load_format, seed)
 
@@ -47,11 +53,15 @@ def test_fused_rows_are_the_checkpoint_s_tensors_in_order(tmp_path: Path) -> Non
     tensors = load_file(folder / "model.safetensors")
     model = load(folder)
     names = [f"model.layers.2.self_attn.{x}_proj.weight" for x in "qkv"]
-    assert torch.equal(model.weights.by_name[names[0]].data, torch.cat([tensors[name] for name in names]))
+    assert torch.equal(
+        model.weights.by_name[names[0]].data, torch.cat([tensors[name] for name in names])
+    )
 
 
 def test_dtype_is_converted(tmp_path: Path) -> None:
-    folder = rewrite(make_tiny("llama2", tmp_path), lambda t: t.update({k: v.bfloat16() for k, v in t.items()}))
+    folder = rewrite(
+        make_tiny("llama2", tmp_path), lambda t: t.update({k: v.bfloat16() for k, v in t.items()})
+    )
     name = "model.norm.weight"
     expected = load_file(folder / "model.safetensors")[name].float()
     assert torch.equal(load(folder).weights.by_name[name].data, expected)
@@ -70,9 +80,18 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     ("change", "message"),
     [
         (lambda t: t.pop("lm_head.weight"), "lacks these tensors: lm_head.weight"),
-        (lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"), r"lacks .*layers\.1\.self_attn\.k_proj\.weight"),
-        (lambda t: t.update({"model.layers.3.x": torch.ones(1)}), r"no place for .*model\.layers\.3\.x"),
-        (lambda t: t.update({"model.norm.weight": torch.ones(65)}), r"model\.norm\.weight has shape \[65\].*\[64\]"),
+        (
+            lambda t: t.pop("model.layers.1.self_attn.k_proj.weight"),
+            r"lacks .*layers\.1\.self_attn\.k_proj\.weight",
+        ),
+        (
+            lambda t: t.update({"model.layers.3.x": torch.ones(1)}),
+            r"no place for .*model\.layers\.3\.x",
+        ),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(65)}),
+            r"model\.norm\.weight has shape \[65\].*\[64\]",
+        ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(64, dtype=torch.int8)}),
             r"model\.norm\.weight is torch\.int8: quantised",
@@ -84,14 +103,18 @@ def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
     ],
     ids=["lm_head", "part-of-fused", "extra", "shape", "int8", "fp8"],
 )
-def test_every_tensor_is_accounted_for(change: Callable[[Tensors], object], message: str, tmp_path: Path) -> None:
+def test_every_tensor_is_accounted_for(
+    change: Callable[[Tensors], object], message: str, tmp_path: Path
+) -> None:
     folder = rewrite(make_tiny("llama2", tmp_path), change)
     with pytest.raises(ValueError, match=message):
         load(folder)
 
 
 def test_a_long_list_is_cut(tmp_path: Path) -> None:
-    folder = rewrite(make_tiny("llama2", tmp_path), lambda t: [t.pop(k) for k in list(t) if "mlp" in k])
+    folder = rewrite(
+        make_tiny("llama2", tmp_path), lambda t: [t.pop(k) for k in list(t) if "mlp" in k]
+    )
     with pytest.raises(ValueError, match=r"lacks these tensors: .* and 1 more$"):
         load(folder)
 
@@ -109,7 +132,9 @@ def test_a_file_cut_short_is_named(tmp_path: Path) -> None:
     content = file.read_bytes()
     for kept in (len(content) - 100, 50, 3):
         file.write_bytes(content[:kept])
-        with pytest.raises(ValueError, match=r"model\.safetensors is (cut short|not a complete safetensors file)"):
+        with pytest.raises(
+            ValueError, match=r"model\.safetensors is (cut short|not a complete safetensors file)"
+        ):
             load(tmp_path)
 
 
@@ -139,7 +164,9 @@ def test_dummy_activations_keep_their_scale(tmp_path: Path) -> None:
     ids = torch.arange(32)
     scales: list[float] = []
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables
+    ) -> torch.Tensor:
         scales.extend(x.std().item() for x in (q, k, v))
         return v
 
@@ -156,7 +183,8 @@ def test_normal_numbers_are_normal_enough() -> None:
 
 
 def test_normal_numbers_depend_on_key_and_index_alone() -> None:
-    """An element equals splitmix64 of its index in Python integers, across two chunks and in bfloat16."""
+    """An element equals splitmix64 of its index in Python integers, across two chunks and in
+    bfloat16."""
     x = torch.empty(CPU_CHUNK + 8, dtype=torch.bfloat16)
     fill_normal(x, 1.0, "7/name")
     for index in (0, 1, CPU_CHUNK - 1, CPU_CHUNK, CPU_CHUNK + 7):

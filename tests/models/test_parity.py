@@ -1,4 +1,5 @@
-"""Our models against transformers, float32: logits of every position, greedy tokens, and mutations that must show."""
+"""Our models against transformers, float32: logits of every position, greedy tokens, and mutations
+that must show."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,9 +54,12 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
 
 def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
-    """Causal attention over one sequence given whole; `window` and `scale` mutate mask and softmax scale."""
+    """Causal attention over one sequence given whole; `window` and `scale` mutate mask and softmax
+    scale."""
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables
+    ) -> torch.Tensor:
         q, k = torch_ops.apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
@@ -70,7 +74,9 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
 
 
 def load(folder: Path, spec: ModelSpec | None = None, ops: Ops | None = None) -> CausalLM:
-    return load_model(str(folder), spec or read_spec(str(folder)), torch.float32, CPU, ops or ops_for(CPU))
+    return load_model(
+        str(folder), spec or read_spec(str(folder)), torch.float32, CPU, ops or ops_for(CPU)
+    )
 
 
 def prompt(num_tokens: int = PROMPT_TOKENS) -> torch.Tensor:
@@ -98,7 +104,9 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_of_every_position_equal_transformers(case: str, folder_of: Callable[[str], Path]) -> None:
+def test_logits_of_every_position_equal_transformers(
+    case: str, folder_of: Callable[[str], Path]
+) -> None:
     logits = our_logits(load(folder_of(case)), prompt())
     assert logits.dtype == torch.float32 and logits.shape == (PROMPT_TOKENS, 256)
     assert gap(logits, reference_logits(folder_of(case))) < TOLERANCE
@@ -112,7 +120,10 @@ def test_greedy_tokens_equal_transformers(case: str, folder_of: Callable[[str], 
         ids = torch.cat([ids, our_logits(model, ids)[-1].argmax().view(1)])
     with torch.inference_mode():
         expected = reference(folder_of(case)).generate(
-            start[None], attention_mask=torch.ones(1, 64, dtype=torch.long), max_new_tokens=64, do_sample=False
+            start[None],
+            attention_mask=torch.ones(1, 64, dtype=torch.long),
+            max_new_tokens=64,
+            do_sample=False,
         )
     assert ids.tolist() == expected[0].tolist()
     assert len(set(ids[64:].tolist())) > 8, "a model that repeats itself proves little"
@@ -137,7 +148,9 @@ def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
     ids = prompt(24)
     order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
 
-    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables) -> torch.Tensor:
+    def attend(
+        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables
+    ) -> torch.Tensor:
         back = order.argsort()
         return dense_attend()(layer, q[back], k[back], v[back], rope)[order]
 
@@ -170,14 +183,19 @@ def test_a_wrong_fact_shows(
     assert gap(our_logits(mutant, prompt()), reference_logits(folder)) > 10 * TOLERANCE
 
 
-@pytest.mark.parametrize("attend", [dense_attend(window=64), dense_attend(scale=1.02)], ids=["mask", "scale"])
+@pytest.mark.parametrize(
+    "attend", [dense_attend(window=64), dense_attend(scale=1.02)], ids=["mask", "scale"]
+)
 def test_a_wrong_attention_shows(attend: Attend, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("mistral")
-    assert gap(our_logits(load(folder), prompt(), attend), reference_logits(folder)) > 10 * TOLERANCE
+    assert (
+        gap(our_logits(load(folder), prompt(), attend), reference_logits(folder)) > 10 * TOLERANCE
+    )
 
 
 class WithoutHeadNorm:
-    """Ops whose rms_norm passes rows of width 32 (Qwen3's heads; hidden rows are 64 wide) through."""
+    """Ops whose rms_norm passes rows of width 32 (Qwen3's heads; hidden rows are 64 wide)
+    through."""
 
     def __init__(self, ops: Ops) -> None:
         self._ops = ops

@@ -17,9 +17,17 @@ LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     ("theirs", "ours"),
     [
         ({"rope_type": "default", "rope_theta": 1e6}, RopeSpec(theta=1e6)),
-        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}, RopeSpec(theta=1e4, kind="linear", factor=3.0)),
         (
-            {"rope_type": "llama3", "rope_theta": 5e5, "original_max_position_embeddings": 8192, **LLAMA31},
+            {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+            RopeSpec(theta=1e4, kind="linear", factor=3.0),
+        ),
+        (
+            {
+                "rope_type": "llama3",
+                "rope_theta": 5e5,
+                "original_max_position_embeddings": 8192,
+                **LLAMA31,
+            },
             RopeSpec(theta=5e5, kind="llama3", original_max_position=8192, **LLAMA31),
         ),
     ],
@@ -29,7 +37,10 @@ def test_tables_equal_transformers(theirs: dict[str, Any], ours: RopeSpec) -> No
     num_positions = 20000
     head_dim = 128
     config = LlamaConfig(
-        hidden_size=256, num_attention_heads=2, max_position_embeddings=num_positions, rope_parameters=theirs
+        hidden_size=256,
+        num_attention_heads=2,
+        max_position_embeddings=num_positions,
+        rope_parameters=theirs,
     )
     positions = torch.arange(num_positions)[None]
     expected_cos, expected_sin = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)

@@ -1,4 +1,5 @@
-"""SamplingParams refuses by name whatever it cannot do, and every message survives its encoded form."""
+"""SamplingParams refuses by name whatever it cannot do, and every message survives its encoded
+form."""
 
 import math
 from typing import Any, cast
@@ -6,7 +7,13 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from pdserve.protocol.codec import PROTOCOL_VERSION, decode_batch, decode_command, decode_routed, encode
+from pdserve.protocol.codec import (
+    PROTOCOL_VERSION,
+    decode_batch,
+    decode_command,
+    decode_routed,
+    encode,
+)
 from pdserve.protocol.commands import (
     Cancel,
     Command,
@@ -47,7 +54,14 @@ from pdserve.protocol.sampling_params import (
 )
 
 INTEGERS = ["n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"]
-NUMBERS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+NUMBERS = [
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+]
 BOOLEANS = ["include_stop_str_in_output", "ignore_eos", "skip_special_tokens"]
 OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}
 NOT_NUMBERS = ["1", True, [1], {}, math.nan, math.inf, -math.inf]
@@ -57,11 +71,36 @@ BAD: list[tuple[str, Any]] = [
     *((name, value) for name in NUMBERS for value in NOT_NUMBERS),
     *((name, value) for name in BOOLEANS for value in [0, 1, "false", None]),
     *((name, None) for name in [*INTEGERS, *NUMBERS] if name not in OPTIONAL),
-    *[("n", 0), ("n", -1), ("n", 1 << 20), ("top_k", -2), ("seed", MAX_SEED + 1), ("seed", -(1 << 63) - 1)],
-    *[("min_tokens", -1), ("max_tokens", 0), ("max_tokens", -5), ("logprobs", -1), ("prompt_logprobs", -1)],
-    *[("temperature", -0.1), ("temperature", 101), ("top_p", 0), ("top_p", 1.01), ("min_p", -0.1), ("min_p", 1.1)],
+    *[
+        ("n", 0),
+        ("n", -1),
+        ("n", 1 << 20),
+        ("top_k", -2),
+        ("seed", MAX_SEED + 1),
+        ("seed", -(1 << 63) - 1),
+    ],
+    *[
+        ("min_tokens", -1),
+        ("max_tokens", 0),
+        ("max_tokens", -5),
+        ("logprobs", -1),
+        ("prompt_logprobs", -1),
+    ],
+    *[
+        ("temperature", -0.1),
+        ("temperature", 101),
+        ("top_p", 0),
+        ("top_p", 1.01),
+        ("min_p", -0.1),
+        ("min_p", 1.1),
+    ],
     *[("repetition_penalty", 0), ("repetition_penalty", -1), ("repetition_penalty", 101)],
-    *[("presence_penalty", 2.1), ("presence_penalty", -2.1), ("frequency_penalty", 3), ("frequency_penalty", -3)],
+    *[
+        ("presence_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("frequency_penalty", 3),
+        ("frequency_penalty", -3),
+    ],
     *[
         ("stop", ""),
         ("stop", ["a", ""]),
@@ -73,7 +112,10 @@ BAD: list[tuple[str, Any]] = [
     ],
     ("stop", {"a": 1}),
     *[("stop_token_ids", value) for value in (3, [-1], [True], ["5"], [1.0], "5", {"5": 1})],
-    *[("logit_bias", value) for value in ([1], "x", {"5": 1.0}, {-1: 1.0}, {5: "1"}, {5: 101}, {5: math.nan})],
+    *[
+        ("logit_bias", value)
+        for value in ([1], "x", {"5": 1.0}, {-1: 1.0}, {5: "1"}, {5: 101}, {5: math.nan})
+    ],
     *[("logit_bias", {True: 1.0}), ("logit_bias", {5: True})],
 ]
 
@@ -88,7 +130,14 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any) -> None:
     "fields",
     [
         {"n": 1, "top_k": -1, "seed": -(1 << 63), "min_tokens": 0, "max_tokens": 1, "logprobs": 0},
-        {"n": 1 << 16, "top_k": 1 << 31, "seed": MAX_SEED, "max_tokens": None, "min_tokens": 5, "prompt_logprobs": 0},
+        {
+            "n": 1 << 16,
+            "top_k": 1 << 31,
+            "seed": MAX_SEED,
+            "max_tokens": None,
+            "min_tokens": 5,
+            "prompt_logprobs": 0,
+        },
         {"temperature": 0, "top_p": 1e-9, "min_p": 0, "repetition_penalty": 1e-9},
         {"temperature": 100, "top_p": 1, "min_p": 1, "repetition_penalty": 100},
         {"presence_penalty": -2, "frequency_penalty": 2, "logit_bias": {0: -100, 5: 100.0}},
@@ -124,7 +173,9 @@ def test_greedy() -> None:
 
 def test_vocabulary() -> None:
     SamplingParams(logit_bias={9: 1.0}, stop_token_ids=[9]).check_vocab(10)
-    with pytest.raises(ValueError, match="logit_bias holds token id 10, but the vocabulary ends at 9"):
+    with pytest.raises(
+        ValueError, match="logit_bias holds token id 10, but the vocabulary ends at 9"
+    ):
         SamplingParams(logit_bias={10: 1.0}).check_vocab(10)
     with pytest.raises(ValueError, match="stop_token_ids holds token id 10"):
         SamplingParams(stop_token_ids=[10]).check_vocab(10)
@@ -222,7 +273,9 @@ COMMANDS: list[Command] = [
         priority=-1,
         cache_salt="s",
     ),
-    Submit(key=KEY, phase="full", prompt_token_ids=(1,), sampling=SamplingParams(), starts=(Start(0),)),
+    Submit(
+        key=KEY, phase="full", prompt_token_ids=(1,), sampling=SamplingParams(), starts=(Start(0),)
+    ),
     Cancel(key=KEY),
     Cancel(key=KEY, choices=(0, 2)),
     ConnectPeer(meta=META),
@@ -232,7 +285,14 @@ COMMANDS: list[Command] = [
     RouterLost(router_id="r", session=1),
     Stop(),
 ]
-PEER = PeerStatus(engine_id="p", incarnation=7, connected=True, transport="cuda_ipc", bytes_per_s=1e11, detail="ok")
+PEER = PeerStatus(
+    engine_id="p",
+    incarnation=7,
+    connected=True,
+    transport="cuda_ipc",
+    bytes_per_s=1e11,
+    detail="ok",
+)
 LOGPROB = TokenLogprob(3, -0.5, 2, ((9, -0.1), (3, -0.5)))
 EVENTS = (
     Hello(
@@ -248,9 +308,13 @@ EVENTS = (
     ),
     Delta("request-1", 3, 1, 0, (5,)),
     Delta("request-1", 3, 1, 4, (5, 6), "stop", 6, (LOGPROB, LOGPROB)),
-    PromptScored(request_id="r", attempt=1, cached_tokens=16, start=4, logprobs=(None, LOGPROB), final=False),
+    PromptScored(
+        request_id="r", attempt=1, cached_tokens=16, start=4, logprobs=(None, LOGPROB), final=False
+    ),
     Handoff(request_id="r", attempt=1, ticket=TICKET),
-    Arrived(request_id="r", attempt=2, source="p2p", num_bytes=1 << 33, num_descriptors=3, seconds=0.5),
+    Arrived(
+        request_id="r", attempt=2, source="p2p", num_bytes=1 << 33, num_descriptors=3, seconds=0.5
+    ),
     Failed(request_id="r", attempt=2, kind="internal", message="full"),
     PEER,
     Snapshot(
@@ -287,20 +351,28 @@ def test_events_survive_their_encoded_form() -> None:
 @pytest.mark.parametrize("count", [None, 1, 15, 16, 70_000])
 def test_a_router_leaves_log_probabilities_as_they_came(count: int | None) -> None:
     entries = None if count is None else (None, *(LOGPROB,) * (count - 1))
-    scored = PromptScored(request_id="r", attempt=1, cached_tokens=16, start=4, logprobs=entries, final=False)
+    scored = PromptScored(
+        request_id="r", attempt=1, cached_tokens=16, start=4, logprobs=entries, final=False
+    )
     batch = EventBatch(worker_id="w", incarnation=1, events=(*EVENTS, scored))
     routed = decode_routed(encode(batch)).events
     others = [event for event in routed if not isinstance(event, PackedScores)]
     assert others == [event for event in batch.events if not isinstance(event, PromptScored)]
     read = routed[-1]
-    assert isinstance(read, PackedScores) and (read.request_id, read.attempt, read.cached_tokens) == ("r", 1, 16)
+    assert isinstance(read, PackedScores) and (
+        read.request_id,
+        read.attempt,
+        read.cached_tokens,
+    ) == ("r", 1, 16)
     assert (read.start, read.final, read.num_tokens) == (4, False, count or 0)
     assert read.num_bytes == (len(msgspec.msgpack.encode(entries)) if entries else 0)
     assert entries is None or read.entries() == entries
 
 
 @pytest.mark.parametrize("decode", [decode_command, decode_batch, decode_routed])
-@pytest.mark.parametrize("data", [b"", b"\xc1", b"hello", b"\x80", b"\x81\xa4type\xa4none", b"\x93\x01\x02\x03"])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xc1", b"hello", b"\x80", b"\x81\xa4type\xa4none", b"\x93\x01\x02\x03"]
+)
 def test_malformed_bytes_raise(decode: Any, data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode(data)
@@ -344,9 +416,17 @@ def test_bad_request_ids(name: str) -> None:
 SIZES: list[tuple[str, Any, Any]] = [
     ("stop", [f"{i:02}" for i in range(MAX_STOPS)], [f"{i:02}" for i in range(MAX_STOPS + 1)]),
     ("stop", ["x" * MAX_STOP_CHARS], ["x" * (MAX_STOP_CHARS + 1)]),
-    ("stop", [c * MAX_STOP_CHARS for c in "abcdefgh"], [c * MAX_STOP_CHARS for c in "abcdefgh"] + ["i"]),
+    (
+        "stop",
+        [c * MAX_STOP_CHARS for c in "abcdefgh"],
+        [c * MAX_STOP_CHARS for c in "abcdefgh"] + ["i"],
+    ),
     ("stop_token_ids", list(range(MAX_STOP_TOKEN_IDS)), list(range(MAX_STOP_TOKEN_IDS + 1))),
-    ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0), dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0)),
+    (
+        "logit_bias",
+        dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0),
+        dict.fromkeys(range(MAX_LOGIT_BIAS + 1), 1.0),
+    ),
 ]
 
 

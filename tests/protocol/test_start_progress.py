@@ -1,4 +1,5 @@
-"""The stages of an engine's start: which a real one passes, what is logged, which deadline each has."""
+"""The stages of an engine's start: which a real one passes, what is logged, which deadline each
+has."""
 
 import logging
 from pathlib import Path
@@ -54,7 +55,13 @@ def test_a_host_registers_its_memory_last(tiny_llama: Path) -> None:
     host = EngineHost(config, "Decode#x", 1, "inproc://start-progress")
     try:
         host.start()
-        assert list(host.progress.seconds) == ["config", "device", "weights", "kv_memory", "registration"]
+        assert list(host.progress.seconds) == [
+            "config",
+            "device",
+            "weights",
+            "kv_memory",
+            "registration",
+        ]
         assert host.progress.now == Progress("connection")
     finally:
         host._close()
@@ -65,19 +72,28 @@ def test_each_stage_has_its_work_and_its_deadline() -> None:
     assert list(WORK) == list(stages)
     assert list(StartConfig.model_fields) == [f"{stage}_s" for stage in stages]
     config = WorkerConfig(
-        start=StartConfig(weights_s=7, pool_s=3), transfer=TransferConfig(pool=PoolConfig(start_deadline_s=100))
+        start=StartConfig(weights_s=7, pool_s=3),
+        transfer=TransferConfig(pool=PoolConfig(start_deadline_s=100)),
     )
     assert (config.start_deadline_s("weights"), config.start_deadline_s("pool")) == (7, 103)
     assert all(config.start_deadline_s(stage) > 0 for stage in stages)
 
 
 def test_progress_is_written_as_people_read_it() -> None:
-    assert str(Progress("weights", 3_100_000_000, 16_000_000_000)) == "loading weights: 3.1 of 16.0 GB (19 %)"
-    assert str(Progress("graphs", 7, 35)) == "compiling kernels and capturing CUDA graphs: 7 of 35 (20 %)"
+    assert (
+        str(Progress("weights", 3_100_000_000, 16_000_000_000))
+        == "loading weights: 3.1 of 16.0 GB (19 %)"
+    )
+    assert (
+        str(Progress("graphs", 7, 35))
+        == "compiling kernels and capturing CUDA graphs: 7 of 35 (20 %)"
+    )
     assert str(Progress("device")) == "waking the device"
 
 
-def test_stages_are_logged_at_once_and_their_progress_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_stages_are_logged_at_once_and_their_progress_now_and_then(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     clock = iter([0.0, 1.0, 2.0, 2.0 + LOG_PERIOD_S, 20.0, 20.0, 21.0, 21.0])
     progress = StartProgress(lambda: next(clock))
     with caplog.at_level(logging.INFO, "pdserve.protocol.start_progress"):

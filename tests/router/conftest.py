@@ -27,7 +27,8 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """The router's time stands still but for what the test makes pass. Fleets need it, too: make(..., now=clock)."""
+    """The router's time stands still but for what the test makes pass. Fleets need it, too:
+    make(..., now=clock)."""
     clock = Clock()
     for module in (app, choose, legs, request_clock, request_run, run_report, service, workers):
         monkeypatch.setattr(module, "time", clock)
@@ -36,8 +37,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
-    """make(num_prefill, num_decode, slo={...}, **RouterConfig fields) -> a running Harness, closed after the test. Its
-    workers are silent only where a test says so: they report when they are told to."""
+    """make(num_prefill, num_decode, slo={...}, **RouterConfig fields) -> a running Harness, closed
+    after the test. Its workers are silent only where a test says so: they report when they are told
+    to."""
     made: list[Harness] = []
 
     def build(
@@ -51,7 +53,16 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
     ) -> Harness:
         router = RouterConfig(**{"split": "always", "worker_silence_s": 600.0, **config})
         promise = SloConfig(**slo or {})
-        harness = Harness(tokenizer, router, num_prefill, num_decode, resume_wait_s, promise, now, sampling_defaults)
+        harness = Harness(
+            tokenizer,
+            router,
+            num_prefill,
+            num_decode,
+            resume_wait_s,
+            promise,
+            now,
+            sampling_defaults,
+        )
         made.append(harness)
         return harness
 

@@ -1,7 +1,8 @@
-"""An in-process worker behind a WorkerLink: deterministic tokens, tickets, cancels, and faults a router must survive.
+"""An in-process worker behind a WorkerLink: deterministic tokens, tickets, cancels, and faults a
+router must survive.
 
-A token depends on prompt, seed, choice, position and all tokens before it, so a wrong forced token changes all
-that follow.
+A token depends on prompt, seed, choice, position and all tokens before it, so a wrong forced token
+changes all that follow.
 """
 
 import asyncio
@@ -14,7 +15,15 @@ from typing import Any
 import msgspec
 
 from pdserve.protocol.codec import PROTOCOL_VERSION, encode
-from pdserve.protocol.commands import Cancel, Command, ConnectPeer, DisconnectPeer, Prepare, SetRole, Submit
+from pdserve.protocol.commands import (
+    Cancel,
+    Command,
+    ConnectPeer,
+    DisconnectPeer,
+    Prepare,
+    SetRole,
+    Submit,
+)
 from pdserve.protocol.events import (
     Arrived,
     CacheState,
@@ -41,14 +50,18 @@ EOS = 2
 FIRST_PLAIN = 3
 
 
-def next_token(prompt: tuple[int, ...], sampling: SamplingParams, choice: int, tokens: list[int]) -> int:
+def next_token(
+    prompt: tuple[int, ...], sampling: SamplingParams, choice: int, tokens: list[int]
+) -> int:
     drawn = zlib.crc32(repr((prompt, sampling.seed, choice, tokens)).encode())
     if drawn % 29 == 0 and not sampling.ignore_eos and len(tokens) >= sampling.min_tokens:
         return EOS
     return FIRST_PLAIN + (drawn >> 8) % (VOCAB - FIRST_PLAIN)
 
 
-def finish_of(sampling: SamplingParams, tokens: list[int]) -> tuple[FinishReason | None, int | None]:
+def finish_of(
+    sampling: SamplingParams, tokens: list[int]
+) -> tuple[FinishReason | None, int | None]:
     if tokens and len(tokens) > sampling.min_tokens:
         if tokens[-1] in sampling.stop_token_ids:
             return "stop", tokens[-1]
@@ -57,7 +70,9 @@ def finish_of(sampling: SamplingParams, tokens: list[int]) -> tuple[FinishReason
     return ("length", None) if len(tokens) == sampling.max_tokens else (None, None)
 
 
-def expected_tokens(prompt: tuple[int, ...], sampling: SamplingParams, choice: int) -> tuple[list[int], str]:
+def expected_tokens(
+    prompt: tuple[int, ...], sampling: SamplingParams, choice: int
+) -> tuple[list[int], str]:
     tokens: list[int] = []
     while True:
         tokens.append(next_token(prompt, sampling, choice, tokens))
@@ -106,7 +121,9 @@ class FakeWorker:
     cut_below = 2e9
     link_rate = 1e9
 
-    def __init__(self, world: World, worker_id: str, role: str, pool: bool = True, incarnation: int = 1) -> None:
+    def __init__(
+        self, world: World, worker_id: str, role: str, pool: bool = True, incarnation: int = 1
+    ) -> None:
         self.worker_id = worker_id
         self.role = role
         self.incarnation = incarnation
@@ -190,7 +207,10 @@ class FakeWorker:
 
     def snapshot(self) -> Snapshot:
         family = MetricFamily(
-            "pdserve_engine_steps", "counter", "Steps.", (Sample("pdserve_engine_steps_total", {"kind": 'a"b'}, 3),)
+            "pdserve_engine_steps",
+            "counter",
+            "Steps.",
+            (Sample("pdserve_engine_steps_total", {"kind": 'a"b'}, 3),),
         )
         return Snapshot(
             role=self.role,
@@ -219,9 +239,21 @@ class FakeWorker:
         finally:
             self._streams.pop((router_id, session), None)
             self._closed.add((router_id, session))
-            self._runs = {k: v for k, v in self._runs.items() if (k.router_id, k.session) != (router_id, session)}
-            self.tickets = {k: v for k, v in self.tickets.items() if (k.router_id, k.session) != (router_id, session)}
-            self.prepared = {k: v for k, v in self.prepared.items() if (k.router_id, k.session) != (router_id, session)}
+            self._runs = {
+                k: v
+                for k, v in self._runs.items()
+                if (k.router_id, k.session) != (router_id, session)
+            }
+            self.tickets = {
+                k: v
+                for k, v in self.tickets.items()
+                if (k.router_id, k.session) != (router_id, session)
+            }
+            self.prepared = {
+                k: v
+                for k, v in self.prepared.items()
+                if (k.router_id, k.session) != (router_id, session)
+            }
 
     def push(self, key: RequestKey | None, events: list[Event]) -> None:
         """One batch to the key's stream, or to all."""
@@ -238,14 +270,18 @@ class FakeWorker:
         """What a worker says once a second."""
         for (router_id, session), queue in self._streams.items():
             keys = [
-                key for key in self._queued & self._runs.keys() if (key.router_id, key.session) == (router_id, session)
+                key
+                for key in self._queued & self._runs.keys()
+                if (key.router_id, key.session) == (router_id, session)
             ]
             waiting = LegsWaiting(legs=tuple((key.request_id, key.attempt) for key in keys))
             if self.alive and not self.mute:
                 queue.put_nowait(self._batch([*([waiting] if keys else []), self.snapshot()]))
 
     def _batch(self, events: list[Event]) -> bytes:
-        return encode(EventBatch(worker_id=self.worker_id, incarnation=self.incarnation, events=tuple(events)))
+        return encode(
+            EventBatch(worker_id=self.worker_id, incarnation=self.incarnation, events=tuple(events))
+        )
 
     async def send(self, command: Command) -> None:
         await asyncio.sleep(self.send_delay(command))
@@ -262,7 +298,9 @@ class FakeWorker:
             self._connect(command)
         elif isinstance(command, DisconnectPeer):
             self.connected.discard((command.engine_id, command.incarnation))
-            told = PeerStatus(engine_id=command.engine_id, incarnation=command.incarnation, connected=False)
+            told = PeerStatus(
+                engine_id=command.engine_id, incarnation=command.incarnation, connected=False
+            )
             self.push(None, [told])
         elif isinstance(command, SetRole):
             self.role = command.role
@@ -277,7 +315,14 @@ class FakeWorker:
         peer = (command.meta.engine_id, command.meta.incarnation)
         if ok:
             self.connected.add(peer)
-        self.push(None, [PeerStatus(engine_id=peer[0], incarnation=peer[1], connected=ok, bytes_per_s=self.link_rate)])
+        self.push(
+            None,
+            [
+                PeerStatus(
+                    engine_id=peer[0], incarnation=peer[1], connected=ok, bytes_per_s=self.link_rate
+                )
+            ],
+        )
 
     def _cancelled(self, command: Cancel) -> None:
         if command.choices is None:
@@ -298,8 +343,13 @@ class FakeWorker:
         if key in self._tombstones or not is_open or any(key == s.key for s in self.submits()):
             return
         assert submit.phase == "decode" and submit.ticket is None and submit.starts
-        assert not any(start.forced for start in submit.starts), "a prompt that was computed already"
-        assert (source.engine_id, source.incarnation) in self.connected and source.key.attempt != key.attempt
+        assert not any(start.forced for start in submit.starts), (
+            "a prompt that was computed already"
+        )
+        assert (
+            source.engine_id,
+            source.incarnation,
+        ) in self.connected and source.key.attempt != key.attempt
         self.prepared[key] = submit.prompt_token_ids
 
     def _submitted(self, submit: Submit) -> None:
@@ -311,14 +361,24 @@ class FakeWorker:
         if submit.phase != "prefill":
             submit = self._clamped(submit)
         assert submit.starts and submit.sampling.seed is not None and not submit.sampling.stop
-        assert all(finish_of(submit.sampling, list(start.forced))[0] is None for start in submit.starts)
+        assert all(
+            finish_of(submit.sampling, list(start.forced))[0] is None for start in submit.starts
+        )
         assert submit.phase != "prefill" or not any(start.forced for start in submit.starts)
         if self.loses(submit):
             return
         kind = self.fail_submit(submit)
         if kind is not None:
             self.push(
-                key, [Failed(request_id=key.request_id, attempt=key.attempt, kind=kind, message=f"{kind} by test")]
+                key,
+                [
+                    Failed(
+                        request_id=key.request_id,
+                        attempt=key.attempt,
+                        kind=kind,
+                        message=f"{kind} by test",
+                    )
+                ],
             )
             return
         self._runs[key] = {start.choice for start in submit.starts}
@@ -327,10 +387,14 @@ class FakeWorker:
     def _clamped(self, submit: Submit) -> Submit:
         """With as many tokens as fit here, as an engine does it."""
         room = self.max_tokens - len(submit.prompt_token_ids)
-        assert all(len(start.forced) < room for start in submit.starts), "sent to a worker that has no room for it"
+        assert all(len(start.forced) < room for start in submit.starts), (
+            "sent to a worker that has no room for it"
+        )
         max_tokens = min(submit.sampling.max_tokens or room, room)
         assert max_tokens >= submit.sampling.min_tokens
-        return msgspec.structs.replace(submit, sampling=msgspec.structs.replace(submit.sampling, max_tokens=max_tokens))
+        return msgspec.structs.replace(
+            submit, sampling=msgspec.structs.replace(submit.sampling, max_tokens=max_tokens)
+        )
 
     async def _run(self, submit: Submit) -> None:
         key = submit.key
@@ -345,7 +409,10 @@ class FakeWorker:
         first = [] if submit.phase == "decode" else [self._scored(submit)]
         begun = sum(map(len, tokens.values()))
         while key in self._runs and self.alive:
-            if self.hangs_at is not None and sum(map(len, tokens.values())) - begun >= self.hangs_at:
+            if (
+                self.hangs_at is not None
+                and sum(map(len, tokens.values())) - begun >= self.hangs_at
+            ):
                 return
             events: list[Event] = [*first, *self._step(submit, tokens)]
             if submit.phase == "prefill":
@@ -371,8 +438,12 @@ class FakeWorker:
             token = next_token(submit.prompt_token_ids, sampling, choice, known)
             known.append(token)
             reason, stop = finish_of(sampling, known)
-            logprobs = None if sampling.logprobs is None else (logprob_of(token, sampling.logprobs),)
-            delta = Delta(key.request_id, key.attempt, choice, position, (token,), reason, stop, logprobs)
+            logprobs = (
+                None if sampling.logprobs is None else (logprob_of(token, sampling.logprobs),)
+            )
+            delta = Delta(
+                key.request_id, key.attempt, choice, position, (token,), reason, stop, logprobs
+            )
             deltas.append(delta)
             if reason is not None:
                 self._runs[key].discard(choice)
@@ -383,9 +454,13 @@ class FakeWorker:
     def _scored(self, submit: Submit) -> PromptScored:
         count = submit.sampling.prompt_logprobs
         prompt = submit.prompt_token_ids
-        logprobs = None if count is None else (None, *(logprob_of(token, count) for token in prompt[1:]))
+        logprobs = (
+            None if count is None else (None, *(logprob_of(token, count) for token in prompt[1:]))
+        )
         key = submit.key
-        return PromptScored(request_id=key.request_id, attempt=key.attempt, cached_tokens=1, logprobs=logprobs)
+        return PromptScored(
+            request_id=key.request_id, attempt=key.attempt, cached_tokens=1, logprobs=logprobs
+        )
 
     def _handoff(self, submit: Submit) -> Handoff:
         assert self.meta is not None
@@ -406,13 +481,29 @@ class FakeWorker:
     def _pull(self, submit: Submit) -> Arrived:
         assert submit.ticket is not None
         sender = next(
-            (w for w in self._world.workers.values() if w.meta and w.meta.engine_id == submit.ticket.engine_id), None
+            (
+                w
+                for w in self._world.workers.values()
+                if w.meta and w.meta.engine_id == submit.ticket.engine_id
+            ),
+            None,
         )
-        found = sender is not None and sender.alive and sender.tickets.get(submit.ticket.key) == submit.prompt_token_ids
+        found = (
+            sender is not None
+            and sender.alive
+            and sender.tickets.get(submit.ticket.key) == submit.prompt_token_ids
+        )
         key = submit.key
         if not found:
-            return Arrived(request_id=key.request_id, attempt=key.attempt, source="recompute", reason="peer-lost")
+            return Arrived(
+                request_id=key.request_id,
+                attempt=key.attempt,
+                source="recompute",
+                reason="peer-lost",
+            )
         assert sender is not None
-        assert (submit.ticket.engine_id, submit.ticket.incarnation) in self.connected, "a pull between strangers"
+        assert (submit.ticket.engine_id, submit.ticket.incarnation) in self.connected, (
+            "a pull between strangers"
+        )
         del sender.tickets[submit.ticket.key]
         return Arrived(request_id=key.request_id, attempt=key.attempt, source="p2p", num_bytes=1)

@@ -40,9 +40,14 @@ class Harness:
         self.tokenizer = tokenizer
         self.world = World()
         self.fleet = Fleet(
-            config.worker_silence_s, drain_s=config.drain_s, attempt_deadline_s=config.attempt_deadline_s, now=now
+            config.worker_silence_s,
+            drain_s=config.drain_s,
+            attempt_deadline_s=config.attempt_deadline_s,
+            now=now,
         )
-        self.service = Service(self.fleet, tokenizer, config, MODEL, wait_s, slo, sampling_defaults=sampling_defaults)
+        self.service = Service(
+            self.fleet, tokenizer, config, MODEL, wait_s, slo, sampling_defaults=sampling_defaults
+        )
         self.service.admission.clock = now
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)
         self.prefills = [FakeWorker(self.world, f"p{i}", "prefill") for i in range(num_prefill)]
@@ -52,12 +57,19 @@ class Harness:
         for worker in [*self.prefills, *self.decodes]:
             self.fleet.join(worker)
         pairs = {(d.worker_id, p.worker_id) for d in self.decodes for p in self.prefills}
-        await until(lambda: pairs <= self.connected_pairs() and len(self.fleet.workers) == len(self.world.workers))
+        await until(
+            lambda: (
+                pairs <= self.connected_pairs()
+                and len(self.fleet.workers) == len(self.world.workers)
+            )
+        )
         return self
 
     def connected_pairs(self) -> set[tuple[str, str]]:
         workers = self.fleet.workers
-        return {(d.worker_id, p.worker_id) for d in workers for p in workers if d.is_connected_to(p)}
+        return {
+            (d.worker_id, p.worker_id) for d in workers for p in workers if d.is_connected_to(p)
+        }
 
     def add(self, worker_id: str, role: str, **options: Any) -> FakeWorker:
         worker = FakeWorker(self.world, worker_id, role, **options)
@@ -70,11 +82,13 @@ class Harness:
 
     def openai(self) -> openai.AsyncOpenAI:
         client: Any = self.http()
-        return openai.AsyncOpenAI(api_key="x", base_url="http://router/v1", http_client=client, max_retries=0)
+        return openai.AsyncOpenAI(
+            api_key="x", base_url="http://router/v1", http_client=client, max_retries=0
+        )
 
     async def pass_time(self, clock: Clock, seconds: float) -> None:
-        """Ticks, before each of which every worker that is not mute says how it is. The fleet was made with this
-        clock."""
+        """Ticks, before each of which every worker that is not mute says how it is. The fleet was
+        made with this clock."""
         for _ in range(int(seconds / TICK_S)):
             clock.seconds += TICK_S
             for worker in self.world.workers.values():
@@ -86,8 +100,11 @@ class Harness:
     async def collect(self, prompt: Any, sampling: SamplingParams) -> list[ChoiceResult]:
         return await asyncio.wait_for(self.service.collect([prompt], sampling), 60)
 
-    def check(self, results: list[ChoiceResult], prompt: tuple[int, ...], sampling: SamplingParams) -> None:
-        """Every choice has exactly the tokens, the text and the end that an undisturbed worker gives it."""
+    def check(
+        self, results: list[ChoiceResult], prompt: tuple[int, ...], sampling: SamplingParams
+    ) -> None:
+        """Every choice has exactly the tokens, the text and the end that an undisturbed worker
+        gives it."""
         assert len(results) == sampling.n
         for result in results:
             tokens, reason = expected_tokens(prompt, sampling, result.index)

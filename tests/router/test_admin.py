@@ -1,5 +1,5 @@
-"""The operator's side of a router: reports, roles while requests run, counts, what is refused, and who may ask by
-HTTP."""
+"""The operator's side of a router: reports, roles while requests run, counts, what is refused, and
+who may ask by HTTP."""
 
 import asyncio
 from collections.abc import Callable, Mapping
@@ -52,7 +52,9 @@ def admin_of(harness: Harness) -> tuple[Admin, FakeCounts]:
 async def refused(work: Any, status: int, *words: str) -> None:
     with pytest.raises(ApiError) as caught:
         await work
-    assert caught.value.status == status and all(word in caught.value.message for word in words), caught.value.message
+    assert caught.value.status == status and all(word in caught.value.message for word in words), (
+        caught.value.message
+    )
 
 
 async def test_a_changed_role_is_chosen_by_and_introduced(make: Make) -> None:
@@ -62,8 +64,14 @@ async def test_a_changed_role_is_chosen_by_and_introduced(make: Make) -> None:
     await until(lambda: ("d0", "d1") in harness.connected_pairs())
     for _ in range(4):
         harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
-    assert len(harness.decodes[1].submits("prefill")) == len(harness.prefills[0].submits("prefill")) == 2
-    assert len(harness.decodes[0].submits("decode")) == 4 and not harness.decodes[1].submits("decode")
+    assert (
+        len(harness.decodes[1].submits("prefill"))
+        == len(harness.prefills[0].submits("prefill"))
+        == 2
+    )
+    assert len(harness.decodes[0].submits("decode")) == 4 and not harness.decodes[1].submits(
+        "decode"
+    )
 
     await admin.set_role("p0", "decode")
     await until(lambda: ("p0", "d1") in harness.connected_pairs())
@@ -81,7 +89,9 @@ async def test_what_runs_ends_as_it_began(make: Make) -> None:
     admin, _ = admin_of(harness)
     for worker in harness.world.workers.values():
         worker.step_s = 0.02
-    tasks = [asyncio.create_task(harness.collect(PROMPT, sampling(max_tokens=30))) for _ in range(4)]
+    tasks = [
+        asyncio.create_task(harness.collect(PROMPT, sampling(max_tokens=30))) for _ in range(4)
+    ]
     await until(lambda: harness.prefills[0].submits())
     await admin.set_role("d0", "prefill")
     await admin.set_role("p0", "both")
@@ -102,7 +112,9 @@ async def test_the_last_decoder_stays_unless_forced(make: Make) -> None:
     changes = await asyncio.gather(
         admin.set_role("p0", "prefill"), admin.set_role("d0", "prefill"), return_exceptions=True
     )
-    assert [isinstance(change, ApiError) for change in changes] == [False, True], "they do not count on each other"
+    assert [isinstance(change, ApiError) for change in changes] == [False, True], (
+        "they do not count on each other"
+    )
     await admin.set_role("d0", "prefill", force=True)
     await refused(harness.collect(PROMPT, sampling()), 503)
 
@@ -197,14 +209,20 @@ async def test_a_role_is_not_taken_from_who_may_be_the_last_after_a_scale(make: 
     await refused(admin.set_role("b", "prefill"), 409, "b", "only worker that can decode")
     await admin.set_role("a", "both")
     await admin.set_role("b", "prefill")
-    await refused(admin.scale({"prefill": 0}), 409, "nobody might be left")  # c may be the one that stops
+    # c may be the one that stops
+    await refused(admin.scale({"prefill": 0}), 409, "nobody might be left")
     counts.broken = ConnectionError("the controller is gone")
     await refused(admin.set_role("c", "prefill"), 503, "controller")
     await admin.set_role("b", "decode")
 
 
 async def call(
-    app: Any, method: str, path: str, client: str = "127.0.0.1", base: str = "127.0.0.1", **more: Any
+    app: Any,
+    method: str,
+    path: str,
+    client: str = "127.0.0.1",
+    base: str = "127.0.0.1",
+    **more: Any,
 ) -> Any:
     transport = httpx.ASGITransport(app=app, client=(client, 5))
     async with httpx.AsyncClient(transport=transport, base_url=f"http://{base}:8000") as http:
@@ -219,7 +237,9 @@ async def test_http_routes_are_for_this_machine(make: Make) -> None:
     admin, counts = admin_of(harness)
     counts.targets["decode"] = 2
     assert (await call(harness.app, "GET", "/admin/workers")).status_code == 404
-    app = build_app(harness.fleet, harness.tokenizer, RouterConfig(), "demo", harness.service, admin)
+    app = build_app(
+        harness.fleet, harness.tokenizer, RouterConfig(), "demo", harness.service, admin
+    )
     answer = await call(app, "GET", "/admin/workers")
     assert answer.status_code == 200
     assert [w["worker"] for w in answer.json()["workers"]] == ["Decode#b", "Decode#c", "Prefill#a"]
@@ -232,19 +252,33 @@ async def test_http_routes_are_for_this_machine(make: Make) -> None:
 
     strangers: list[dict[str, Any]] = [{"client": "10.0.0.3"}, {"base": "evil.example"}]
     for stranger in strangers:
-        for method, path in (("GET", "/admin/workers"), ("POST", "/admin/scale"), ("POST", "/admin/workers/b/role")):
+        for method, path in (
+            ("GET", "/admin/workers"),
+            ("POST", "/admin/scale"),
+            ("POST", "/admin/workers/b/role"),
+        ):
             answer = await call(app, method, path, **stranger, json={})
             assert answer.status_code == 403, (stranger, path)
-    form = await call(app, "POST", "/admin/scale", content=b'{"decode": 4}', headers={"content-type": "text/plain"})
+    form = await call(
+        app,
+        "POST",
+        "/admin/scale",
+        content=b'{"decode": 4}',
+        headers={"content-type": "text/plain"},
+    )
     assert form.status_code == 415
     bad: list[Any] = [{"decode": "x"}, {"decod": 1}, [], {"decode": -1}]
     for body in bad:
         assert (await call(app, "POST", "/admin/scale", json=body)).status_code == 400
-    assert (await call(app, "GET", "/admin/workers", client="::1", base="localhost")).status_code == 200
+    assert (
+        await call(app, "GET", "/admin/workers", client="::1", base="localhost")
+    ).status_code == 200
     assert counts.targets == {"prefill": 1, "decode": 3}
 
 
-async def test_http_routes_ask_for_a_key_where_there_are_keys(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_http_routes_ask_for_a_key_where_there_are_keys(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("KEYS_OF_THE_TEST", "one")
     harness = make(0, 1)
     admin, _ = admin_of(harness)
@@ -253,4 +287,6 @@ async def test_http_routes_ask_for_a_key_where_there_are_keys(make: Make, monkey
     key = {"authorization": "Bearer one"}
     assert (await call(app, "GET", "/admin/workers")).status_code == 401
     assert (await call(app, "GET", "/admin/workers", headers=key)).status_code == 200
-    assert (await call(app, "GET", "/admin/workers", headers=key, client="10.0.0.3")).status_code == 403
+    assert (
+        await call(app, "GET", "/admin/workers", headers=key, client="10.0.0.3")
+    ).status_code == 403

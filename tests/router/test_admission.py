@@ -1,5 +1,5 @@
-"""What a router takes on: refused with 429 before anything is computed, counted by reason, and given back whatever
-happens."""
+"""What a router takes on: refused with 429 before anything is computed, counted by reason, and
+given back whatever happens."""
 
 import asyncio
 import json
@@ -43,7 +43,9 @@ async def test_too_many_prompts_at_once(make: Make, chat: bool) -> None:
     harness = await make(1, 1, max_concurrent_prompts=2).start()
     harness.prefills[0].going.clear()
     http = harness.http()
-    two = asyncio.create_task(http.post("/v1/completions", json=GOOD | {"prompt": [PROMPT, PROMPT]}))
+    two = asyncio.create_task(
+        http.post("/v1/completions", json=GOOD | {"prompt": [PROMPT, PROMPT]})
+    )
     await until(lambda: len(harness.prefills[0].submits()) == 2)
     path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", GOOD)
     answer = await http.post(path, json=body)
@@ -53,7 +55,10 @@ async def test_too_many_prompts_at_once(make: Make, chat: bool) -> None:
         "rate_limit_error",
         "too_many_concurrent_prompts",
     )
-    assert 1 <= int(answer.headers["retry-after"]) <= 60 and "router.max_concurrent_prompts" in error["message"]
+    assert (
+        1 <= int(answer.headers["retry-after"]) <= 60
+        and "router.max_concurrent_prompts" in error["message"]
+    )
     assert len(harness.prefills[0].submits()) == 2, "nothing was computed for it"
     page = (await http.get("/metrics")).text
     assert 'rejections_total{reason="too_many_concurrent_prompts",status="429"} 1.0' in page
@@ -66,7 +71,11 @@ async def test_more_prompts_than_there_ever_will_be(make: Make) -> None:
     harness = await make(0, 1, max_concurrent_prompts=2).start()
     answer = await harness.http().post("/v1/completions", json=GOOD | {"prompt": [PROMPT] * 3})
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["code"]) == (400, "prompt", "too_many_prompts")
+    assert (answer.status_code, error["param"], error["code"]) == (
+        400,
+        "prompt",
+        "too_many_prompts",
+    )
     assert is_free(harness)
 
 
@@ -92,7 +101,9 @@ async def test_too_many_queued_tokens(make: Make) -> None:
     await until(lambda: third.done() or len(decode.submits()) == 3)
     assert not first.done() and not third.done(), "computed prompts do not wait any more"
     decode.going.set()
-    assert {(await task).status_code for task in (first, small, third)} == {200} and is_free(harness)
+    assert {(await task).status_code for task in (first, small, third)} == {200} and is_free(
+        harness
+    )
 
 
 async def test_openais_client_knows_that_it_is_too_much(make: Make) -> None:
@@ -107,11 +118,18 @@ async def test_openais_client_knows_that_it_is_too_much(make: Make) -> None:
         with pytest.raises(openai.RateLimitError) as caught:
             await client.chat.completions.create(**params, stream=stream)
         assert int(caught.value.response.headers["retry-after"]) >= 1
-    again = asyncio.create_task(retrying.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2))
-    refusals = "pdserve_router_rejections_total", {"reason": "too_many_concurrent_prompts", "status": "429"}
+    again = asyncio.create_task(
+        retrying.completions.create(model=MODEL, prompt=PROMPT, max_tokens=2)
+    )
+    refusals = (
+        "pdserve_router_rejections_total",
+        {"reason": "too_many_concurrent_prompts", "status": "429"},
+    )
     await until(lambda: harness.service.metrics.registry.get_sample_value(*refusals) == 3)
     harness.decodes[0].going.set()
-    assert (await again).usage is not None and (await first).usage is not None, "it came again by itself"
+    assert (await again).usage is not None and (await first).usage is not None, (
+        "it came again by itself"
+    )
     assert is_free(harness)
 
 
@@ -129,7 +147,9 @@ async def test_a_burst_does_not_slip_through_while_texts_are_tokenised(make: Mak
     http = harness.http()
     text = "fox " * 2000
     bodies: list[Any] = [("/v1/completions", GOOD | {"prompt": text})] * 6
-    bodies += [("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": text}]})] * 6
+    bodies += [
+        ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": text}]})
+    ] * 6
     answers = await asyncio.gather(*(http.post(path, json=body) for path, body in bodies))
     statuses = sorted(answer.status_code for answer in answers)
     assert set(statuses) == {200, 429} and statuses.count(200) >= 3 and is_free(harness)
@@ -139,9 +159,15 @@ async def test_a_burst_does_not_slip_through_while_texts_are_tokenised(make: Mak
 async def test_places_are_given_back_when_it_fails(make: Make, stream: bool) -> None:
     harness = await make(0, 1, resume_wait_s=0.05).start()
     http = harness.http()
-    bad: list[dict[str, Any]] = [{"prompt": [PROMPT, [403]]}, {"max_tokens": 300}, {"prompt": [PROMPT, [5] * 300]}]
+    bad: list[dict[str, Any]] = [
+        {"prompt": [PROMPT, [403]]},
+        {"max_tokens": 300},
+        {"prompt": [PROMPT, [5] * 300]},
+    ]
     for change in bad:
-        assert (await http.post("/v1/completions", json=GOOD | change | {"stream": stream})).status_code == 400
+        assert (
+            await http.post("/v1/completions", json=GOOD | change | {"stream": stream})
+        ).status_code == 400
         assert is_free(harness)
     for kind in ("invalid", "internal"):
         harness.decodes[0].fail_submit = always(kind)
@@ -150,14 +176,18 @@ async def test_places_are_given_back_when_it_fails(make: Make, stream: bool) -> 
             assert is_free(harness)
     harness.decodes[0].fail_submit = lambda submit: None
     harness.decodes[0].going.clear()
-    task = asyncio.create_task(harness.service.collect([PROMPT, PROMPT], SamplingParams(max_tokens=4)))
+    task = asyncio.create_task(
+        harness.service.collect([PROMPT, PROMPT], SamplingParams(max_tokens=4))
+    )
     await until(lambda: harness.decodes[0].held() == harness.service.admission.num_prompts == 2)
     task.cancel()
     await asyncio.wait([task])
     assert is_free(harness)
 
 
-async def test_places_are_given_back_when_no_response_is_made(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_places_are_given_back_when_no_response_is_made(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = await make(0, 1).start()
 
     def broken(*_: Any) -> Any:
@@ -184,7 +214,9 @@ async def test_limits_name_the_parameter_and_the_cure(
     make: Make, change: dict[str, Any], param: str, says: str
 ) -> None:
     harness = await make(0, 1, max_prompt_tokens=8).start()
-    answer = await harness.http().post("/v1/completions", content=json.dumps(GOOD | {"prompt": [5]} | change))
+    answer = await harness.http().post(
+        "/v1/completions", content=json.dumps(GOOD | {"prompt": [5]} | change)
+    )
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param) and says in error["message"]
     assert not harness.decodes[0].submits() and is_free(harness)
@@ -200,7 +232,9 @@ async def test_what_is_too_long_in_a_chat_is_its_messages(make: Make) -> None:
 async def test_priority_reaches_the_workers(make: Make, priority: Any) -> None:
     harness = await make(1, 1).start()
     for path, body in (("/v1/completions", GOOD), ("/v1/chat/completions", CHAT)):
-        assert (await harness.http().post(path, json=body | {"priority": priority})).status_code == 200
+        assert (
+            await harness.http().post(path, json=body | {"priority": priority})
+        ).status_code == 200
     submits = [*harness.prefills[0].submits(), *harness.decodes[0].submits()]
     assert {submit.priority for submit in submits} == {int(priority or 0)}
 
@@ -210,10 +244,18 @@ async def test_strangers_may_not_overtake_where_a_lowest_priority_is_set(make: M
     for path, body in (("/v1/completions", GOOD), ("/v1/chat/completions", CHAT)):
         answer = await harness.http().post(path, json=body | {"priority": -1})
         error = answer.json()["error"]
-        assert (answer.status_code, error["param"]) == (400, "priority") and "router.min_priority" in error["message"]
+        assert (answer.status_code, error["param"]) == (
+            400,
+            "priority",
+        ) and "router.min_priority" in error["message"]
         for allowed in (None, 0, 3):
-            assert (await harness.http().post(path, json=body | {"priority": allowed})).status_code == 200
-    assert [choice.finish_reason for choice in await harness.service.collect([PROMPT], SHORT, priority=-1)]
+            assert (
+                await harness.http().post(path, json=body | {"priority": allowed})
+            ).status_code == 200
+    assert [
+        choice.finish_reason
+        for choice in await harness.service.collect([PROMPT], SHORT, priority=-1)
+    ]
     document = (await harness.http().get("/openapi.json")).json()
     variants = document["components"]["schemas"]["ChatRequest"]["properties"]["priority"]["anyOf"]
     assert {"minimum": 0, "maximum": 2**31 - 1}.items() <= variants[0].items()
@@ -241,7 +283,9 @@ async def test_an_error_never_repeats_megabytes(make: Make) -> None:
         assert answer.status_code in (400, 404) and len(answer.content) < 5000
 
 
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"metadata":' + b"[" * 5000])
+@pytest.mark.parametrize(
+    "body", [b"[" * 100_000, b'{"a":' * 100_000, b'{"metadata":' + b"[" * 5000]
+)
 async def test_deep_json_is_refused(make: Make, body: bytes) -> None:
     harness = await make(0, 1).start()
     answer = await harness.http().post("/v1/completions", content=body)

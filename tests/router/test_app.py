@@ -29,27 +29,47 @@ def oracle(harness: Harness, prompt: list[int], choice: int = 0, **params: Any) 
 
 async def test_completion_with_openais_client(make: Make) -> None:
     harness = await make(1, 1).start()
-    answer = await harness.openai().completions.create(model=MODEL, prompt=PROMPT, max_tokens=9, seed=5, n=2)
-    assert answer.id.startswith("cmpl-") and answer.object == "text_completion" and answer.model == MODEL
+    answer = await harness.openai().completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=9, seed=5, n=2
+    )
+    assert (
+        answer.id.startswith("cmpl-")
+        and answer.object == "text_completion"
+        and answer.model == MODEL
+    )
     assert [choice.index for choice in answer.choices] == [0, 1]
     for choice in answer.choices:
         assert choice.text == oracle(harness, PROMPT, choice.index, max_tokens=9, seed=5)
     assert answer.usage is not None and answer.usage.prompt_tokens == 20
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert answer.usage.prompt_tokens_details is not None and answer.usage.prompt_tokens_details.cached_tokens == 1
+    assert (
+        answer.usage.prompt_tokens_details is not None
+        and answer.usage.prompt_tokens_details.cached_tokens == 1
+    )
 
 
 async def test_streamed_completion_equals_the_whole_one(make: Make) -> None:
     harness = await make(1, 1).start()
     stream = await harness.openai().completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=9, seed=5, n=2, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        prompt=PROMPT,
+        max_tokens=9,
+        seed=5,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = [chunk async for chunk in stream]
     assert chunks[-1].usage is not None and chunks[-1].choices == [] and chunks[0].usage is None
     for index in (0, 1):
         choices = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
-        assert "".join(choice.text for choice in choices) == oracle(harness, PROMPT, index, max_tokens=9, seed=5)
-        assert [choice.finish_reason for choice in choices if choice.finish_reason] in (["length"], ["stop"])
+        assert "".join(choice.text for choice in choices) == oracle(
+            harness, PROMPT, index, max_tokens=9, seed=5
+        )
+        assert [choice.finish_reason for choice in choices if choice.finish_reason] in (
+            ["length"],
+            ["stop"],
+        )
 
 
 async def test_several_prompts_are_numbered_prompt_by_prompt(make: Make) -> None:
@@ -58,7 +78,11 @@ async def test_several_prompts_are_numbered_prompt_by_prompt(make: Make) -> None
     client = harness.openai()
     params: dict[str, Any] = {"model": MODEL, "prompt": prompts, "max_tokens": 6, "seed": 5, "n": 2}
     answer = await client.completions.create(**params)
-    expected = [oracle(harness, prompt, choice, max_tokens=6, seed=5) for prompt in prompts for choice in (0, 1)]
+    expected = [
+        oracle(harness, prompt, choice, max_tokens=6, seed=5)
+        for prompt in prompts
+        for choice in (0, 1)
+    ]
     assert [choice.text for choice in answer.choices] == expected
     texts = [""] * 6
     async for chunk in await client.completions.create(**params, stream=True):
@@ -82,7 +106,8 @@ async def test_text_prompts_and_special_tokens(make: Make) -> None:
         assert answer.choices[0].model_extra is not None
         assert answer.choices[0].model_extra["prompt_token_ids"] == ids
         assert answer.usage is not None and answer.usage.completion_tokens <= 16
-    long = "word " * 2000  # beyond what is tokenised on the event loop, and too long for the workers
+    # beyond what is tokenised on the event loop, and too long for the workers
+    long = "word " * 2000
     with pytest.raises(openai.BadRequestError) as caught:
         await client.completions.create(model=MODEL, prompt=long)
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
@@ -96,8 +121,12 @@ async def test_completion_logprobs_and_echo(make: Make) -> None:
     tokens, _ = expected_tokens(tuple(PROMPT), SamplingParams(max_tokens=4, seed=5), 0)
     choice = answer.choices[0]
     text = harness.tokenizer.token_text
-    assert choice.text == harness.tokenizer.decode(PROMPT) + oracle(harness, PROMPT, max_tokens=4, seed=5)
-    assert choice.logprobs is not None and choice.logprobs.tokens == [text(token) for token in [*PROMPT, *tokens]]
+    assert choice.text == harness.tokenizer.decode(PROMPT) + oracle(
+        harness, PROMPT, max_tokens=4, seed=5
+    )
+    assert choice.logprobs is not None and choice.logprobs.tokens == [
+        text(token) for token in [*PROMPT, *tokens]
+    ]
     assert choice.logprobs.token_logprobs == [None] + [-0.5] * 23
     assert choice.logprobs.text_offset is not None and choice.logprobs.top_logprobs is not None
     assert choice.logprobs.text_offset[3] == sum(len(text(token)) for token in PROMPT[:3])
@@ -107,9 +136,18 @@ async def test_completion_logprobs_and_echo(make: Make) -> None:
 
 async def test_streamed_logprobs_and_echo_equal_the_whole(make: Make) -> None:
     harness = await make(1, 1).start()
-    params: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 6, "seed": 5, "logprobs": 1, "echo": True}
+    params: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": PROMPT,
+        "max_tokens": 6,
+        "seed": 5,
+        "logprobs": 1,
+        "echo": True,
+    }
     whole = (await harness.openai().completions.create(**params)).choices[0]
-    stream = [c.choices[0] async for c in await harness.openai().completions.create(**params, stream=True)]
+    stream = [
+        c.choices[0] async for c in await harness.openai().completions.create(**params, stream=True)
+    ]
     assert whole.logprobs is not None
     assert "".join(choice.text for choice in stream) == whole.text
     for name in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
@@ -119,7 +157,9 @@ async def test_streamed_logprobs_and_echo_equal_the_whole(make: Make) -> None:
 
 async def test_scoring_a_prompt_only(make: Make) -> None:
     harness = await make(1, 1).start()
-    answer = await harness.openai().completions.create(model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1)
+    answer = await harness.openai().completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=0, echo=True, logprobs=1
+    )
     choice = answer.choices[0]
     assert choice.text == harness.tokenizer.decode(PROMPT)
     assert choice.logprobs is not None and choice.logprobs.token_logprobs is not None
@@ -130,7 +170,9 @@ async def test_scoring_a_prompt_only(make: Make) -> None:
 async def test_prompt_logprobs_in_vllms_form(make: Make) -> None:
     harness = await make(1, 1).start()
     body = {"model": MODEL, "prompt": PROMPT, "prompt_logprobs": 1, "max_tokens": 2}
-    scored = (await harness.http().post("/v1/completions", json=body)).json()["choices"][0]["prompt_logprobs"]
+    scored = (await harness.http().post("/v1/completions", json=body)).json()["choices"][0][
+        "prompt_logprobs"
+    ]
     assert scored[0] is None and len(scored) == 20
     assert scored[1][str(PROMPT[1])]["logprob"] == -0.5
 
@@ -145,11 +187,20 @@ async def test_chat_with_openais_client(make: Make) -> None:
     harness = await make(1, 1).start()
     ids = harness.tokenizer.apply_chat_template(MESSAGES)
     answer = await harness.openai().chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_completion_tokens=8, seed=5, logprobs=True, top_logprobs=2, user="me"
+        model=MODEL,
+        messages=MESSAGES,
+        max_completion_tokens=8,
+        seed=5,
+        logprobs=True,
+        top_logprobs=2,
+        user="me",
     )
     choice = answer.choices[0]
     assert answer.id.startswith("chatcmpl-") and answer.object == "chat.completion"
-    assert (choice.message.role, choice.message.content) == ("assistant", oracle(harness, ids, max_tokens=8, seed=5))
+    assert (choice.message.role, choice.message.content) == (
+        "assistant",
+        oracle(harness, ids, max_tokens=8, seed=5),
+    )
     tokens, _ = expected_tokens(tuple(ids), SamplingParams(max_tokens=8, seed=5), 0)
     assert choice.logprobs is not None and choice.logprobs.content is not None
     for token, entry in zip(tokens, choice.logprobs.content, strict=True):
@@ -162,7 +213,13 @@ async def test_streamed_chat(make: Make) -> None:
     harness = await make(1, 1).start()
     ids = harness.tokenizer.apply_chat_template(MESSAGES)
     stream = await harness.openai().chat.completions.create(
-        model=MODEL, messages=MESSAGES, max_tokens=8, seed=5, n=2, stream=True, stream_options={"include_usage": True}
+        model=MODEL,
+        messages=MESSAGES,
+        max_tokens=8,
+        seed=5,
+        n=2,
+        stream=True,
+        stream_options={"include_usage": True},
     )
     chunks = [chunk async for chunk in stream]
     assert all(chunk.object == "chat.completion.chunk" for chunk in chunks)
@@ -187,13 +244,20 @@ async def test_chat_without_max_tokens_fills_the_context(make: Make) -> None:
 async def test_chat_template_kwargs(make: Make) -> None:
     harness = await make(1, 1).start()
     ids = harness.tokenizer.apply_chat_template(MESSAGES, not_thinking=True)
-    body = {"model": MODEL, "messages": MESSAGES, "max_tokens": 1, "chat_template_kwargs": {"not_thinking": True}}
+    body = {
+        "model": MODEL,
+        "messages": MESSAGES,
+        "max_tokens": 1,
+        "chat_template_kwargs": {"not_thinking": True},
+    }
     await harness.http().post("/v1/chat/completions", json=body)
     assert harness.prefills[0].submits()[0].prompt_token_ids == tuple(ids)
 
 
 @pytest.mark.parametrize("name", ["threads", "work", "args", "kwargs"])
-async def test_a_template_may_have_arguments_of_any_name_in_a_thread_too(make: Make, name: str) -> None:
+async def test_a_template_may_have_arguments_of_any_name_in_a_thread_too(
+    make: Make, name: str
+) -> None:
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 100_000
     await harness.start()
@@ -266,11 +330,17 @@ CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content":
         ({"model": None}, "model"),
     ],
 )
-async def test_bad_values_are_named_and_cost_nothing(make: Make, change: dict[str, Any], param: str) -> None:
+async def test_bad_values_are_named_and_cost_nothing(
+    make: Make, change: dict[str, Any], param: str
+) -> None:
     harness = await make(1, 1).start()
     answer = await harness.http().post("/v1/completions", json=GOOD | change)
     error = answer.json()["error"]
-    assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error")
+    assert (answer.status_code, error["param"], error["type"]) == (
+        400,
+        param,
+        "invalid_request_error",
+    )
     assert error["message"] and set(error) == {"message", "type", "param", "code"}
     assert not harness.prefills[0].submits() and not harness.decodes[0].submits()
 
@@ -283,17 +353,25 @@ async def test_too_many_choices_are_refused_with_the_bound(make: Make, n: int, c
     answer = await harness.http().post(path, content=json.dumps(body | {"n": n}))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "n")
-    assert error["message"].startswith(f"n must be at most 3, not {n}: ") and "router.max_n" in error["message"]
+    assert (
+        error["message"].startswith(f"n must be at most 3, not {n}: ")
+        and "router.max_n" in error["message"]
+    )
     assert (await harness.http().post(path, json=body | {"n": 3})).status_code == 200
 
 
 async def test_the_product_of_choices_and_prompts_has_a_bound_of_its_own(make: Make) -> None:
     harness = await make(0, 1, max_n=10_000).start()
     for prompt, n, param in ([5], 9000, "n"), ([[5], [6]], 5000, "prompt"):
-        answer = await harness.http().post("/v1/completions", json=GOOD | {"prompt": prompt, "n": n})
+        answer = await harness.http().post(
+            "/v1/completions", json=GOOD | {"prompt": prompt, "n": n}
+        )
         error = answer.json()["error"]
         assert (answer.status_code, error["param"]) == (400, param)
-        assert error["message"].startswith(f"n ({n}) ") and "must be at most 8192: " in error["message"]
+        assert (
+            error["message"].startswith(f"n ({n}) ")
+            and "must be at most 8192: " in error["message"]
+        )
 
 
 @pytest.mark.parametrize(
@@ -332,8 +410,16 @@ async def test_harmless_parameters_are_taken(make: Make) -> None:
         "temperature": None,
         "response_format": {"type": "text"},
     }
-    assert (await harness.http().post("/v1/chat/completions", json=CHAT | harmless)).status_code == 200
-    neutral = {"best_of": 1, "suffix": None, "use_beam_search": False, "length_penalty": 1.0, "logit_bias": {"5": -3}}
+    assert (
+        await harness.http().post("/v1/chat/completions", json=CHAT | harmless)
+    ).status_code == 200
+    neutral = {
+        "best_of": 1,
+        "suffix": None,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "logit_bias": {"5": -3},
+    }
     assert (await harness.http().post("/v1/completions", json=GOOD | neutral)).status_code == 200
     assert harness.prefills[0].submits()[-1].sampling.logit_bias == {5: -3.0}
     for asks in ({"length_penalty": True}, {"use_beam_search": 0}):
@@ -381,10 +467,16 @@ async def test_failures_before_the_first_token_have_a_status(make: Make, stream:
 
 async def test_a_failure_after_the_start_is_an_event_in_the_stream(make: Make) -> None:
     harness = await make(0, 1, resume_wait_s=0.02).start()
-    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 4 else None
-    answer = await harness.http().post("/v1/completions", json=GOOD | {"stream": True, "ignore_eos": True})
+    harness.decodes[0].before_batch = lambda number: (
+        harness.decodes[0].die() if number == 4 else None
+    )
+    answer = await harness.http().post(
+        "/v1/completions", json=GOOD | {"stream": True, "ignore_eos": True}
+    )
     events = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
-    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith(
+        "text/event-stream"
+    )
     assert events[-1] == "[DONE]" and json.loads(events[-2])["error"]["code"] == "no_workers"
 
 
@@ -423,7 +515,10 @@ async def test_one_model_by_its_name(make: Make, name: str) -> None:
 def with_times(events: list[Event]) -> list[Event]:
     """As a worker sends them: the last token of each choice says where the leg's time went."""
     times = LegTimes(0.001, 0.002, 0.004, 0.005)
-    return [msgspec.structs.replace(e, times=times) if isinstance(e, Delta) and e.finish_reason else e for e in events]
+    return [
+        msgspec.structs.replace(e, times=times) if isinstance(e, Delta) and e.finish_reason else e
+        for e in events
+    ]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -438,7 +533,9 @@ async def test_the_parts_of_a_requests_time_add_up(make: Make, stream: bool) -> 
     registry = harness.service.metrics.registry
 
     def spent(part: str) -> float:
-        value = registry.get_sample_value("pdserve_router_request_time_seconds_total", {"part": part})
+        value = registry.get_sample_value(
+            "pdserve_router_request_time_seconds_total", {"part": part}
+        )
         assert value is not None
         return value
 
@@ -448,15 +545,21 @@ async def test_the_parts_of_a_requests_time_add_up(make: Make, stream: bool) -> 
     assert registry.get_sample_value("pdserve_router_e2e_request_latency_seconds_count") == 2
     assert total is not None and total > 0.08
     assert total == pytest.approx(0.014 + spent("admission") + spent("transport"))
-    assert spent("admission") > 0 and spent("transport") > 2 * 3 * 0.02 - 0.014, "steps that no worker told of"
+    assert spent("admission") > 0 and spent("transport") > 2 * 3 * 0.02 - 0.014, (
+        "steps that no worker told of"
+    )
     before = spent("transport")
-    await http.post("/v1/completions", json=GOOD | {"prompt": [PROMPT, PROMPT], "max_tokens": 3, "stream": stream})
+    await http.post(
+        "/v1/completions",
+        json=GOOD | {"prompt": [PROMPT, PROMPT], "max_tokens": 3, "stream": stream},
+    )
     assert registry.get_sample_value("pdserve_router_e2e_request_latency_seconds_count") == 3
     assert spent("transport") == before, "several prompts share their time"
 
 
 async def test_time_that_no_worker_told_is_not_called_transport(make: Make) -> None:
-    """A stop string is found here while the worker goes on: it is cancelled, and its times never come."""
+    """A stop string is found here while the worker goes on: it is cancelled, and its times never
+    come."""
     harness = await make(0, 1).start()
     harness.decodes[0].step_s = 0.02
     harness.decodes[0].mangle = with_times
@@ -465,17 +568,26 @@ async def test_time_that_no_worker_told_is_not_called_transport(make: Make) -> N
 
     def told() -> dict[str, float]:
         name = "pdserve_router_request_time_seconds_total"
-        return {p: registry.get_sample_value(name, {"part": p}) or 0.0 for p in ("transport", "unreported", "device")}
+        return {
+            p: registry.get_sample_value(name, {"part": p}) or 0.0
+            for p in ("transport", "unreported", "device")
+        }
 
     async def spent(**body: Any) -> dict[str, float]:
         before = told()
-        answer = await http.post("/v1/completions", json=GOOD | {"max_tokens": 12, "seed": 5} | body)
+        answer = await http.post(
+            "/v1/completions", json=GOOD | {"max_tokens": 12, "seed": 5} | body
+        )
         texts.append(answer.json()["choices"][0]["text"])
         return {part: seconds - before[part] for part, seconds in told().items()}
 
     texts: list[str] = []
     whole = await spent()
-    assert whole["unreported"] == 0 and whole["transport"] > 0.1 and whole["device"] == pytest.approx(0.005)
+    assert (
+        whole["unreported"] == 0
+        and whole["transport"] > 0.1
+        and whole["device"] == pytest.approx(0.005)
+    )
     stopped = await spent(stop=texts[0][8:10])
     assert len(texts[1]) < len(texts[0])
     assert stopped["transport"] == stopped["device"] == 0 and stopped["unreported"] > 0.02
@@ -493,9 +605,19 @@ class Client:
         self._gone = asyncio.Event()
         self._body = json.dumps(body).encode()
         self._begun = False
-        scope: Any = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode(), "headers": []}
+        scope: Any = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "headers": [],
+        }
         scope |= {"query_string": b"", "http_version": "1.1", "scheme": "http", "root_path": ""}
-        scope |= {"asgi": {"version": "3.0", "spec_version": "2.4"}, "server": ("x", 80), "client": ("y", 1)}
+        scope |= {
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "server": ("x", 80),
+            "client": ("y", 1),
+        }
         self.call = asyncio.create_task(harness.app(scope, self._receive, self._send))
 
     async def _receive(self) -> Any:
@@ -537,7 +659,9 @@ async def test_a_client_that_leaves_frees_everything_at_once(make: Make, stream:
     assert await harness.world.settled() == 0
     assert any(isinstance(command, Cancel) for command in harness.decodes[0].commands)
     assert (
-        harness.service.metrics.registry.get_sample_value("pdserve_router_requests_total", {"outcome": "cancelled"})
+        harness.service.metrics.registry.get_sample_value(
+            "pdserve_router_requests_total", {"outcome": "cancelled"}
+        )
         == 1
     )
 
@@ -546,7 +670,8 @@ async def test_a_client_that_leaves_frees_everything_at_once(make: Make, stream:
 async def test_a_call_that_is_cancelled_as_it_is_admitted_keeps_no_seat(
     make: Make, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a long body, which is admitted in a task of its own: the task may have ended, and its caller not know it."""
+    """Of a long body, which is admitted in a task of its own: the task may have ended, and its
+    caller not know it."""
     harness = await make(0, 1).start()
     admitted = asyncio.Event()
     admit = harness.service.admit
@@ -557,7 +682,9 @@ async def test_a_call_that_is_cancelled_as_it_is_admitted_keeps_no_seat(
         return generation
 
     monkeypatch.setattr(harness.service, "admit", noting)
-    client = Client(harness, "/v1/completions", GOOD | {"prompt": [[10, 11, 12]] * 5000, "max_tokens": 1})
+    client = Client(
+        harness, "/v1/completions", GOOD | {"prompt": [[10, 11, 12]] * 5000, "max_tokens": 1}
+    )
     await admitted.wait()
     assert harness.service.admission.num_prompts == 5000
     for _ in range(turns):
@@ -571,7 +698,9 @@ async def test_a_call_that_is_cancelled_as_it_is_admitted_keeps_no_seat(
 async def test_other_ways_to_lose_a_client(make: Make, moment: str) -> None:
     harness = await make(1, 1).start()
     harness.decodes[0].step_s = 0.01
-    client = Client(harness, "/v1/completions", GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": True})
+    client = Client(
+        harness, "/v1/completions", GOOD | {"max_tokens": 200, "ignore_eos": True, "stream": True}
+    )
     await until(lambda: len(client.sent) > 3)
     if moment == "server_cancels":
         client.call.cancel()
@@ -581,7 +710,9 @@ async def test_other_ways_to_lose_a_client(make: Make, moment: str) -> None:
     await asyncio.wait({client.call}, timeout=60)
     assert client.call.done()
     assert await harness.world.settled() == 0
-    assert any(isinstance(command, Cancel) for command in harness.decodes[0].commands), "it does not run to its end"
+    assert any(isinstance(command, Cancel) for command in harness.decodes[0].commands), (
+        "it does not run to its end"
+    )
 
 
 async def broken_send(message: Any) -> None:
@@ -601,7 +732,13 @@ async def test_half_of_fifty_clients_leave_at_random_moments(make: Make) -> None
 
     async def one(number: int) -> bool:
         prompt: Any = [PROMPT, [*PROMPT, number]] if number % 5 == 0 else [*PROMPT, number]
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": 25, "stream": number % 4 < 2, "n": 1 + number % 2}
+        body = {
+            "model": MODEL,
+            "prompt": prompt,
+            "max_tokens": 25,
+            "stream": number % 4 < 2,
+            "n": 1 + number % 2,
+        }
         client = Client(harness, "/v1/completions", body)
         if number % 2:
             await asyncio.sleep(chance.uniform(0, 0.08))
@@ -612,14 +749,18 @@ async def test_half_of_fifty_clients_leave_at_random_moments(make: Make) -> None
     complete = await asyncio.gather(*[one(number) for number in range(50)])
     assert all(complete[0::2]) and not all(complete[1::2])
     assert await harness.world.settled() == 0
-    assert all(worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers)
+    assert all(
+        worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers
+    )
 
 
 async def test_the_first_token_is_flushed_alone(make: Make) -> None:
     harness = await make(1, 1).start()
     harness.decodes[0].going.clear()
     client = Client(
-        harness, "/v1/chat/completions", CHAT | {"max_tokens": 2, "ignore_eos": True, "stream": True, "seed": 4}
+        harness,
+        "/v1/chat/completions",
+        CHAT | {"max_tokens": 2, "ignore_eos": True, "stream": True, "seed": 4},
     )
     await until(lambda: b'"role":"assistant"' in b"".join(client.sent))
     assert not client.complete
@@ -630,21 +771,42 @@ async def test_the_first_token_is_flushed_alone(make: Make) -> None:
 
 async def test_httpx_sees_the_stream_headers(make: Make) -> None:
     harness = await make(1, 1).start()
-    async with harness.http() as http, http.stream("POST", "/v1/completions", json=GOOD | {"stream": True}) as answer:
-        assert answer.headers["cache-control"] == "no-cache" and "content-length" not in answer.headers
-        assert isinstance(answer, httpx.Response) and (await answer.aread()).endswith(b"data: [DONE]\n\n")
+    async with (
+        harness.http() as http,
+        http.stream("POST", "/v1/completions", json=GOOD | {"stream": True}) as answer,
+    ):
+        assert (
+            answer.headers["cache-control"] == "no-cache" and "content-length" not in answer.headers
+        )
+        assert isinstance(answer, httpx.Response) and (await answer.aread()).endswith(
+            b"data: [DONE]\n\n"
+        )
 
 
 async def test_a_stream_that_is_not_taken_is_given_up(make: Make) -> None:
     harness = await make(0, 1, client_timeout_s=0.2).start()
-    client = Client(harness, "/v1/completions", GOOD | {"stream": True, "ignore_eos": True, "max_tokens": 200})
+    client = Client(
+        harness, "/v1/completions", GOOD | {"stream": True, "ignore_eos": True, "max_tokens": 200}
+    )
     client.taking.clear()
     await asyncio.wait_for(client.call, 60)
     assert harness.service.admission.num_prompts == 0 and harness.world.held() == 0
 
 
-RECOMMENDED: dict[str, Any] = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
-NEUTRAL_VALUES: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+RECOMMENDED: dict[str, Any] = {
+    "temperature": 0.6,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.1,
+    "repetition_penalty": 1.05,
+}
+NEUTRAL_VALUES: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 
 
 def values_of(sampling: SamplingParams) -> dict[str, Any]:
@@ -655,7 +817,13 @@ def values_of(sampling: SamplingParams) -> dict[str, Any]:
 async def test_the_models_own_values_stand_for_what_is_not_said(make: Make, chat: bool) -> None:
     harness = await make(0, 1, sampling_defaults=RECOMMENDED).start()
     path, body = ("/v1/chat/completions", CHAT) if chat else ("/v1/completions", GOOD)
-    for said in ({}, dict.fromkeys(RECOMMENDED), NEUTRAL_VALUES, {"temperature": 1.0}, {"top_k": 5, "min_p": None}):
+    for said in (
+        {},
+        dict.fromkeys(RECOMMENDED),
+        NEUTRAL_VALUES,
+        {"temperature": 1.0},
+        {"top_k": 5, "min_p": None},
+    ):
         answer = await harness.http().post(path, json=body | said)
         assert answer.status_code == 200, answer.text
         given = {name: value for name, value in said.items() if value is not None}
@@ -665,7 +833,10 @@ async def test_the_models_own_values_stand_for_what_is_not_said(make: Make, chat
 async def test_without_a_call_s_parameters_the_models_count(make: Make) -> None:
     harness = await make(0, 1, sampling_defaults=RECOMMENDED | {"max_tokens": 9}).start()
     [result] = await harness.service.collect([[5, 6]], None)
-    assert values_of(harness.decodes[0].submits()[-1].sampling) == RECOMMENDED and len(result.token_ids) <= 9
+    assert (
+        values_of(harness.decodes[0].submits()[-1].sampling) == RECOMMENDED
+        and len(result.token_ids) <= 9
+    )
     await harness.service.collect([[5, 6]], SamplingParams())
     assert values_of(harness.decodes[0].submits()[-1].sampling) == NEUTRAL_VALUES
 
@@ -686,7 +857,9 @@ async def test_the_models_max_new_tokens_are_for_chat_and_no_promise(make: Make)
     chat = {name: value for name, value in CHAT.items() if name != "max_tokens"}
     num_prompt = len(harness.tokenizer.apply_chat_template(CHAT["messages"]))
     lengths = [await usage("/v1/chat/completions", chat | {"cache_salt": str(i)}) for i in range(4)]
-    assert sorted(set(lengths)) == [50 - num_prompt, 60], "what fits the one worker, and all of it at the other"
+    assert sorted(set(lengths)) == [50 - num_prompt, 60], (
+        "what fits the one worker, and all of it at the other"
+    )
     assert await usage("/v1/chat/completions", chat | {"max_tokens": 70}) == 70, "what is said wins"
     assert await usage("/v1/completions", {"model": MODEL, "prompt": [5, 6]}) == 16
 

@@ -1,4 +1,5 @@
-"""API keys: who may ask, what is never told, how keys change while the router runs, who shares cached prefixes."""
+"""API keys: who may ask, what is never told, how keys change while the router runs, who shares
+cached prefixes."""
 
 import asyncio
 import hmac
@@ -51,7 +52,9 @@ async def test_who_has_no_key_gets_nothing_but_an_error(make: Make, variable: st
     ]
     for headers in wrong:
         answers = [await http.post(path, json=body, headers=headers) for path, body in posts]
-        answers += [await http.get(path, headers=headers) for path in ("/v1/models", f"/v1/models/{MODEL}")]
+        answers += [
+            await http.get(path, headers=headers) for path in ("/v1/models", f"/v1/models/{MODEL}")
+        ]
         for answer in answers:
             error = answer.json()["error"]
             assert (answer.status_code, answer.headers["www-authenticate"]) == (401, "Bearer")
@@ -61,10 +64,15 @@ async def test_who_has_no_key_gets_nothing_but_an_error(make: Make, variable: st
     for key in ("first-key", "second-key"):
         for path, body in posts:
             assert (await http.post(path, json=body, headers=bearer(key))).status_code == 200
-    assert (await http.get("/v1/models", headers={"authorization": "bearer  first-key "})).status_code == 200
+    assert (
+        await http.get("/v1/models", headers={"authorization": "bearer  first-key "})
+    ).status_code == 200
     page = (await http.get("/metrics")).text
     count = len(wrong) * 4
-    assert f'pdserve_router_rejections_total{{reason="invalid_api_key",status="401"}} {count}.0' in page
+    assert (
+        f'pdserve_router_rejections_total{{reason="invalid_api_key",status="401"}} {count}.0'
+        in page
+    )
 
 
 async def test_a_body_without_a_key_is_not_read(make: Make, variable: str) -> None:
@@ -77,8 +85,15 @@ async def test_openais_client_and_its_errors(make: Make, variable: str) -> None:
     harness = await make(0, 1, api_key_env=variable).start()
     client: Any = harness.http()
     for key, is_right in (("second-key", True), ("x", False)):
-        api = openai.AsyncOpenAI(api_key=key, base_url="http://router/v1", http_client=client, max_retries=0)
-        params: Any = {"model": MODEL, "messages": CHAT["messages"], "max_tokens": 3, "stream": True}
+        api = openai.AsyncOpenAI(
+            api_key=key, base_url="http://router/v1", http_client=client, max_retries=0
+        )
+        params: Any = {
+            "model": MODEL,
+            "messages": CHAT["messages"],
+            "max_tokens": 3,
+            "stream": True,
+        }
         if is_right:
             assert [chunk async for chunk in await api.chat.completions.create(**params)]
             assert [model.id for model in (await api.models.list()).data] == [MODEL]
@@ -101,7 +116,9 @@ async def test_what_is_open(make: Make, variable: str) -> None:
 
 async def test_without_keys_everybody_may_ask_with_any_header(make: Make) -> None:
     harness = await make(0, 1).start()
-    assert (await harness.http().post("/v1/completions", json=GOOD, headers=bearer("whatever"))).status_code == 200
+    assert (
+        await harness.http().post("/v1/completions", json=GOOD, headers=bearer("whatever"))
+    ).status_code == 200
 
 
 def test_every_key_is_compared_each_time_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +145,9 @@ class Clock:
         return self.now
 
 
-def test_a_changed_file_counts_within_a_second(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_changed_file_counts_within_a_second(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "keys"
     clock = Clock()
     file.write_text("# operators\n\n  old-key  \n")
@@ -160,7 +179,9 @@ def test_a_changed_file_counts_within_a_second(tmp_path: Path, caplog: pytest.Lo
     assert not any(key in caplog.text for key in ("old-key", "new-key", "third-key", "a key with"))
 
 
-def test_a_file_that_others_can_read_is_remarked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_file_that_others_can_read_is_remarked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     file = tmp_path / "keys"
     file.write_text("a-key\n")
     file.chmod(0o644)
@@ -210,7 +231,9 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 def test_keys_in_the_yaml_are_refused_and_not_repeated(router: dict[str, Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         ClusterConfig.model_validate({"router": router})
-    assert "sk-secret" not in str(caught.value) and "sk-secret" not in caught.value.errors()[0]["msg"]
+    assert (
+        "sk-secret" not in str(caught.value) and "sk-secret" not in caught.value.errors()[0]["msg"]
+    )
     assert "api_keys_file" in str(caught.value)
 
 
@@ -223,7 +246,12 @@ def test_options_that_need_keys() -> None:
 async def test_each_key_has_its_own_cached_prefixes(make: Make, variable: str) -> None:
     async def salts(**config: Any) -> list[str]:
         harness = await make(0, 1, api_key_env=variable, **config).start()
-        for key, salt in (("first-key", None), ("second-key", None), ("first-key", "s"), ("first-key", "s")):
+        for key, salt in (
+            ("first-key", None),
+            ("second-key", None),
+            ("first-key", "s"),
+            ("first-key", "s"),
+        ):
             body = GOOD | ({"cache_salt": salt} if salt else {})
             await harness.http().post("/v1/completions", json=body, headers=bearer(key))
         await harness.http().post("/v1/chat/completions", json=CHAT, headers=bearer("first-key"))
@@ -231,9 +259,16 @@ async def test_each_key_has_its_own_cached_prefixes(make: Make, variable: str) -
 
     assert await salts() == ["", "", "s", "s", ""]
     first, second, *salted, chat = await salts(salt_by_key=True)
-    assert first and first == chat and first != second and salted[0] == salted[1] not in (first, second)
+    assert (
+        first
+        and first == chat
+        and first != second
+        and salted[0] == salted[1] not in (first, second)
+    )
     assert not any("key" in salt for salt in (first, second, *salted))
-    assert [first, second, *salted, chat] == await salts(salt_by_key=True), "the same on every router"
+    assert [first, second, *salted, chat] == await salts(salt_by_key=True), (
+        "the same on every router"
+    )
 
 
 async def test_keys_are_in_no_log_timeline_or_metric(

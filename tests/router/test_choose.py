@@ -18,7 +18,12 @@ from pdserve.protocol.events import PoolChange
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import OVERLOADED_MS, Chooser, Demand, note_sent
 from pdserve.router.choosing.policies import POLICIES
-from pdserve.router.choosing.predict import ASSUMED_TOKENS_PER_S, DECODE_TOKENS, POOL_BYTES_PER_S, Predictor
+from pdserve.router.choosing.predict import (
+    ASSUMED_TOKENS_PER_S,
+    DECODE_TOKENS,
+    POOL_BYTES_PER_S,
+    Predictor,
+)
 from pdserve.router.fleet.prefix_index import PooledChunks, PromptBlocks
 from pdserve.router.fleet.prompt_queue import UNSEEN_S, PromptQueue
 from pdserve.router.fleet.worker_state import WorkerState
@@ -29,7 +34,9 @@ pytestmark = pytest.mark.usefixtures("clock")
 PROMPT = tuple(range(3, 203))
 
 
-def whole(policy: str, workers: list[WorkerState], count: int = 12, session: str = "") -> Counter[str]:
+def whole(
+    policy: str, workers: list[WorkerState], count: int = 12, session: str = ""
+) -> Counter[str]:
     """How often each worker gets a prompt that is not split."""
     chooser = Chooser(1 << 20, policy)
     demand = Demand(len(PROMPT), 220, prompt=PromptBlocks(PROMPT, ""), session=session)
@@ -39,9 +46,13 @@ def whole(policy: str, workers: list[WorkerState], count: int = 12, session: str
 def test_the_configuration_names_the_policies_there_are() -> None:
     names = get_args(RouterConfig.model_fields["policy"].annotation)
     assert set(names) == set(POLICIES) and RouterConfig().policy == "default"
-    with pytest.raises(ValidationError, match=r"policy\n.*'default', 'prefix', 'least-loaded' or 'round-robin'"):
+    with pytest.raises(
+        ValidationError, match=r"policy\n.*'default', 'prefix', 'least-loaded' or 'round-robin'"
+    ):
         RouterConfig(policy="best")
-    with pytest.raises(ValueError, match=r"router\.policy must be one of round-robin, .*, not 'best'"):
+    with pytest.raises(
+        ValueError, match=r"router\.policy must be one of round-robin, .*, not 'best'"
+    ):
         Chooser(1, "best")
 
 
@@ -58,7 +69,9 @@ def test_each_policy_looks_at_its_own() -> None:
     assert whole("prefix", workers) == {"cached": 12}
     assert whole("default", workers) == {"idle": 12}
     workers[0] = made("cached", holds=PROMPT[:160], queue_tokens=100)
-    assert whole("default", workers) == {"cached": 12}, "10 ms of queue against 16 ms of computing, twice"
+    assert whole("default", workers) == {"cached": 12}, (
+        "10 ms of queue against 16 ms of computing, twice"
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,7 +92,9 @@ def test_the_default_weighs_every_part(better: dict[str, Any], worse: dict[str, 
 
 def test_predictions_are_milliseconds_of_what_workers_report() -> None:
     a = made("a", "prefill", holds=PROMPT[:64], queue_tokens=500, prefill_tokens_per_s=5000.0)
-    b = made("b", "decode", holds=PROMPT[:160], prefill_tokens_per_s=0.0, num_running=3, free_blocks=1)
+    b = made(
+        "b", "decode", holds=PROMPT[:160], prefill_tokens_per_s=0.0, num_running=3, free_blocks=1
+    )
     join(a, b, bytes_per_s=2e6)
     predictor = Predictor([a, b], PromptBlocks(PROMPT, ""), 200, NOW)
     assert predictor.queue_ms(a) == pytest.approx(100)
@@ -115,7 +130,9 @@ def test_the_queue_fills_by_what_is_sent_and_drains_at_the_workers_speed() -> No
     queue.sent(300, 10.25, 2000.0)
     assert queue.left(10.3, 2000.0) == pytest.approx(700)
     queue.reported(100, 10.25 + UNSEEN_S / 2)
-    assert queue.left(10.25 + UNSEEN_S / 2, 2000.0) == 400, "the report was made before it was read there"
+    assert queue.left(10.25 + UNSEEN_S / 2, 2000.0) == 400, (
+        "the report was made before it was read there"
+    )
     queue.reported(100, 10.25 + 2 * UNSEEN_S)
     assert queue.left(10.25 + 2 * UNSEEN_S, 2000.0) == 100
 
@@ -126,7 +143,11 @@ def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_m
         chooser = Chooser(1 << 20)
         chosen = Counter[str]()
         for number in range(40):
-            tokens = (*range(3, 1003), number) if same else tuple(range(3 + number * 1001, 3 + (number + 1) * 1001))
+            tokens = (
+                (*range(3, 1003), number)
+                if same
+                else tuple(range(3 + number * 1001, 3 + (number + 1) * 1001))
+            )
             prompt = PromptBlocks(tokens, "")
             worker = chooser.choose(workers, Demand(len(tokens), 20, prompt=prompt)).decode
             note_sent(workers, worker, prompt, "full")
@@ -168,14 +189,21 @@ async def test_the_session_header_and_the_salt_reach_the_choice(make: Make, cloc
     async with harness.http() as client:
         for number in range(12):
             body = {"model": "demo", "prompt": [5 + number, 6, 7], "max_tokens": 1}
-            answer = await client.post("/v1/completions", json=body, headers={"x-session-id": "one"})
+            answer = await client.post(
+                "/v1/completions", json=body, headers={"x-session-id": "one"}
+            )
             assert answer.status_code == 200
             await until(lambda: not any(worker.legs for worker in harness.fleet.workers))
     assert sorted(len(worker.submits()) for worker in harness.decodes) == [0, 0, 0, 12]
     prompt = tuple(range(3, 103))
     for salt in ("a", "b"):
-        await harness.service.collect([prompt], SamplingParams(max_tokens=2, seed=1), cache_salt=salt)
-    held = [PromptBlocks(prompt, "a").num_cached_tokens(w.cached, "model", 16, NOW) for w in _all(harness)]
+        await harness.service.collect(
+            [prompt], SamplingParams(max_tokens=2, seed=1), cache_salt=salt
+        )
+    held = [
+        PromptBlocks(prompt, "a").num_cached_tokens(w.cached, "model", 16, NOW)
+        for w in _all(harness)
+    ]
     assert sorted(held) == [0, 0, 0, 96]
 
 
@@ -187,7 +215,10 @@ async def test_requests_follow_the_prefix_that_was_sent_before(make: Make, clock
         results = await harness.collect(prompt, sampling)
         assert results[0].token_ids == expected_tokens(prompt, sampling, 0)[0]
     for worker in harness.decodes:
-        assert len({submit.prompt_token_ids[0] for submit in worker.submits()}) == len(worker.submits()) / 3
+        assert (
+            len({submit.prompt_token_ids[0] for submit in worker.submits()})
+            == len(worker.submits()) / 3
+        )
 
 
 def _all(harness: Harness) -> list[WorkerState]:
@@ -199,7 +230,11 @@ def pooled(*workers: WorkerState, tokens: tuple[int, ...], chunk: int = 32) -> N
     digests: list[bytes] = []
     BlockHasher("model", 16).extend(digests, tokens, "")
     shared = PooledChunks()
-    shared.changed(PoolChange(found=b"".join(d[:8] for d in digests[chunk // 16 - 1 :: chunk // 16]), missed=b""))
+    shared.changed(
+        PoolChange(
+            found=b"".join(d[:8] for d in digests[chunk // 16 - 1 :: chunk // 16]), missed=b""
+        )
+    )
     for worker in workers:
         worker.hello = msgspec.structs.replace(worker.hello, kv_pool="pool", pool_chunk=chunk)
         worker.pooled = shared
@@ -239,7 +274,11 @@ async def test_workers_of_one_pool_share_what_each_says(make: Make, clock: Clock
     prompt = PromptBlocks(PROMPT, "")
 
     def known() -> list[int]:
-        return [prompt.num_pooled_tokens(w.pooled, "model", 16, 32) for w in harness.fleet.workers if w.pooled]
+        return [
+            prompt.num_pooled_tokens(w.pooled, "model", 16, 32)
+            for w in harness.fleet.workers
+            if w.pooled
+        ]
 
     await until(lambda: known() == [32, 32])
     harness.decodes[0].push(None, [PoolChange(found=b"", missed=digests[1][:8])])

@@ -1,4 +1,5 @@
-"""Whole requests through a router over fake workers: streams, choices, stop strings, failover, cancellation."""
+"""Whole requests through a router over fake workers: streams, choices, stop strings, failover,
+cancellation."""
 
 import asyncio
 import random
@@ -31,7 +32,8 @@ def parts_from(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 announces_nothing = pytest.mark.parametrize("parts_from", [0], indirect=True, ids=[""])
-"""Marks tests in which no prompt is announced: overlapped they would run twice on the same thing."""
+"""Marks tests in which no prompt is announced: overlapped they would run twice on the same
+thing."""
 
 
 def sampling(**values: Any) -> SamplingParams:
@@ -45,7 +47,9 @@ async def test_split_request(make: Make, n: int) -> None:
     harness.check(await harness.collect(PROMPT, params), PROMPT, params)
     prefill = harness.prefills[0]
     decode = harness.decodes[0]
-    assert [s.phase for s in prefill.submits()] == ["prefill"] and [s.phase for s in decode.submits()] == ["decode"]
+    assert [s.phase for s in prefill.submits()] == ["prefill"] and [
+        s.phase for s in decode.submits()
+    ] == ["decode"]
     assert all(len(start.forced) == 1 for start in decode.submits()[0].starts)
     assert prefill.submits()[0].key.attempt != decode.submits()[0].key.attempt
     assert await harness.world.settled() == 0
@@ -177,7 +181,9 @@ async def test_stop_string_over_token_borders(make: Make, include: bool, at: int
     assert results[0].text == text[: begin + len(stop) if include else begin]
     assert (results[0].finish_reason, results[0].stop_reason) == ("stop", stop)
     assert harness.tokenizer.decode(results[0].token_ids).startswith(text[: begin + len(stop)])
-    assert not harness.tokenizer.decode(results[0].token_ids[:-1]).startswith(text[: begin + len(stop)])
+    assert not harness.tokenizer.decode(results[0].token_ids[:-1]).startswith(
+        text[: begin + len(stop)]
+    )
     assert await harness.world.settled() == 0
 
 
@@ -263,7 +269,9 @@ async def test_prefill_worker_dies(make: Make, when: str) -> None:
         elif when == "at_handoff":
             prefill.mangle = partial(die_after, prefill)
     if when == "after":
-        harness.decodes[0].before_batch = lambda number: die(chosen(harness), number) if number == 3 else None
+        harness.decodes[0].before_batch = lambda number: (
+            die(chosen(harness), number) if number == 3 else None
+        )
     harness.check(await harness.collect(PROMPT, params), PROMPT, params)
     assert sum(worker.alive for worker in harness.prefills) == 1
     assert await harness.world.settled() == 0
@@ -275,7 +283,9 @@ def chosen(harness: Harness) -> FakeWorker:
 
 async def test_the_only_decode_worker_dies_and_a_new_one_takes_over(make: Make) -> None:
     harness = await make(1, 1, resume_wait_s=60.0).start()
-    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 4 else None
+    harness.decodes[0].before_batch = lambda number: (
+        harness.decodes[0].die() if number == 4 else None
+    )
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: not harness.fleet.worker_ids - {"p0"})
     await settle()
@@ -285,7 +295,9 @@ async def test_the_only_decode_worker_dies_and_a_new_one_takes_over(make: Make) 
 
 async def test_nobody_left_is_unavailable(make: Make) -> None:
     harness = await make(1, 1, resume_wait_s=0.05).start()
-    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 4 else None
+    harness.decodes[0].before_batch = lambda number: (
+        harness.decodes[0].die() if number == 4 else None
+    )
     with pytest.raises(RequestFailed) as caught:
         await harness.collect(PROMPT, sampling())
     assert (caught.value.failure, caught.value.status) == ("unavailable", 503)
@@ -298,7 +310,9 @@ async def test_internal_failure_goes_to_another_worker(make: Make, role: str) ->
     harness = await make(2, 2).start()
     group = getattr(harness, role)
     for worker in group:
-        worker.fail_submit = lambda submit: "internal" if sum(len(w.submits()) for w in group) == 1 else None
+        worker.fail_submit = lambda submit: (
+            "internal" if sum(len(w.submits()) for w in group) == 1 else None
+        )
     harness.check(await harness.collect(PROMPT, sampling()), PROMPT, sampling())
     assert [len(worker.submits()) for worker in group].count(1) == 2
     assert await harness.world.settled() == 0
@@ -334,13 +348,20 @@ async def test_attempts_count_only_those_without_progress(make: Make) -> None:
                 counts[event.attempt] = counts.get(event.attempt, 0) + 1
                 if counts[event.attempt] == 3:
                     return [
-                        Failed(request_id=event.request_id, attempt=event.attempt, kind="internal", message="third")
+                        Failed(
+                            request_id=event.request_id,
+                            attempt=event.attempt,
+                            kind="internal",
+                            message="third",
+                        )
                     ]
         return events
 
     for decode in harness.decodes:
         decode.mangle = fail_third
-    harness.check(await harness.collect(PROMPT, sampling(max_tokens=9)), PROMPT, sampling(max_tokens=9))
+    harness.check(
+        await harness.collect(PROMPT, sampling(max_tokens=9)), PROMPT, sampling(max_tokens=9)
+    )
     assert len(counts) == 5
 
 
@@ -372,7 +393,9 @@ async def test_duplicated_and_stale_events_change_nothing(make: Make) -> None:
 
     for worker in [*harness.prefills, *harness.decodes]:
         worker.mangle = noisy
-    harness.decodes[0].before_batch = lambda number: harness.decodes[0].die() if number == 5 else None
+    harness.decodes[0].before_batch = lambda number: (
+        harness.decodes[0].die() if number == 5 else None
+    )
     for _ in range(3):
         harness.check(await harness.collect(PROMPT, sampling(n=2)), PROMPT, sampling(n=2))
     assert harness.fleet.intake.num_stale_events > 0
@@ -440,7 +463,9 @@ async def test_cancelling_leaves_nothing_held(make: Make) -> None:
     done = await asyncio.gather(*[one(number) for number in range(50)])
     assert sum(done) >= 25
     assert await harness.world.settled() == 0
-    assert all(worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers)
+    assert all(
+        worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers
+    )
 
 
 async def test_logprobs_and_cached_tokens_survive_a_failover(make: Make) -> None:
@@ -467,7 +492,9 @@ async def test_metrics_count_what_happened(make: Make) -> None:
     assert value("pdserve_router_requests_total", {"outcome": "ok"}) == 1
     assert value("pdserve_router_failovers_total", {"reason": "lost"}) == 1
     assert value("pdserve_router_split_decisions_total", {"plan": "split", "reason": "always"}) == 1
-    assert value("pdserve_router_split_decisions_total", {"plan": "whole", "reason": "resumed"}) == 1
+    assert (
+        value("pdserve_router_split_decisions_total", {"plan": "whole", "reason": "resumed"}) == 1
+    )
     assert value("pdserve_router_kv_arrivals_total", {"source": "p2p"}) == 1
     assert value("pdserve_router_generation_tokens_total") == 12
     assert value("pdserve_router_prompt_tokens_total") == len(PROMPT)
@@ -486,13 +513,17 @@ async def test_a_call_that_is_left_counts_as_aborted(make: Make) -> None:
     harness = await make(0, 1).start()
     harness.decodes[0].step_s = 0.01
     received = time.perf_counter() - 5
-    generation = await harness.service.admit([PROMPT], sampling(n=2, ignore_eos=True), received=received)
+    generation = await harness.service.admit(
+        [PROMPT], sampling(n=2, ignore_eos=True), received=received
+    )
     async with aclosing(generation.stream()) as batches:
         await anext(batches)
     value = harness.service.metrics.registry.get_sample_value
     assert value("pdserve_router_request_success_total", {"finished_reason": "abort"}) == 2
     assert value("pdserve_router_requests_total", {"outcome": "cancelled"}) == 1
-    first, count = (value(f"pdserve_router_time_to_first_token_seconds_{part}") for part in ("sum", "count"))
+    first, count = (
+        value(f"pdserve_router_time_to_first_token_seconds_{part}") for part in ("sum", "count")
+    )
     assert first is not None and count
     assert 5 <= first / count < time.perf_counter() - received, "counts from the call's arrival"
 
@@ -505,9 +536,12 @@ def test_the_fake_worker_finishes_as_the_protocol_says() -> None:
 
 @announces_nothing
 @pytest.mark.parametrize(
-    ("error", "status"), [(ValueError("prompt: too large to send"), 400), (RuntimeError("odd"), 500)]
+    ("error", "status"),
+    [(ValueError("prompt: too large to send"), 400), (RuntimeError("odd"), 500)],
 )
-async def test_a_command_that_cannot_be_sent_costs_no_worker(make: Make, error: Exception, status: int) -> None:
+async def test_a_command_that_cannot_be_sent_costs_no_worker(
+    make: Make, error: Exception, status: int
+) -> None:
     harness = await make(0, 2).start()
 
     def refuse(command: Command) -> float:
@@ -521,7 +555,9 @@ async def test_a_command_that_cannot_be_sent_costs_no_worker(make: Make, error: 
         await harness.collect(PROMPT, sampling())
     assert caught.value.status == status and str(error) in caught.value.message
     assert len(harness.fleet.workers) == 2
-    assert all(worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers)
+    assert all(
+        worker.outstanding_tokens == 0 and not worker.legs for worker in harness.fleet.workers
+    )
 
 
 async def test_a_prefill_worker_is_free_for_others_after_its_hand_off(make: Make) -> None:
@@ -546,7 +582,9 @@ async def test_a_ticket_that_d_could_not_use_is_dropped_at_once(make: Make) -> N
 
     def recomputed(events: list[Event]) -> list[Event]:
         return [
-            Arrived(request_id=e.request_id, attempt=e.attempt, source="recompute") if isinstance(e, Arrived) else e
+            Arrived(request_id=e.request_id, attempt=e.attempt, source="recompute")
+            if isinstance(e, Arrived)
+            else e
             for e in events
         ]
 
@@ -554,12 +592,18 @@ async def test_a_ticket_that_d_could_not_use_is_dropped_at_once(make: Make) -> N
     decode.before_batch = lose
     decode.mangle = recomputed
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
-    await until(lambda: Cancel(key=prefill.submits()[0].key) in prefill.commands if prefill.submits() else False)
+    await until(
+        lambda: (
+            Cancel(key=prefill.submits()[0].key) in prefill.commands if prefill.submits() else False
+        )
+    )
     assert not task.done() and not prefill.tickets
     harness.check(await task, PROMPT, sampling())
 
 
-async def test_the_tables_of_stop_strings_are_built_once_a_call(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_tables_of_stop_strings_are_built_once_a_call(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And workers do not hear of the strings."""
     built: list[StopStrings] = []
 
@@ -573,4 +617,8 @@ async def test_the_tables_of_stop_strings_are_built_once_a_call(make: Make, monk
     params = sampling(n=3, stop=["no such text", "nor this"])
     results = await harness.service.collect([PROMPT, PROMPT[1:]], params)
     assert len(results) == 6 and len(built) == 1
-    assert all(not s.sampling.stop for worker in (*harness.prefills, *harness.decodes) for s in worker.submits())
+    assert all(
+        not s.sampling.stop
+        for worker in (*harness.prefills, *harness.decodes)
+        for s in worker.submits()
+    )

@@ -1,4 +1,5 @@
-"""The fleet's life: joining, introductions, losing, silence, draining; and choosing among its workers."""
+"""The fleet's life: joining, introductions, losing, silence, draining; and choosing among its
+workers."""
 
 import asyncio
 import subprocess
@@ -92,7 +93,9 @@ async def test_a_refused_pair_is_not_used_and_asked_again(make: Make) -> None:
 async def test_a_pair_that_breaks_is_not_used(make: Make) -> None:
     harness = await make(1, 1).start()
     harness.decodes[0].refuse_connects = 5
-    harness.decodes[0].push(None, [PeerStatus(engine_id="engine-p0", incarnation=1, connected=False)])
+    harness.decodes[0].push(
+        None, [PeerStatus(engine_id="engine-p0", incarnation=1, connected=False)]
+    )
     await until(lambda: not harness.connected_pairs())
     await harness.collect(PROMPT, sampling())
     assert [submit.phase for submit in harness.decodes[0].submits()] == ["full"]
@@ -203,7 +206,8 @@ async def test_leaving_lets_streams_finish_and_takes_nothing_new(make: Make) -> 
 
 
 async def test_what_outlasts_the_drain_is_moved(make: Make, clock: Clock) -> None:
-    """Three choices, in mid-stream: no token lost or doubled. The worker that left aborts its part."""
+    """Three choices, in mid-stream: no token lost or doubled. The worker that left aborts its
+    part."""
     harness = await make(1, 2, drain_s=10.0, max_attempts=1, now=clock).start()
     for decode in harness.decodes:
         decode.step_s = 0.01
@@ -256,9 +260,11 @@ async def test_a_prefill_worker_drains_with_its_tickets(make: Make) -> None:
     assert harness.world.held() == 0
 
 
-async def test_a_prefill_worker_that_leaves_hands_over_to_every_routers_requests(make: Make, clock: Clock) -> None:
-    """The first router has nothing there and is done at once; the second one's prompts are computed there yet. When
-    none can have any more, nobody stays connected."""
+async def test_a_prefill_worker_that_leaves_hands_over_to_every_routers_requests(
+    make: Make, clock: Clock
+) -> None:
+    """The first router has nothing there and is done at once; the second one's prompts are computed
+    there yet. When none can have any more, nobody stays connected."""
     first, second = (make(number, number, drain_s=10.0, now=clock) for number in (2, 0))
     second.world = first.world
     for worker in [*first.prefills, *first.decodes]:
@@ -286,7 +292,9 @@ async def test_a_prefill_worker_that_leaves_hands_over_to_every_routers_requests
     assert first.connected_pairs() == {("d0", "p1"), ("d1", "p1")}
 
 
-async def test_a_worker_that_comes_back_from_a_drain_stays_connected(make: Make, clock: Clock) -> None:
+async def test_a_worker_that_comes_back_from_a_drain_stays_connected(
+    make: Make, clock: Clock
+) -> None:
     harness = await make(1, 1, drain_s=10.0, now=clock).start()
     harness.fleet.leave("p0")
     await until(lambda: not harness.fleet.worker_ids - {"d0"})
@@ -297,14 +305,22 @@ async def test_a_worker_that_comes_back_from_a_drain_stays_connected(make: Make,
 
 
 @pytest.mark.parametrize("num_decode", [1, 2])
-async def test_a_decode_worker_that_leaves_before_the_hand_off_is_handed_to(make: Make, num_decode: int) -> None:
-    """It has no leg of this request yet, and may have none at all; who else decodes is not connected to P."""
+async def test_a_decode_worker_that_leaves_before_the_hand_off_is_handed_to(
+    make: Make, num_decode: int
+) -> None:
+    """It has no leg of this request yet, and may have none at all; who else decodes is not
+    connected to P."""
     harness = make(1, num_decode)
     if num_decode == 2:
         harness.decodes[1].refuse_connects = 1000
     for worker in [*harness.prefills, *harness.decodes]:
         harness.fleet.join(worker)
-    await until(lambda: harness.connected_pairs() == {("d0", "p0")} and len(harness.fleet.workers) == 1 + num_decode)
+    await until(
+        lambda: (
+            harness.connected_pairs() == {("d0", "p0")}
+            and len(harness.fleet.workers) == 1 + num_decode
+        )
+    )
     harness.prefills[0].going.clear()
     task = asyncio.create_task(harness.collect(PROMPT, sampling()))
     await until(lambda: harness.prefills[0].submits())
@@ -370,10 +386,14 @@ async def test_choosing_filters_scores_and_takes_turns(make: Make) -> None:
     workers = {worker.worker_id: worker for worker in harness.fleet.workers}
 
     def choose(**change: Any) -> tuple[str | None, str]:
-        plan = chooser.choose(workers.values(), Demand(**({"num_prompt_tokens": 20, "num_tokens": 30} | change)))
+        plan = chooser.choose(
+            workers.values(), Demand(**({"num_prompt_tokens": 20, "num_tokens": 30} | change))
+        )
         return plan.prefill.worker_id if plan.prefill else None, plan.decode.worker_id
 
-    assert {choose() for _ in range(6)} == {(p, d) for p in ("p0", "p1") for d in ("d0", "d1", "d2")}
+    assert {choose() for _ in range(6)} == {
+        (p, d) for p in ("p0", "p1") for d in ("d0", "d1", "d2")
+    }
     workers["d0"].outstanding_tokens = workers["d2"].outstanding_tokens = 5
     workers["p1"].outstanding_tokens = 1
     assert {choose() for _ in range(3)} == {("p0", "d1")}
@@ -394,12 +414,17 @@ async def test_choosing_filters_scores_and_takes_turns(make: Make) -> None:
 
 @pytest.mark.processes
 def test_the_router_room_imports_no_torch_and_no_ray() -> None:
-    modules = [".".join(file.with_suffix("").parts) for file in Path("pdserve/router").rglob("*.py")]
+    modules = [
+        ".".join(file.with_suffix("").parts) for file in Path("pdserve/router").rglob("*.py")
+    ]
     assert len(modules) >= 30
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n"
     code += "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )
 
 

@@ -1,4 +1,5 @@
-"""An answered request leaves no garbage that only a collection finds: its prompts and tokens are gone with it."""
+"""An answered request leaves no garbage that only a collection finds: its prompts and tokens are
+gone with it."""
 
 import asyncio
 import gc
@@ -48,7 +49,10 @@ async def garbage(work: Callable[[], Any]) -> Counter[str]:
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         return Counter(
-            {name: count // NUM_CALLS for name, count in Counter(type(o).__name__ for o in gc.garbage).items()}
+            {
+                name: count // NUM_CALLS
+                for name, count in Counter(type(o).__name__ for o in gc.garbage).items()
+            }
         )
     finally:
         gc.set_debug(0)
@@ -59,7 +63,12 @@ async def garbage(work: Callable[[], Any]) -> Counter[str]:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(
     "change",
-    [{"prompt": [5, 6]}, {"prompt": [[5, 6]] * 30, "n": 2}, {"prompt": "fox " * 300}, {"prompt": "x", "stop": "zzz"}],
+    [
+        {"prompt": [5, 6]},
+        {"prompt": [[5, 6]] * 30, "n": 2},
+        {"prompt": "fox " * 300},
+        {"prompt": "x", "stop": "zzz"},
+    ],
     ids=["one", "many", "text", "stop"],
 )
 async def test_completions(make: Make, stream: bool, change: dict[str, Any]) -> None:
@@ -67,7 +76,9 @@ async def test_completions(make: Make, stream: bool, change: dict[str, Any]) -> 
     for worker in [*harness.prefills, *harness.decodes]:
         worker.max_tokens = 10_000
     await harness.start()
-    body = json.dumps({"model": MODEL, "max_tokens": 2, "seed": 1, "stream": stream} | change).encode()
+    body = json.dumps(
+        {"model": MODEL, "max_tokens": 2, "seed": 1, "stream": stream} | change
+    ).encode()
     found = await garbage(lambda: call(harness.app, "/v1/completions", body))
     assert not found["RequestRun"] and not found["Generation"] and sum(found.values()) < 30, found
 
@@ -76,13 +87,17 @@ async def test_requests_that_are_cut_off_or_end_early(make: Make) -> None:
     harness = await make(0, 1).start()
 
     async def cut() -> None:
-        generation = await harness.service.admit([[5, 6]], SamplingParams(max_tokens=50, ignore_eos=True))
+        generation = await harness.service.admit(
+            [[5, 6]], SamplingParams(max_tokens=50, ignore_eos=True)
+        )
         generation.account.cut()
         with pytest.raises(RequestFailed):
             await generation.collect()
 
     async def cut_many() -> None:
-        generation = await harness.service.admit([[5, 6]] * 3, SamplingParams(max_tokens=50, ignore_eos=True))
+        generation = await harness.service.admit(
+            [[5, 6]] * 3, SamplingParams(max_tokens=50, ignore_eos=True)
+        )
 
         async def cut_soon() -> None:
             await settle()
@@ -94,7 +109,9 @@ async def test_requests_that_are_cut_off_or_end_early(make: Make) -> None:
         await cutting
 
     async def leave() -> None:
-        generation = await harness.service.admit([[5, 6]] * 3, SamplingParams(max_tokens=50, ignore_eos=True))
+        generation = await harness.service.admit(
+            [[5, 6]] * 3, SamplingParams(max_tokens=50, ignore_eos=True)
+        )
         batches = generation.stream()
         await anext(batches)
         await batches.aclose()
@@ -110,6 +127,8 @@ async def test_whole_answers_that_are_cut_off(make: Make, prompt: list[Any]) -> 
     harness = make(0, 1, max_held_bytes=1 << 16)
     harness.decodes[0].max_tokens = 10_000
     await harness.start()
-    body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "seed": 1}).encode()
+    body = json.dumps(
+        {"model": MODEL, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "seed": 1}
+    ).encode()
     found = await garbage(lambda: call(harness.app, "/v1/completions", body, 503))
     assert not found["RequestRun"] and not found["Generation"], found

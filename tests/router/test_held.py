@@ -1,4 +1,5 @@
-"""What is held for clients who do not read has a bound in bytes over all of them; who holds most is cut off."""
+"""What is held for clients who do not read has a bound in bytes over all of them; who holds most is
+cut off."""
 
 import asyncio
 import json
@@ -90,7 +91,11 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
         for choice in (0, 1):
             times = LegTimes(1, 2, 3, 4) if position == count - 1 else None
             reason: Any = "length" if times else None
-            ends: dict[str, Any] = {"finish_reason": reason, "times": times, "logprobs": scores(position)}
+            ends: dict[str, Any] = {
+                "finish_reason": reason,
+                "times": times,
+                "logprobs": scores(position),
+            }
             inbox.put(one, delta(position, choice, **ends))
     least = 2 * (count - UNJOINED) * (TOKEN_BYTES + (3 * LOGPROB_BYTES if with_logprobs else 0))
     assert least < held.num_bytes < 2 * least and len(inbox) < count / 8
@@ -103,13 +108,17 @@ def test_what_waits_is_joined_and_counted(with_logprobs: bool) -> None:
         for event in own:
             assert event.position == position
             position += len(event.token_ids)
-            assert (event.times is not None) == (event.finish_reason is not None) == (event is own[-1])
+            assert (
+                (event.times is not None) == (event.finish_reason is not None) == (event is own[-1])
+            )
             assert size_of(len(event.token_ids), event.logprobs) < JOINED_BYTES + 1000
         if with_logprobs:
             assert [each.token_id for event in own for each in event.logprobs] == list(range(count))
 
 
-SCORES = tuple(TokenLogprob(5, -0.5, 1, tuple((token, -1.0) for token in range(20))) for _ in range(10))
+SCORES = tuple(
+    TokenLogprob(5, -0.5, 1, tuple((token, -1.0) for token in range(20))) for _ in range(10)
+)
 SCORES_BYTES = 10 * 21 * LOGPROB_BYTES
 
 
@@ -121,12 +130,18 @@ def test_log_probabilities_count_from_the_first_event_until_their_reader_has_don
     inbox.put(one, delta(0, tokens=10, logprobs=SCORES))
     assert SCORES_BYTES < held.num_bytes < 1.2 * SCORES_BYTES
     before = held.num_bytes
-    scored = routed(PromptScored(request_id="x", attempt=0, cached_tokens=0, logprobs=(None, *SCORES)))
+    scored = routed(
+        PromptScored(request_id="x", attempt=0, cached_tokens=0, logprobs=(None, *SCORES))
+    )
     inbox.put(one, scored)
-    assert 10 * 21 * 10 < scored.num_bytes < held.num_bytes - before < SCORES_BYTES / 5, "packed, as it came"
+    assert 10 * 21 * 10 < scored.num_bytes < held.num_bytes - before < SCORES_BYTES / 5, (
+        "packed, as it came"
+    )
     inbox.pop()
     inbox.pop()
-    assert held.num_bytes > before + scored.num_bytes, "the reader has them now, and they are no less"
+    assert held.num_bytes > before + scored.num_bytes, (
+        "the reader has them now, and they are no less"
+    )
     inbox.done()
     assert held.num_bytes == 0
     inbox.put(one, delta(10, tokens=10, logprobs=SCORES))
@@ -204,7 +219,9 @@ def test_whenever_it_is_read_each_choice_has_its_events_in_order(seed: int) -> N
             inbox.put(one, delta(positions[choice], choice, size))
             expected[choice] += range(positions[choice], positions[choice] + size)
             positions[choice] += size
-        for _ in range(chance.choice([0, 0, 0, 1, 200]) if chance.random() < 0.05 else chance.randint(0, 1)):
+        for _ in range(
+            chance.choice([0, 0, 0, 1, 200]) if chance.random() < 0.05 else chance.randint(0, 1)
+        ):
             if inbox:
                 found.append(inbox.pop()[1])
     found += drained(inbox)
@@ -233,7 +250,9 @@ async def test_what_nobody_wants_is_freed_in_several_turns() -> None:
     assert not items
 
 
-async def test_a_reader_who_comes_back_gets_a_little_in_each_turn(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_reader_who_comes_back_gets_a_little_in_each_turn(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """256 events in one turn were too many where each was made of hundreds."""
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 20_000
@@ -254,14 +273,20 @@ async def test_a_reader_who_comes_back_gets_a_little_in_each_turn(make: Make, mo
     client.taking.set()
     await asyncio.wait_for(client.call, 60)
     turns.close()
-    assert client.complete and sum(turns.counts) > 9000 and max(turns.counts) <= 9 * JOINED_BYTES / TOKEN_BYTES
+    assert (
+        client.complete
+        and sum(turns.counts) > 9000
+        and max(turns.counts) <= 9 * JOINED_BYTES / TOKEN_BYTES
+    )
 
 
 async def test_slow_readers_get_the_same(make: Make) -> None:
     harness = make(1, 1)
     harness.prefills[0].max_tokens = harness.decodes[0].max_tokens = 5000
     await harness.start()
-    client = Client(harness, "/v1/completions", LONG | {"max_tokens": 2000, "n": 2, "return_token_ids": True})
+    client = Client(
+        harness, "/v1/completions", LONG | {"max_tokens": 2000, "n": 2, "return_token_ids": True}
+    )
     await until(lambda: len(client.sent) > 3)
     client.taking.clear()
     await until(lambda: harness.world.held() == 0)
@@ -272,7 +297,13 @@ async def test_slow_readers_get_the_same(make: Make) -> None:
     events = [json_of(line) for line in b"".join(client.sent).split(b"\n\n")[:-2]]
     for index in (0, 1):
         sampling = SamplingParams(max_tokens=2000, seed=1, ignore_eos=True)
-        tokens = [t for event in events for c in event["choices"] if c["index"] == index for t in c["token_ids"]]
+        tokens = [
+            t
+            for event in events
+            for c in event["choices"]
+            if c["index"] == index
+            for t in c["token_ids"]
+        ]
         assert tokens == expected_tokens(tuple(PROMPT), sampling, index)[0]
 
 
@@ -286,13 +317,17 @@ def counted(harness: Harness) -> float | None:
 
 
 @pytest.mark.parametrize("prompts", [1, 3])
-async def test_readers_who_hold_too_much_are_cut_off_and_others_are_not(make: Make, prompts: int) -> None:
+async def test_readers_who_hold_too_much_are_cut_off_and_others_are_not(
+    make: Make, prompts: int
+) -> None:
     harness = make(0, 1, max_held_bytes=1 << 18)
     harness.decodes[0].max_tokens = 500_000
     harness.decodes[0].step_s = 0.0002
     await harness.start()
     prompt: Any = PROMPT if prompts == 1 else [PROMPT] * prompts
-    deaf = Client(harness, "/v1/completions", LONG | {"max_tokens": 400_000, "prompt": prompt, "n": 4})
+    deaf = Client(
+        harness, "/v1/completions", LONG | {"max_tokens": 400_000, "prompt": prompt, "n": 4}
+    )
     slow = Client(harness, "/v1/completions", LONG | {"max_tokens": 400})
     await until(lambda: len(deaf.sent) > 2 and len(slow.sent) > 2)
     deaf.taking.clear()
@@ -316,11 +351,16 @@ async def test_whole_answers_count_too(make: Make, prompts: int) -> None:
     assert (await http.post("/v1/completions", json=body | {"max_tokens": 20})).status_code == 200
     answer = await http.post("/v1/completions", json=body | {"max_tokens": 40_000})
     error = answer.json()["error"]
-    assert (answer.status_code, error["code"]) == (503, "too_much_held") and "router.max_held_bytes" in error["message"]
+    assert (answer.status_code, error["code"]) == (
+        503,
+        "too_much_held",
+    ) and "router.max_held_bytes" in error["message"]
     assert counted(harness) == 1 and await harness.world.settled() == 0
     assert harness.service.held.num_bytes == harness.service.admission.num_prompts == 0
     with pytest.raises(ApiError, match="max_held_bytes"):
-        await harness.service.collect([PROMPT], SamplingParams(max_tokens=40_000, ignore_eos=True, logprobs=5))
+        await harness.service.collect(
+            [PROMPT], SamplingParams(max_tokens=40_000, ignore_eos=True, logprobs=5)
+        )
 
 
 async def test_without_http_a_reader_is_told(make: Make) -> None:
@@ -328,7 +368,9 @@ async def test_without_http_a_reader_is_told(make: Make) -> None:
     harness = make(0, 1, max_held_bytes=1 << 16)
     harness.decodes[0].max_tokens = 500_000
     await harness.start()
-    generation = await harness.service.admit([PROMPT], SamplingParams(max_tokens=400_000, ignore_eos=True, n=4))
+    generation = await harness.service.admit(
+        [PROMPT], SamplingParams(max_tokens=400_000, ignore_eos=True, n=4)
+    )
     batches = generation.stream()
     await anext(batches)
     await until(lambda: counted(harness) == 1)
@@ -341,7 +383,8 @@ async def test_without_http_a_reader_is_told(make: Make) -> None:
 
 @pytest.mark.parametrize("prompts", [1, 3])
 async def test_all_that_a_stream_has_not_sent_counts(make: Make, prompts: int) -> None:
-    """What waits in an inbox, what was taken of it, what several prompts' batches are, and what is being sent."""
+    """What waits in an inbox, what was taken of it, what several prompts' batches are, and what is
+    being sent."""
     harness = make(0, 1)
     harness.decodes[0].max_tokens = 5000
     await harness.start()
@@ -363,7 +406,9 @@ async def test_what_a_stream_repeats_counts(make: Make, echo: bool) -> None:
     await harness.start()
     prompt: list[int] = [10, 11, 12, 13, 14] * 1000
     shown: dict[str, Any] = {"echo": True, "logprobs": 5} if echo else {"return_token_ids": True}
-    client = Client(harness, "/v1/completions", LONG | {"max_tokens": 1, "prompt": prompt, "n": 4} | shown)
+    client = Client(
+        harness, "/v1/completions", LONG | {"max_tokens": 1, "prompt": prompt, "n": 4} | shown
+    )
     client.taking.clear()
     least = len(prompt) * (SCORE_BYTES + 6 * 20) if echo else 4 * len("10,") * len(prompt)
     await until(lambda: harness.service.held.num_bytes > least, 5)
@@ -378,16 +423,25 @@ async def test_a_prompts_scores_count_once_from_their_event_until_they_are_sent(
 ) -> None:
     harness = await make(0, 1).start()
     held = harness.service.held
-    body = {"model": MODEL, "prompt": [PROMPT * 10] * prompts, "max_tokens": 1, "prompt_logprobs": 20}
+    body = {
+        "model": MODEL,
+        "prompt": [PROMPT * 10] * prompts,
+        "max_tokens": 1,
+        "prompt_logprobs": 20,
+    }
     call = parse(json.dumps(body).encode(), CompletionRequest)
     generation = await harness.service.admit(call.prompts(), call.sampling({}))
     responder = CompletionResponder(call, generation, tokenizer)
     results = await generation.collect()
     packed = held.num_bytes
-    assert 200 * 21 * 10 * prompts < packed < 200 * 21 * LOGPROB_BYTES / 5 * prompts, "though all prompts have ended"
+    assert 200 * 21 * 10 * prompts < packed < 200 * 21 * LOGPROB_BYTES / 5 * prompts, (
+        "though all prompts have ended"
+    )
     pieces = await responder.whole(results)
     assert pieces.num_held > 2 * packed
-    assert pieces.num_held <= held.num_bytes < 1.05 * pieces.num_held, "what is in the answer is there once"
+    assert pieces.num_held <= held.num_bytes < 1.05 * pieces.num_held, (
+        "what is in the answer is there once"
+    )
     generation.close()
     assert held.num_bytes == 0
 
@@ -400,7 +454,13 @@ async def test_a_stream_that_was_read_to_its_end_holds_nothing(make: Make) -> No
     assert harness.service.held.num_bytes == 0
 
 
-UNREAD = {"model": MODEL, "prompt": [PROMPT * 10] * 2, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}
+UNREAD = {
+    "model": MODEL,
+    "prompt": [PROMPT * 10] * 2,
+    "max_tokens": 1,
+    "n": 8,
+    "prompt_logprobs": 20,
+}
 
 
 async def test_whole_answers_count_until_they_are_sent(make: Make) -> None:

@@ -1,4 +1,5 @@
-"""Answers of many choices, tokens or log-probabilities: made in slices, what choices share once, sent in parts."""
+"""Answers of many choices, tokens or log-probabilities: made in slices, what choices share once,
+sent in parts."""
 
 import asyncio
 import json
@@ -34,7 +35,8 @@ def scored(token: int) -> TokenLogprob:
 def results(num_choices: int, num_tokens: int) -> list[ChoiceResult]:
     tokens = [number % 300 + 3 for number in range(num_tokens)]
     return [
-        ChoiceResult(index, "text", tokens, list(map(scored, tokens)), "length", None) for index in range(num_choices)
+        ChoiceResult(index, "text", tokens, list(map(scored, tokens)), "length", None)
+        for index in range(num_choices)
     ]
 
 
@@ -56,18 +58,32 @@ async def turns_during(work: Any) -> tuple[int, Any]:
 @pytest.mark.parametrize("chat", [False, True])
 @pytest.mark.parametrize(("num_choices", "num_tokens"), [(500, 1), (2, 5000)])
 async def test_a_whole_answer_is_made_in_slices(
-    tokenizer: Tokenizer, chat: bool, num_choices: int, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+    tokenizer: Tokenizer,
+    chat: bool,
+    num_choices: int,
+    num_tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pace, "SLICE_S", 0.0)
-    generation = Generation("x", num_choices, [], [tuple(PROMPT)], Pacer(), Held(1 << 30, lambda count: None).account())
+    generation = Generation(
+        "x", num_choices, [], [tuple(PROMPT)], Pacer(), Held(1 << 30, lambda count: None).account()
+    )
     body: dict[str, Any] = {"model": MODEL, "n": num_choices}
     responder: ChatResponder | CompletionResponder
     if chat:
-        body |= {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 1}
-        responder = ChatResponder(parse(json.dumps(body).encode(), ChatRequest), generation, tokenizer)
+        body |= {
+            "messages": [{"role": "user", "content": "x"}],
+            "logprobs": True,
+            "top_logprobs": 1,
+        }
+        responder = ChatResponder(
+            parse(json.dumps(body).encode(), ChatRequest), generation, tokenizer
+        )
     else:
         body |= {"prompt": PROMPT, "logprobs": 1}
-        responder = CompletionResponder(parse(json.dumps(body).encode(), CompletionRequest), generation, tokenizer)
+        responder = CompletionResponder(
+            parse(json.dumps(body).encode(), CompletionRequest), generation, tokenizer
+        )
     turns, pieces = await turns_during(responder.whole(results(num_choices, num_tokens)))
     assert turns > 100
     choices = json.loads(b"".join(piece for piece, _ in pieces.take()))["choices"]
@@ -90,7 +106,14 @@ async def test_what_choices_share_is_made_once(make: Make, monkeypatch: pytest.M
         return ranked(self, position)
 
     monkeypatch.setattr(CompletionResponder, "_ranked", counting)
-    body = {"model": MODEL, "prompt": LONG_PROMPT, "n": 8, "max_tokens": 1, "prompt_logprobs": 1, "seed": 1}
+    body = {
+        "model": MODEL,
+        "prompt": LONG_PROMPT,
+        "n": 8,
+        "max_tokens": 1,
+        "prompt_logprobs": 1,
+        "seed": 1,
+    }
     http = harness.http(timeout=120)
     answer = (await http.post("/v1/completions", json=body | {"return_token_ids": True})).json()
     assert made == len(LONG_PROMPT) - 1
@@ -107,7 +130,14 @@ async def test_echoes_of_long_prompts(make: Make, logprobs: int | None) -> None:
     await harness.start()
     http = harness.http(timeout=120)
     text = harness.tokenizer.decode(LONG_PROMPT)
-    body = {"model": MODEL, "prompt": [LONG_PROMPT, PROMPT], "n": 3, "max_tokens": 2, "echo": True, "seed": 1}
+    body = {
+        "model": MODEL,
+        "prompt": [LONG_PROMPT, PROMPT],
+        "n": 3,
+        "max_tokens": 2,
+        "echo": True,
+        "seed": 1,
+    }
     body |= {"logprobs": logprobs}
     whole = (await http.post("/v1/completions", json=body)).json()["choices"]
     streamed = (await http.post("/v1/completions", json=body | {"stream": True})).text
@@ -117,9 +147,13 @@ async def test_echoes_of_long_prompts(make: Make, logprobs: int | None) -> None:
         for choice in json.loads(line.removeprefix("data: "))["choices"]:
             texts[choice["index"]] += choice["text"]
             tokens[choice["index"]] += len(choice["logprobs"]["tokens"]) if logprobs else 0
-    assert texts == [choice["text"] for choice in whole] and all(each.startswith(text) for each in texts[:3])
+    assert texts == [choice["text"] for choice in whole] and all(
+        each.startswith(text) for each in texts[:3]
+    )
     if logprobs:
-        assert tokens == [len(choice["logprobs"]["tokens"]) for choice in whole] and min(tokens[:3]) > len(LONG_PROMPT)
+        assert tokens == [len(choice["logprobs"]["tokens"]) for choice in whole] and min(
+            tokens[:3]
+        ) > len(LONG_PROMPT)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -138,7 +172,14 @@ async def test_long_answers_are_sent_in_parts(make: Make, stream: bool) -> None:
 
     original = harness.app
     harness.app = app  # type: ignore[assignment]
-    body = {"model": MODEL, "prompt": LONG_PROMPT, "n": 32, "max_tokens": 1, "return_token_ids": True, "stream": stream}
+    body = {
+        "model": MODEL,
+        "prompt": LONG_PROMPT,
+        "n": 32,
+        "max_tokens": 1,
+        "return_token_ids": True,
+        "stream": stream,
+    }
     answer = await harness.http(timeout=120).post("/v1/completions", json=body)
     assert answer.status_code == 200 and len(answer.content) > 3 * SEND_BYTES
     assert max(sent) < 2 * SEND_BYTES + 100 and len(sent) > 4
@@ -155,7 +196,9 @@ async def test_too_many_log_probabilities_of_prompts_are_refused(make: Make) -> 
     assert not harness.decodes[0].submits() and harness.service.admission.num_prompts == 0
 
 
-async def test_echoes_of_many_prompts_are_made_in_slices(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_echoes_of_many_prompts_are_made_in_slices(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of ids takes a millisecond or two to be made into text."""
     monkeypatch.setattr(pace, "SLICE_S", 0.0)
     harness = await make(0, 1).start()

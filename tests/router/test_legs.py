@@ -1,4 +1,5 @@
-"""Legs of which nothing is heard: those that wait at a living worker stay there, those that hang or got lost move.
+"""Legs of which nothing is heard: those that wait at a living worker stay there, those that hang or
+got lost move.
 
 The fleet's clock is made by hand, and workers say how they are before each tick.
 """
@@ -39,15 +40,19 @@ def submits(harness: Harness) -> list[tuple[str, str]]:
 
 def failovers(harness: Harness) -> dict[str, float]:
     samples = next(iter(harness.service.metrics.failovers.collect())).samples
-    return {sample.labels["reason"]: sample.value for sample in samples if sample.name.endswith("_total")}
+    return {
+        sample.labels["reason"]: sample.value
+        for sample in samples
+        if sample.name.endswith("_total")
+    }
 
 
 @pytest.mark.parametrize("phase", ["full", "prefill", "decode", "prepared"])
 async def test_a_leg_waits_at_a_living_worker_as_long_as_it_takes(
     start: Callable[..., Any], clock: Clock, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Queued at P, at D, or waiting there for blocks: it keeps its place, and D need not say anything of a leg that it
-    only prepares."""
+    """Queued at P, at D, or waiting there for blocks: it keeps its place, and D need not say
+    anything of a leg that it only prepares."""
     monkeypatch.setattr(FakeWorker, "parts_from", 5 if phase == "prepared" else 0)
     harness = await start(0 if phase == "full" else 2, 2)
     for worker in harness.decodes if phase in ("full", "decode") else harness.prefills:
@@ -67,7 +72,9 @@ async def test_a_leg_waits_at_a_living_worker_as_long_as_it_takes(
 
 
 @pytest.mark.parametrize("phase", ["full", "prefill", "decode"])
-async def test_a_leg_that_never_came_is_sent_elsewhere(start: Callable[..., Any], clock: Clock, phase: str) -> None:
+async def test_a_leg_that_never_came_is_sent_elsewhere(
+    start: Callable[..., Any], clock: Clock, phase: str
+) -> None:
     """Its worker lives, and knows nothing of it."""
     harness = await start(0 if phase == "full" else 2, 2)
     lost: list[Submit] = []
@@ -98,7 +105,8 @@ async def test_a_leg_that_hangs_behind_its_first_tokens_is_moved_with_them(
         worker.hangs_at = 3
     running = asyncio.create_task(harness.collect(PROMPT, PARAMS))
     busy = await _decoding(harness)
-    busy.hangs_at = None  # another attempt of the same worker would not hang, nor does the other one
+    # another attempt of the same worker would not hang, nor does the other one
+    busy.hangs_at = None
     other = next(worker for worker in harness.decodes if worker is not busy)
     other.hangs_at = None
     await harness.pass_time(clock, DEADLINE_S + 1)
@@ -119,7 +127,9 @@ async def _decoding(harness: Harness) -> FakeWorker:
     return busy
 
 
-async def test_a_leg_that_went_back_to_the_queue_waits_again(start: Callable[..., Any], clock: Clock) -> None:
+async def test_a_leg_that_went_back_to_the_queue_waits_again(
+    start: Callable[..., Any], clock: Clock
+) -> None:
     """A preempted one: its worker says that it waits, though it has given tokens."""
     harness = await start(0, 1)
     decode = harness.decodes[0]
@@ -136,7 +146,9 @@ async def test_a_leg_that_went_back_to_the_queue_waits_again(start: Callable[...
     harness.check(await running, PROMPT, PARAMS)
 
 
-async def test_a_worker_that_says_nothing_loses_what_waits_there(start: Callable[..., Any], clock: Clock) -> None:
+async def test_a_worker_that_says_nothing_loses_what_waits_there(
+    start: Callable[..., Any], clock: Clock
+) -> None:
     harness = await start(0, 2, worker_silence_s=5)
     for worker in harness.decodes:
         worker.gate = asyncio.Event()
@@ -151,7 +163,9 @@ async def test_a_worker_that_says_nothing_loses_what_waits_there(start: Callable
     assert harness.fleet.worker_ids == {other.worker_id} and failovers(harness) == {"lost": 1}
 
 
-async def test_a_leg_whose_end_waits_for_a_slow_client_is_not_repeated(start: Callable[..., Any], clock: Clock) -> None:
+async def test_a_leg_whose_end_waits_for_a_slow_client_is_not_repeated(
+    start: Callable[..., Any], clock: Clock
+) -> None:
     """The worker is done with it, and says nothing of it any more."""
     harness = await start(0, 1)
     chunks = harness.service.generate([PROMPT], PARAMS)
@@ -166,7 +180,8 @@ async def test_a_leg_whose_end_waits_for_a_slow_client_is_not_repeated(start: Ca
 async def test_a_router_that_stood_still_blames_nobody(
     start: Callable[..., Any], clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process was stopped: the first tick is late, and what workers said meanwhile is not read yet."""
+    """Its process was stopped: the first tick is late, and what workers said meanwhile is not read
+    yet."""
     harness = await start(0, 2, worker_silence_s=5)
     for worker in harness.decodes:
         worker.gate = asyncio.Event()
@@ -195,7 +210,8 @@ async def test_a_router_that_stood_still_blames_nobody(
 async def test_a_router_that_stood_still_blames_no_leg(
     start: Callable[..., Any], clock: Clock, is_heard_first: bool
 ) -> None:
-    """The leg's next tokens are still to be read, its worker's report was read before or after the tick."""
+    """The leg's next tokens are still to be read, its worker's report was read before or after the
+    tick."""
     harness = await start(0, 1)
     decode = harness.decodes[0]
     decode.hangs_at = 3

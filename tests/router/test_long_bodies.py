@@ -1,4 +1,5 @@
-"""Long bodies: read within a budget, cut and decoded piece by piece, refused before anything is made of too much."""
+"""Long bodies: read within a budget, cut and decoded piece by piece, refused before anything is
+made of too much."""
 
 import asyncio
 import itertools
@@ -40,7 +41,9 @@ async def long(body: bytes, kind: Any, lengths: Lengths = WIDE) -> Any:
 def plain(call: Any) -> Any:
     """With a list of prompts where there is any, and their ids as tuples."""
     if isinstance(call, CompletionRequest) and call.prompt:
-        call.prompt = [prompt if isinstance(prompt, str) else ids_of(prompt) for prompt in call.prompts()]
+        call.prompt = [
+            prompt if isinstance(prompt, str) else ids_of(prompt) for prompt in call.prompts()
+        ]
     return call
 
 
@@ -49,7 +52,9 @@ def ids_of(prompt: Sequence[int] | SharedIds) -> tuple[int, ...]:
 
 
 def completion(prompt: str, rest: str = "") -> bytes:
-    return ('{ "model" : "m", "max_tokens":3 ,"prompt":' + prompt + rest + "} ").encode("utf-8", "surrogatepass")
+    return ('{ "model" : "m", "max_tokens":3 ,"prompt":' + prompt + rest + "} ").encode(
+        "utf-8", "surrogatepass"
+    )
 
 
 PROMPTS = [
@@ -77,14 +82,21 @@ def window(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.usefixtures("window")
 @pytest.mark.parametrize("prompt", PROMPTS)
 async def test_piece_by_piece_gives_the_same_as_at_once(prompt: str) -> None:
-    body = completion(prompt, ',"stop":["x","]"],"logit_bias":{"3":1.5},"stream":null,"user":"u","n":2.0')
+    body = completion(
+        prompt, ',"stop":["x","]"],"logit_bias":{"3":1.5},"stream":null,"user":"u","n":2.0'
+    )
     assert await long(body, CompletionRequest) == await at_once(body)
 
 
 @pytest.mark.usefixtures("window")
 async def test_conversations_and_empty_objects_too() -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "a \\ b"}]}, {"role": "x", "content": "é]}"}]
-    body = json.dumps({"model": "m", "messages": messages, "tools": [{"a": {}}], "tool_choice": "none"}).encode()
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a \\ b"}]},
+        {"role": "x", "content": "é]}"},
+    ]
+    body = json.dumps(
+        {"model": "m", "messages": messages, "tools": [{"a": {}}], "tool_choice": "none"}
+    ).encode()
     assert await long(body, ChatRequest) == parse(bytearray(body), ChatRequest)
     for empty in (b"{}", b" { } "):
         with pytest.raises(ApiError, match="required field `model`"):
@@ -95,8 +107,34 @@ async def test_conversations_and_empty_objects_too() -> None:
 @pytest.mark.parametrize(
     "prompt",
     [
-        *('"a', '"a\\"', '"a\\', "[1,2", "[1,2,]", "[1,,2]", "[,1]", '["a",]', '["a""b"]', '["a",,"b"]', '["a";"b"]'),
-        *("[[1][2]]", "[[1],]", "[[1}]", "[1}", "}", "]", "", "tru", "1 2", '"a" "b"', "[1 2]", '["\\x"]', "[01]"),
+        *(
+            '"a',
+            '"a\\"',
+            '"a\\',
+            "[1,2",
+            "[1,2,]",
+            "[1,,2]",
+            "[,1]",
+            '["a",]',
+            '["a""b"]',
+            '["a",,"b"]',
+            '["a";"b"]',
+        ),
+        *(
+            "[[1][2]]",
+            "[[1],]",
+            "[[1}]",
+            "[1}",
+            "}",
+            "]",
+            "",
+            "tru",
+            "1 2",
+            '"a" "b"',
+            "[1 2]",
+            '["\\x"]',
+            "[01]",
+        ),
     ],
 )
 async def test_what_is_no_json_is_refused_as_such(prompt: str) -> None:
@@ -112,8 +150,11 @@ async def at_once(body: bytes) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_mutilated_bodies_give_no_other_answer(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a decoder takes at once, and no other body, is taken piece by piece, with the same outcome."""
+async def test_mutilated_bodies_give_no_other_answer(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a decoder takes at once, and no other body, is taken piece by piece, with the same
+    outcome."""
     chance = random.Random(seed)
     monkeypatch.setattr(json_outline, "WINDOW", chance.randint(2, 40))
     monkeypatch.setattr(json_outline, "PIECE_BYTES", chance.randint(1, 40))
@@ -147,14 +188,24 @@ def hostile() -> Iterator[tuple[str, bytes, type, str]]:
     """Name, body, endpoint's type, and the error's code."""
     head = b'{"model":"demo",'
     size = 2 * MEGABYTE
-    yield "a text", head + b'"prompt":"' + b"word " * (size // 5) + b'"}', CompletionRequest, "context_length_exceeded"
+    yield (
+        "a text",
+        head + b'"prompt":"' + b"word " * (size // 5) + b'"}',
+        CompletionRequest,
+        "context_length_exceeded",
+    )
     yield (
         "escapes",
         head + b'"prompt":"' + b"\\u0041" * (size // 6) + b'"}',
         CompletionRequest,
         "context_length_exceeded",
     )
-    yield "ids", head + b'"prompt":[' + b"1," * (size // 2) + b"1]}", CompletionRequest, "context_length_exceeded"
+    yield (
+        "ids",
+        head + b'"prompt":[' + b"1," * (size // 2) + b"1]}",
+        CompletionRequest,
+        "context_length_exceeded",
+    )
     yield (
         "an item",
         head + b'"prompt":[[1],[' + b"1," * (size // 2) + b"1]]}",
@@ -167,22 +218,57 @@ def hostile() -> Iterator[tuple[str, bytes, type, str]]:
         CompletionRequest,
         "context_length_exceeded",
     )
-    yield "lists", head + b'"prompt":[' + b"[]," * (size // 3) + b"[]]}", CompletionRequest, "too_many_values"
-    yield "prompts", head + b'"prompt":[' + b"[1]," * 20_000 + b"[1]]}", CompletionRequest, "too_many_prompts"
+    yield (
+        "lists",
+        head + b'"prompt":[' + b"[]," * (size // 3) + b"[]]}",
+        CompletionRequest,
+        "too_many_values",
+    )
+    yield (
+        "prompts",
+        head + b'"prompt":[' + b"[1]," * 20_000 + b"[1]]}",
+        CompletionRequest,
+        "too_many_prompts",
+    )
     yield (
         "ignored",
         head + b'"prompt":"x","metadata":[' + b"{}," * (size // 3) + b"{}]}",
         CompletionRequest,
         "too_many_values",
     )
-    yield "a user", head + b'"prompt":"x","user":"' + b"u" * size + b'"}', CompletionRequest, "too_long"
-    yield "a key", head + b'"prompt":"x","' + b"u" * size + b'":1}', CompletionRequest, "unsupported_parameter"
+    yield (
+        "a user",
+        head + b'"prompt":"x","user":"' + b"u" * size + b'"}',
+        CompletionRequest,
+        "too_long",
+    )
+    yield (
+        "a key",
+        head + b'"prompt":"x","' + b"u" * size + b'":1}',
+        CompletionRequest,
+        "unsupported_parameter",
+    )
     keys = b",".join(b'"%x":1' % number for number in range(100_000))
     yield "keys", head + keys + b"}", CompletionRequest, "too_many_fields"
-    yield "one key", head + b'"n":1,' * 100_000 + b'"prompt":"x"}', CompletionRequest, "too_many_fields"
-    yield "depth", head + b'"metadata":' + b"[" * 50_000 + b"]" * 50_000 + b"}", CompletionRequest, "invalid_json"
+    yield (
+        "one key",
+        head + b'"n":1,' * 100_000 + b'"prompt":"x"}',
+        CompletionRequest,
+        "too_many_fields",
+    )
+    yield (
+        "depth",
+        head + b'"metadata":' + b"[" * 50_000 + b"]" * 50_000 + b"}",
+        CompletionRequest,
+        "invalid_json",
+    )
     message = b'{"role":"user","content":"a"},'
-    yield "messages", head + b'"messages":[' + message * 40_000 + b"{}]}", ChatRequest, "too_many_values"
+    yield (
+        "messages",
+        head + b'"messages":[' + message * 40_000 + b"{}]}",
+        ChatRequest,
+        "too_many_values",
+    )
     yield (
         "a chat",
         head + b'"messages":[{"role":"user","content":"' + b"word " * (size // 5) + b'"}]}',
@@ -197,7 +283,9 @@ async def test_a_conversation_has_a_bound_of_values_beside_its_length() -> None:
         await long(body, ChatRequest)
 
 
-@pytest.mark.parametrize("text", ["word", "é", "🙂", "\\n", "\\u0041", "\\ud83d\\ude42", "\\\\u", '\\"'])
+@pytest.mark.parametrize(
+    "text", ["word", "é", "🙂", "\\n", "\\u0041", "\\ud83d\\ude42", "\\\\u", '\\"']
+)
 @pytest.mark.parametrize("window", [7, 1 << 17])
 async def test_a_text_has_no_fewer_characters_than_is_said(
     text: str, window: int, monkeypatch: pytest.MonkeyPatch
@@ -210,7 +298,9 @@ async def test_a_text_has_no_fewer_characters_than_is_said(
     assert window < 100 or len(json.loads(body)) <= 4 * least + 100 or text == "\\\\u"
 
 
-@pytest.mark.parametrize(("name", "body", "kind", "code"), hostile(), ids=[case[0] for case in hostile()])
+@pytest.mark.parametrize(
+    ("name", "body", "kind", "code"), hostile(), ids=[case[0] for case in hostile()]
+)
 async def test_too_much_is_refused_before_it_is_made(
     name: str, body: bytes, kind: type, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,12 +314,16 @@ async def test_too_much_is_refused_before_it_is_made(
     monkeypatch.setattr(msgspec.json, "decode", counting)
     with pytest.raises(ApiError) as caught:
         await long(body, kind, NARROW)
-    assert (caught.value.status, caught.value.code) == (400, code) and len(caught.value.message) < 3000
+    assert (caught.value.status, caught.value.code) == (400, code) and len(
+        caught.value.message
+    ) < 3000
     assert len(body) > LONG_BODY and max(decoded) < 100_000
 
 
 @pytest.mark.parametrize("prompt", ["[%s]", "[[%s]]", "[[5], [%s] ,[6]]"])
-async def test_long_lists_of_ids_are_decoded_in_pieces(prompt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_lists_of_ids_are_decoded_in_pieces(
+    prompt: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     decoded = list[int]()
     shared = list[int]()
     decode = msgspec.json.decode
@@ -251,7 +345,9 @@ async def test_long_lists_of_ids_are_decoded_in_pieces(prompt: str, monkeypatch:
     assert max(decoded) <= 2 * json_outline.PIECE_BYTES and max(shared) <= json_outline.PIECE_BYTES
 
 
-async def test_ids_are_mapped_once_and_held_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_ids_are_mapped_once_and_held_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """8 million ids are 64 MB, each time that they are made anew."""
     harness = await make(0, 1).start()
     num_mapped = 0
@@ -267,7 +363,9 @@ async def test_ids_are_mapped_once_and_held_once(make: Make, monkeypatch: pytest
     prompts = [[number % 100 + 3 for number in range(40)] for _ in range(500)]
     body = json.dumps({"model": MODEL, "prompt": prompts, "max_tokens": 1})
     assert len(body) > LONG_BODY
-    assert (await harness.http(timeout=120).post("/v1/completions", content=body)).status_code == 200
+    assert (
+        await harness.http(timeout=120).post("/v1/completions", content=body)
+    ).status_code == 200
     assert [list(submit.prompt_token_ids) for submit in harness.decodes[0].submits()] == prompts
     assert num_mapped == 500 * 40
 
@@ -280,7 +378,8 @@ async def test_ids_are_checked_again_when_the_vocabulary_has_become_smaller() ->
 
 
 async def test_the_loop_goes_on_while_a_long_body_is_looked_at(make: Make) -> None:
-    """8 MB of empty lists kept it for a second, and 200 MB. What counts is the loop's own work between two turns."""
+    """8 MB of empty lists kept it for a second, and 200 MB. What counts is the loop's own work
+    between two turns."""
     harness = await make(0, 1).start()
     body = b'{"model":"demo","prompt":"x","metadata":[' + b"[]," * 2_700_000 + b"[]]}"
     moments: list[float] = []
@@ -347,7 +446,11 @@ async def test_errors_are_made_without_searching_what_was_sent(
     body = {"model": MODEL, "prompt": [5]} | change
     answer = await harness.http().post("/v1/completions", json=body)
     error = answer.json()["error"]
-    assert answer.status_code == 400 and error["param"] == next(iter(change))[:200] and len(answer.content) < 5000
+    assert (
+        answer.status_code == 400
+        and error["param"] == next(iter(change))[:200]
+        and len(answer.content) < 5000
+    )
     assert max(searched, default=0) <= 400
 
 
@@ -420,7 +523,9 @@ async def test_bodies_share_a_budget() -> None:
     small = Sender(bodies, told=20)
     small.send(20, last=True)
     small.done.set()
-    assert await asyncio.wait_for(small.task, 60) == b"x" * 20, "there is always room for short ones"
+    assert await asyncio.wait_for(small.task, 60) == b"x" * 20, (
+        "there is always room for short ones"
+    )
     for sender in promising:
         sender.task.cancel()
     await asyncio.wait([sender.task for sender in promising])
@@ -469,7 +574,13 @@ async def test_of_very_long_bodies_one_is_decoded_at_a_time_and_none_of_a_client
 
     monkeypatch.setattr("pdserve.router.http.app.parse_long", watching)
     body = json.dumps(
-        {"model": MODEL, "prompt": [5], "max_tokens": 1, "user": "u" * 900_000, "metadata": "m" * 900_000}
+        {
+            "model": MODEL,
+            "prompt": [5],
+            "max_tokens": 1,
+            "user": "u" * 900_000,
+            "metadata": "m" * 900_000,
+        }
     )
     http = harness.http(timeout=120)
 
@@ -485,7 +596,9 @@ async def test_of_very_long_bodies_one_is_decoded_at_a_time_and_none_of_a_client
     assert most == 1 and begun == 3
 
 
-@pytest.mark.parametrize(("num_bytes", "most"), [(LONG_BODY + 1000, LONG_AT_ONCE), (ALONE_BYTES + 1000, 1)])
+@pytest.mark.parametrize(
+    ("num_bytes", "most"), [(LONG_BODY + 1000, LONG_AT_ONCE), (ALONE_BYTES + 1000, 1)]
+)
 async def test_few_long_bodies_are_decoded_at_a_time(
     make: Make, num_bytes: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -514,6 +627,8 @@ async def test_few_long_bodies_are_decoded_at_a_time(
     monkeypatch.setattr(Service, "admit", admitting)
     body = json.dumps({"model": MODEL, "prompt": [5], "max_tokens": 1}).encode() + b" " * num_bytes
     http = harness.http(timeout=120)
-    answers = await asyncio.gather(*(http.post("/v1/completions", content=body) for _ in range(3 * LONG_AT_ONCE)))
+    answers = await asyncio.gather(
+        *(http.post("/v1/completions", content=body) for _ in range(3 * LONG_AT_ONCE))
+    )
     assert {answer.status_code for answer in answers} == {200}
     assert peak == most and now == 0

@@ -1,4 +1,5 @@
-"""Thousands of prompts in one call begin and end a few at a time: everybody else's turn comes between."""
+"""Thousands of prompts in one call begin and end a few at a time: everybody else's turn comes
+between."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,7 +41,9 @@ def noted(turns: Turns, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setattr(RequestRun, name, noting)
 
 
-async def test_they_begin_and_are_cancelled_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_they_begin_and_are_cancelled_a_few_at_a_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make(0, 2)
     for worker in harness.decodes:
         worker.going.clear()
@@ -60,7 +63,9 @@ async def test_they_begin_and_are_cancelled_a_few_at_a_time(make: Make, monkeypa
     await until(lambda: harness.world.held() == 0)
     assert max(turns.counts) <= RUNS_AT_ONCE
     assert harness.service.admission.num_prompts == harness.service.admission.queued_tokens == 0
-    assert sum(isinstance(c, Cancel) for worker in harness.decodes for c in worker.commands) == len(PROMPTS)
+    assert sum(isinstance(c, Cancel) for worker in harness.decodes for c in worker.commands) == len(
+        PROMPTS
+    )
     turns.close()
     await asyncio.wait([reading])
     assert all(not worker.legs for worker in harness.fleet.workers)
@@ -75,7 +80,9 @@ async def test_a_client_that_leaves_while_they_begin(make: Make, after: float) -
     asked.cancel()
     await asyncio.wait([asked])
     admission = harness.service.admission
-    await until(lambda: (harness.world.held(), admission.num_prompts, admission.queued_tokens) == (0, 0, 0))
+    await until(
+        lambda: (harness.world.held(), admission.num_prompts, admission.queued_tokens) == (0, 0, 0)
+    )
     assert all(not worker.legs for worker in harness.fleet.workers)
 
 
@@ -86,7 +93,9 @@ async def test_they_are_answered(make: Make, stream: bool) -> None:
     answer = await harness.http(timeout=120).post("/v1/completions", json=body)
     assert answer.status_code == 200
     if stream:
-        assert answer.text.count('"finish_reason":"') == len(PROMPTS) and answer.text.endswith("data: [DONE]\n\n")
+        assert answer.text.count('"finish_reason":"') == len(PROMPTS) and answer.text.endswith(
+            "data: [DONE]\n\n"
+        )
     else:
         expected = await harness.service.collect(PROMPTS, SamplingParams(max_tokens=2, seed=3))
         texts = [choice["text"] for choice in answer.json()["choices"]]
@@ -94,7 +103,9 @@ async def test_they_are_answered(make: Make, stream: bool) -> None:
     assert harness.service.admission.num_prompts == 0
 
 
-async def test_an_error_while_they_begin_ends_the_call(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_error_while_they_begin_ends_the_call(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would wait for prompts that nobody began."""
     harness = await make(0, 1).start()
 
@@ -119,7 +130,8 @@ async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.Monk
     await until(lambda: harness.world.held() == len(PROMPTS))
     [worker] = harness.fleet.workers
     ends: list[Event] = [
-        Delta(request_id, attempt, 0, 0, tuple(range(3, 203)), "length") for request_id, attempt in list(worker.legs)
+        Delta(request_id, attempt, 0, 0, tuple(range(3, 203)), "length")
+        for request_id, attempt in list(worker.legs)
     ]
     turns = Turns()
     noted(turns, monkeypatch, "_drain")
@@ -131,10 +143,14 @@ async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.Monk
 
 
 async def test_what_has_ended_keeps_no_prompt_though_others_of_its_call_go_on(make: Make) -> None:
-    """A call of hundreds of texts takes its time, and each text's ids and keys take 16 bytes a token."""
+    """A call of hundreds of texts takes its time, and each text's ids and keys take 16 bytes a
+    token."""
 
     def kept() -> list[bool]:
-        return [bool(run._job.prompt_token_ids or run._prompt._token_ids or run._prompt._chains) for run in runs]
+        return [
+            bool(run._job.prompt_token_ids or run._prompt._token_ids or run._prompt._chains)
+            for run in runs
+        ]
 
     harness = make(0, 1)
     harness.decodes[0].going.clear()
@@ -150,7 +166,9 @@ async def test_what_has_ended_keeps_no_prompt_though_others_of_its_call_go_on(ma
     for queue in harness.decodes[0]._streams.values():
         queue.put_nowait(harness.decodes[0]._batch([end]))
     await until(lambda: kept() == [True, False, True], 5)
-    assert generation.num_prompt_tokens == 6 and [line.prompt_tokens for line in generation.timelines()] == [2, 2, 2]
+    assert generation.num_prompt_tokens == 6 and [
+        line.prompt_tokens for line in generation.timelines()
+    ] == [2, 2, 2]
     await ended(generation, reading)
 
 
@@ -177,9 +195,12 @@ async def test_prompts_stay_only_for_answers_that_show_them(
 async def test_messages_that_wait_are_read_a_few_at_a_time(
     make: Make, monkeypatch: pytest.MonkeyPatch, is_large: bool
 ) -> None:
-    """What a worker sent while this router was busy: tokens in one message per step, or pieces of a prompt's scores."""
+    """What a worker sent while this router was busy: tokens in one message per step, or pieces of a
+    prompt's scores."""
     harness = await make(0, 1).start()
-    entries = tuple(TokenLogprob(5, -1.0, 1, ((5, -1.0),) * 20) for _ in range(1000 if is_large else 1))
+    entries = tuple(
+        TokenLogprob(5, -1.0, 1, ((5, -1.0),) * 20) for _ in range(1000 if is_large else 1)
+    )
     event = PromptScored(request_id="a", attempt=1, cached_tokens=0, logprobs=entries)
     worker = harness.decodes[0]
     turns = Turns()
@@ -217,7 +238,9 @@ async def ended(generation: Generation, reading: asyncio.Task[Any]) -> None:
     await asyncio.wait([reading])
 
 
-async def test_they_go_on_elsewhere_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_they_go_on_elsewhere_a_few_at_a_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two workers die in the same moment: what they had goes on at the third."""
     harness = make(0, 3)
     generation, reading = await begun(harness)
@@ -233,7 +256,9 @@ async def test_they_go_on_elsewhere_a_few_at_a_time(make: Make, monkeypatch: pyt
     await ended(generation, reading)
 
 
-async def test_those_that_wait_for_a_worker_go_on_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_that_wait_for_a_worker_go_on_a_few_at_a_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make(0, 1, resume_wait_s=30.0)
     generation, reading = await begun(harness)
     harness.decodes[0].die()
@@ -258,7 +283,9 @@ async def test_those_that_wait_in_vain_leave_nothing(make: Make) -> None:
     await until(lambda: not harness.fleet.changes.num_awaiting)
 
 
-async def test_silent_legs_go_on_elsewhere_a_few_at_a_time(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silent_legs_go_on_elsewhere_a_few_at_a_time(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make(0, 2)
     generation, reading = await begun(harness)
     [silent, _] = harness.fleet.workers
@@ -274,7 +301,9 @@ async def test_silent_legs_go_on_elsewhere_a_few_at_a_time(make: Make, monkeypat
     await ended(generation, reading)
 
 
-async def test_a_router_that_stops_tells_all_of_them(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_that_stops_tells_all_of_them(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = make(0, 1)
     generation, reading = await begun(harness)
     told: list[Any] = []

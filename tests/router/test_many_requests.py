@@ -1,4 +1,5 @@
-"""Hundreds of small requests at once begin and end a few in each turn of the event loop, by one budget for all."""
+"""Hundreds of small requests at once begin and end a few in each turn of the event loop, by one
+budget for all."""
 
 import asyncio
 from collections.abc import Callable
@@ -90,7 +91,9 @@ async def test_requests_that_one_message_ends(make: Make, monkeypatch: pytest.Mo
     asked = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(COUNT)]
     await until(lambda: harness.world.held() == COUNT)
     [worker] = harness.fleet.workers
-    ends: list[Event] = [Delta(name, attempt, 0, 0, tuple(range(3, 53)), "length") for name, attempt in worker.legs]
+    ends: list[Event] = [
+        Delta(name, attempt, 0, 0, tuple(range(3, 53)), "length") for name, attempt in worker.legs
+    ]
     turns = Turns()
     noting(turns, monkeypatch, RunReport, "log")
     for queue in harness.decodes[0]._streams.values():
@@ -109,7 +112,11 @@ async def test_a_timeline_within_a_long_answer_waits_for_no_slice_of_its_own(
     """It would wait for ever, since the answer has the turn."""
     harness = await make(0, 1).start()
     body: dict[str, Any] = {"model": MODEL, "max_tokens": 2, "stream": stream}
-    body |= {"messages": [{"role": "user", "content": "Hi"}]} if "chat" in path else {"prompt": [[5, 6]] * 5}
+    body |= (
+        {"messages": [{"role": "user", "content": "Hi"}]}
+        if "chat" in path
+        else {"prompt": [[5, 6]] * 5}
+    )
     asked = harness.http().post(f"/v1/{path}", json=body, headers={"x-pdserve-timeline": "1"})
     answer = await asyncio.wait_for(asked, 60)
     assert answer.status_code == 200 and "queue_s" in answer.text

@@ -1,4 +1,5 @@
-"""Hundreds who ask for a page that takes a millisecond are served one in a turn of the event loop."""
+"""Hundreds who ask for a page that takes a millisecond are served one in a turn of the event
+loop."""
 
 import asyncio
 from collections.abc import Callable
@@ -12,7 +13,9 @@ from pdserve.router.http import app
 Make = Callable[..., Harness]
 
 
-async def test_scrapes_at_once_are_served_one_in_a_turn(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrapes_at_once_are_served_one_in_a_turn(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     harness = await make(0, 1).start()
     turns = Turns()
     exposition = app.exposition
@@ -29,7 +32,9 @@ async def test_scrapes_at_once_are_served_one_in_a_turn(make: Make, monkeypatch:
     assert sum(turns.counts) == 50 and max(turns.counts) == 1
 
 
-async def test_the_document_of_the_interface_is_made_once(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_document_of_the_interface_is_made_once(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = []
     document = app.openapi_document
 

@@ -46,7 +46,14 @@ def counted(registry: CollectorRegistry) -> Iterator[tuple[str, Row]]:
         for family in collector.collect():
             seen = {label for sample in family.samples for label in sample.labels} - {"le"}
             name = f"{family.name}_total" if family.type == "counter" else family.name
-            yield name, Row(family.type, ", ".join(declared or sorted(seen)), family.documentation.rstrip("."))
+            yield (
+                name,
+                Row(
+                    family.type,
+                    ", ".join(declared or sorted(seen)),
+                    family.documentation.rstrip("."),
+                ),
+            )
 
 
 @pytest.fixture
@@ -61,8 +68,14 @@ def code(tiny_llama: Path) -> dict[str, Row]:
 
 def test_the_page_has_every_metric_and_no_other(code: dict[str, Row]) -> None:
     page = written()
-    expected = [f"| `{name}` | {row.kind} | {row.labels} | {row.meaning} |" for name, row in code.items()]
-    wrong = [line for line, (name, row) in zip(expected, code.items(), strict=True) if page.get(name) != row]
+    expected = [
+        f"| `{name}` | {row.kind} | {row.labels} | {row.meaning} |" for name, row in code.items()
+    ]
+    wrong = [
+        line
+        for line, (name, row) in zip(expected, code.items(), strict=True)
+        if page.get(name) != row
+    ]
     assert not wrong, "rows that docs/metrics.md lacks or has otherwise:\n" + "\n".join(wrong)
     assert page.keys() <= code.keys(), "metrics of the page that are not counted"
 
@@ -73,5 +86,9 @@ def test_names_are_the_fields(code: dict[str, Row]) -> None:
     for name, row in code.items():
         assert name.startswith("pdserve_")
         assert row.kind != "counter" or name.endswith("_total")
-        assert row.kind != "histogram" or name.endswith(("_seconds", "_bytes", "_tokens")), f"{name} has no unit"
-        assert "milli" not in row.meaning and not re.search(r"_(ms|us|mb|gb)(_|$)", name), "seconds and bytes"
+        assert row.kind != "histogram" or name.endswith(("_seconds", "_bytes", "_tokens")), (
+            f"{name} has no unit"
+        )
+        assert "milli" not in row.meaning and not re.search(r"_(ms|us|mb|gb)(_|$)", name), (
+            "seconds and bytes"
+        )

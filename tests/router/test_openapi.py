@@ -1,5 +1,5 @@
-"""The OpenAPI document tells the truth: schemathesis sends what it allows and what it forbids, over HTTP, to the app
-with fake workers. Bounded: the same examples every time, so many an operation."""
+"""The OpenAPI document tells the truth: schemathesis sends what it allows and what it forbids, over
+HTTP, to the app with fake workers. Bounded: the same examples every time, so many an operation."""
 
 import asyncio
 import gc
@@ -72,15 +72,20 @@ class _Server(threading.Thread):
 def server(tokenizer: Tokenizer) -> Iterator[_Server]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("KEYS_OF_THE_TEST", KEY)
-        thread = _Server(tokenizer, RouterConfig(api_key_env="KEYS_OF_THE_TEST", worker_silence_s=3600))
+        thread = _Server(
+            tokenizer, RouterConfig(api_key_env="KEYS_OF_THE_TEST", worker_silence_s=3600)
+        )
         thread.start()
         assert thread.ready.wait(60)
         yield thread
         thread.stop()
 
 
-def check(server: _Server, document: dict[str, Any], path: str, method: str, mode: str, *without: Any) -> Counter[int]:
-    """Send examples and check the answers against the document. How many of them had which status."""
+def check(
+    server: _Server, document: dict[str, Any], path: str, method: str, mode: str, *without: Any
+) -> Counter[int]:
+    """Send examples and check the answers against the document. How many of them had which
+    status."""
     url = f"http://127.0.0.1:{server.port}"
     statuses = Counter[int]()
     operation = schemathesis.openapi.from_dict(document)[path][method]
@@ -96,10 +101,14 @@ def check(server: _Server, document: dict[str, Any], path: str, method: str, mod
     @given(case=operation.as_strategy(schemathesis.GenerationMode(mode)))
     def send(case: Any) -> None:
         headers = {"Authorization": f"Bearer {KEY}"}
-        answer = case.call_and_validate(base_url=url, headers=headers, excluded_checks=list(without), timeout=120)
+        answer = case.call_and_validate(
+            base_url=url, headers=headers, excluded_checks=list(without), timeout=120
+        )
         statuses[answer.status_code] += 1
 
-    gc.disable()  # before 3.11.8 a collection within ast.parse, in two threads, is a SystemError: python/cpython#106905
+    # before 3.11.8 a collection within ast.parse, in two threads, is a SystemError:
+    # python/cpython#106905
+    gc.disable()
     try:
         send()
     finally:
@@ -114,8 +123,11 @@ def document_of(server: _Server) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "method"), OPERATIONS)
-def test_what_the_document_allows_is_answered_as_it_says(server: _Server, path: str, method: str) -> None:
-    """Not always with 200: what depends on two fields or on the model is refused, which is documented too."""
+def test_what_the_document_allows_is_answered_as_it_says(
+    server: _Server, path: str, method: str
+) -> None:
+    """Not always with 200: what depends on two fields or on the model is refused, which is
+    documented too."""
     without = [schemathesis.checks.positive_data_acceptance] if method == "POST" else []
     check(server, document_of(server), path, method, "positive", *without)
 
@@ -129,7 +141,10 @@ def test_what_the_document_forbids_is_refused(server: _Server, path: str, method
 # What depends on two fields, on the model and its template
 NARROWER: dict[str, Any] = {
     "prompt": {
-        "anyOf": [{"type": "string", "minLength": 1}, {"type": "array", "items": {"enum": [3, 99, 402]}, "minItems": 1}]
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            {"type": "array", "items": {"enum": [3, 99, 402]}, "minItems": 1},
+        ]
     },
     "messages": {
         "type": "array",
@@ -137,7 +152,10 @@ NARROWER: dict[str, Any] = {
         "maxItems": 3,
         "items": {
             "type": "object",
-            "properties": {"role": {"enum": ["system", "user"]}, "content": {"type": "string", "maxLength": 9}},
+            "properties": {
+                "role": {"enum": ["system", "user"]},
+                "content": {"type": "string", "maxLength": 9},
+            },
             "required": ["role", "content"],
         },
     },
@@ -160,7 +178,9 @@ def test_all_the_rest_that_it_allows_is_taken(server: _Server, kind: str) -> Non
     properties |= {name: schema for name, schema in NARROWER.items() if name in properties}
     for name in LEFT_OUT:
         properties.pop(name, None)
-    integers = [schema for schema in properties.values() if {"type": "integer"}.items() <= schema.items()]
+    integers = [
+        schema for schema in properties.values() if {"type": "integer"}.items() <= schema.items()
+    ]
     assert not integers, "all integers may be null"
     path = "/v1/completions" if kind == "CompletionRequest" else "/v1/chat/completions"
     assert check(server, document, path, "POST", "positive")[200] > NUM_EXAMPLES / 2
@@ -174,12 +194,21 @@ def test_the_document_names_every_field_and_the_configured_limits() -> None:
         properties = document["components"]["schemas"][kind.__name__]["properties"]
         assert set(properties) == {*kind.__struct_fields__, *IGNORED, *NEUTRAL}
         assert {"type": "integer", "minimum": 1, "maximum": 7} in properties["n"]["anyOf"]
-        assert {"type": "integer", "minimum": 0, "maximum": 3} in properties["prompt_logprobs"]["anyOf"]
+        assert {"type": "integer", "minimum": 0, "maximum": 3} in properties["prompt_logprobs"][
+            "anyOf"
+        ]
 
 
 def test_parameters_that_a_chat_template_is_given_anyway_cannot_be_set(server: _Server) -> None:
     for name in ("messages", "tools", "self", "add_generation_prompt"):
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {name: 1}}
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "x"}],
+            "chat_template_kwargs": {name: 1},
+        }
         url = f"http://127.0.0.1:{server.port}/v1/chat/completions"
         answer = httpx.post(url, json=body, headers={"Authorization": f"Bearer {KEY}"})
-        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "chat_template_kwargs")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (
+            400,
+            "chat_template_kwargs",
+        )

@@ -1,4 +1,5 @@
-"""The router's picture of what workers hold: gaps, bounds, and what it expects of what it has sent."""
+"""The router's picture of what workers hold: gaps, bounds, and what it expects of what it has
+sent."""
 
 import asyncio
 from collections.abc import Callable
@@ -10,7 +11,13 @@ from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Resync
 from pdserve.protocol.events import CacheChange, CacheState
 from pdserve.router.fleet import prefix_index
-from pdserve.router.fleet.prefix_index import ASK_AGAIN_S, EXPECTED_S, MAX_EXPECTED, CachedBlocks, PromptBlocks
+from pdserve.router.fleet.prefix_index import (
+    ASK_AGAIN_S,
+    EXPECTED_S,
+    MAX_EXPECTED,
+    CachedBlocks,
+    PromptBlocks,
+)
 
 Make = Callable[..., Harness]
 TOKENS = tuple(range(100, 300))
@@ -37,13 +44,21 @@ def known(data: bytes) -> CachedBlocks:
 def test_the_longest_held_prefix_counts_in_whole_blocks(block_size: int, length: int) -> None:
     cached = known(stored(block_size=block_size))
     prompt = PromptBlocks((*TOKENS[:length], 1, 2, 3), "")
-    assert prompt.num_cached_tokens(cached, "model", block_size, 0.0) == length // block_size * block_size
+    assert (
+        prompt.num_cached_tokens(cached, "model", block_size, 0.0)
+        == length // block_size * block_size
+    )
     assert prompt.num_cached_tokens(cached, "another", block_size, 0.0) == 0
     exact = PromptBlocks(TOKENS[:length], "")
-    assert exact.num_cached_tokens(cached, "model", block_size, 0.0) == (length - 1) // block_size * block_size
+    assert (
+        exact.num_cached_tokens(cached, "model", block_size, 0.0)
+        == (length - 1) // block_size * block_size
+    )
 
 
-def test_a_prompt_that_nobody_holds_is_hashed_a_little_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_that_nobody_holds_is_hashed_a_little_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     hashed: list[int] = []
     extend = BlockHasher.extend
 
@@ -113,7 +128,9 @@ def test_what_was_sent_there_is_expected_for_a_while_unless_it_was_dropped() -> 
     cached.changed(CacheChange(number=1, stored=b"", dropped=stored()[16:24]))
     assert prompt.num_cached_tokens(cached, "model", 16, 50.0) == 32
     cached.expect(range(2 * MAX_EXPECTED), 50.0)
-    assert not cached.num_held([keys[0]], 0, 1, 50.0) and cached.num_held([2 * MAX_EXPECTED - 1], 0, 1, 50.0)
+    assert not cached.num_held([keys[0]], 0, 1, 50.0) and cached.num_held(
+        [2 * MAX_EXPECTED - 1], 0, 1, 50.0
+    )
 
 
 def test_a_worker_that_tells_too_much_is_not_listened_to(monkeypatch: pytest.MonkeyPatch) -> None:

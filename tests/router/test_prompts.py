@@ -1,4 +1,5 @@
-"""Prompts made into ids: one check of length, before anything is tokenised, and few characters at a time."""
+"""Prompts made into ids: one check of length, before anything is tokenised, and few characters at a
+time."""
 
 import asyncio
 import contextlib
@@ -59,7 +60,9 @@ def made(tokenizer: Tokenizer, most: int | None = None) -> Prompts:
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_prompt_tokens": 100}])
-async def test_no_prompt_that_cannot_fit_is_tokenised(make: Make, watched: Watched, limit: dict[str, int]) -> None:
+async def test_no_prompt_that_cannot_fit_is_tokenised(
+    make: Make, watched: Watched, limit: dict[str, int]
+) -> None:
     harness = await make(0, 1, **limit).start()
     harness.service.prompts._tokenizer = watched
     message = {"role": "user", "content": MEGABYTE}
@@ -70,7 +73,11 @@ async def test_no_prompt_that_cannot_fit_is_tokenised(make: Make, watched: Watch
         ("/v1/completions", {"prompt": [[5], [5] * 300]}, "prompt"),
         ("/v1/chat/completions", {"messages": [message]}, "messages"),
         ("/v1/chat/completions", {"messages": [parts]}, "messages"),
-        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "fox"}] * 4097}, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "fox"}] * 4097},
+            "messages",
+        ),
     ]
     for path, body, named in bodies:
         answer = await harness.http().post(path, json={"model": MODEL, **body})
@@ -83,7 +90,11 @@ async def test_no_prompt_that_cannot_fit_is_tokenised(make: Make, watched: Watch
 async def test_what_the_template_adds_counts(make: Make) -> None:
     harness = await make(0, 1, max_prompt_tokens=20).start()
     for size, status in ((1, 200), (9, 400)):
-        body = {"model": MODEL, "messages": [{"role": "user", "content": "fox " * size}], "max_tokens": 1}
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": "fox " * size}],
+            "max_tokens": 1,
+        }
         assert (await harness.http().post("/v1/chat/completions", json=body)).status_code == status
 
 
@@ -102,7 +113,9 @@ async def test_of_a_text_that_is_too_long_little_is_tokenised(watched: Watched) 
 
 @pytest.mark.parametrize("word", ["fox ", " ", "é", "ab"])
 @pytest.mark.parametrize("most", [None, 40_000])
-async def test_a_long_text_that_fits_is_whole(watched: Watched, word: str, most: int | None) -> None:
+async def test_a_long_text_that_fits_is_whole(
+    watched: Watched, word: str, most: int | None
+) -> None:
     text = word * (60_000 // len(word))
     whole = watched.encode(text)
     limits = Limits(max_tokens=len(whole) + 1, vocab_size=403)
@@ -122,7 +135,10 @@ async def test_few_characters_are_tokenised_at_once(watched: Watched) -> None:
     alone = [tuple(watched.encode(short)), tuple(watched.encode(text))]
     watched.most_at_once = 0
     watched.gate.clear()
-    asked = [asyncio.create_task(service.token_ids([short, text], True, LIMITS, "prompt")) for _ in range(12)]
+    asked = [
+        asyncio.create_task(service.token_ids([short, text], True, LIMITS, "prompt"))
+        for _ in range(12)
+    ]
     await until(lambda: watched.num_batches >= 6)
     watched.gate.set()
     assert await asyncio.gather(*asked) == [alone] * 12
@@ -134,7 +150,9 @@ async def test_who_leaves_the_queue_is_not_tokenised(watched: Watched) -> None:
     service = made(watched)
     text = "fox " * 12_000
     watched.gate.clear()
-    asked = [asyncio.create_task(service.token_ids([text], True, LIMITS, "prompt")) for _ in range(9)]
+    asked = [
+        asyncio.create_task(service.token_ids([text], True, LIMITS, "prompt")) for _ in range(9)
+    ]
     await until(lambda: watched.num_batches == 1)
     for task in asked[:8]:
         task.cancel()
@@ -190,7 +208,17 @@ async def test_long_conversations_are_rendered_beside_the_loop(make: Make) -> No
         (small, [{"type": "function"}], {}),
         (small, None, {"x": ["y"]}),
         (small * 20, None, {}),
-        ([{"role": "user", "content": None, "tool_calls": [{"function": {"arguments": LONG_TEXT}}]}], None, {}),
+        (
+            [
+                {
+                    "role": "user",
+                    "content": None,
+                    "tool_calls": [{"function": {"arguments": LONG_TEXT}}],
+                }
+            ],
+            None,
+            {},
+        ),
         ([{"role": "user", "content": "hi", "name": LONG_TEXT}], None, {}),
         ([{"role": "user", "content": "hi", LONG_TEXT: 1}], None, {}),
         ([{"role": "user", "content": "hi", "tool_calls": [{}] * 5000}], None, {}),
@@ -234,7 +262,8 @@ async def test_slices_of_long_work_take_turns() -> None:
 
 
 async def test_a_task_has_one_pace() -> None:
-    """A second one would wait for the turn that the first one has, and everybody behind it, for ever."""
+    """A second one would wait for the turn that the first one has, and everybody behind it, for
+    ever."""
     pacer = Pacer()
     with pacer.pace() as first:
         await first.rest()
@@ -270,6 +299,13 @@ async def test_ids_of_long_bodies_share_their_integers() -> None:
     for prompt in ([300] * 18_000, [[300, 301]] * 9000):
         body = bytearray(json.dumps({"model": "m", "prompt": prompt}).encode())
         with Pacer().pace() as pace:
-            call = await parse_long(body, CompletionRequest, Lengths(Limits(100_000, 403), None, 9), pace)
-        ids = [token for shared in call.prompts() if isinstance(shared, SharedIds) for token in shared.ids]
+            call = await parse_long(
+                body, CompletionRequest, Lengths(Limits(100_000, 403), None, 9), pace
+            )
+        ids = [
+            token
+            for shared in call.prompts()
+            if isinstance(shared, SharedIds)
+            for token in shared.ids
+        ]
         assert len(ids) == 18_000 and len(set(map(id, ids))) == len(set(ids))

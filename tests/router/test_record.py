@@ -9,7 +9,9 @@ from pdserve.router.held_bytes import size_of
 from pdserve.router.request.record import Accepted, LegError, RequestRecord
 
 
-def delta(attempt: int, position: int, tokens: tuple[int, ...], choice: int = 0, reason: str | None = None) -> Delta:
+def delta(
+    attempt: int, position: int, tokens: tuple[int, ...], choice: int = 0, reason: str | None = None
+) -> Delta:
     return Delta("r", attempt, choice, position, tokens, reason)  # type: ignore[arg-type]
 
 
@@ -45,7 +47,11 @@ def test_gaps_and_nonsense_are_the_legs_error() -> None:
     record = RequestRecord(1)
     leg = record.open_leg()
     record.accept(delta(leg, 0, (1, 2)))
-    for bad in (delta(leg, 3, (4,)), delta(leg, 0, (1,), choice=1), delta(leg, 0, (1,), reason="stop")):
+    for bad in (
+        delta(leg, 3, (4,)),
+        delta(leg, 0, (1,), choice=1),
+        delta(leg, 0, (1,), reason="stop"),
+    ):
         with pytest.raises(LegError):
             record.accept(bad)
     assert record.choices[0].tokens == [1, 2] and not record.finished
@@ -91,7 +97,12 @@ def test_prompt_logprobs_come_in_parts_and_survive_a_restart() -> None:
         leg: int, start: int, values: tuple[TokenLogprob | None, ...], final: bool, cached: int = 0
     ) -> PackedScores:
         scored = PromptScored(
-            request_id="r", attempt=leg, cached_tokens=cached, start=start, logprobs=values, final=final
+            request_id="r",
+            attempt=leg,
+            cached_tokens=cached,
+            start=start,
+            logprobs=values,
+            final=final,
         )
         return routed(scored)
 
@@ -135,12 +146,27 @@ def test_a_prompts_scores_take_a_part_of_what_their_objects_do() -> None:
     scores = tuple(TokenLogprob(7, -0.5, 1, top) for _ in range(100))
     leg = record.open_leg()
     for start, values in ((0, (None, *scores)), (101, scores)):
-        part = PromptScored(request_id="r", attempt=leg, cached_tokens=0, start=start, logprobs=values, final=start > 0)
+        part = PromptScored(
+            request_id="r",
+            attempt=leg,
+            cached_tokens=0,
+            start=start,
+            logprobs=values,
+            final=start > 0,
+        )
         record.score(routed(part))
-    assert list(record.prompt_logprobs() or ()) == [None, *scores, *scores], "as often as somebody asks"
+    assert list(record.prompt_logprobs() or ()) == [None, *scores, *scores], (
+        "as often as somebody asks"
+    )
     assert list(record.prompt_logprobs() or ()) == [None, *scores, *scores]
-    assert record.num_score_bytes == sum(each.num_bytes for each in record._scores) < 2 * size_of(0, scores) / 6
+    assert (
+        record.num_score_bytes
+        == sum(each.num_bytes for each in record._scores)
+        < 2 * size_of(0, scores) / 6
+    )
     record.forget_scores()
     assert not record._scores and record.num_score_bytes == 0
-    record.score(routed(PromptScored(request_id="r", attempt=leg, cached_tokens=0, logprobs=scores)))
+    record.score(
+        routed(PromptScored(request_id="r", attempt=leg, cached_tokens=0, logprobs=scores))
+    )
     assert record.is_scored and not record._scores, "they were here"

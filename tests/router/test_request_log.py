@@ -57,7 +57,13 @@ def log_as(harness: Harness, **config: Any) -> None:
 
 
 async def ask(harness: Harness, name: str, **body: Any) -> Any:
-    json_body = {"model": harness.service.model_name, "prompt": SECRET, "max_tokens": 5, "seed": 3, "ignore_eos": True}
+    json_body = {
+        "model": harness.service.model_name,
+        "prompt": SECRET,
+        "max_tokens": 5,
+        "seed": 3,
+        "ignore_eos": True,
+    }
     headers = {"x-request-id": name, "authorization": f"Bearer {SECRET}-key"}
     return await harness.http().post("/v1/completions", json=json_body | body, headers=headers)
 
@@ -93,7 +99,9 @@ async def test_text_has_the_same_in_the_message(make: Make, lines: Lines) -> Non
     await ask(harness, "two", n=2)
     [line] = [line for line in lines.of("cmpl-two-") if "outcome" in line]
     said = line["message"]
-    assert said.startswith(f"request {line['request_id']} ended: ok model=demo prompt=0 finish_reasons=length,length ")
+    assert said.startswith(
+        f"request {line['request_id']} ended: ok model=demo prompt=0 finish_reasons=length,length "
+    )
     assert "generated_tokens=10" in said and "prefill_worker=None decode_worker=d0" in said
 
 
@@ -111,7 +119,12 @@ async def test_a_failover_is_told_with_the_requests_id(make: Make, lines: Lines)
     told = lines.of("cmpl-three-")
     assert {line["message"].split()[0] for line in told} == {"request", "timeline"}
     [line] = [line for line in told if "outcome" in line]
-    assert (line["failovers"], line["attempts"], line["outcome"], line["generated_tokens"]) == (1, 2, "ok", 5)
+    assert (line["failovers"], line["attempts"], line["outcome"], line["generated_tokens"]) == (
+        1,
+        2,
+        "ok",
+        5,
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +144,8 @@ async def test_a_refused_call_has_a_line(
 
 
 async def test_the_line_of_a_late_prompt_says_why(make: Make, clock: Clock, lines: Lines) -> None:
-    """In both forms: what was before it, its own time, the caution, the worker; and for how long to stay away."""
+    """In both forms: what was before it, its own time, the caution, the worker; and for how long to
+    stay away."""
     harness = make(1, 2, slo={"ttft_ms": 200}, now=clock)
     prefill = harness.prefills[0]
     for worker in [prefill, *harness.decodes]:
@@ -149,7 +163,10 @@ async def test_the_line_of_a_late_prompt_says_why(make: Make, clock: Clock, line
     log_as(harness, format="text")
     await ask(harness, "late-too", prompt=list(range(10, 30)))
     [told] = [line["message"] for line in lines.of("late-too") if "outcome" in line]
-    assert "reason=predicted_late retry_after_s=" in told and "own_s=0.02 caution=1.5 worker=p0" in told
+    assert (
+        "reason=predicted_late retry_after_s=" in told
+        and "own_s=0.02 caution=1.5 worker=p0" in told
+    )
 
 
 async def test_a_request_that_fails_has_one_line_and_no_second(make: Make, lines: Lines) -> None:
@@ -173,10 +190,15 @@ async def test_a_request_without_a_name_gets_one(make: Make) -> None:
     harness = await make(0, 1).start()
     http = harness.http()
     body = {"model": harness.service.model_name, "prompt": "a", "max_tokens": 1}
-    answers = [await http.post("/v1/completions", json=body | {"stream": stream}) for stream in (False, True)]
+    answers = [
+        await http.post("/v1/completions", json=body | {"stream": stream})
+        for stream in (False, True)
+    ]
     names = [answer.headers["x-request-id"] for answer in answers]
     assert (
-        len(set(names)) == 2 and answers[0].json()["id"] == f"cmpl-{names[0]}" and f"cmpl-{names[1]}" in answers[1].text
+        len(set(names)) == 2
+        and answers[0].json()["id"] == f"cmpl-{names[0]}"
+        and f"cmpl-{names[1]}" in answers[1].text
     )
     unnamed = await http.post("/v1/completions", json=body, headers={"x-request-id": "not a name"})
     assert unnamed.status_code == 400 and unnamed.json()["error"]["param"] == "x-request-id"

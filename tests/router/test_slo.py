@@ -1,4 +1,5 @@
-"""What is promised: requests that would be late are refused before a worker hears of them, and goodput is counted."""
+"""What is promised: requests that would be late are refused before a worker hears of them, and
+goodput is counted."""
 
 import asyncio
 import random
@@ -26,7 +27,8 @@ SLO = {"ttft_ms": 200}
 
 @pytest.fixture
 def make(make: Make, clock: Clock) -> Make:
-    """All times of the router and its workers are made by hand: no step takes longer than it says."""
+    """All times of the router and its workers are made by hand: no step takes longer than it
+    says."""
 
     def build(*args: Any, **config: Any) -> Harness:
         harness = make(*args, now=clock, **config)
@@ -48,24 +50,42 @@ def busy(harness: Harness, queue_tokens: int) -> None:
 async def counted(harness: Harness) -> dict[str, float]:
     lines = (await harness.http().get("/metrics")).text.splitlines()
     prefix = "pdserve_router_slo_requests_total{missed="
-    return {line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith(prefix)}
+    return {
+        line.split('"')[1]: float(line.split()[-1]) for line in lines if line.startswith(prefix)
+    }
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
-async def test_what_would_be_late_is_refused_before_anything_is_computed(make: Make, num_prefill: int) -> None:
+async def test_what_would_be_late_is_refused_before_anything_is_computed(
+    make: Make, num_prefill: int
+) -> None:
     harness = make(num_prefill, 1, slo=SLO)
     busy(harness, 5000)
     await harness.start()
     http = harness.http()
-    for path, body in (("/v1/completions", GOOD), ("/v1/chat/completions", CHAT), ("/v1/completions", GOOD)):
+    for path, body in (
+        ("/v1/completions", GOOD),
+        ("/v1/chat/completions", CHAT),
+        ("/v1/completions", GOOD),
+    ):
         answer = await http.post(path, json=body | {"stream": path.endswith("s")})
         error = answer.json()["error"]
-        assert (answer.status_code, error["type"], error["code"]) == (429, "rate_limit_error", "predicted_late")
+        assert (answer.status_code, error["type"], error["code"]) == (
+            429,
+            "rate_limit_error",
+            "predicted_late",
+        )
         assert 4 <= int(answer.headers["retry-after"]) <= 6, "the queue is done with by then"
         assert "slo.ttft_ms" in error["message"] and "200 ms" in error["message"]
     assert not any(worker.submits() for worker in [*harness.prefills, *harness.decodes])
-    assert 'rejections_total{reason="predicted_late",status="429"} 3.0' in (await http.get("/metrics")).text
-    assert (harness.service.admission.num_prompts, harness.service.admission.queued_tokens) == (0, 0)
+    assert (
+        'rejections_total{reason="predicted_late",status="429"} 3.0'
+        in (await http.get("/metrics")).text
+    )
+    assert (harness.service.admission.num_prompts, harness.service.admission.queued_tokens) == (
+        0,
+        0,
+    )
     assert await counted(harness) == {"refused": 3.0}
 
 
@@ -80,11 +100,15 @@ async def test_what_would_be_late_is_refused_before_anything_is_computed(make: M
         ({}, 50_000, False),
     ],
 )
-async def test_the_limit(make: Make, slo: dict[str, Any], queue_tokens: int, is_refused: bool) -> None:
+async def test_the_limit(
+    make: Make, slo: dict[str, Any], queue_tokens: int, is_refused: bool
+) -> None:
     harness = make(1, 1, slo=slo)
     busy(harness, queue_tokens)
     await harness.start()
-    assert (await harness.http().post("/v1/completions", json=GOOD)).status_code == (429 if is_refused else 200)
+    assert (await harness.http().post("/v1/completions", json=GOOD)).status_code == (
+        429 if is_refused else 200
+    )
 
 
 async def test_nothing_is_refused_while_no_speed_is_known(make: Make) -> None:
@@ -147,14 +171,24 @@ def test_what_is_ahead_of_a_priority() -> None:
     seats = admission.enter(3)
     for seat, tokens, priority in zip(seats, (100, 200, 100), (0, 5, -1), strict=True):
         seat.fill(tokens, priority)
-    assert [admission.share_ahead(priority) for priority in (-2, -1, 0, 4, 5)] == [0.0, 0.25, 0.5, 0.5, 1.0]
+    assert [admission.share_ahead(priority) for priority in (-2, -1, 0, 4, 5)] == [
+        0.0,
+        0.25,
+        0.5,
+        0.5,
+        1.0,
+    ]
     seats[0].sent()
     assert (admission.unsent_tokens, admission.queued_tokens) == (300, 400)
     seats[1].computed()
     assert admission.share_ahead(0) == 1.0
     for seat in seats:
         seat.leave()
-    assert (admission.unsent_tokens, admission.queued_tokens, admission.share_ahead(-9)) == (0, 0, 1.0)
+    assert (admission.unsent_tokens, admission.queued_tokens, admission.share_ahead(-9)) == (
+        0,
+        0,
+        1.0,
+    )
 
 
 @pytest.mark.parametrize(
@@ -169,7 +203,9 @@ def test_what_is_ahead_of_a_priority() -> None:
         (1e7, 10, 0, 60),
     ],
 )
-def test_lateness(wait_ms: float, own_ms: float, elapsed_ms: float, retry_after: int | None) -> None:
+def test_lateness(
+    wait_ms: float, own_ms: float, elapsed_ms: float, retry_after: int | None
+) -> None:
     admission = Admission(1, 1, SloConfig(ttft_ms=50, refuse_beyond=2))
     if retry_after is None:
         admission.check_lateness(Forecast(wait_ms, own_ms, "w"), elapsed_ms)
@@ -215,7 +251,12 @@ async def test_goodput_is_counted_as_users_measure_it(make: Make) -> None:
     d = harness.decodes[0]
     http = harness.http()
     expected = {}
-    for missed, wait_s, step_s in (("none", 0, 0), ("ttft", 0.2, 0), ("tpot", 0, 0.06), ("both", 0.2, 0.06)):
+    for missed, wait_s, step_s in (
+        ("none", 0, 0),
+        ("ttft", 0.2, 0),
+        ("tpot", 0, 0.06),
+        ("both", 0.2, 0.06),
+    ):
         p.step_s = wait_s
         d.step_s = step_s
         assert (await http.post("/v1/completions", json=GOOD)).status_code == 200
@@ -262,7 +303,9 @@ def test_whoever_left_counts_when_it_was_late_by_then(
     outcome: str, elapsed_s: float, ttft_s: float | None, tpot_s: float | None, missed: str | None
 ) -> None:
     registry = CollectorRegistry()
-    Goodput(SloConfig(ttft_ms=200, tpot_ms=50), registry).ended(outcome, elapsed_s, ttft_s, tpot_s, 7)
+    Goodput(SloConfig(ttft_ms=200, tpot_ms=50), registry).ended(
+        outcome, elapsed_s, ttft_s, tpot_s, 7
+    )
     for verdict in ("none", "ttft", "tpot", "both", "failed"):
         tokens = registry.get_sample_value("pdserve_router_slo_tokens_total", {"missed": verdict})
         assert tokens == (7 if verdict == missed else None)

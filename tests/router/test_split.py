@@ -24,16 +24,26 @@ PROMPT = tuple(range(3, 1003))  # 100 ms at 10,000 tokens/s
 
 
 def pair(p: dict[str, Any], d: dict[str, Any]) -> tuple[WorkerState, WorkerState]:
-    """A prefill and a decode worker that reported so much, over a link that moves PROMPT in 6.4 ms."""
+    """A prefill and a decode worker that reported so much, over a link that moves PROMPT in 6.4
+    ms."""
     prefill = made("p", "prefill", **p)
     decode = made("d", "decode", **d)
     join(prefill, decode, bytes_per_s=1e7)
     return prefill, decode
 
 
-def plan(workers: tuple[WorkerState, ...], prompt: tuple[int, ...] = PROMPT, **change: Any) -> Assignment:
-    options = {"split_min_tokens": change.pop("split_min_tokens", 1), "split": change.pop("split", "auto")}
-    asked: dict[str, Any] = {"num_prompt_tokens": len(prompt), "num_tokens": 1010, "prompt": PromptBlocks(prompt, "")}
+def plan(
+    workers: tuple[WorkerState, ...], prompt: tuple[int, ...] = PROMPT, **change: Any
+) -> Assignment:
+    options = {
+        "split_min_tokens": change.pop("split_min_tokens", 1),
+        "split": change.pop("split", "auto"),
+    }
+    asked: dict[str, Any] = {
+        "num_prompt_tokens": len(prompt),
+        "num_tokens": 1010,
+        "prompt": PromptBlocks(prompt, ""),
+    }
     return Chooser(**options).choose(workers, Demand(**(asked | change)))
 
 
@@ -41,13 +51,16 @@ def plan(workers: tuple[WorkerState, ...], prompt: tuple[int, ...] = PROMPT, **c
     ("p", "d", "reason"),
     [
         ({}, {}, "cheaper"),  # nobody is stalled, and the hand-off is saved
-        ({}, {"num_running": 1}, "cheaper"),  # 15 ms of its one neighbour against 16.4 of the hand-off
+        # 15 ms of its one neighbour against 16.4 of the hand-off
+        ({}, {"num_running": 1}, "cheaper"),
         ({}, {"num_running": 2}, "pays"),
         ({"queue_tokens": 600}, {"num_running": 4}, "cheaper"),  # 60 + 16.4 ms against 60
         ({"queue_tokens": 300}, {"num_running": 4}, "pays"),  # 30 + 16.4 ms against 60
-        ({"queue_tokens": 600}, {"num_running": 4, "queue_tokens": 300}, "cheaper"),  # D's own queue counts both ways
+        # D's own queue counts both ways
+        ({"queue_tokens": 600}, {"num_running": 4, "queue_tokens": 300}, "cheaper"),
         ({"holds": PROMPT}, {"num_running": 1}, "pays"),
-        ({"holds": PROMPT}, {"num_running": 1, "holds": PROMPT}, "cheaper"),  # D has it, too: nothing to compute
+        # D has it, too: nothing to compute
+        ({"holds": PROMPT}, {"num_running": 1, "holds": PROMPT}, "cheaper"),
         ({"prefill_tokens_per_s": 40_000.0}, {}, "pays"),
         ({}, {"free_blocks": 0}, "cheaper"),  # it waits for blocks either way
     ],
@@ -68,7 +81,10 @@ def test_costs_are_made_of_what_was_predicted() -> None:
 def test_what_is_asked_for_goes_before_what_pays() -> None:
     idle = pair({}, {})
     busy = pair({}, {"num_running": 8})
-    assert plan(idle, split="always").reason == "always" and plan(idle, split="always").prefill is idle[0]
+    assert (
+        plan(idle, split="always").reason == "always"
+        and plan(idle, split="always").prefill is idle[0]
+    )
     assert plan(busy, split="never").reason == "never"
     assert plan(busy, split_min_tokens=1001).reason == "short"
     assert plan(busy, resumed=True).reason == "resumed"
@@ -96,10 +112,14 @@ def test_the_budget_fills_with_time() -> None:
     assert budget.allows(BURST_MS / 2, 10.0) and not budget.allows(BURST_MS / 2 + 1, 10.0)
     budget.spend(BURST_MS / 2, 10.0)
     until_empty = BURST_MS / 1000 / SHARE
-    assert not budget.allows(5000.0, 10.0 + 0.9 * until_empty) and budget.allows(5000.0, 10.01 + until_empty)
+    assert not budget.allows(5000.0, 10.0 + 0.9 * until_empty) and budget.allows(
+        5000.0, 10.01 + until_empty
+    )
 
 
-async def test_decisions_are_counted_and_both_ways_give_the_same_answer(make: Make, clock: Clock) -> None:
+async def test_decisions_are_counted_and_both_ways_give_the_same_answer(
+    make: Make, clock: Clock
+) -> None:
     harness = await make(1, 1, split="auto", now=clock).start()
     prompt = tuple(range(3, 103))
     sampling = SamplingParams(max_tokens=3, seed=1, ignore_eos=True)

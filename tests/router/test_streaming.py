@@ -1,4 +1,5 @@
-"""The short ways of the hot path give what the long ones give: framed events, counters without locks."""
+"""The short ways of the hot path give what the long ones give: framed events, counters without
+locks."""
 
 import json
 from typing import Any
@@ -22,15 +23,24 @@ from pdserve.router.request.generation import Generation
 from pdserve.text.tokenizer import Tokenizer
 
 
-def responder(tokenizer: Tokenizer, chat: bool, options: dict[str, Any]) -> CompletionResponder | ChatResponder:
-    generation = Generation('cmpl-"\\0"', 2, [], [(1, 2), (3, 4)], Pacer(), Held(1 << 20, lambda count: None).account())
+def responder(
+    tokenizer: Tokenizer, chat: bool, options: dict[str, Any]
+) -> CompletionResponder | ChatResponder:
+    generation = Generation(
+        'cmpl-"\\0"', 2, [], [(1, 2), (3, 4)], Pacer(), Held(1 << 20, lambda count: None).account()
+    )
     body = {"model": 'a\0"b', "stream": True, "n": 2, **options}
     if chat:
-        asked = parse(json.dumps(body | {"messages": [{"role": "user", "content": "x"}]}).encode(), ChatRequest)
+        asked = parse(
+            json.dumps(body | {"messages": [{"role": "user", "content": "x"}]}).encode(),
+            ChatRequest,
+        )
         made: CompletionResponder | ChatResponder = ChatResponder(asked, generation, tokenizer)
     else:
         made = CompletionResponder(
-            parse(json.dumps(body | {"prompt": [[1, 2], [3, 4]]}).encode(), CompletionRequest), generation, tokenizer
+            parse(json.dumps(body | {"prompt": [[1, 2], [3, 4]]}).encode(), CompletionRequest),
+            generation,
+            tokenizer,
         )
     made._head["created"] = 7
     return made
@@ -45,7 +55,9 @@ OPTIONS: list[dict[str, Any]] = [
     {"max_tokens": 0, "echo": True},
 ]
 TEXTS = st.text(max_size=4) | st.sampled_from(["", "\0", '"', "\\", "é", "\U0001f600", "\u2028"])
-CHUNKS = st.lists(st.tuples(st.integers(0, 3), TEXTS, st.sampled_from([None, None, None, "length"])), max_size=20)
+CHUNKS = st.lists(
+    st.tuples(st.integers(0, 3), TEXTS, st.sampled_from([None, None, None, "length"])), max_size=20
+)
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -55,7 +67,9 @@ def test_streamed_bytes_are_the_events_one_by_one(
     tokenizer: Tokenizer, chat: bool, options: dict[str, Any], sequence: list[tuple[int, str, Any]]
 ) -> None:
     if chat:
-        options = {key: value for key, value in options.items() if key not in ("echo", "max_tokens")}
+        options = {
+            key: value for key, value in options.items() if key not in ("echo", "max_tokens")
+        }
     quick = responder(tokenizer, chat, options)
     plain = responder(tokenizer, chat, options)
     for index, text, reason in sequence:
@@ -68,10 +82,18 @@ def test_parts_of_time_add_up_over_requests_even_where_a_worker_is_half_a_step_o
     for total in (1.0, 0.5, 1.3):  # the worker says 0.7 each time
         metrics.took(total, 0.1, [LegTimes(0.2, 0.1, 0.3, 0.25), LegTimes(0.05, 0.0, 0.05, 0.05)])
     spent = {
-        part: metrics.registry.get_sample_value("pdserve_router_request_time_seconds_total", {"part": part})
+        part: metrics.registry.get_sample_value(
+            "pdserve_router_request_time_seconds_total", {"part": part}
+        )
         for part in ("admission", "queue", "engine_host", "device", "transport")
     }
-    expected = {"admission": 0.3, "queue": 0.75, "engine_host": 0.45, "device": 0.9, "transport": 0.4}
+    expected = {
+        "admission": 0.3,
+        "queue": 0.75,
+        "engine_host": 0.45,
+        "device": 0.9,
+        "transport": 0.4,
+    }
     assert spent == pytest.approx(expected)
     assert sum(expected.values()) == pytest.approx(2.8)
 
@@ -90,5 +112,7 @@ def test_quick_metrics_are_exposed_as_the_usual_ones(values: list[float]) -> Non
         count.inc(3)
     page = generate_latest(quick).decode()
     assert f"tokens_total {float(3 * len(values))}\n" in page
-    expected = [line for line in generate_latest(usual).decode().splitlines() if "_created" not in line]
+    expected = [
+        line for line in generate_latest(usual).decode().splitlines() if "_created" not in line
+    ]
     assert [line for line in page.splitlines() if "x_seconds" in line] == expected

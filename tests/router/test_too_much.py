@@ -11,7 +11,10 @@ from pdserve.router import errors
 
 ROOT = Path(errors.__file__).parent.parent
 PAGE = ROOT.parent / "docs" / "security.md"
-ROW = re.compile(r"^\| `(?P<code>[a-z_]+)` \|(?P<why>[^|]+)\|(?P<settings>[^|]+)\|(?P<retry_after>[^|]+)\|$", re.M)
+ROW = re.compile(
+    r"^\| `(?P<code>[a-z_]+)` \|(?P<why>[^|]+)\|(?P<settings>[^|]+)\|(?P<retry_after>[^|]+)\|$",
+    re.M,
+)
 
 
 def calls() -> Iterator[tuple[Path, ast.Call]]:
@@ -25,7 +28,9 @@ def calls() -> Iterator[tuple[Path, ast.Call]]:
 def sent() -> set[str]:
     """The codes of all calls of too_much."""
     codes = [node.args[1] for _, node in calls() if getattr(node.func, "id", "") == "too_much"]
-    assert all(isinstance(code, ast.Constant) for code in codes), "a code is written where it is sent"
+    assert all(isinstance(code, ast.Constant) for code in codes), (
+        "a code is written where it is sent"
+    )
     return {str(code.value) for code in codes if isinstance(code, ast.Constant)}
 
 
@@ -43,7 +48,9 @@ def test_there_is_no_other_429() -> None:
         path.name
         for path, node in calls()
         for keyword in node.keywords
-        if keyword.arg == "status" and isinstance(keyword.value, ast.Constant) and keyword.value.value == 429
+        if keyword.arg == "status"
+        and isinstance(keyword.value, ast.Constant)
+        and keyword.value.value == 429
     ]
     assert made == ["admission.py"], "made by too_much alone"
 

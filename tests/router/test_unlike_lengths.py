@@ -1,4 +1,5 @@
-"""Requests without max_tokens at decode workers of unlike limits: each fills the worker that decodes it."""
+"""Requests without max_tokens at decode workers of unlike limits: each fills the worker that
+decodes it."""
 
 import asyncio
 from collections.abc import Callable
@@ -29,7 +30,9 @@ async def start(make: Make, num_prefill: int, *limits: int, **config: Any) -> Ha
 
 def tokens_at(worker: FakeWorker, choice: int = 0, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     """All that fit this worker."""
-    return expected_tokens(prompt, open_ended(max_tokens=worker.max_tokens - len(prompt)), choice)[0]
+    return expected_tokens(prompt, open_ended(max_tokens=worker.max_tokens - len(prompt)), choice)[
+        0
+    ]
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1])
@@ -40,7 +43,9 @@ async def test_pools_that_differ_by_one_token_share_the_work(make: Make, num_pre
     assert sum(shares) == 40 and min(shares) >= 4
     assert {result.finish_reason for [result] in results} == {"length"}
     assert sorted({len(result.token_ids) for [result] in results}) == [40, 41]
-    assert all(s.sampling.max_tokens is None for worker in harness.decodes for s in worker.submits())
+    assert all(
+        s.sampling.max_tokens is None for worker in harness.decodes for s in worker.submits()
+    )
     assert await harness.world.settled() == 0
 
 
@@ -88,7 +93,9 @@ async def test_what_has_more_tokens_than_a_worker_takes_goes_to_one_that_can(mak
     assert small.submits() == [] and len(other.submits()[0].starts[0].forced) >= 10
 
 
-async def begun_at(harness: Harness, worker: FakeWorker, params: SamplingParams, num_steps: int) -> asyncio.Task[Any]:
+async def begun_at(
+    harness: Harness, worker: FakeWorker, params: SamplingParams, num_steps: int
+) -> asyncio.Task[Any]:
     """A request that this worker alone takes at first, after so many steps."""
     worker.step_s = 0.005
     answer = asyncio.create_task(harness.collect(PROMPT, params))
@@ -119,7 +126,11 @@ async def test_a_choice_that_still_has_room_goes_on(make: Make) -> None:
     first = expected_tokens(PROMPT, open_ended(max_tokens=60), 1)[0]
 
     def without_the_second(events: list[Any]) -> list[Any]:
-        return [event for event in events if not (getattr(event, "choice", 0) == 1 and event.position > 2)]
+        return [
+            event
+            for event in events
+            if not (getattr(event, "choice", 0) == 1 and event.position > 2)
+        ]
 
     large.mangle = without_the_second
     answer = await begun_at(harness, large, open_ended(n=2), 15)
@@ -134,7 +145,8 @@ async def test_a_choice_that_still_has_room_goes_on(make: Make) -> None:
 
 
 async def test_min_tokens_are_no_reason_to_end(make: Make) -> None:
-    """Fewer tokens than min_tokens, and nobody who could make the rest: that is an error, and no short answer."""
+    """Fewer tokens than min_tokens, and nobody who could make the rest: that is an error, and no
+    short answer."""
     harness = await start(make, 0, 80, split="never")
     answer = await begun_at(harness, harness.decodes[0], open_ended(min_tokens=50), 15)
     harness.add("small", "decode").max_tokens = 30
@@ -150,7 +162,9 @@ async def test_a_prompt_with_room_for_one_token_is_not_handed_over(make: Make) -
     prompt = tuple(range(10, 39))
     [result] = await harness.collect(prompt, open_ended())
     assert (len(result.token_ids), result.finish_reason) == (1, "length")
-    assert [s.phase for s in harness.decodes[0].submits()] == ["full"] and not harness.prefills[0].submits()
+    assert [s.phase for s in harness.decodes[0].submits()] == ["full"] and not harness.prefills[
+        0
+    ].submits()
     [result] = await harness.collect(prompt[1:], open_ended())
     assert (len(result.token_ids), result.finish_reason) == (2, "length")
     assert [s.phase for s in harness.prefills[0].submits()] == ["prefill"]

@@ -1,4 +1,5 @@
-"""What happens in each turn of an event loop: for tests of work that must not all be done in one."""
+"""What happens in each turn of an event loop: for tests of work that must not all be done in
+one."""
 
 import asyncio
 from typing import Any

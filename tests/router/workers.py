@@ -10,7 +10,9 @@ from pdserve.protocol.events import CacheState, PeerStatus, Snapshot
 from pdserve.router.fleet.worker_state import WorkerState
 
 
-def made(worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **reported: Any) -> WorkerState:
+def made(
+    worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **reported: Any
+) -> WorkerState:
     """holds: the tokens whose blocks it has cached; reported: of its Snapshot."""
     fake = FakeWorker(World(), worker_id, role)
     fake.max_tokens = 4096
@@ -27,7 +29,12 @@ def made(worker_id: str, role: str = "both", holds: tuple[int, ...] = (), **repo
         "free_blocks": 1000,
         "total_blocks": 1000,
     }
-    values |= {"pinned_blocks": 0, "quarantined_blocks": 0, "prefill_tokens_per_s": 10_000.0, **reported}
+    values |= {
+        "pinned_blocks": 0,
+        "quarantined_blocks": 0,
+        "prefill_tokens_per_s": 10_000.0,
+        **reported,
+    }
     worker.snapshot = Snapshot(role=role, **values)
     worker.queue.reported(worker.snapshot.queue_tokens, now)
     worker.num_others = worker.snapshot.num_running
@@ -40,6 +47,9 @@ def join(prefill: WorkerState, *decodes: WorkerState, bytes_per_s: float = 1e9) 
     assert meta is not None
     for decode in decodes:
         status = PeerStatus(
-            engine_id=meta.engine_id, incarnation=meta.incarnation, connected=True, bytes_per_s=bytes_per_s
+            engine_id=meta.engine_id,
+            incarnation=meta.incarnation,
+            connected=True,
+            bytes_per_s=bytes_per_s,
         )
         decode.peers[meta.engine_id, meta.incarnation] = status

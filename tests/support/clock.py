@@ -1,4 +1,5 @@
-"""Time made by hand, for tests of what depends on it: it stands still unless the test makes it pass.
+"""Time made by hand, for tests of what depends on it: it stands still unless the test makes it
+pass.
 
 A test puts it where code asks for the time: an argument, or a module's own `time`.
 """

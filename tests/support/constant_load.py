@@ -1,5 +1,5 @@
-"""Clients that ask one request after the other while a test disturbs the cluster; every answer is compared, to the
-byte, with an undisturbed one. Used by tests/test_elasticity*.py.
+"""Clients that ask one request after the other while a test disturbs the cluster; every answer is
+compared, to the byte, with an undisturbed one. Used by tests/test_elasticity*.py.
 """
 
 import asyncio
@@ -43,12 +43,16 @@ class Load:
             ask = self._calm.make(number)
             self.started.append(ask)
             answer = await ask.run(self._client)
-            self.longest_gap_s = max(self.longest_gap_s, check([ask], [answer], [self._calm.expected[number]]))
+            self.longest_gap_s = max(
+                self.longest_gap_s, check([ask], [answer], [self._calm.expected[number]])
+            )
 
     async def until_round(self) -> None:
         """Every kind of request is begun, and has begun to answer, from now on."""
         begin = len(self.started)
-        while len(self.started) < begin + len(self._calm.expected) or not mid_stream(self.started[begin:], 1):
+        while len(self.started) < begin + len(self._calm.expected) or not mid_stream(
+            self.started[begin:], 1
+        ):
             await asyncio.sleep(0.01)
 
     @property
@@ -58,8 +62,11 @@ class Load:
 
 
 @asynccontextmanager
-async def load(client: httpx.AsyncClient, calm: Calm, timeout_s: float = 600.0) -> AsyncIterator[Load]:
-    """As many clients as there are kinds of requests; behind the block all their answers were right."""
+async def load(
+    client: httpx.AsyncClient, calm: Calm, timeout_s: float = 600.0
+) -> AsyncIterator[Load]:
+    """As many clients as there are kinds of requests; behind the block all their answers were
+    right."""
     made = Load(client, calm)
     async with asyncio.timeout(timeout_s), asyncio.TaskGroup() as clients:
         for _ in calm.expected:

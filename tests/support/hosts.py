@@ -1,7 +1,9 @@
-"""Engine hosts in processes of their own, reached over zmq without Ray: real NIXL, real sockets, quick to start.
+"""Engine hosts in processes of their own, reached over zmq without Ray: real NIXL, real sockets,
+quick to start.
 
-`Host` is one worker process. `LocalLink` gives one router in this process a link to it, a shell (shell.py) several
-routers in processes of their own. What needs Serve itself is tested in tests/cluster.
+`Host` is one worker process. `LocalLink` gives one router in this process a link to it, a shell
+(shell.py) several routers in processes of their own. What needs Serve itself is tested in
+tests/cluster.
 """
 
 import contextlib
@@ -24,14 +26,20 @@ from pdserve.protocol.commands import Command
 from pdserve.router.fleet.link import WorkerLost
 from pdserve.worker.engine_client import EngineClient, EngineGone
 
-# Importing torch is nearly all of a host's start: hosts are forked from a server that has done so once. (It holds no
-# NIXL agent: a fork after one exists hangs. It sees the environment as it was at the first host's start.)
+# Importing torch is nearly all of a host's start: hosts are forked from a server that has done so
+# once. (It holds no NIXL agent: a fork after one exists hangs. It sees the environment as it was at
+# the first host's start.)
 _forks = multiprocessing.get_context("forkserver")
 _forks.set_forkserver_preload(["pdserve.worker.host"])
 
 
 def _serve(
-    config: WorkerConfig, worker_id: str, incarnation: int, address: str, shell: Path | None, ready: Event
+    config: WorkerConfig,
+    worker_id: str,
+    incarnation: int,
+    address: str,
+    shell: Path | None,
+    ready: Event,
 ) -> None:
     die_with_parent(os.getppid())  # the server, which ends with the test run
     os.environ["OMP_NUM_THREADS"] = "1"
@@ -46,8 +54,8 @@ def _serve(
 
 
 class Host:
-    """A running engine host; `kill` is SIGKILL, `close` ends it whatever its state. shells: a folder where its shell's
-    socket appears, None for a host without one."""
+    """A running engine host; `kill` is SIGKILL, `close` ends it whatever its state. shells: a
+    folder where its shell's socket appears, None for a host without one."""
 
     def __init__(self, config: WorkerConfig, worker_id: str, shells: Path | None = None) -> None:
         self.config = config
@@ -93,7 +101,8 @@ def hosts(
     transfer: dict | None = None,
     shells: Path | None = None,
 ) -> Iterator[list[Host]]:
-    """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector. shells: see Host."""
+    """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector.
+    shells: see Host."""
     started = []
     try:
         for name in names:

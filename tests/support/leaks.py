@@ -1,4 +1,5 @@
-"""What a process must not gather over time: memory, file descriptors, threads, asyncio tasks. Used by the soak."""
+"""What a process must not gather over time: memory, file descriptors, threads, asyncio tasks. Used
+by the soak."""
 
 import contextlib
 import statistics
@@ -7,7 +8,8 @@ from dataclasses import dataclass, field
 
 import psutil
 
-MAX_GROWTH_MIB = 16.0  # of the last quarter's median over the first's: allocators settle for a while
+# of the last quarter's median over the first's: allocators settle for a while
+MAX_GROWTH_MIB = 16.0
 # than at the first rest; a leak a death or a request makes hundreds
 MORE_FDS = 40
 MORE_THREADS = 12
@@ -27,8 +29,14 @@ class Holdings:
         fds = self.num_fds - first.num_fds
         threads = self.num_threads - first.num_threads
         tasks = (self.tasks or 0) - (first.tasks or 0)
-        grown = {"fds": (fds, MORE_FDS), "threads": (threads, MORE_THREADS), "tasks": (tasks, MORE_TASKS)}
-        return ", ".join(f"{more} more {name}" for name, (more, limit) in grown.items() if more > limit)
+        grown = {
+            "fds": (fds, MORE_FDS),
+            "threads": (threads, MORE_THREADS),
+            "tasks": (tasks, MORE_TASKS),
+        }
+        return ", ".join(
+            f"{more} more {name}" for name, (more, limit) in grown.items() if more > limit
+        )
 
 
 def holdings(pid: int, tasks: int | None = None) -> Holdings:

@@ -1,9 +1,11 @@
-"""What a test may start, and that nothing of it outlives the test: pytest hooks, used by conftest.py.
+"""What a test may start, and that nothing of it outlives the test: pytest hooks, used by
+conftest.py.
 
-Tests that start processes are marked `processes`, tests over Ray `ray`, so that `make test-fast` leaves them out. Marks
-come from fixtures and helpers where those say enough (`mark`), from the test's file otherwise; a process that starts
-in a test without a mark fails it (`Guard`). When a file's tests are over, its threads and processes must have ended and
-the environment must be as it was; asyncio tasks must have ended when their loop is closed.
+Tests that start processes are marked `processes`, tests over Ray `ray`, so that `make test-fast`
+leaves them out. Marks come from fixtures and helpers where those say enough (`mark`), from the
+test's file otherwise; a process that starts in a test without a mark fails it (`Guard`). When a
+file's tests are over, its threads and processes must have ended and the environment must be as it
+was; asyncio tasks must have ended when their loop is closed.
 """
 
 import asyncio
@@ -26,7 +28,8 @@ RAY_FIXTURES = {"local_ray"}
 RAY_HELPERS = {"support.raylets"}
 PROCESS_HELPERS = {"support.hosts"}
 
-STARTING_MARKS = ("slow", "ray", "gpu", "multigpu")  # on a GPU, Triton starts an assembler for what it compiles
+# on a GPU, Triton starts an assembler for what it compiles
+STARTING_MARKS = ("slow", "ray", "gpu", "multigpu")
 
 NIXL = "nixl"  # in the id of a test: its peers are processes
 
@@ -64,7 +67,10 @@ VARIABLES_THAT_CHANGE = {
 def mark(item: pytest.Item) -> None:
     """Marks that a test's fixtures and its file's imports imply."""
     fixtures = set(getattr(item, "fixturenames", ()))
-    helpers = {getattr(value, "__module__", "") for value in vars(getattr(item, "module", None) or object).values()}
+    helpers = {
+        getattr(value, "__module__", "")
+        for value in vars(getattr(item, "module", None) or object).values()
+    }
     if fixtures & RAY_FIXTURES or helpers & RAY_HELPERS:
         item.add_marker(pytest.mark.ray)
     starts = helpers & PROCESS_HELPERS or any(map(item.get_closest_marker, STARTING_MARKS))
@@ -134,26 +140,48 @@ class Guard:
         """What the file's tests leave, once it had time to end."""
         gc.collect()  # threads of an executor that nobody has any more end with it
         limit = time.monotonic() + PATIENCE_S
-        while (left := [*self._threads_left(), *self._processes_left()]) and time.monotonic() < limit:
+        while (
+            left := [*self._threads_left(), *self._processes_left()]
+        ) and time.monotonic() < limit:
             time.sleep(0.02)
         now = os.environ
-        changed = [name for name in now.keys() | self._environment if now.get(name) != self._environment.get(name)]
+        changed = [
+            name
+            for name in now.keys() | self._environment
+            if now.get(name) != self._environment.get(name)
+        ]
         expected = tuple(VARIABLES_THAT_CHANGE)
-        return left + [f"changes the variable {name}" for name in changed if not name.startswith(expected)]
+        return left + [
+            f"changes the variable {name}" for name in changed if not name.startswith(expected)
+        ]
 
     def _threads_left(self) -> list[str]:
         left = []
         for thread in threading.enumerate():
             seen = self._threads.get(thread, "nobody knows where")
-            runs = getattr(getattr(thread, "_target", None), "__module__", None) or type(thread).__module__
-            if seen and not any(said.startswith(tuple(THREADS_THAT_STAY)) for said in (thread.name, runs)):
-                left.append(f"leaves the thread {thread.name}, which runs code of {runs}; seen first after {seen}")
+            runs = (
+                getattr(getattr(thread, "_target", None), "__module__", None)
+                or type(thread).__module__
+            )
+            if seen and not any(
+                said.startswith(tuple(THREADS_THAT_STAY)) for said in (thread.name, runs)
+            ):
+                left.append(
+                    f"leaves the thread {thread.name}, which runs code of {runs}; seen first after "
+                    f"{seen}"
+                )
         return left
 
     def _processes_left(self) -> list[str]:
         multiprocessing.active_children()  # waits for those that have ended
-        commands = {pid: _command(pid) for pid in _descendants(os.getpid()) if pid not in self._processes}
-        left = {pid: said for pid, said in commands.items() if not any(part in said for part in PROCESSES_THAT_STAY)}
+        commands = {
+            pid: _command(pid) for pid in _descendants(os.getpid()) if pid not in self._processes
+        }
+        left = {
+            pid: said
+            for pid, said in commands.items()
+            if not any(part in said for part in PROCESSES_THAT_STAY)
+        }
         return [f"leaves the process {pid}: {said:.200}" for pid, said in left.items()]
 
 
@@ -171,6 +199,9 @@ def _descendants(pid: int) -> list[int]:
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() or "one that has ended"
+        return (
+            Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            or "one that has ended"
+        )
     except OSError:
         return "one that has ended"

@@ -1,4 +1,5 @@
-"""A connector whose peers are engines of the same process: for tests, which can slow, freeze and break it."""
+"""A connector whose peers are engines of the same process: for tests, which can slow, freeze and
+break it."""
 
 from typing import Any, Literal
 

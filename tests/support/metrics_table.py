@@ -5,7 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-ROW = re.compile(r"^\| `(?P<name>pdserve_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|(?P<meaning>[^|]*)\|")
+ROW = re.compile(
+    r"^\| `(?P<name>pdserve_\w+)` \| (?P<kind>\w+) \|(?P<labels>[^|]*)\|(?P<meaning>[^|]*)\|"
+)
 
 
 @dataclass(frozen=True)
@@ -20,4 +22,6 @@ class Row:
 def written() -> dict[str, Row]:
     rows = [match for line in PAGE.read_text().splitlines() if (match := ROW.match(line))]
     assert len({row["name"] for row in rows}) == len(rows), "a metric has two rows"
-    return {row["name"]: Row(row["kind"], row["labels"].strip(), row["meaning"].strip()) for row in rows}
+    return {
+        row["name"]: Row(row["kind"], row["labels"].strip(), row["meaning"].strip()) for row in rows
+    }

@@ -1,7 +1,8 @@
-"""Two workers in this thread, joined by the in-process connector: what the worker and phase tests drive.
+"""Two workers in this thread, joined by the in-process connector: what the worker and phase tests
+drive.
 
-`Pair` plays the router by hand: submits, turns both loops, gathers events, so a test can stop at any point between
-two turns.
+`Pair` plays the router by hand: submits, turns both loops, gathers events, so a test can stop at
+any point between two turns.
 """
 
 import itertools
@@ -27,7 +28,15 @@ from pdserve.kvtransfer.pool.local_backend import LocalPoolServer, local_pool
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.prefill.prefill_phase import PrefillPhase
 from pdserve.protocol.codec import decode_batch, decode_command, encode
-from pdserve.protocol.commands import Cancel, Command, ConnectPeer, RouterLost, Start, Submit, Subscribe
+from pdserve.protocol.commands import (
+    Cancel,
+    Command,
+    ConnectPeer,
+    RouterLost,
+    Start,
+    Submit,
+    Subscribe,
+)
 from pdserve.protocol.events import Delta, Event, EventBatch, Handoff, PeerStatus
 from pdserve.protocol.request_key import Phase, RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -40,8 +49,8 @@ _incarnations = itertools.count(1)
 
 
 class Worker:
-    """A WorkerLoop whose batches are kept; every message passes through its encoded form. shared: the KV pool's
-    server.
+    """A WorkerLoop whose batches are kept; every message passes through its encoded form. shared:
+    the KV pool's server.
     """
 
     def __init__(
@@ -57,12 +66,26 @@ class Worker:
         memory = self.memory()
         metrics = WorkerMetrics(self.engine)
         incarnation = next(_incarnations)
-        sender, receiver = build_connector(transfer, memory, name, incarnation, lambda: None, registry=metrics.registry)
+        sender, receiver = build_connector(
+            transfer, memory, name, incarnation, lambda: None, registry=metrics.registry
+        )
         self.sender = sender
         self.receiver = receiver
-        self.pool = local_pool(shared, transfer.pool, memory, lambda: None) if shared is not None else None
+        self.pool = (
+            local_pool(shared, transfer.pool, memory, lambda: None) if shared is not None else None
+        )
         self.loop = WorkerLoop(
-            self.engine, metrics, transfer, role, name, incarnation, sender, receiver, self._sent, self.pool, "pool"
+            self.engine,
+            metrics,
+            transfer,
+            role,
+            name,
+            incarnation,
+            sender,
+            receiver,
+            self._sent,
+            self.pool,
+            "pool",
         )
         self.events: list[Event] = []
         self.by_session: dict[str, list[Event]] = defaultdict(list)
@@ -74,7 +97,9 @@ class Worker:
 
     def memory(self) -> KVCacheMemory:
         engine = self.engine
-        return KVCacheMemory(engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint)
+        return KVCacheMemory(
+            engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint
+        )
 
     def _sent(self, target: str, batch: EventBatch) -> None:
         events = decode_batch(encode(batch)).events
@@ -113,8 +138,8 @@ class Worker:
 
 
 class Pair:
-    """P and D over one model, connected. Leases and pulls outlast the limits of this file's waits, unless the test says
-    otherwise: what waits in vain is not saved by them."""
+    """P and D over one model, connected. Leases and pulls outlast the limits of this file's waits,
+    unless the test says otherwise: what waits in vain is not saved by them."""
 
     def __init__(
         self,
@@ -151,8 +176,11 @@ class Pair:
         limit = time.monotonic() + seconds
         self.until(lambda: time.monotonic() > limit)
 
-    def prefill(self, prompt: list[int], sampling: SamplingParams) -> tuple[Handoff | None, dict[int, list[int]]]:
-        """Run the prefill leg: the hand-off (None when every choice is finished) and the first tokens."""
+    def prefill(
+        self, prompt: list[int], sampling: SamplingParams
+    ) -> tuple[Handoff | None, dict[int, list[int]]]:
+        """Run the prefill leg: the hand-off (None when every choice is finished) and the first
+        tokens."""
         key = RequestKey(ROUTER, SESSION, f"r{next(self._ids)}", 1)
         self.p.command(submit(key, "prefill", prompt, sampling))
         firsts: list[Delta] = []
@@ -166,7 +194,9 @@ class Pair:
         handoff = next((e for e in of(self.p, key) if isinstance(e, Handoff)), None)
         return handoff, {first.choice: list(first.token_ids) for first in firsts}
 
-    def decode(self, handoff: Handoff | None, prompt: list[int], sampling: SamplingParams, forced: dict) -> RequestKey:
+    def decode(
+        self, handoff: Handoff | None, prompt: list[int], sampling: SamplingParams, forced: dict
+    ) -> RequestKey:
         """Submit the decode leg of the choices in `forced`."""
         request_id = handoff.request_id if handoff else f"r{next(self._ids)}"
         key = RequestKey(ROUTER, SESSION, request_id, 2)
@@ -188,7 +218,9 @@ class Pair:
         open_choices = {
             e.choice: list(e.token_ids)
             for e in self.p.events
-            if isinstance(e, Delta) and e.request_id == handoff.request_id and e.finish_reason is None
+            if isinstance(e, Delta)
+            and e.request_id == handoff.request_id
+            and e.finish_reason is None
         }
         key = self.decode(handoff, prompt, sampling, open_choices)
         rest = self.finish(key, len(open_choices))
@@ -216,7 +248,9 @@ def expected(llm: LLM, prompt: list[int], sampling: SamplingParams) -> dict[int,
     return {choice.index: choice.token_ids for choice in output.outputs}
 
 
-def submit(key: RequestKey, phase: Phase, prompt: list[int], sampling: SamplingParams, **more: Any) -> Submit:
+def submit(
+    key: RequestKey, phase: Phase, prompt: list[int], sampling: SamplingParams, **more: Any
+) -> Submit:
     more.setdefault("starts", tuple(Start(choice) for choice in range(sampling.n)))
     return Submit(key=key, phase=phase, prompt_token_ids=tuple(prompt), sampling=sampling, **more)
 
@@ -232,7 +266,11 @@ def owned(worker: Worker) -> int:
 
 def of(worker: Worker, key: RequestKey) -> list[Event]:
     named = (key.request_id, key.attempt)
-    return [e for e in worker.events if (getattr(e, "request_id", None), getattr(e, "attempt", None)) == named]
+    return [
+        e
+        for e in worker.events
+        if (getattr(e, "request_id", None), getattr(e, "attempt", None)) == named
+    ]
 
 
 def deltas(worker: Worker, key: RequestKey) -> list[Delta]:

@@ -1,4 +1,5 @@
-"""Child processes of the tests: none outlives the test run, whatever ends it; frozen ones really stand still."""
+"""Child processes of the tests: none outlives the test run, whatever ends it; frozen ones really
+stand still."""
 
 import ctypes
 import os
@@ -10,7 +11,8 @@ from pathlib import Path
 def die_with_parent(parent: int) -> None:
     """Call first in a child. parent: its pid as the parent knows it.
 
-    The kernel watches the parent's *thread* that started the child: start children from a thread that stays.
+    The kernel watches the parent's *thread* that started the child: start children from a thread
+    that stays.
     """
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:

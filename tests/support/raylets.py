@@ -1,6 +1,8 @@
-"""Several raylets on this machine with the demo model over them: what the tests over Ray start, kill and ask.
+"""Several raylets on this machine with the demo model over them: what the tests over Ray start,
+kill and ask.
 
-Ray's settings are those of `pdserve up`. Used by tests/test_failover_ray.py and tests/test_elasticity_ray.py.
+Ray's settings are those of `pdserve up`. Used by tests/test_failover_ray.py and
+tests/test_elasticity_ray.py.
 """
 
 import os
@@ -30,11 +32,14 @@ Resources = dict[str, float]
 
 
 class Nodes:
-    """A head with the routers, and raylets for workers. Forget a raylet before it is killed: `take`."""
+    """A head with the routers, and raylets for workers. Forget a raylet before it is killed:
+    `take`."""
 
     def __init__(self, *nodes: Resources) -> None:
         head = {"num_cpus": 2, "resources": {"ingress": 1}, "object_store_memory": MEMORY}
-        self.cluster = Cluster(initialize_head=True, connect=True, head_node_args={**head, "include_dashboard": False})
+        self.cluster = Cluster(
+            initialize_head=True, connect=True, head_node_args={**head, "include_dashboard": False}
+        )
         self._raylets: list[tuple[Resources, int]] = []
         for resources in nodes:
             self.add(resources)
@@ -52,12 +57,18 @@ class Nodes:
 
     def engine(self, role: str) -> int:
         """The process of an engine."""
-        return next(pid for r, raylet in self._raylets if role in r and (pid := engine_of(raylet)) is not None)
+        return next(
+            pid
+            for r, raylet in self._raylets
+            if role in r and (pid := engine_of(raylet)) is not None
+        )
 
 
 def children(pid: int) -> list[int]:
     return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+        int(child)
+        for task in Path(f"/proc/{pid}/task").iterdir()
+        for child in (task / "children").read_text().split()
     ]
 
 
@@ -77,7 +88,10 @@ def kill_raylet(raylet: int) -> None:
 @contextmanager
 def serving(name: str, port: int, config: dict[str, Any], *nodes: Resources) -> Iterator[Nodes]:
     """The application on raylets with these resources, ready; routers serve HTTP at the port."""
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-") as folder:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="ray-") as folder,
+    ):
         # Ray keeps there which cluster others on this machine shall join
         own = {"RAY_AUTH_MODE": "disabled", "RAY_TMPDIR": folder}
         for variable, value in {**settings(haproxy=False), **own}.items():
@@ -86,7 +100,9 @@ def serving(name: str, port: int, config: dict[str, Any], *nodes: Resources) -> 
         try:
             serve.start(proxy_location="Disabled")
             app = build_at(ClusterConfig.model_validate(config), Address("127.0.0.1", port))
-            serve._run(app, name=name, route_prefix="/", _blocking=False, external_scaler_enabled=True)
+            serve._run(
+                app, name=name, route_prefix="/", _blocking=False, external_scaler_enabled=True
+            )
             wait_until_healthy(name)
             yield made
         finally:
@@ -105,5 +121,7 @@ def wait_until_healthy(name: str) -> None:
 @asynccontextmanager
 async def connected(port: int, timeout_s: float = 60.0) -> AsyncIterator[httpx.AsyncClient]:
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=timeout_s, limits=limits) as client:
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{port}", timeout=timeout_s, limits=limits
+    ) as client:
         yield client

@@ -1,4 +1,5 @@
-"""Router processes without Ray: HTTP on a port of their own, workers found by their shells' sockets in a folder.
+"""Router processes without Ray: HTTP on a port of their own, workers found by their shells' sockets
+in a folder.
 
 GET /tasks says how many asyncio tasks one has.
 """
@@ -26,19 +27,25 @@ from pdserve.text.tokenizer import Tokenizer
 _spawn = multiprocessing.get_context("spawn")
 
 
-def _serve(model: Path, config: RouterConfig, resume_wait_s: float, folder: Path, port: int, parent: int) -> None:
+def _serve(
+    model: Path, config: RouterConfig, resume_wait_s: float, folder: Path, port: int, parent: int
+) -> None:
     die_with_parent(parent)
     asyncio.run(_run(model, config, resume_wait_s, folder, port))
 
 
-async def _run(model: Path, config: RouterConfig, resume_wait_s: float, folder: Path, port: int) -> None:
+async def _run(
+    model: Path, config: RouterConfig, resume_wait_s: float, folder: Path, port: int
+) -> None:
     fleet = Fleet(config.worker_silence_s, attempt_deadline_s=config.attempt_deadline_s)
     tokenizer = Tokenizer.load(model)
     service = Service(fleet, tokenizer, config, model.name, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, model.name, service)
     app.router.routes.append(Route("/tasks", _tasks))
     watching = asyncio.create_task(watch(fleet, folder))
-    options = uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", access_log=False)
+    options = uvicorn.Config(
+        app, host="127.0.0.1", port=port, log_level="warning", lifespan="off", access_log=False
+    )
     await uvicorn.Server(options).serve()
     watching.cancel()
     await fleet.close()
@@ -49,10 +56,12 @@ async def _tasks(request: Request) -> JSONResponse:
 
 
 class RouterProcess:
-    """A router that serves http://127.0.0.1:port/v1 under the model folder's name, also after `start` again. num_kills:
-    counted by who kills it."""
+    """A router that serves http://127.0.0.1:port/v1 under the model folder's name, also after
+    `start` again. num_kills: counted by who kills it."""
 
-    def __init__(self, model: Path, config: RouterConfig, resume_wait_s: float, folder: Path) -> None:
+    def __init__(
+        self, model: Path, config: RouterConfig, resume_wait_s: float, folder: Path
+    ) -> None:
         self._settings = model, config, resume_wait_s, folder
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -65,7 +74,9 @@ class RouterProcess:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        self.process = _spawn.Process(target=_serve, args=(*self._settings, self.port, os.getpid()), daemon=True)
+        self.process = _spawn.Process(
+            target=_serve, args=(*self._settings, self.port, os.getpid()), daemon=True
+        )
         self.process.start()
 
     def wait(self, seconds: float = 300.0) -> None:

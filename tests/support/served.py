@@ -1,4 +1,5 @@
-"""A router in this process over running engine hosts, served as under `pdserve up`: everything of a cluster but Ray.
+"""A router in this process over running engine hosts, served as under `pdserve up`: everything of a
+cluster but Ray.
 
 Used by the end-to-end tests and the soak; Serve's part is in tests/cluster.
 """
@@ -36,14 +37,18 @@ class Cluster:
         self._links: list[LocalLink | ShellLink] = []
 
     def join(self, worker: Host) -> None:
-        link = LocalLink(worker) if worker.shell is None else ShellLink(worker.worker_id, worker.shell)
+        link = (
+            LocalLink(worker) if worker.shell is None else ShellLink(worker.worker_id, worker.shell)
+        )
         self._links.append(link)
         self.fleet.join(link)
 
     async def settled(self, *workers: Host) -> None:
         """Every worker said Hello, and every decode worker is connected to every prefill worker."""
         ids = {worker.worker_id for worker in workers}
-        await until_async(lambda: _settled([s for s in self.fleet.workers if s.worker_id in ids], len(ids)))
+        await until_async(
+            lambda: _settled([s for s in self.fleet.workers if s.worker_id in ids], len(ids))
+        )
 
     async def close(self) -> None:
         """Workers abort what is left."""
@@ -76,11 +81,16 @@ class Cluster:
 
 @asynccontextmanager
 async def cluster(
-    *workers: Host, config: RouterConfig | None = None, resume_wait_s: float = 60.0, drain_s: float = 60.0
+    *workers: Host,
+    config: RouterConfig | None = None,
+    resume_wait_s: float = 60.0,
+    drain_s: float = 60.0,
 ) -> AsyncIterator[Cluster]:
     tokenizer = Tokenizer.load(DEMO)
     config = config or RouterConfig(split="always")
-    fleet = Fleet(config.worker_silence_s, drain_s=drain_s, attempt_deadline_s=config.attempt_deadline_s)
+    fleet = Fleet(
+        config.worker_silence_s, drain_s=drain_s, attempt_deadline_s=config.attempt_deadline_s
+    )
     service = Service(fleet, tokenizer, config, MODEL, resume_wait_s=resume_wait_s)
     app = build_app(fleet, tokenizer, config, MODEL, service)
     server = HttpServer(app, Address("127.0.0.1", 0), config.client_timeout_s)

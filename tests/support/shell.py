@@ -1,9 +1,10 @@
-"""A worker's shell without Ray: several routers, in processes of their own, reach one engine host over a unix socket.
+"""A worker's shell without Ray: several routers, in processes of their own, reach one engine host
+over a unix socket.
 
-`run_shell` runs in a thread of the host's process and passes bytes between routers and the engine, as
-cluster.deployments.worker_replica does. `ShellLink` is router.fleet.link.WorkerLink over it, `watch` keeps a fleet
-equal to the sockets of a folder. A connection opens with its purpose, `commands` or `events router_id session`; frames
-are length-prefixed.
+`run_shell` runs in a thread of the host's process and passes bytes between routers and the engine,
+as cluster.deployments.worker_replica does. `ShellLink` is router.fleet.link.WorkerLink over it,
+`watch` keeps a fleet equal to the sockets of a folder. A connection opens with its purpose,
+`commands` or `events router_id session`; frames are length-prefixed.
 """
 
 import asyncio
@@ -48,12 +49,16 @@ def run_shell(engine_address: str, path: Path) -> None:
 async def _serve(engine_address: str, path: Path) -> None:
     client = EngineClient(engine_address)
     await client.connected.wait()
-    server = await asyncio.start_unix_server(lambda reader, writer: _connected(client, reader, writer), path)
+    server = await asyncio.start_unix_server(
+        lambda reader, writer: _connected(client, reader, writer), path
+    )
     async with server:
         await client.closed.wait()
 
 
-async def _connected(client: EngineClient, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _connected(
+    client: EngineClient, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+) -> None:
     with contextlib.suppress(EngineGone, ConnectionError):
         match (await _read(reader) or b"").split():
             case [b"commands"]:
@@ -65,7 +70,11 @@ async def _connected(client: EngineClient, reader: asyncio.StreamReader, writer:
 
 
 async def _stream(
-    client: EngineClient, router_id: str, session: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    client: EngineClient,
+    router_id: str,
+    session: int,
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
 ) -> None:
     """Until the engine or the router goes; the router's end is noticed while it is frozen, too."""
     batches = client.subscribe(router_id, session)

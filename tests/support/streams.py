@@ -1,7 +1,9 @@
-"""Streams of the failover tests: many kinds of requests to one router, and what of their answers must not differ.
+"""Streams of the failover tests: many kinds of requests to one router, and what of their answers
+must not differ.
 
-`kinds` makes the requests, `Ask` is one on its way, `fold` joins an answer's events: how tokens are cut into events
-depends on timing, everything else must be equal to the byte. Knows no workers; used by tests/test_failover*.py.
+`kinds` makes the requests, `Ask` is one on its way, `fold` joins an answer's events: how tokens are
+cut into events depends on timing, everything else must be equal to the byte. Knows no workers; used
+by tests/test_failover*.py.
 """
 
 import json
@@ -48,13 +50,16 @@ class Ask:
         return max((b - a for a, b in zip(self.times, self.times[1:], strict=False)), default=0.0)
 
     async def run(self, client: httpx.AsyncClient, **more: Any) -> bytes:
-        """The folded answer; AssertionError when it is no whole one. Nobody has KV of its prompt."""
+        """The folded answer; AssertionError when it is no whole one. Nobody has KV of its
+        prompt."""
         body = self.body | more | {"cache_salt": uuid.uuid4().hex}
         if not self.streams:
             answer = await client.post(self.path, json=body)
             assert answer.status_code == 200, (self.name, answer.text)
             whole = answer.json()
-            return _encode({key: value for key, value in whole.items() if key not in ("id", "created")})
+            return _encode(
+                {key: value for key, value in whole.items() if key not in ("id", "created")}
+            )
         async with client.stream("POST", self.path, json=body) as response:
             assert response.status_code == 200, (self.name, await response.aread())
             async for line in response.aiter_lines():
@@ -75,8 +80,8 @@ class Ask:
 
 
 def fold(lines: list[str]) -> bytes:
-    """One JSON text of a stream: the events of each choice joined, usage, and the fields all events share but `id` and
-    `created`. AssertionError for a stream that is not well formed."""
+    """One JSON text of a stream: the events of each choice joined, usage, and the fields all events
+    share but `id` and `created`. AssertionError for a stream that is not well formed."""
     *data, done = [line.removeprefix("data: ") for line in lines]
     assert done == "[DONE]", lines[-3:]
     heads = set()
@@ -112,16 +117,27 @@ def _encode(answer: Json) -> bytes:
 
 def prompts(num_chars: Sequence[int]) -> list[str]:
     """One prompt of each length."""
-    return [p.prompt[-n:] for p, n in zip(recall_prompts(seed=55, num_prompts=len(num_chars)), num_chars, strict=True)]
+    return [
+        p.prompt[-n:]
+        for p, n in zip(recall_prompts(seed=55, num_prompts=len(num_chars)), num_chars, strict=True)
+    ]
 
 
-GREEDY: Json = {"temperature": 0, "ignore_eos": True, "max_tokens": LENGTH, "return_token_ids": True}
+GREEDY: Json = {
+    "temperature": 0,
+    "ignore_eos": True,
+    "max_tokens": LENGTH,
+    "return_token_ids": True,
+}
 SAMPLED: Json = GREEDY | {"temperature": 0.9, "top_p": 0.95}
 
 
-def kinds(prompt: str, seed: int, greedy: list[int], sampled: list[list[int]], decode: Callable[..., str]) -> list[Ask]:
-    """One request of each kind. greedy: tokens of GREEDY with this prompt; sampled: of the three choices of SAMPLED
-    with it and this seed. The strings that stop lie over tokens 6 to 70: what is cut between is cut within them.
+def kinds(
+    prompt: str, seed: int, greedy: list[int], sampled: list[list[int]], decode: Callable[..., str]
+) -> list[Ask]:
+    """One request of each kind. greedy: tokens of GREEDY with this prompt; sampled: of the three
+    choices of SAMPLED with it and this seed. The strings that stop lie over tokens 6 to 70: what is
+    cut between is cut within them.
     """
     base = GREEDY | {"prompt": prompt}
     drawn = SAMPLED | {"prompt": prompt, "seed": seed}
@@ -139,28 +155,44 @@ def kinds(prompt: str, seed: int, greedy: list[int], sampled: list[list[int]], d
         completion("text alone", base | {"return_token_ids": False}),
         completion("seeded", drawn),
         completion("hot", drawn | {"temperature": 3.0, "top_p": 1.0, "skip_special_tokens": False}),
-        completion("filters", drawn | {"top_k": 20, "min_p": 0.02, "logit_bias": {str(greedy[3]): -5}}),
+        completion(
+            "filters", drawn | {"top_k": 20, "min_p": 0.02, "logit_bias": {str(greedy[3]): -5}}
+        ),
         completion(
             "penalties",
             drawn | {"presence_penalty": 0.7, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
         ),
-        completion("greedy penalties", base | {"repetition_penalty": 1.3, "frequency_penalty": 1.0}),
+        completion(
+            "greedy penalties", base | {"repetition_penalty": 1.3, "frequency_penalty": 1.0}
+        ),
         completion("three choices", drawn | {"n": 3, "stop_token_ids": [early]} | usage),
         completion("logprobs", drawn | {"logprobs": 3}),
         completion("echo", base | {"echo": True, "logprobs": 2}),
-        completion("prompt logprobs", drawn | {"stream": False, "prompt_logprobs": 2, "logprobs": 1, "n": 2}),
+        completion(
+            "prompt logprobs",
+            drawn | {"stream": False, "prompt_logprobs": 2, "logprobs": 1, "n": 2},
+        ),
         completion("stop string", base | {"stop": [stop]} | usage),
-        completion("stop string shown", base | {"stop": [stop, "\0"], "include_stop_str_in_output": True}),
-        completion("min tokens", drawn | {"n": 2, "min_tokens": 60, "stop_token_ids": [early, late]}),
+        completion(
+            "stop string shown", base | {"stop": [stop, "\0"], "include_stop_str_in_output": True}
+        ),
+        completion(
+            "min tokens", drawn | {"n": 2, "min_tokens": 60, "stop_token_ids": [early, late]}
+        ),
         Ask("chat", CHAT, GREEDY | usage | {"messages": chat}),
-        Ask("chat logprobs", CHAT, SAMPLED | {"messages": chat, "seed": seed, "logprobs": True, "top_logprobs": 2}),
+        Ask(
+            "chat logprobs",
+            CHAT,
+            SAMPLED | {"messages": chat, "seed": seed, "logprobs": True, "top_logprobs": 2},
+        ),
     ]
 
 
 async def drafted(
     client: httpx.AsyncClient, texts: Sequence[str], decode: Callable[..., str]
 ) -> Callable[[], list[Ask]]:
-    """What makes one request of each kind for every text, made for what an undisturbed server says to the texts."""
+    """What makes one request of each kind for every text, made for what an undisturbed server says
+    to the texts."""
 
     async def tokens(body: Json) -> list[list[int]]:
         answer = await client.post(COMPLETIONS, json={"model": MODEL, **body})
@@ -177,10 +209,14 @@ async def drafted(
 
 def mid_stream(asks: Sequence[Ask], num_tokens: int) -> bool:
     """Every stream has so many tokens of some choice."""
-    return all(max(ask.counts.values(), default=0) >= num_tokens for ask in asks if ask.shows_tokens)
+    return all(
+        max(ask.counts.values(), default=0) >= num_tokens for ask in asks if ask.shows_tokens
+    )
 
 
-def check(asks: Sequence[Ask], answers: Sequence[bytes | BaseException], expected: Sequence[bytes]) -> float:
+def check(
+    asks: Sequence[Ask], answers: Sequence[bytes | BaseException], expected: Sequence[bytes]
+) -> float:
     """The longest gap of any stream in seconds, all answers being as expected."""
     for ask, answer, right in zip(asks, answers, expected, strict=True):
         if isinstance(answer, BaseException):
@@ -193,14 +229,20 @@ def differences(answer: Any, right: Any, place: str = "") -> list[str]:
     """Where two answers differ, and how."""
     if isinstance(answer, dict) and isinstance(right, dict):
         keys = sorted({*answer, *right}, key=str)
-        return [d for key in keys for d in differences(answer.get(key), right.get(key), f"{place}.{key}")]
+        return [
+            d
+            for key in keys
+            for d in differences(answer.get(key), right.get(key), f"{place}.{key}")
+        ]
     return [] if answer == right else [f"{place}: {answer!r} instead of {right!r}"]
 
 
 def ending(choices: list[list[int]], within: int) -> int:
     """A token among the first ones of one choice that the others draw late or never."""
     for i, choice in enumerate(choices):
-        others = {token for j, other in enumerate(choices) if j != i for token in other[: LENGTH // 2]}
+        others = {
+            token for j, other in enumerate(choices) if j != i for token in other[: LENGTH // 2]
+        }
         for token in choice[:within]:
             if token not in others:
                 return token

@@ -50,7 +50,11 @@ def test_a_function_tells_its_variables() -> None:
         return not got
 
     [first, second] = told(is_empty)
-    assert first.endswith("is_empty") and second.startswith("    got = [0, 1, 2") and second.endswith("characters)")
+    assert (
+        first.endswith("is_empty")
+        and second.startswith("    got = [0, 1, 2")
+        and second.endswith("characters)")
+    )
 
 
 def test_a_part_that_raises_costs_no_message() -> None:

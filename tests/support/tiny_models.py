@@ -1,7 +1,9 @@
-"""Tiny random models of every supported family, as transformers saves them; shared by the tests of several rooms.
+"""Tiny random models of every supported family, as transformers saves them; shared by the tests of
+several rooms.
 
-Weights are drawn wide (std 0.2 at width 64, against transformers' 0.02), norms and biases too, so that greedy output
-depends on every weight, on positions and on the mask: a model that drops one of them gives other tokens.
+Weights are drawn wide (std 0.2 at width 64, against transformers' 0.02), norms and biases too, so
+that greedy output depends on every weight, on positions and on the mask: a model that drops one of
+them gives other tokens.
 """
 
 from pathlib import Path
@@ -15,7 +17,8 @@ LLAMA3_ROPE = {
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,  # at head_dim 16 some wavelengths are kept, some blended, some divided
+    # at head_dim 16 some wavelengths are kept, some blended, some divided
+    "original_max_position_embeddings": 64,
 }
 SHAPE = {
     "vocab_size": 256,
@@ -38,8 +41,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_tiny(family: str, path: Path | str, seed: int = 0, *, max_shard_size: str = "1GB", **overrides: Any) -> Path:
-    """Write a tiny model of `family` (a key of FAMILIES) into folder `path`; `overrides` are config.json fields."""
+def make_tiny(
+    family: str, path: Path | str, seed: int = 0, *, max_shard_size: str = "1GB", **overrides: Any
+) -> Path:
+    """Write a tiny model of `family` (a key of FAMILIES) into folder `path`; `overrides` are
+    config.json fields."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     model_type, facts = FAMILIES[family]

@@ -1,4 +1,5 @@
-"""What the soak kills, freezes, thaws and restarts, and the chaos that does so. Knows no requests."""
+"""What the soak kills, freezes, thaws and restarts, and the chaos that does so. Knows no
+requests."""
 
 import asyncio
 import os
@@ -76,11 +77,14 @@ class Victim(ABC):
         """AssertionError when the process died although nobody killed it."""
         code = self.process.exitcode
         by_us = self._killed and code == -signal.SIGKILL
-        assert code is None or by_us, f"{self.kind} {self.process.name} died by itself, exit code {code}"
+        assert code is None or by_us, (
+            f"{self.kind} {self.process.name} died by itself, exit code {code}"
+        )
 
 
 class WorkerVictim(Victim):
-    """hosts: the list of all running hosts, in which a successor takes its predecessor's place at `index`."""
+    """hosts: the list of all running hosts, in which a successor takes its predecessor's place at
+    `index`."""
 
     def __init__(self, hosts: list[Host], index: int) -> None:
         super().__init__({"P": "prefill", "D": "decode"}[hosts[index].worker_id[0]])
@@ -157,8 +161,8 @@ class PoolVictim(Victim):
 
 
 class Chaos:
-    """Several strikers at a time. Each waits, picks a victim that is well, freezes it for a while, kills it, or both,
-    and stays until it serves again."""
+    """Several strikers at a time. Each waits, picks a victim that is well, freezes it for a while,
+    kills it, or both, and stays until it serves again."""
 
     def __init__(self, victims: list[Victim], rng: random.Random) -> None:
         self.struck: Counter[str] = Counter()
@@ -182,7 +186,9 @@ class Chaos:
                     await self._stopping.wait()
             except TimeoutError:
                 victim = self._well.pop(self._rng.randrange(len(self._well)))
-                await self._strike(victim, self._rng.random(), self._rng.uniform(0.2, LONGEST_FREEZE_S))
+                await self._strike(
+                    victim, self._rng.random(), self._rng.uniform(0.2, LONGEST_FREEZE_S)
+                )
                 self._well.append(victim)
 
     async def _strike(self, victim: Victim, dice: float, freeze_s: float) -> None:

@@ -1,8 +1,9 @@
-"""Waiting in tests until a condition comes true. A failure says what was awaited, and what its parts were at last.
+"""Waiting in tests until a condition comes true. A failure says what was awaited, and what its
+parts were at last.
 
-`until` is for threads and for loops that a test turns by hand, `until_async` for asyncio; `stays` watches that nothing
-changes. Both look at the condition
-itself for the message: `until(lambda: len(got) == 2)` fails with "len(got) == 2" and "got = [7]".
+`until` is for threads and for loops that a test turns by hand, `until_async` for asyncio; `stays`
+watches that nothing changes. Both look at the condition itself for the message: `until(lambda:
+len(got) == 2)` fails with "len(got) == 2" and "got = [7]".
 """
 
 import ast
@@ -27,8 +28,8 @@ def until(
     doing: Callable[[], object] = lambda: None,
     pause_s: float = 0.001,
 ) -> None:
-    """Return once the condition holds; `doing` is called between two looks at it. AssertionError after so many
-    seconds.
+    """Return once the condition holds; `doing` is called between two looks at it. AssertionError
+    after so many seconds.
     """
     limit = time.monotonic() + seconds
     while not condition():
@@ -45,8 +46,8 @@ async def until_async(condition: Condition, seconds: float = 60.0, pause_s: floa
 
 
 def stays(condition: Condition, seconds: float, pause_s: float = 0.005) -> None:
-    """Look for so long whether something happens that must not: no condition tells that it never will. AssertionError
-    once the condition does not hold."""
+    """Look for so long whether something happens that must not: no condition tells that it never
+    will. AssertionError once the condition does not hold."""
     limit = time.monotonic() + seconds
     while time.monotonic() < limit:
         assert condition(), complaint(condition, seconds, "did not stay true for")
@@ -60,7 +61,9 @@ async def stays_async(condition: Condition, seconds: float, pause_s: float = 0.0
         await asyncio.sleep(pause_s)
 
 
-def complaint(condition: Condition, seconds: float, failed: str = "did not come true within") -> str:
+def complaint(
+    condition: Condition, seconds: float, failed: str = "did not come true within"
+) -> str:
     """What was awaited, and the last values of its parts."""
     text = _source(condition)
     lines = [f"{failed} {seconds:g} s: {text}"]
@@ -82,7 +85,9 @@ def _source(condition: Condition) -> str:
     ]
     first, begin = min((span[0], span[1]) for span in spans)
     last, end = max((span[2], span[3]) for span in spans)
-    lines = [linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)]
+    lines = [
+        linecache.getline(code.co_filename, number).encode() for number in range(first, last + 1)
+    ]
     lines[-1] = lines[-1][:end]
     lines[0] = lines[0][begin:]
     return " ".join(line.decode().strip() for line in lines)

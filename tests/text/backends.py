@@ -1,9 +1,19 @@
-"""Small real tokenizers from the tokenizers library: byte-level BPE, sentencepiece-like, metaspace, WordPiece."""
+"""Small real tokenizers from the tokenizers library: byte-level BPE, sentencepiece-like, metaspace,
+WordPiece."""
 
 import json
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 CORPUS = [
     "The quick brown fox jumps over the lazy dog. It's a dog's life, isn't it?",
@@ -32,8 +42,12 @@ def byte_level_backend() -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(CORPUS, trainer)
-    backend.add_tokens([AddedToken("<tool>", normalized=False), AddedToken("naïve 词", normalized=False)])
-    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 0)])
+    backend.add_tokens(
+        [AddedToken("<tool>", normalized=False), AddedToken("naïve 词", normalized=False)]
+    )
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|bos|> $A", special_tokens=[("<|bos|>", 0)]
+    )
     return backend
 
 
@@ -42,16 +56,28 @@ def sentencepiece_backend() -> Tokenizer:
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for piece in ["▁", "▁hello", "hello", "▁wor", "ld", "a", "b", "▁a", "▁▁", "é", "世", ".", "s"]:
         vocab[piece] = len(vocab)
-    backend = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    stages = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend = Tokenizer(
+        models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True, fuse_unk=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    stages = [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
     backend.decoder = decoders.Sequence(stages)
     backend.add_special_tokens(["<unk>", "<s>", "</s>"])
     return backend
 
 
 def metaspace_backend() -> Tokenizer:
-    vocab = {piece: i for i, piece in enumerate(["<unk>", "▁", "▁hello", "hello", "x", "▁▁y", "é", "▁z▁"])}
+    vocab = {
+        piece: i
+        for i, piece in enumerate(["<unk>", "▁", "▁hello", "hello", "x", "▁▁y", "é", "▁z▁"])
+    }
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.decoder = decoders.Metaspace()
     backend.add_special_tokens(["<unk>"])
@@ -60,7 +86,10 @@ def metaspace_backend() -> Tokenizer:
 
 def wordpiece_backend() -> Tokenizer:
     vocab = {
-        piece: i for i, piece in enumerate(["[UNK]", "play", "##ing", "##ed", ".", ",", "don", "'", "t", "n't", "é"])
+        piece: i
+        for i, piece in enumerate(
+            ["[UNK]", "play", "##ing", "##ed", ".", ",", "don", "'", "t", "n't", "é"]
+        )
     }
     backend = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
     backend.decoder = decoders.WordPiece()

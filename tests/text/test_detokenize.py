@@ -4,7 +4,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from text.backends import byte_level_backend, metaspace_backend, sentencepiece_backend, wordpiece_backend
+from text.backends import (
+    byte_level_backend,
+    metaspace_backend,
+    sentencepiece_backend,
+    wordpiece_backend,
+)
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models
 
@@ -28,10 +33,14 @@ def stream(tokenizer: Tokenizer, ids: list[int], skip: bool, size: int = 1) -> l
 @pytest.mark.parametrize("name", TOKENIZERS)
 @given(data=st.data(), skip=st.booleans(), size=st.integers(1, 4))
 @settings(max_examples=150, deadline=None)
-def test_any_ids_join_to_what_decode_says(name: str, data: st.DataObject, skip: bool, size: int) -> None:
+def test_any_ids_join_to_what_decode_says(
+    name: str, data: st.DataObject, skip: bool, size: int
+) -> None:
     tokenizer = TOKENIZERS[name]
     ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=40))
-    assert "".join(stream(tokenizer, ids, skip, size)) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert "".join(stream(tokenizer, ids, skip, size)) == tokenizer.decode(
+        ids, skip_special_tokens=skip
+    )
 
 
 @pytest.mark.parametrize("name", ["byte_level", "sentencepiece"])
@@ -73,11 +82,13 @@ def test_constant_time_a_token() -> None:
             spent.append(time.thread_time() - started)
         return min(spent)
 
-    assert seconds(40_000) < 25 * seconds(4_000)  # ten times the tokens; quadratic would be a hundred times the time
+    # ten times the tokens; quadratic would be a hundred times the time
+    assert seconds(40_000) < 25 * seconds(4_000)
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: decoders.BPEDecoder(), lambda: decoders.CTC(), lambda: decoders.Strip(" ", 0, 1)]
+    "make",
+    [lambda: decoders.BPEDecoder(), lambda: decoders.CTC(), lambda: decoders.Strip(" ", 0, 1)],
 )
 def test_decoders_that_cannot_be_streamed_are_refused(make: Callable[[], decoders.Decoder]) -> None:
     backend = Backend(models.WordLevel({"a": 0}, unk_token="a"))

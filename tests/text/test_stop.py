@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from pdserve.text.stop import StopMatcher, StopStrings
 
 
-def run(stops: list[str], text: str, sizes: list[int], include: bool = False) -> tuple[str, str | None]:
+def run(
+    stops: list[str], text: str, sizes: list[int], include: bool = False
+) -> tuple[str, str | None]:
     """Feed the text in pieces of these sizes (repeating the last) until a match or its end."""
     matcher = StopMatcher(StopStrings(stops), include)
     emitted = ""
@@ -32,9 +34,16 @@ def oracle(stops: list[str], text: str, include: bool) -> tuple[str, str | None]
 words = st.text("ab", min_size=1, max_size=5)
 
 
-@given(st.lists(words, max_size=4), st.text("abc", max_size=30), st.lists(st.integers(1, 5), min_size=1), st.booleans())
+@given(
+    st.lists(words, max_size=4),
+    st.text("abc", max_size=30),
+    st.lists(st.integers(1, 5), min_size=1),
+    st.booleans(),
+)
 @settings(max_examples=500, deadline=None)
-def test_agrees_with_looking_at_every_prefix(stops: list[str], text: str, sizes: list[int], include: bool) -> None:
+def test_agrees_with_looking_at_every_prefix(
+    stops: list[str], text: str, sizes: list[int], include: bool
+) -> None:
     assert run(stops, text, sizes, include) == oracle(stops, text, include)
 
 
@@ -82,8 +91,12 @@ class OneByOne:
             ended = [stop for stop in self.stops if self.read.endswith(stop)]
             if ended:
                 stop = max(ended, key=len)
-                return self.read[self.shown : len(self.read) - (0 if self.include else len(stop))], stop
-        begun = [n for stop in self.stops for n in range(1, len(stop)) if self.read.endswith(stop[:n])]
+                return self.read[
+                    self.shown : len(self.read) - (0 if self.include else len(stop))
+                ], stop
+        begun = [
+            n for stop in self.stops for n in range(1, len(stop)) if self.read.endswith(stop[:n])
+        ]
         start = self.shown
         self.shown = len(self.read) - max(begun, default=0)
         return self.read[start : self.shown], None
@@ -91,7 +104,9 @@ class OneByOne:
 
 @given(st.lists(words, max_size=6), st.lists(st.text("abc", max_size=6), max_size=8), st.booleans())
 @settings(max_examples=500, deadline=None)
-def test_every_piece_is_what_looking_at_each_string_gives(stops: list[str], pieces: list[str], include: bool) -> None:
+def test_every_piece_is_what_looking_at_each_string_gives(
+    stops: list[str], pieces: list[str], include: bool
+) -> None:
     ours = StopMatcher(StopStrings(stops), include)
     slow = OneByOne(stops, include)
     for piece in pieces:
@@ -130,7 +145,8 @@ def test_a_character_costs_the_same_however_many_strings_there_are() -> None:
 
 
 def test_the_tables_are_small() -> None:
-    """A small body must not become a large thing in memory, nor thousands of objects to look through for garbage."""
+    """A small body must not become a large thing in memory, nor thousands of objects to look
+    through for garbage."""
     strings = [f"{i:028}" + chr(97 + i % 26) * 100 for i in range(64)]
     tracemalloc.start()
     try:

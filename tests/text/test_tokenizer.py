@@ -48,7 +48,9 @@ def test_truncation_and_padding_of_the_file_are_ignored(folder: Path, tmp_path: 
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
     backend.save(str(tmp_path / "tokenizer.json"))
-    assert 4 < len(Tokenizer.load(tmp_path).encode("The quick brown fox jumps over the lazy dog")) < 64
+    assert (
+        4 < len(Tokenizer.load(tmp_path).encode("The quick brown fox jumps over the lazy dog")) < 64
+    )
 
 
 def test_token_text_and_bytes(tokenizer: Tokenizer) -> None:
@@ -59,7 +61,9 @@ def test_token_text_and_bytes(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("broken", [None, "{", '{"model": 3}'])
-def test_a_folder_without_a_readable_tokenizer_is_refused(tmp_path: Path, broken: str | None) -> None:
+def test_a_folder_without_a_readable_tokenizer_is_refused(
+    tmp_path: Path, broken: str | None
+) -> None:
     if broken is not None:
         (tmp_path / "tokenizer.json").write_text(broken)
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
@@ -76,25 +80,43 @@ def test_chat_template(tokenizer: Tokenizer) -> None:
         {"role": "system", "content": "Be <kind>"},
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
     ]
-    text = "<|im_start|>system\nBe <kind><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    text = (
+        "<|im_start|>system\nBe "
+        "<kind><|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert tokenizer.render_chat(messages) == text
-    assert tokenizer.apply_chat_template(messages) == tokenizer.encode(text, add_special_tokens=False)
-    assert tokenizer.apply_chat_template(messages)[0] == 1  # special tokens of the template become ids
-    assert tokenizer.render_chat(messages, add_generation_prompt=False) + "<|im_start|>assistant\n" == text
+    assert tokenizer.apply_chat_template(messages) == tokenizer.encode(
+        text, add_special_tokens=False
+    )
+    # special tokens of the template become ids
+    assert tokenizer.apply_chat_template(messages)[0] == 1
+    assert (
+        tokenizer.render_chat(messages, add_generation_prompt=False) + "<|im_start|>assistant\n"
+        == text
+    )
     assert tokenizer.render_chat(messages, not_thinking=True) == text + "<none>"
 
 
 def test_tool_calls_reach_the_template_as_objects(tokenizer: Tokenizer) -> None:
     call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "<é>"}'}}
-    text = tokenizer.render_chat([{"role": "assistant", "tool_calls": [call]}], tools=[{"type": "function"}])
+    text = tokenizer.render_chat(
+        [{"role": "assistant", "tool_calls": [call]}], tools=[{"type": "function"}]
+    )
     assert '{"x": "<é>"}' in text and '[{"type": "function"}]' in text
 
 
 @pytest.mark.parametrize(
     ("arguments", "count"),
-    [("[" + "[]," * 70_000 + "[]]", 1), ('{"a": [1, 2, 3]}', 20_000), ("[" * 50_000, 1), ('{"a":' * 30_000, 1)],
+    [
+        ("[" + "[]," * 70_000 + "[]]", 1),
+        ('{"a": [1, 2, 3]}', 20_000),
+        ("[" * 50_000, 1),
+        ('{"a":' * 30_000, 1),
+    ],
 )
-def test_arguments_of_tool_calls_have_a_bound(tokenizer: Tokenizer, arguments: str, count: int) -> None:
+def test_arguments_of_tool_calls_have_a_bound(
+    tokenizer: Tokenizer, arguments: str, count: int
+) -> None:
     calls = [{"function": {"name": "f", "arguments": arguments}}] * count
     with pytest.raises(ValueError, match=r"messages\[0\].tool_calls: function.arguments"):
         tokenizer.render_chat([{"role": "assistant", "tool_calls": calls}])
@@ -110,7 +132,10 @@ def test_arguments_of_tool_calls_have_a_bound(tokenizer: Tokenizer, arguments: s
         ([{"role": "user", "content": [{"type": "text"}]}], "messages[0].content[0].text"),
         ([{"role": "alien", "content": "x"}], "unknown role alien"),
         (["x"], "messages[0] must be an object"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}], "not valid JSON"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}],
+            "not valid JSON",
+        ),
         ([{"role": "assistant", "tool_calls": ["f"]}], "tool_calls"),
     ],
 )
@@ -125,15 +150,22 @@ def test_reserved_names_cannot_be_set(tokenizer: Tokenizer) -> None:
 
 
 def test_template_helpers() -> None:
-    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% endfor %}"
+    source = (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}{% "
+        "endfor %}"
+    )
     two = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
     assert ChatTemplate(source).render(two, True, None, {}) == "a"
-    assert re.fullmatch(r"\d{4}", ChatTemplate("{{ strftime_now('%Y') }}").render([], True, None, {}))
+    assert re.fullmatch(
+        r"\d{4}", ChatTemplate("{{ strftime_now('%Y') }}").render([], True, None, {})
+    )
 
 
 def test_templates_are_sandboxed_and_checked() -> None:
     with pytest.raises(ValueError, match="refuses"):
-        ChatTemplate("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}").render([], True, None, {})
+        ChatTemplate("{{ ''.__class__.__mro__ }}{{ messages.append(1) }}").render(
+            [], True, None, {}
+        )
     with pytest.raises(ValueError, match="line 1"):
         ChatTemplate("{% if %}")
 
@@ -151,7 +183,10 @@ def test_the_text_room_imports_no_torch() -> None:
     code = f"import sys, importlib\nfor m in {modules!r}: importlib.import_module(m)\n"
     code += "print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
     )
 
 
@@ -208,5 +243,7 @@ def test_tokenising_starts_no_thread_for_each_core(folder: Path) -> None:
         "t.encode_batch(['a fox'] * 100)\n"
         "print(len(os.listdir('/proc/self/task')))\n"
     )
-    result = subprocess.run([sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True)
+    result = subprocess.run(
+        [sys.executable, "-c", script, str(folder)], capture_output=True, text=True, check=True
+    )
     assert result.stdout.strip() == "1"

@@ -1,4 +1,5 @@
-"""What the tests of workers compare with: one engine alone, of the same model. And time made by hand."""
+"""What the tests of workers compare with: one engine alone, of the same model. And time made by
+hand."""
 
 import time
 from pathlib import Path

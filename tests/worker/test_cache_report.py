@@ -76,7 +76,9 @@ def test_a_router_that_joins_late_and_loses_messages_ends_with_what_the_worker_h
         cached.changed(change)
     assert num_resyncs > 0 and not cached.wants_resync(report.number, now + 100)
     expected = keys_of(churn.blocks.cached_digests())
-    assert len(cached) == len(expected) > 3 and all(cached.num_held([key], 0, 1, now) for key in expected)
+    assert len(cached) == len(expected) > 3 and all(
+        cached.num_held([key], 0, 1, now) for key in expected
+    )
 
 
 def test_changes_wait_for_a_period_unless_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +100,11 @@ def test_changes_wait_for_a_period_unless_they_are_many(monkeypatch: pytest.Monk
     told = report.changes(50.06, anyone=True)
     assert [(c.number, len(c.stored), len(c.dropped)) for c in told] == [(2, 24, 0), (3, 8, 0)]
     commit(5, 1)
-    assert report.changes(51.0, anyone=False) == [] and report.changes(60.0, anyone=True) == [] and report.number == 3
+    assert (
+        report.changes(51.0, anyone=False) == []
+        and report.changes(60.0, anyone=True) == []
+        and report.number == 3
+    )
 
 
 @pytest.fixture
@@ -131,12 +137,16 @@ def test_a_worker_tells_what_it_computed_and_what_it_evicted(pair: Pair) -> None
     def num_cached(prompt: list[int], salt: str = "") -> int:
         cached = CachedBlocks()
         follow(pair.d.events, cached)
-        return PromptBlocks(prompt, salt).num_cached_tokens(cached, hello.model_fingerprint, hello.block_size, 0.0)
+        return PromptBlocks(prompt, salt).num_cached_tokens(
+            cached, hello.model_fingerprint, hello.block_size, 0.0
+        )
 
     assert num_cached(first) == 0
     run(pair, "a", first)
     pair.until(lambda: num_cached(first) == 64)
-    assert num_cached(first[:33]) == 32 and num_cached(first[:32]) == 16, "the last token is always computed"
+    assert num_cached(first[:33]) == 32 and num_cached(first[:32]) == 16, (
+        "the last token is always computed"
+    )
     assert num_cached(first, salt="tenant") == 0 and num_cached([7, 9] * 35) == 0
     run(pair, "b", second)  # seven of eight blocks
     pair.until(lambda: num_cached(second) == 96)
@@ -157,7 +167,11 @@ def test_a_worker_tells_everything_to_who_comes_later_or_asks_again(pair: Pair) 
     pair.d.command(Resync(router_id="stranger", session=1))
     pair.turn()
     again = told[3]
-    assert isinstance(again, CacheState) and again.stored == state.stored and "stranger/1" not in pair.d.by_session
+    assert (
+        isinstance(again, CacheState)
+        and again.stored == state.stored
+        and "stranger/1" not in pair.d.by_session
+    )
     pair.d.command(RouterLost(router_id="late", session=1))
 
 
@@ -167,5 +181,7 @@ def test_decoding_sends_no_change_for_a_token(pair: Pair) -> None:
     sampling = SamplingParams(max_tokens=40, seed=1, ignore_eos=True)
     pair.d.command(submit(key, "full", [5] * 20, sampling))
     pair.until(lambda: any(delta.finish_reason for delta in deltas(pair.d, key)))
-    pair.until(lambda: sum(len(e.stored) for e in pair.d.events if isinstance(e, CacheChange)) == 3 * 8)
+    pair.until(
+        lambda: sum(len(e.stored) for e in pair.d.events if isinstance(e, CacheChange)) == 3 * 8
+    )
     assert sum(isinstance(e, CacheChange) for e in pair.d.events) <= 3

@@ -1,11 +1,13 @@
-"""Hypothesis drives two workers over tiny pools through every order of what can happen to a hand-off.
+"""Hypothesis drives two workers over tiny pools through every order of what can happen to a
+hand-off.
 
-The engines run a model on paper (engine/harness.py): its rows are functions of the tokens before them, move as late as
-a device may, and are checked by whoever reads them, so a stale or foreign byte that is accepted fails the step that
-reads it. Links and mailboxes are the real ones, with threads of their own; the transport is the in-process one, which
-can be slow, frozen and dead. Half of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens,
-whose repacks can be slow. After every event the books are checked on both sides, and every block that the prefix cache
-knows is compared with what it is known as; in the end all comes to rest.
+The engines run a model on paper (engine/harness.py): its rows are functions of the tokens before
+them, move as late as a device may, and are checked by whoever reads them, so a stale or foreign
+byte that is accepted fails the step that reads it. Links and mailboxes are the real ones, with
+threads of their own; the transport is the in-process one, which can be slow, frozen and dead. Half
+of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens, whose repacks can
+be slow. After every event the books are checked on both sides, and every block that the prefix
+cache knows is compared with what it is known as; in the end all comes to rest.
 """
 
 import itertools
@@ -43,7 +45,15 @@ from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
 from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
-from pdserve.protocol.commands import Cancel, ConnectPeer, DisconnectPeer, Prepare, RouterLost, Start, Subscribe
+from pdserve.protocol.commands import (
+    Cancel,
+    ConnectPeer,
+    DisconnectPeer,
+    Prepare,
+    RouterLost,
+    Start,
+    Subscribe,
+)
 from pdserve.protocol.events import Delta, Failed, Handoff
 from pdserve.protocol.handoff import Source
 from pdserve.protocol.request_key import RequestKey
@@ -52,7 +62,9 @@ from pdserve.protocol.sampling_params import SamplingParams
 pytestmark = pytest.mark.lengthy
 
 EXAMPLES = int(os.environ.get("PDSERVE_MACHINE_EXAMPLES", "25"))
-POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1)
+POOL = PoolConfig(
+    mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1
+)
 ROW_BYTES = 8
 TRANSFER = LocalTransferConfig(
     lease_s=0.4,
@@ -67,8 +79,8 @@ _names = itertools.count()
 
 
 class SlowStaging:
-    """Repacks take delay_s, and move their rows at the end of it. running: (address of the KV cache, blocks) of those
-    under way.
+    """Repacks take delay_s, and move their rows at the end of it. running: (address of the KV
+    cache, blocks) of those under way.
     """
 
     delay_s = 0.0
@@ -76,7 +88,9 @@ class SlowStaging:
     running: ClassVar[dict[int, tuple[int, tuple[int, ...]]]] = {}
 
     @classmethod
-    def start(cls, staging: Staging, slots: Any, skip: int, num_rows: int, blocks: Any) -> Callable[[], bool]:
+    def start(
+        cls, staging: Staging, slots: Any, skip: int, num_rows: int, blocks: Any
+    ) -> Callable[[], bool]:
         ends = time.monotonic() + cls.delay_s
         number = next(_names)
         cls.running[number] = staging._kv_cache.data_ptr(), tuple(blocks)
@@ -99,15 +113,20 @@ class PaperWorker(Worker):
     def memory(self) -> KVCacheMemory:
         """The paper's rows, 8 bytes each, as a KV cache."""
         rows = paper_of(self.engine).rows
-        row = LayerGroup(layers=(0,), heads=(0,), planes=1, row_width=ROW_BYTES // 4, dtype="float32")
+        row = LayerGroup(
+            layers=(0,), heads=(0,), planes=1, row_width=ROW_BYTES // 4, dtype="float32"
+        )
         layout = KVLayout(groups=(row,), block_size=rows.shape[1])
-        kv_cache = torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
+        kv_cache = (
+            torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
+        )
         return KVCacheMemory(kv_cache, self.engine.blocks.generations, layout, "paper")
 
 
 @dataclass(eq=False)
 class Asked:
-    """One request as the router sees it. tokens: accepted, by choice. given_up: by its client, or with a worker."""
+    """One request as the router sees it. tokens: accepted, by choice. given_up: by its client, or
+    with a worker."""
 
     name: str
     prompt: list[int]
@@ -141,7 +160,13 @@ class HandOver(RuleBasedStateMachine):
         two=st.booleans(),
     )
     def begin(
-        self, seed: int, p_blocks: int, d_blocks: int, block_sizes: tuple[int, int], two: bool, with_pool: bool
+        self,
+        seed: int,
+        p_blocks: int,
+        d_blocks: int,
+        block_sizes: tuple[int, int],
+        two: bool,
+        with_pool: bool,
     ) -> None:
         """p_blocks, d_blocks: as if blocks had 16 tokens."""
         self.rng = random.Random(seed)
@@ -195,7 +220,9 @@ class HandOver(RuleBasedStateMachine):
         prompt = (shared + [self.rng.randrange(256) for _ in range(length)])[:150]
         name = f"r{next(_names)}"
         max_tokens = self.rng.randrange(1, 12)
-        sampling = SamplingParams(n=n, temperature=0.9, seed=len(prompt), max_tokens=max_tokens, ignore_eos=True)
+        sampling = SamplingParams(
+            n=n, temperature=0.9, seed=len(prompt), max_tokens=max_tokens, ignore_eos=True
+        )
         p_key, d_key = (RequestKey(ROUTER, self.session, name, attempt) for attempt in (1, 2))
         asked = Asked(name, prompt, sampling, self.session, p_key, d_key, self.p, self.d)
         self.asked.append(asked)
@@ -206,13 +233,19 @@ class HandOver(RuleBasedStateMachine):
     def _prepare(self, asked: Asked) -> None:
         meta = asked.p.sender.meta()
         wanted = submit(asked.d_key, "decode", asked.prompt, asked.sampling)
-        asked.d.command(Prepare(submit=wanted, source=Source(meta.engine_id, meta.incarnation, asked.p_key)))
+        asked.d.command(
+            Prepare(submit=wanted, source=Source(meta.engine_id, meta.incarnation, asked.p_key))
+        )
         asked.is_prepared = True
 
     def _open(self, condition: Callable[[Asked], bool] = lambda _: True) -> list[Asked]:
         return [each for each in self.asked if not each.is_over and condition(each)]
 
-    @rule(p_turns=st.integers(0, 6), d_turns=st.integers(0, 6), milliseconds=st.sampled_from([0, 1, 10]))
+    @rule(
+        p_turns=st.integers(0, 6),
+        d_turns=st.integers(0, 6),
+        milliseconds=st.sampled_from([0, 1, 10]),
+    )
     def work(self, p_turns: int, d_turns: int, milliseconds: int) -> None:
         for turn in range(max(p_turns, d_turns)):
             if turn < p_turns:
@@ -235,11 +268,23 @@ class HandOver(RuleBasedStateMachine):
         unfinished = [choice for choice in range(asked.sampling.n) if choice not in asked.finished]
         starts = tuple(Start(choice, tuple(asked.tokens[choice])) for choice in unfinished)
         ticket = asked.handoff.ticket
-        asked.d.command(submit(asked.d_key, "decode", asked.prompt, asked.sampling, starts=starts, ticket=ticket))
+        asked.d.command(
+            submit(
+                asked.d_key, "decode", asked.prompt, asked.sampling, starts=starts, ticket=ticket
+            )
+        )
 
     @rule(
         kind=st.sampled_from(
-            ["give up", "prepare late", "reuse at P", "reuse at D", "preempt at P", "preempt at D", "wait"]
+            [
+                "give up",
+                "prepare late",
+                "reuse at P",
+                "reuse at D",
+                "preempt at P",
+                "preempt at D",
+                "wait",
+            ]
         ),
         which=st.integers(0, 7),
     )
@@ -269,7 +314,15 @@ class HandOver(RuleBasedStateMachine):
         """A whole request in one of the engines: pushes others out, and reuses what was freed."""
         key = RequestKey(ROUTER, self.session, f"whole{next(_names)}", 1)
         prompt = [self.rng.randrange(256) for _ in range(self.rng.randrange(20, 190))]
-        worker.command(submit(key, "full", prompt, SamplingParams(temperature=0, max_tokens=4, seed=1), priority=-1))
+        worker.command(
+            submit(
+                key,
+                "full",
+                prompt,
+                SamplingParams(temperature=0, max_tokens=4, seed=1),
+                priority=-1,
+            )
+        )
         for _ in range(5):
             self._turn(worker)
 
@@ -348,15 +401,23 @@ class HandOver(RuleBasedStateMachine):
             send = type(mailbox).send.__get__(mailbox)
             past: list[Any] = []
 
-            def misdelivered(to: Any, notice: Any, send: Any = send, past: list[Any] = past) -> None:
+            def misdelivered(
+                to: Any, notice: Any, send: Any = send, past: list[Any] = past
+            ) -> None:
                 past.append((to, notice))
-                for letter in {"lost": [], "twice": past[-1:] * 2, "old": past[-3:-1], "kept": past[-1:]}[fate]:
+                for letter in {
+                    "lost": [],
+                    "twice": past[-1:] * 2,
+                    "old": past[-3:-1],
+                    "kept": past[-1:],
+                }[fate]:
                     send(*letter)
 
             mailbox.send = misdelivered  # type: ignore[method-assign]  # what is between two engines loses letters
 
     def _lose(self, worker: PaperWorker) -> None:
-        """The router notices: what ran there has failed, and is cancelled at the other. D goes on without P."""
+        """The router notices: what ran there has failed, and is cancelled at the other. D goes on
+        without P."""
         for asked in self._open(lambda each: worker in (each.p, each.d)):
             if worker is asked.d or not asked.is_handed_over:
                 self._give_up(asked, True)
@@ -414,18 +475,32 @@ class HandOver(RuleBasedStateMachine):
         decode = self.d.loop.decode
         blocks = self.d.engine.blocks
         assert decode is not None
-        reserved = {block for pull in decode.pulls.under_way.values() for block in pull.reservation.destination}
+        reserved = {
+            block
+            for pull in decode.pulls.under_way.values()
+            for block in pull.reservation.destination
+        }
         for link in list(self.d.receiver._ranks[0]._links.values()):
             for pull in link.pulls.under_way:
                 for piece in list(pull.pieces):
                     if piece.is_written:
                         written = piece.local_blocks
-                        bad = [b for b in written if b not in reserved and b not in blocks._quarantined]
-                        assert not (bad and piece.is_written), f"blocks {bad} are not kept for what fills them"
+                        bad = [
+                            b for b in written if b not in reserved and b not in blocks._quarantined
+                        ]
+                        assert not (bad and piece.is_written), (
+                            f"blocks {bad} are not kept for what fills them"
+                        )
         own = self.d.memory().kv_cache.data_ptr()
         for number, (pool, written) in list(SlowStaging.running.items()):
-            bad = [b for b in written if pool == own and b not in reserved and b not in blocks._quarantined]
-            assert not (bad and number in SlowStaging.running), f"rows are being moved to blocks {bad}"
+            bad = [
+                b
+                for b in written
+                if pool == own and b not in reserved and b not in blocks._quarantined
+            ]
+            assert not (bad and number in SlowStaging.running), (
+                f"rows are being moved to blocks {bad}"
+            )
 
     def teardown(self) -> None:
         if not hasattr(self, "p"):
@@ -438,7 +513,8 @@ class HandOver(RuleBasedStateMachine):
                 worker.close()
 
     def _come_to_rest(self) -> None:
-        """No command but hand-overs comes any more; the peers live: everything ends, and every block is free."""
+        """No command but hand-overs comes any more; the peers live: everything ends, and every
+        block is free."""
         self._letters("kept")
         self.p.faults.frozen = False
         self.p.faults.delay_s = 0.0
@@ -451,7 +527,9 @@ class HandOver(RuleBasedStateMachine):
         assert decode is not None
         while True:
             self.work(2, 2, 0)
-            for asked in self._open(lambda each: each.handoff is not None and not each.is_handed_over):
+            for asked in self._open(
+                lambda each: each.handoff is not None and not each.is_handed_over
+            ):
                 self._hand_over(asked)
             rests = not any(w.engine.has_work or owned(w) for w in (self.p, self.d))
             is_empty = not decode._imports and not sender._prompts and len(ring._free) == NUM_RUNS
@@ -493,7 +571,9 @@ def test_every_order_of_events(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, 4))
-def test_a_wrong_eviction_is_noticed(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+def test_a_wrong_eviction_is_noticed(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
     """The books add up, but a block is known as what was in the evicted one."""
     evict = BlockManager._evict
 

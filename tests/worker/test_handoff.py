@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 from support.clock import Clock
-from support.pair import ROUTER, SESSION, Pair, cancel, deltas, expected, of, owned, prompt_of, submit, tokens_of
+from support.pair import (
+    ROUTER,
+    SESSION,
+    Pair,
+    cancel,
+    deltas,
+    expected,
+    of,
+    owned,
+    prompt_of,
+    submit,
+    tokens_of,
+)
 
 from pdserve.engine.llm import LLM
 from pdserve.protocol.commands import RouterLost, Start, Subscribe
@@ -18,7 +30,14 @@ from pdserve.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, seed=1)
 SAMPLED = SamplingParams(
-    temperature=1.0, max_tokens=20, seed=11, n=3, top_p=0.95, top_k=60, presence_penalty=0.3, repetition_penalty=1.1
+    temperature=1.0,
+    max_tokens=20,
+    seed=11,
+    n=3,
+    top_p=0.95,
+    top_k=60,
+    presence_penalty=0.3,
+    repetition_penalty=1.1,
 )
 
 
@@ -31,7 +50,9 @@ def pair(tiny_llama: Path) -> Iterator[Pair]:
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 100, 203])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_split_equals_one_engine(pair: Pair, llm: LLM, length: int, sampling: SamplingParams) -> None:
+def test_split_equals_one_engine(
+    pair: Pair, llm: LLM, length: int, sampling: SamplingParams
+) -> None:
     prompt = prompt_of(length)
     assert pair.split(prompt, sampling) == expected(llm, prompt, sampling)
     pair.assert_empty()
@@ -53,7 +74,9 @@ SIZES = [(16, 64), (64, 16), (128, 32), (32, 128)]
 @pytest.mark.lengthy
 @pytest.mark.parametrize("unequal", SIZES, indirect=True, ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_split_over_other_block_sizes_equals_one_engine(unequal: Pair, llm: LLM, sampling: SamplingParams) -> None:
+def test_split_over_other_block_sizes_equals_one_engine(
+    unequal: Pair, llm: LLM, sampling: SamplingParams
+) -> None:
     for length in (1, 16, 31, 64, 65, 100, 203, 400):
         prompt = prompt_of(length)
         assert unequal.split(prompt, sampling) == expected(llm, prompt, sampling)
@@ -112,7 +135,9 @@ def test_kv_moved_and_is_reported(pair: Pair) -> None:
     assert 0.05 < arrived.lag_s < taken, "from the write to the last byte, the pause included"
     assert 0 <= arrived.wait_s <= arrived.seconds < taken - 0.05
     assert 0 < arrived.read_s <= arrived.seconds - arrived.wait_s
-    lag = next(f for f in pair.d.loop.snapshot().metrics if f.name == "pdserve_kv_transfer_lag_seconds")
+    lag = next(
+        f for f in pair.d.loop.snapshot().metrics if f.name == "pdserve_kv_transfer_lag_seconds"
+    )
     totals = {sample.name: sample.value for sample in lag.samples if not sample.labels}
     assert totals == {f"{lag.name}_count": 1, f"{lag.name}_sum": pytest.approx(arrived.lag_s)}
 
@@ -146,7 +171,9 @@ def test_blocks_stay_pinned_until_d_is_done(pair: Pair) -> None:
 
 
 def test_choices_that_end_at_the_first_token_are_not_handed_over(pair: Pair) -> None:
-    handoff, first = pair.prefill(prompt_of(20), SamplingParams(temperature=0, max_tokens=1, seed=0, n=2))
+    handoff, first = pair.prefill(
+        prompt_of(20), SamplingParams(temperature=0, max_tokens=1, seed=0, n=2)
+    )
     assert handoff is None and len(first) == 2
     pair.assert_empty()
 
@@ -185,10 +212,16 @@ def test_dead_peer_means_recompute(pair: Pair, llm: LLM) -> None:
     rest = pair.finish(key)
     assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
     arrived = next(e for e in of(pair.d, key) if isinstance(e, Arrived))
-    assert (arrived.reason, arrived.lag_s, arrived.num_bytes) == ("peer-lost", 0, 0) and arrived.detail
+    assert (arrived.reason, arrived.lag_s, arrived.num_bytes) == (
+        "peer-lost",
+        0,
+        0,
+    ) and arrived.detail
 
 
-def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(tiny_llama: Path, llm: LLM) -> None:
+def test_frozen_peer_means_recompute_on_other_blocks_and_quarantine(
+    tiny_llama: Path, llm: LLM
+) -> None:
     pair = Pair(tiny_llama, pull_deadline_s=0.2)
     prompt = prompt_of(50)
     handoff, first = pair.prefill(prompt, GREEDY)
@@ -220,7 +253,9 @@ def test_pin_budget_revokes_the_oldest_ticket(tiny_llama: Path, llm: LLM) -> Non
     prompts = [prompt_of(64, seed) for seed in range(4)]
     handed = [pair.prefill(prompt, GREEDY) for prompt in prompts]
     assert pair.p.prefill.num_revoked == 2
-    assert list(pair.p.prefill._published) == [handoff.ticket.key for handoff, _ in handed[2:] if handoff]
+    assert list(pair.p.prefill._published) == [
+        handoff.ticket.key for handoff, _ in handed[2:] if handoff
+    ]
     for prompt, (handoff, first) in zip(prompts, handed, strict=True):
         rest = pair.finish(pair.decode(handoff, prompt, GREEDY, first))
         assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)
@@ -257,7 +292,9 @@ def test_an_import_leaves_running_sequences_a_block_each_to_grow_into(
     pair.until(lambda: deltas(pair.d, key))
     taken = engine.blocks.allocate(engine.blocks.num_free - 4)
     monkeypatch.setattr(engine, "reserve", lambda *_: "reserved")
-    item: Any = SimpleNamespace(request=SimpleNamespace(num_prompt_tokens=4 * engine.config.block_size), starts=())
+    item: Any = SimpleNamespace(
+        request=SimpleNamespace(num_prompt_tokens=4 * engine.config.block_size), starts=()
+    )
     assert phase.pulls.reserve(item) is None
     engine.blocks.release(taken[:1])
     pair.until(lambda: engine.blocks.num_free >= 5)
@@ -277,7 +314,9 @@ def test_tiny_decode_pool_makes_progress(tiny_llama: Path, llm: LLM) -> None:
         assert {0: first[0] + rest[0]} == expected(llm, prompt, sampling)
     arrivals = [e for e in pair.d.events if isinstance(e, Arrived)]
     assert all(e.wait_s <= e.seconds for e in arrivals)
-    assert any(e.wait_s > 0.5 * e.seconds > 0 for e in arrivals[-3:]), "they waited for blocks, not for bytes"
+    assert any(e.wait_s > 0.5 * e.seconds > 0 for e in arrivals[-3:]), (
+        "they waited for blocks, not for bytes"
+    )
     pair.assert_empty()
     pair.close()
 
@@ -305,8 +344,11 @@ def test_waiting_imports_get_blocks_by_priority(tiny_llama: Path) -> None:
     pair.close()
 
 
-def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(clock: Clock, tiny_llama: Path) -> None:
-    """The pool is full; the urgent one is new, the other has waited for longer than a pull may take."""
+def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(
+    clock: Clock, tiny_llama: Path
+) -> None:
+    """The pool is full; the urgent one is new, the other has waited for longer than a pull may
+    take."""
     pair = Pair(tiny_llama, d={"num_kv_blocks": 9}, pull_deadline_s=10.0)
     params = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
     held = pair.d.engine.blocks.allocate(8)
@@ -320,7 +362,11 @@ def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(clock: Clock,
         handoff, forced = pair.prefill(prompt, params)
         assert handoff is not None
         keys.append(RequestKey(ROUTER, SESSION, handoff.request_id, 2))
-        more = {"ticket": handoff.ticket, "starts": (Start(0, tuple(forced[0])),), "priority": priority}
+        more = {
+            "ticket": handoff.ticket,
+            "starts": (Start(0, tuple(forced[0])),),
+            "priority": priority,
+        }
         pair.d.command(submit(keys[-1], "decode", prompt, params, **more))
         clock.seconds += 6
         pair.turn()
@@ -427,7 +473,8 @@ def test_what_can_never_run_is_refused_by_name(
 
 
 def test_resume_with_forced_tokens_gives_the_same_tokens(pair: Pair, llm: LLM) -> None:
-    """What a failover needs: any number of accepted tokens per choice, the rest comes out identical."""
+    """What a failover needs: any number of accepted tokens per choice, the rest comes out
+    identical."""
     prompt = prompt_of(37)
     full = expected(llm, prompt, SAMPLED)
     forced = {0: full[0][:7], 1: full[1][:1], 2: full[2][:15]}
@@ -451,7 +498,9 @@ def test_prompt_logprobs_come_from_p(pair: Pair, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [None, 9])
-def test_p_without_room_for_a_second_token_ends_nothing(tiny_llama: Path, llm: LLM, max_tokens: int | None) -> None:
+def test_p_without_room_for_a_second_token_ends_nothing(
+    tiny_llama: Path, llm: LLM, max_tokens: int | None
+) -> None:
     """How long an answer may be is for D to say."""
     prompt = prompt_of(40)
     pair = Pair(tiny_llama, p={"max_model_len": 41}, d={"max_model_len": 60})

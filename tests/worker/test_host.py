@@ -44,7 +44,14 @@ class Wire:
         key = RequestKey("router", 1, "request", attempt)
         starts = (Start(0, forced),)
         await self.link.send(
-            Submit(key=key, phase=phase, prompt_token_ids=PROMPT, sampling=GREEDY, starts=starts, ticket=ticket)
+            Submit(
+                key=key,
+                phase=phase,
+                prompt_token_ids=PROMPT,
+                sampling=GREEDY,
+                starts=starts,
+                ticket=ticket,
+            )
         )
         return key
 
@@ -136,7 +143,10 @@ async def _idle_is_cheap(pair: list[Host]) -> None:
         before = [sum(process.cpu_times()[:2]) for process in processes]
         began = time.monotonic()
         await asyncio.sleep(4.0)  # the time over which CPU is counted
-        spent = [sum(process.cpu_times()[:2]) - start for process, start in zip(processes, before, strict=True)]
+        spent = [
+            sum(process.cpu_times()[:2]) - start
+            for process, start in zip(processes, before, strict=True)
+        ]
         shares = [seconds / (time.monotonic() - began) for seconds in spent]
         if max(shares) < 0.04:
             break

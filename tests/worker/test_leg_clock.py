@@ -43,18 +43,24 @@ def test_choices_end_one_by_one_and_the_device_never_takes_more_than_there_was()
     clock.planned(1.0, device_seconds=0.0)
     clock.see(SCORED, 2.0, 3.0)
     assert clock.see(delta(), 2.0, 3.0) == LegTimes(1.0, 1.0, 0.0, 1.0) and not clock.done
-    assert clock.see(delta("stop", choice=1), 2.5, 3.0) == LegTimes(1.0, 1.0, 0.5, 1.5) and clock.done
+    assert (
+        clock.see(delta("stop", choice=1), 2.5, 3.0) == LegTimes(1.0, 1.0, 0.5, 1.5) and clock.done
+    )
 
 
 def test_a_cancelled_leg_has_the_times_it_came_to() -> None:
     clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
-    assert clock.cancel(None, 14.0, 9.0) == LegTimes(4.0, 0.0, 0.0, 0.0) and clock.stages == ("queue",)
+    assert clock.cancel(None, 14.0, 9.0) == LegTimes(4.0, 0.0, 0.0, 0.0) and clock.stages == (
+        "queue",
+    )
     assert clock.cancel(None, 15.0, 9.0) is None, "only once"
 
     clock = LegClock(arrived=10.0, choices=[0, 1], phase="full")
     clock.planned(12.0, device_seconds=100.0)
     assert clock.cancel((1,), 13.0, 100.5) is None and not clock.done
-    assert clock.see(delta("stop", choice=1), 13.5, 100.6) is None, "it was on its way when the cancel came"
+    assert clock.see(delta("stop", choice=1), 13.5, 100.6) is None, (
+        "it was on its way when the cancel came"
+    )
     assert clock.cancel((0,), 15.0, 102.0) == LegTimes(2.0, 3.0, 0.0, 2.0)
     assert clock.stages == ("queue", "prefill", "device")
 
@@ -62,7 +68,10 @@ def test_a_cancelled_leg_has_the_times_it_came_to() -> None:
     clock.planned(12.0, device_seconds=100.0)
     clock.see(SCORED, 13.0, 101.0)
     assert clock.cancel((0,), 14.0, 101.0) is None
-    assert clock.see(delta("length", 8, choice=1), 15.0, 102.0) == LegTimes(2.0, 1.0, 2.0, 2.0) and clock.done
+    assert (
+        clock.see(delta("length", 8, choice=1), 15.0, 102.0) == LegTimes(2.0, 1.0, 2.0, 2.0)
+        and clock.done
+    )
     assert clock.stages == ("queue", "prefill", "device", "decode")
 
     clock = LegClock(arrived=10.0, choices=[2], phase="decode")  # its prompt was computed elsewhere
@@ -71,16 +80,26 @@ def test_a_cancelled_leg_has_the_times_it_came_to() -> None:
 
 
 def test_an_older_worker_sends_no_times() -> None:
-    old: dict[str, Any] = {"worker_id": "w", "incarnation": 1, "events": [["d", "r", 1, 0, 0, [5], None, None, None]]}
+    old: dict[str, Any] = {
+        "worker_id": "w",
+        "incarnation": 1,
+        "events": [["d", "r", 1, 0, 0, [5], None, None, None]],
+    }
     new = {**old, "events": [[*old["events"][0], [1.0, 2.0, 3.0, 4.0], "a field to come"]]}
-    assert decode_batch(msgspec.msgpack.encode(old)) == EventBatch(worker_id="w", incarnation=1, events=(delta(),))
+    assert decode_batch(msgspec.msgpack.encode(old)) == EventBatch(
+        worker_id="w", incarnation=1, events=(delta(),)
+    )
     [event] = decode_batch(msgspec.msgpack.encode(new)).events
     assert isinstance(event, Delta) and event.times == LegTimes(1.0, 2.0, 3.0, 4.0)
 
 
 def counted(worker: Worker, name: str) -> tuple[float, float]:
     """Count and sum of a histogram."""
-    samples = {sample.name: sample.value for family in worker.loop.snapshot().metrics for sample in family.samples}
+    samples = {
+        sample.name: sample.value
+        for family in worker.loop.snapshot().metrics
+        for sample in family.samples
+    }
     return samples[f"{name}_count"], samples[f"{name}_sum"]
 
 
@@ -97,11 +116,16 @@ def test_both_legs_of_a_hand_off_report_once(tiny_llama: Path, num_choices: int)
         last = timed[-1]
         assert min(last.queue_s, last.prefill_s, last.decode_s) >= 0 and last.device_s > 0
         assert last.device_s <= last.prefill_s + last.decode_s <= wall
-        for name, seconds in zip(("queue", "prefill", "decode", "device"), vars_of(last), strict=True):
-            assert counted(worker, f"pdserve_request_{name}_time_seconds") == (1, pytest.approx(seconds))
-    assert [e.times for e in pair.d.events if isinstance(e, Delta) and e.finish_reason is None] == [None] * (
-        7 * num_choices
-    )
+        for name, seconds in zip(
+            ("queue", "prefill", "decode", "device"), vars_of(last), strict=True
+        ):
+            assert counted(worker, f"pdserve_request_{name}_time_seconds") == (
+                1,
+                pytest.approx(seconds),
+            )
+    assert [e.times for e in pair.d.events if isinstance(e, Delta) and e.finish_reason is None] == [
+        None
+    ] * (7 * num_choices)
     pair.close()
 
 
@@ -121,7 +145,9 @@ def test_waiting_for_a_slot_is_queue_time(tiny_llama: Path) -> None:
 
 
 def test_a_command_that_came_during_a_step_has_waited(tiny_llama: Path, clock: Clock) -> None:
-    worker = Worker(tiny_llama, "W", "decode", LocalTransferConfig(), device="cpu", num_kv_blocks=64)
+    worker = Worker(
+        tiny_llama, "W", "decode", LocalTransferConfig(), device="cpu", num_kv_blocks=64
+    )
     assert worker.loop._arrival() == clock()
     worker.command(submit(RequestKey("router", 7, "a", 1), "full", list(range(40)), GREEDY))
     worker.loop.turn()
@@ -157,7 +183,10 @@ def test_a_leg_counts_when_some_of_its_choices_are_cancelled(tiny_llama: Path) -
     turn_until(worker, lambda: len(deltas(worker, key)) > 6)
     cancel(worker, key, (0, 2))
     assert counts(worker) == [0, 0, 0, 0]
-    turn_until(worker, lambda: not worker.engine.knows(key) and any(d.finish_reason for d in deltas(worker, key)))
+    turn_until(
+        worker,
+        lambda: not worker.engine.knows(key) and any(d.finish_reason for d in deltas(worker, key)),
+    )
     assert counts(worker) == [1, 1, 1, 1]
     worker.close()
 

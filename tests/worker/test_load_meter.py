@@ -49,7 +49,9 @@ def test_intervals_run_from_end_to_end_but_not_over_a_rest() -> None:
     assert meter.token_interval_s == pytest.approx(0.01, rel=0.01)
     meter.turned(now, now + 0.001, False)
     meter.turned(now + 60.0, now + 60.004, True)
-    assert meter.token_interval_s == pytest.approx(0.004, rel=0.01), "the rest is not of it, and what was is faded"
+    assert meter.token_interval_s == pytest.approx(0.004, rel=0.01), (
+        "the rest is not of it, and what was is faded"
+    )
 
 
 def test_one_long_step_is_not_all() -> None:
@@ -60,7 +62,8 @@ def test_one_long_step_is_not_all() -> None:
 
 
 def test_decoding_is_not_busy() -> None:
-    """A decoder that was just made a prefill worker, with long streams: no prompt waits for it to end them."""
+    """A decoder that was just made a prefill worker, with long streams: no prompt waits for it to
+    end them."""
     meter = LoadMeter(0.0)
     now = 0.0
     for turn in range(3000):
@@ -70,8 +73,11 @@ def test_decoding_is_not_busy() -> None:
     assert meter.token_interval_s == pytest.approx(0.01, rel=0.01)
 
 
-def test_a_worker_tells_its_load_and_its_rest(pair: Pair, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not more of prompts than there was: one step of 20 rows, and a hundred of one, each of 10 ms."""
+def test_a_worker_tells_its_load_and_its_rest(
+    pair: Pair, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not more of prompts than there was: one step of 20 rows, and a hundred of one, each of 10
+    ms."""
     step = pair.d.engine.step
 
     def slowly() -> StepResult | None:
@@ -80,7 +86,9 @@ def test_a_worker_tells_its_load_and_its_rest(pair: Pair, clock: Clock, monkeypa
 
     monkeypatch.setattr(pair.d.engine, "step", slowly)
     key = RequestKey(ROUTER, SESSION, "a")
-    pair.d.command(submit(key, "full", prompt_of(20), SamplingParams(max_tokens=100, seed=1, ignore_eos=True)))
+    pair.d.command(
+        submit(key, "full", prompt_of(20), SamplingParams(max_tokens=100, seed=1, ignore_eos=True))
+    )
     pair.until(lambda: len(deltas(pair.d, key)) > 50)
     working = pair.d.loop.snapshot()
     assert working.token_interval_s == pytest.approx(0.01) and 0 < working.busy < 0.5

@@ -27,7 +27,9 @@ def pair(tiny_llama: Path) -> Iterator[Pair]:
 
 def run_one(pair: Pair, request_id: str) -> None:
     key = RequestKey(ROUTER, SESSION, request_id)
-    pair.d.command(submit(key, "full", [1, 2, 3], SamplingParams(max_tokens=2, seed=1, ignore_eos=True)))
+    pair.d.command(
+        submit(key, "full", [1, 2, 3], SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+    )
     pair.until(lambda: any(delta.finish_reason for delta in deltas(pair.d, key)))
 
 
@@ -35,7 +37,9 @@ def test_blocks_are_checked_once_and_only_after_a_rest(
     clock: Clock, pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checks: list[float] = []
-    monkeypatch.setattr(pair.d.engine, "check_integrity", lambda reservations: checks.append(clock()))
+    monkeypatch.setattr(
+        pair.d.engine, "check_integrity", lambda reservations: checks.append(clock())
+    )
 
     def rest(seconds: float) -> int:
         clock.seconds += seconds
@@ -50,7 +54,9 @@ def test_blocks_are_checked_once_and_only_after_a_rest(
     assert rest(10 * worker_loop.REST_S) == 1
 
 
-def test_a_lost_block_ends_the_loop_after_a_rest(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_block_ends_the_loop_after_a_rest(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(worker_loop, "REST_S", 0.02)
     run_one(pair, "a")
     pair.d.engine.blocks.allocate(1)
@@ -113,7 +119,9 @@ def test_a_leg_that_waits_behind_work_is_told_and_one_that_has_begun_is_not(narr
 
 def test_a_prompt_in_many_steps_is_told_as_long_as_it_advances(narrow: Pair) -> None:
     key = RequestKey(ROUTER, SESSION, "long")
-    narrow.d.command(submit(key, "full", prompt_of(100), SamplingParams(max_tokens=2, seed=1, ignore_eos=True)))
+    narrow.d.command(
+        submit(key, "full", prompt_of(100), SamplingParams(max_tokens=2, seed=1, ignore_eos=True))
+    )
     narrow.until(lambda: deltas(narrow.d, key))
     assert 6 <= len(told_waiting(narrow.d)) <= 8, "with each of 7 steps"
 
@@ -123,23 +131,34 @@ def test_a_router_is_told_of_its_own_legs_only(narrow: Pair) -> None:
     keys = [RequestKey(ROUTER, session, "same") for session in (SESSION, SESSION + 1, SESSION + 1)]
     keys[2] = RequestKey(ROUTER, SESSION + 1, "other")
     for key in keys:
-        narrow.d.command(submit(key, "full", [1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True)))
+        narrow.d.command(
+            submit(key, "full", [1, 2, 3], SamplingParams(max_tokens=6, seed=1, ignore_eos=True))
+        )
     narrow.d.by_session.clear()
     narrow.until(lambda: any(delta.finish_reason for delta in deltas(narrow.d, keys[0])))
     assert {leg for legs in told_waiting(narrow.d) for leg in legs} <= {("same", 0)}
-    assert {leg for legs in told_waiting(narrow.d, SESSION + 1) for leg in legs} == {("same", 0), ("other", 0)}
+    assert {leg for legs in told_waiting(narrow.d, SESSION + 1) for leg in legs} == {
+        ("same", 0),
+        ("other", 0),
+    }
 
 
-def test_a_queue_that_does_not_move_is_no_reason_to_wait(narrow: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_queue_that_does_not_move_is_no_reason_to_wait(
+    narrow: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when its blocks never come back: the router shall find that nothing happens."""
     monkeypatch.setattr(narrow.d.engine, "step", StepResult)
-    narrow.d.command(submit(RequestKey(ROUTER, SESSION, "stuck"), "full", [1, 2, 3], SamplingParams(seed=1)))
+    narrow.d.command(
+        submit(RequestKey(ROUTER, SESSION, "stuck"), "full", [1, 2, 3], SamplingParams(seed=1))
+    )
     for _ in range(5):
         narrow.turn()
     assert told_waiting(narrow.d) == []
 
 
-def test_an_import_that_waits_for_blocks_is_told(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_import_that_waits_for_blocks_is_told(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(status, "SNAPSHOT_PERIOD_S", 0.0)
     pair = Pair(tiny_llama, d={"num_kv_blocks": 8})
     try:

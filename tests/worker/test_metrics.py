@@ -12,7 +12,12 @@ from pdserve.worker.metrics import WorkerMetrics
 
 def values(metrics: WorkerMetrics) -> dict[str, float]:
     """By name, or name and the value of its one label."""
-    samples = [sample for family in metrics.families() for sample in family.samples if len(sample.labels) < 2]
+    samples = [
+        sample
+        for family in metrics.families()
+        for sample in family.samples
+        if len(sample.labels) < 2
+    ]
     return {":".join([sample.name, *sample.labels.values()]): sample.value for sample in samples}
 
 
@@ -35,7 +40,10 @@ def test_the_pools_use_and_fragmentation(tiny_llama: Path, device: str) -> None:
     engine.blocks.begin_step()
     engine.blocks.release(engine.blocks.allocate(3))
     busy = values(metrics)
-    states = {state: busy[f"pdserve_kv_blocks:{state}"] for state in ("free", "owned", "quarantined", "retiring")}
+    states = {
+        state: busy[f"pdserve_kv_blocks:{state}"]
+        for state in ("free", "owned", "quarantined", "retiring")
+    }
     assert states["retiring"] == 3 and sum(states.values()) == 32
     engine.blocks.end_step()
 
@@ -53,6 +61,8 @@ def test_the_pools_use_and_fragmentation(tiny_llama: Path, device: str) -> None:
 def test_device_memory_adds_up(tiny_llama: Path) -> None:
     engine = make_engine(tiny_llama, num_kv_blocks=4096, device="cuda")
     held = torch.ones(1 << 28, dtype=torch.uint8, device="cuda")
-    seen = {k.split(":")[1]: v for k, v in values(WorkerMetrics(engine)).items() if "device_memory" in k}
+    seen = {
+        k.split(":")[1]: v for k, v in values(WorkerMetrics(engine)).items() if "device_memory" in k
+    }
     assert held.numel() <= seen["torch_allocated"] <= seen["torch_reserved"]
     assert seen["torch_reserved"] + seen["kv_pool"] <= seen["used"] <= seen["total"]

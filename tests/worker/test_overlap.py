@@ -1,4 +1,5 @@
-"""Prepared imports between two worker loops: rows move while P computes, and a hint that fails costs nothing."""
+"""Prepared imports between two worker loops: rows move while P computes, and a hint that fails
+costs nothing."""
 
 import itertools
 import random
@@ -8,7 +9,19 @@ from pathlib import Path
 
 import pytest
 from support.local_transfer import LocalTransferConfig
-from support.pair import ROUTER, SESSION, Pair, Worker, cancel, deltas, expected, of, owned, prompt_of, submit
+from support.pair import (
+    ROUTER,
+    SESSION,
+    Pair,
+    Worker,
+    cancel,
+    deltas,
+    expected,
+    of,
+    owned,
+    prompt_of,
+    submit,
+)
 from support.waiting import until
 
 from pdserve.engine.llm import LLM
@@ -21,7 +34,9 @@ from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, seed=1)
-SAMPLED = SamplingParams(temperature=1.0, max_tokens=10, seed=11, n=3, top_p=0.95, presence_penalty=0.3)
+SAMPLED = SamplingParams(
+    temperature=1.0, max_tokens=10, seed=11, n=3, top_p=0.95, presence_penalty=0.3
+)
 CHUNK = 48  # tokens a step: prompts of more come in parts
 _names = itertools.count()
 
@@ -36,7 +51,9 @@ def pair(tiny_llama: Path) -> Iterator[Pair]:
 class Overlapped:
     """One request whose two legs are begun together, and driven turn by turn."""
 
-    def __init__(self, pair: Pair, prompt: list[int], sampling: SamplingParams, prepare: bool = True) -> None:
+    def __init__(
+        self, pair: Pair, prompt: list[int], sampling: SamplingParams, prepare: bool = True
+    ) -> None:
         self.pair = pair
         self.prompt = prompt
         self.sampling = sampling
@@ -55,7 +72,9 @@ class Overlapped:
     def until_a_part_arrives(self) -> None:
         """P stands still behind its first part: it still has work when D has read that."""
         published = self.pair.p.sender._prompts
-        self.pair.until(lambda: self.p_key in published and published[self.p_key].ticket is not None)
+        self.pair.until(
+            lambda: self.p_key in published and published[self.p_key].ticket is not None
+        )
         self.pair.d.until(lambda: max_verified(self.pair) > 2)
 
     @property
@@ -74,10 +93,14 @@ class Overlapped:
         starts = tuple(Start(choice, tuple(tokens)) for choice, tokens in first.items())
         assert self.handoff is not None
         ticket = self.handoff.ticket
-        self.pair.d.command(submit(self.d_key, "decode", self.prompt, self.sampling, starts=starts, ticket=ticket))
+        self.pair.d.command(
+            submit(self.d_key, "decode", self.prompt, self.sampling, starts=starts, ticket=ticket)
+        )
 
     def first(self) -> dict[int, list[int]]:
-        return {e.choice: list(e.token_ids) for e in of(self.pair.p, self.p_key) if isinstance(e, Delta)}
+        return {
+            e.choice: list(e.token_ids) for e in of(self.pair.p, self.p_key) if isinstance(e, Delta)
+        }
 
     def finish(self) -> dict[int, list[int]]:
         """All tokens by choice."""
@@ -106,7 +129,9 @@ def announce(pair: Pair, name: str, prompt: list[int], worker: Worker | None = N
 
 @pytest.mark.parametrize("length", [1, 16, 47, 48, 49, 96, 97, 160, 203])
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_overlapped_equals_one_engine(pair: Pair, llm: LLM, length: int, sampling: SamplingParams) -> None:
+def test_overlapped_equals_one_engine(
+    pair: Pair, llm: LLM, length: int, sampling: SamplingParams
+) -> None:
     request = Overlapped(pair, prompt_of(length), sampling)
     assert request.run() == expected(llm, request.prompt, sampling)
     assert request.arrived.source == "p2p"
@@ -124,7 +149,9 @@ def test_overlapped_over_other_block_sizes_equals_one_engine(
     pair = Pair(tiny_llama, p=p, d={"block_size": sizes[1]}, staging_bytes=ring)
     shared = prompt_of(120)
     for length, sampling in itertools.product((1, 49, 160, 203), (GREEDY, SAMPLED)):
-        request = Overlapped(pair, shared[:length] + prompt_of(max(length - 120, 0), length), sampling)
+        request = Overlapped(
+            pair, shared[:length] + prompt_of(max(length - 120, 0), length), sampling
+        )
         assert request.run() == expected(llm, request.prompt, sampling)
         assert request.arrived.source in ("p2p", "cache")
     early = [e.num_early_bytes for e in pair.d.events if isinstance(e, Arrived)]
@@ -163,7 +190,8 @@ def test_rows_that_were_early_are_not_late_because_the_submit_is(pair: Pair) -> 
 
 
 def test_the_last_chunk_is_the_short_one(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seen by the parts: 200 tokens in steps of 48 would end with 8; the last is to be what is allowed."""
+    """Seen by the parts: 200 tokens in steps of 48 would end with 8; the last is to be what is
+    allowed."""
     scheduler = pair.p.engine.scheduler
     monkeypatch.setattr(scheduler, "last_chunk_tokens", 32)
     counts: list[int] = []
@@ -206,7 +234,9 @@ def test_lost_letters_cost_only_the_overlap(
     pair.assert_empty()
 
 
-def test_letters_twice_and_in_any_order(pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_letters_twice_and_in_any_order(
+    pair: Pair, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rng = random.Random(3)
     kept: list[tuple[Party, Notice]] = []
     mailbox = pair.p.sender._mailbox
@@ -279,14 +309,17 @@ def test_a_prompt_that_ends_at_p_is_forgotten_there(pair: Pair) -> None:
 
 
 def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
-    """What had come is kept: D computes only the rest, when the router sends it the whole request."""
+    """What had come is kept: D computes only the rest, when the router sends it the whole
+    request."""
     request = Overlapped(pair, prompt_of(180), GREEDY)
     decode = pair.d.decode
     engine = pair.d.engine
     request.until_a_part_arrives()
     pair.d.until(lambda: all(pull.pieces == type(pull.pieces)() for pull in links(pair)))
     pair.p.faults.dead = True
-    pair.p.sender.publish_part(request.p_key, list(range(1, 9)), engine.content(decode._imports[request.d_key].request))
+    pair.p.sender.publish_part(
+        request.p_key, list(range(1, 9)), engine.content(decode._imports[request.d_key].request)
+    )
     pair.until(lambda: not decode.pulls.under_way)
     cancel(pair.d, request.d_key)
     key = RequestKey(ROUTER, SESSION, request.d_key.request_id, 3)
@@ -308,7 +341,9 @@ def links(pair: Pair) -> list:
 
 def max_verified(pair: Pair) -> int:
     """Blocks that have arrived, of the pull that has most."""
-    return max((pull.verified for link in all_links(pair) for pull in link.pulls.under_way), default=0)
+    return max(
+        (pull.verified for link in all_links(pair) for pull in link.pulls.under_way), default=0
+    )
 
 
 def test_p_dies_between_ticket_and_last_part(pair: Pair, llm: LLM) -> None:
@@ -323,7 +358,10 @@ def test_p_dies_between_ticket_and_last_part(pair: Pair, llm: LLM) -> None:
 
 def test_p_is_preempted_behind_its_first_parts(tiny_llama: Path, llm: LLM) -> None:
     """Its blocks are reused by the one that pushed it out, and it computes everything again."""
-    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK, "num_kv_blocks": 16, "enable_prefix_caching": False})
+    pair = Pair(
+        tiny_llama,
+        p={"max_num_batched_tokens": CHUNK, "num_kv_blocks": 16, "enable_prefix_caching": False},
+    )
     request = Overlapped(pair, prompt_of(180), GREEDY)
     request.until_a_part_arrives()
     engine = pair.p.engine
@@ -340,7 +378,12 @@ def test_p_is_preempted_behind_its_first_parts(tiny_llama: Path, llm: LLM) -> No
 
 
 def test_prepared_blocks_go_to_running_sequences_first(tiny_llama: Path, llm: LLM) -> None:
-    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, d={"num_kv_blocks": 28}, max_reserved_fraction=1.0)
+    pair = Pair(
+        tiny_llama,
+        p={"max_num_batched_tokens": CHUNK},
+        d={"num_kv_blocks": 28},
+        max_reserved_fraction=1.0,
+    )
     long = SamplingParams(temperature=0, max_tokens=210, seed=1)
     running = RequestKey(ROUTER, SESSION, "running", 1)
     pair.d.command(submit(running, "full", prompt_of(40, 5), long))
@@ -356,7 +399,12 @@ def test_prepared_blocks_go_to_running_sequences_first(tiny_llama: Path, llm: LL
 
 
 def test_prepared_blocks_go_to_submitted_imports_first(tiny_llama: Path, llm: LLM) -> None:
-    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, d={"num_kv_blocks": 28}, max_reserved_fraction=1.0)
+    pair = Pair(
+        tiny_llama,
+        p={"max_num_batched_tokens": CHUNK},
+        d={"num_kv_blocks": 28},
+        max_reserved_fraction=1.0,
+    )
     for index in range(3):
         announce(pair, f"never-{index}", prompt_of(70, 50 + index))
     pair.turn()
@@ -372,7 +420,12 @@ def test_prepared_blocks_go_to_submitted_imports_first(tiny_llama: Path, llm: LL
 
 
 def test_a_peer_whose_reads_do_not_end_is_left_alone(tiny_llama: Path, llm: LLM) -> None:
-    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, pull_deadline_s=0.1, max_quarantined_fraction=0.05)
+    pair = Pair(
+        tiny_llama,
+        p={"max_num_batched_tokens": CHUNK},
+        pull_deadline_s=0.1,
+        max_quarantined_fraction=0.05,
+    )
     pair.p.faults.frozen = True
     reasons = []
     for seed in range(3):
@@ -423,11 +476,23 @@ def test_a_submit_of_another_prompt_than_was_prepared(
 
 @pytest.mark.parametrize("runs", [False, True])
 def test_a_stream_of_hints_keeps_nobody_out(tiny_llama: Path, llm: LLM, runs: bool) -> None:
-    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, d={"num_kv_blocks": 28}, max_reserved_fraction=1.0)
+    pair = Pair(
+        tiny_llama,
+        p={"max_num_batched_tokens": CHUNK},
+        d={"num_kv_blocks": 28},
+        max_reserved_fraction=1.0,
+    )
     names = itertools.count()
     running, whole = (RequestKey(ROUTER, SESSION, name, 1) for name in ("running", "whole"))
     if runs:
-        pair.d.command(submit(running, "full", prompt_of(10), SamplingParams(temperature=0, max_tokens=200, seed=1)))
+        pair.d.command(
+            submit(
+                running,
+                "full",
+                prompt_of(10),
+                SamplingParams(temperature=0, max_tokens=200, seed=1),
+            )
+        )
         pair.until(lambda: bool(deltas(pair.d, running)))
 
     def turn() -> bool:
@@ -446,8 +511,15 @@ def test_a_stream_of_hints_keeps_nobody_out(tiny_llama: Path, llm: LLM, runs: bo
 
 
 def test_the_hint_of_a_frozen_peer_holds_up_no_other(tiny_llama: Path) -> None:
-    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK}, max_quarantined_fraction=0.02, pull_deadline_s=3.0)
-    second = Worker(tiny_llama, "second", "prefill", LocalTransferConfig(), device="cpu", num_kv_blocks=64)
+    pair = Pair(
+        tiny_llama,
+        p={"max_num_batched_tokens": CHUNK},
+        max_quarantined_fraction=0.02,
+        pull_deadline_s=3.0,
+    )
+    second = Worker(
+        tiny_llama, "second", "prefill", LocalTransferConfig(), device="cpu", num_kv_blocks=64
+    )
     pair.d.command(ConnectPeer(meta=second.sender.meta()))
     pair.until(lambda: sum(isinstance(e, PeerStatus) and e.connected for e in pair.d.events) == 2)
     decode = pair.d.decode
@@ -455,7 +527,8 @@ def test_the_hint_of_a_frozen_peer_holds_up_no_other(tiny_llama: Path) -> None:
     frozen.until_a_part_arrives()
     pair.p.faults.frozen = True
     pair.until(lambda: frozen.handoff is not None)
-    pair.until(lambda: pair.d.engine.blocks.num_quarantined > 0)  # a read that does not end ends the hint
+    # a read that does not end ends the hint
+    pair.until(lambda: pair.d.engine.blocks.num_quarantined > 0)
     assert pair.d.engine.blocks.num_quarantined > 2
     bad = announce(pair, "bad", prompt_of(100, 3))
     good = announce(pair, "good", prompt_of(100, 4), second)
@@ -504,12 +577,22 @@ def test_parts_of_what_was_aborted_are_forgotten_without_a_step(pair: Pair) -> N
 
 
 def test_many_at_once_over_small_pools(tiny_llama: Path, llm: LLM) -> None:
-    """Some prepared, some cancelled half-way, all in one another's way: the others are right, nothing is left."""
-    pair = Pair(tiny_llama, p={"max_num_batched_tokens": CHUNK, "num_kv_blocks": 40}, d={"num_kv_blocks": 30})
+    """Some prepared, some cancelled half-way, all in one another's way: the others are right,
+    nothing is left."""
+    pair = Pair(
+        tiny_llama,
+        p={"max_num_batched_tokens": CHUNK, "num_kv_blocks": 40},
+        d={"num_kv_blocks": 30},
+    )
     rng = random.Random(7)
     for round_ in range(4):
         requests = [
-            Overlapped(pair, prompt_of(rng.randrange(20, 200), 100 * round_ + i), GREEDY, prepare=rng.random() < 0.8)
+            Overlapped(
+                pair,
+                prompt_of(rng.randrange(20, 200), 100 * round_ + i),
+                GREEDY,
+                prepare=rng.random() < 0.8,
+            )
             for i in range(6)
         ]
         dropped = rng.choice(requests)

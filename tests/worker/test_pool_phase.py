@@ -1,11 +1,23 @@
-"""Workers over one KV pool: prefixes computed anywhere are found anywhere; a pool that misbehaves costs a miss."""
+"""Workers over one KV pool: prefixes computed anywhere are found anywhere; a pool that misbehaves
+costs a miss."""
 
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.pair import ROUTER, SESSION, Pair, Worker, cancel, expected, of, owned, prompt_of, submit
+from support.pair import (
+    ROUTER,
+    SESSION,
+    Pair,
+    Worker,
+    cancel,
+    expected,
+    of,
+    owned,
+    prompt_of,
+    submit,
+)
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM
@@ -18,7 +30,9 @@ from pdserve.protocol.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
 CHUNK = 32
-POOL = PoolConfig(mode="connect", address="127.0.0.1:1", chunk_tokens=CHUNK, request_deadline_ms=60_000)
+POOL = PoolConfig(
+    mode="connect", address="127.0.0.1:1", chunk_tokens=CHUNK, request_deadline_ms=60_000
+)
 IMPATIENT = POOL.model_copy(update={"request_deadline_ms": 100, "breaker_s": 0.3})
 _names = itertools.count()
 
@@ -29,9 +43,15 @@ def server() -> LocalPoolServer:
 
 
 @pytest.fixture
-def pairs(tiny_llama: Path, server: LocalPoolServer, request: pytest.FixtureRequest) -> Iterator[list[Pair]]:
-    """Two pairs of P and D, each engine with blocks of its own. Parametrised by the pool as the second one knows it."""
-    made = [Pair(tiny_llama, shared=server, pool=pool) for pool in (POOL, getattr(request, "param", POOL))]
+def pairs(
+    tiny_llama: Path, server: LocalPoolServer, request: pytest.FixtureRequest
+) -> Iterator[list[Pair]]:
+    """Two pairs of P and D, each engine with blocks of its own. Parametrised by the pool as the
+    second one knows it."""
+    made = [
+        Pair(tiny_llama, shared=server, pool=pool)
+        for pool in (POOL, getattr(request, "param", POOL))
+    ]
     yield made
     server.faults.copies_frozen = server.faults.frozen = False
     for pair in made:
@@ -56,14 +76,19 @@ def expire(pool: ThreadedKVPool) -> None:
         pool._lock.notify_all()
 
 
-def whole(pair: Pair, prompt: list[int], worker: Worker | None = None, **more: object) -> RequestKey:
+def whole(
+    pair: Pair, prompt: list[int], worker: Worker | None = None, **more: object
+) -> RequestKey:
     key = RequestKey(ROUTER, SESSION, f"whole{next(_names)}", 1)
     (worker or pair.d).command(submit(key, "full", prompt, GREEDY, **more))
     return key
 
 
-def test_turns_of_a_chat_on_other_engines(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
-    """Each turn is the whole chat so far; P finds all of it but the new question, the answer that D wrote included."""
+def test_turns_of_a_chat_on_other_engines(
+    pairs: list[Pair], server: LocalPoolServer, llm: LLM
+) -> None:
+    """Each turn is the whole chat so far; P finds all of it but the new question, the answer that D
+    wrote included."""
     chat = prompt_of(70)
     known = 0
     for turn in range(4):
@@ -74,13 +99,17 @@ def test_turns_of_a_chat_on_other_engines(pairs: list[Pair], server: LocalPoolSe
         full_chunks = (len(chat) + len(answer[0]) - 1) // CHUNK
         stored(server, pair, full_chunks)
         if turn:
-            assert computed(pair.p) - before <= len(chat) - known, "only what no chunk held was computed"
+            assert computed(pair.p) - before <= len(chat) - known, (
+                "only what no chunk held was computed"
+            )
             assert any(isinstance(e, Arrived) and e.source == "pool" for e in pair.p.events)
         known = full_chunks * CHUNK
         chat = chat + answer[0] + prompt_of(25, turn)
 
 
-def test_cached_tokens_count_what_came_from_the_pool(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
+def test_cached_tokens_count_what_came_from_the_pool(
+    pairs: list[Pair], server: LocalPoolServer, llm: LLM
+) -> None:
     prompt = prompt_of(100)
     first, second = pairs
     first.finish(whole(first, prompt))
@@ -101,10 +130,14 @@ def test_the_engine_own_cache_comes_first(pairs: list[Pair], server: LocalPoolSe
     stored(server, pair, 3)
     key = whole(pair, prompt + prompt_of(3, 1))
     pair.finish(key)
-    assert not [e for e in of(pair.d, key) if isinstance(e, Arrived)], "less than a chunk is missing: nobody asks"
+    assert not [e for e in of(pair.d, key) if isinstance(e, Arrived)], (
+        "less than a chunk is missing: nobody asks"
+    )
 
 
-def test_an_engine_finds_again_what_it_had_to_evict(tiny_llama: Path, server: LocalPoolServer, llm: LLM) -> None:
+def test_an_engine_finds_again_what_it_had_to_evict(
+    tiny_llama: Path, server: LocalPoolServer, llm: LLM
+) -> None:
     pool = POOL.model_copy(update={"max_store_fraction": 1.0})
     pair = Pair(tiny_llama, shared=server, pool=pool, d={"num_kv_blocks": 12})
     prompts = [prompt_of(100, seed) for seed in range(3)]
@@ -117,7 +150,9 @@ def test_an_engine_finds_again_what_it_had_to_evict(tiny_llama: Path, server: Lo
     pair.close()
 
 
-def test_when_p_is_gone_the_pool_has_its_rows(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
+def test_when_p_is_gone_the_pool_has_its_rows(
+    pairs: list[Pair], server: LocalPoolServer, llm: LLM
+) -> None:
     """p2p, then pool, then recompute."""
     pair = pairs[0]
     prompt = prompt_of(150)
@@ -151,7 +186,9 @@ def test_another_tenant_finds_nothing(pairs: list[Pair], server: LocalPoolServer
 @pytest.mark.lengthy
 @pytest.mark.parametrize("pairs", [IMPATIENT], indirect=True, ids=["impatient"])
 @pytest.mark.parametrize("fault", ["dead", "frozen", "wrong", "slow"])
-def test_a_pool_that_misbehaves_costs_a_miss(pairs: list[Pair], server: LocalPoolServer, llm: LLM, fault: str) -> None:
+def test_a_pool_that_misbehaves_costs_a_miss(
+    pairs: list[Pair], server: LocalPoolServer, llm: LLM, fault: str
+) -> None:
     first, second = pairs
     prompt = prompt_of(100)
     first.finish(whole(first, prompt))
@@ -168,12 +205,16 @@ def test_a_pool_that_misbehaves_costs_a_miss(pairs: list[Pair], server: LocalPoo
     server.faults.dead = server.faults.frozen = server.faults.wrong = False
     server.faults.delay_s = 0.0
     third = prompt_of(100, 99)
-    first.until(lambda: all(pair.d.pool is not None and pair.d.pool.available for pair in (first, second)))
+    first.until(
+        lambda: all(pair.d.pool is not None and pair.d.pool.available for pair in (first, second))
+    )
     assert first.finish(whole(first, third)) == expected(llm, third, GREEDY)
     first.assert_empty()
 
 
-def test_blocks_wait_for_a_copy_that_does_not_end(pairs: list[Pair], server: LocalPoolServer, llm: LLM) -> None:
+def test_blocks_wait_for_a_copy_that_does_not_end(
+    pairs: list[Pair], server: LocalPoolServer, llm: LLM
+) -> None:
     first, second = pairs
     prompt = prompt_of(100)
     first.finish(whole(first, prompt))
@@ -182,7 +223,9 @@ def test_blocks_wait_for_a_copy_that_does_not_end(pairs: list[Pair], server: Loc
     key = whole(second, prompt)
     pool = second.d.pool
     assert pool is not None
-    second.until(lambda: any(operation.touching for operation in pool._operations.unsettled.values()))
+    second.until(
+        lambda: any(operation.touching for operation in pool._operations.unsettled.values())
+    )
     expire(pool)
     assert second.finish(key, 1) == expected(llm, prompt, GREEDY), "computed on other blocks"
     assert second.d.engine.blocks.num_quarantined == 6
@@ -192,7 +235,9 @@ def test_blocks_wait_for_a_copy_that_does_not_end(pairs: list[Pair], server: Loc
 
 
 @pytest.mark.parametrize("turns", range(5))
-def test_cancel_at_any_turn_leaves_nothing(pairs: list[Pair], server: LocalPoolServer, turns: int) -> None:
+def test_cancel_at_any_turn_leaves_nothing(
+    pairs: list[Pair], server: LocalPoolServer, turns: int
+) -> None:
     first, second = pairs
     prompt = prompt_of(100)
     first.finish(whole(first, prompt))
@@ -208,7 +253,9 @@ def test_cancel_at_any_turn_leaves_nothing(pairs: list[Pair], server: LocalPoolS
     assert phase is not None and not phase._retrievals and owned(second.d) == 0
 
 
-def test_a_pool_that_is_full_of_other_things_is_no_burden(tiny_llama: Path, server: LocalPoolServer, llm: LLM) -> None:
+def test_a_pool_that_is_full_of_other_things_is_no_burden(
+    tiny_llama: Path, server: LocalPoolServer, llm: LLM
+) -> None:
     """Stores may hold a share of the blocks only, and a tiny engine goes on beside them."""
     pool = IMPATIENT.model_copy(update={"max_store_fraction": 0.3})
     pair = Pair(tiny_llama, shared=server, pool=pool, d={"num_kv_blocks": 16})

@@ -1,4 +1,5 @@
-"""What a worker tells routers of its KV pool: chunks stored, read and missed, as a router then looks prompts up."""
+"""What a worker tells routers of its KV pool: chunks stored, read and missed, as a router then
+looks prompts up."""
 
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def found(pooled: PooledChunks, worker: Worker, tokens: list[int], salt: str = "
     hello = next(event for event in worker.events if isinstance(event, Hello))
     assert hello.kv_pool and hello.pool_chunk == CHUNK
     prompt = PromptBlocks(tokens, salt)
-    return prompt.num_pooled_tokens(pooled, hello.model_fingerprint, hello.block_size, hello.pool_chunk)
+    return prompt.num_pooled_tokens(
+        pooled, hello.model_fingerprint, hello.block_size, hello.pool_chunk
+    )
 
 
 def test_what_was_stored_is_told_and_to_new_routers_too(tiny_llama: Path) -> None:
@@ -37,7 +40,9 @@ def test_what_was_stored_is_told_and_to_new_routers_too(tiny_llama: Path) -> Non
     whole(pair, prompt, cache_salt="tenant")
     pair.until(lambda: found(told(pair.d), pair.d, prompt, "tenant") == 3 * CHUNK)
     assert found(told(pair.d), pair.d, prompt) == 0, "another tenant's"
-    assert found(told(pair.d), pair.d, prompt[: 2 * CHUNK], "tenant") == CHUNK, "the last token is always computed"
+    assert found(told(pair.d), pair.d, prompt[: 2 * CHUNK], "tenant") == CHUNK, (
+        "the last token is always computed"
+    )
     assert found(told(pair.d), pair.d, [9, *prompt], "tenant") == 0
     pair.d.command(Subscribe(router_id=ROUTER, session=SESSION + 1))
     pair.turn()
@@ -46,7 +51,8 @@ def test_what_was_stored_is_told_and_to_new_routers_too(tiny_llama: Path) -> Non
 
 
 def test_what_was_read_and_what_was_gone(tiny_llama: Path) -> None:
-    """A worker that has stored nothing itself tells what it found, and from where on it found nothing."""
+    """A worker that has stored nothing itself tells what it found, and from where on it found
+    nothing."""
     server = LocalPoolServer()
     first = Pair(tiny_llama, shared=server, pool=POOL)
     prompt = prompt_of(3 * CHUNK + 5)

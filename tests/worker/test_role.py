@@ -1,4 +1,5 @@
-"""A worker's role changes by a message, while it serves: the role is told at once, and what runs goes on."""
+"""A worker's role changes by a message, while it serves: the role is told at once, and what runs
+goes on."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -39,7 +40,10 @@ def test_every_router_is_told_at_once(clock: Clock, pair: Pair) -> None:
     assert [snapshot.role for snapshot in snapshots(pair.d.by_session["*"][before:])] == ["both"]
     pair.d.command(SetRole(role="both"))  # once more: somebody else waits for it
     pair.d.loop.turn()
-    assert [snapshot.role for snapshot in snapshots(pair.d.by_session["*"][before:])] == ["both", "both"]
+    assert [snapshot.role for snapshot in snapshots(pair.d.by_session["*"][before:])] == [
+        "both",
+        "both",
+    ]
     pair.d.loop.turn()
     assert len(snapshots(pair.d.by_session["*"][before:])) == 2, "then once a second again"
     pair.d.command(Subscribe(router_id="late", session=2))
@@ -57,11 +61,15 @@ def test_decodes_go_on_while_it_becomes_a_prefill_worker_and_back(pair: Pair, ll
     pair.d.command(SetRole(role="prefill"))
     pair.p.command(SetRole(role="decode"))
     pair.p.command(ConnectPeer(meta=pair.d.sender.meta()))
-    pair.p.until(lambda: any(isinstance(event, PeerStatus) and event.connected for event in pair.p.events))
+    pair.p.until(
+        lambda: any(isinstance(event, PeerStatus) and event.connected for event in pair.p.events)
+    )
 
     reverse = RequestKey(ROUTER, SESSION, "reverse", 1)  # the other way round, beside it
     pair.d.command(submit(reverse, "prefill", other, GREEDY))
-    pair.until(lambda: any(isinstance(e, Handoff) and e.request_id == "reverse" for e in pair.d.events))
+    pair.until(
+        lambda: any(isinstance(e, Handoff) and e.request_id == "reverse" for e in pair.d.events)
+    )
     [given] = [e for e in pair.d.events if isinstance(e, Handoff) and e.request_id == "reverse"]
     token = tokens_of(pair.d, reverse)[0]
     decoding = RequestKey(ROUTER, SESSION, "reverse", 2)
@@ -101,7 +109,15 @@ def test_without_a_connector_it_stays_both(pair: Pair) -> None:
     sent: list[EventBatch] = []
     engine = pair.d.engine
     loop = WorkerLoop(
-        engine, WorkerMetrics(engine), TransferConfig(), "both", "a", 1, None, None, lambda _, batch: sent.append(batch)
+        engine,
+        WorkerMetrics(engine),
+        TransferConfig(),
+        "both",
+        "a",
+        1,
+        None,
+        None,
+        lambda _, batch: sent.append(batch),
     )
     loop.handle(Subscribe(router_id=ROUTER, session=SESSION))
     loop.turn()

@@ -26,7 +26,9 @@ def _token_ids() -> Attack:
 
 @row("token-ids-unread", "the same, read by nobody", "open", 20.0)
 def _token_ids_unread() -> Attack:
-    body = completion_body(prompt=ids_of(LONGEST), n=64, return_token_ids=True, stream=True, max_tokens=4)
+    body = completion_body(
+        prompt=ids_of(LONGEST), n=64, return_token_ids=True, stream=True, max_tokens=4
+    )
     return sending_all([post_of(COMPLETIONS, body)], reads=False)
 
 
@@ -35,13 +37,23 @@ def _echoes() -> Attack:
     return completes(prompt=[ids_of(1000)] * 2000, echo=True, max_tokens=1)
 
 
-@row("whole-unread", "6 times the scores of 64 prompts of 390 ids, not streamed, read by nobody", "open", 20.0)
+@row(
+    "whole-unread",
+    "6 times the scores of 64 prompts of 390 ids, not streamed, read by nobody",
+    "open",
+    20.0,
+)
 def _whole_unread() -> Attack:
     body = completion_body(prompt=[ids_of(390)] * 64, prompt_logprobs=20, max_tokens=1)
     return sending_all([post_of(COMPLETIONS, body)] * 6, reads=False)
 
 
-@row("whole-echo-unread", "12 times 64 choices that echo 390 scored ids, not streamed, read by nobody", "open", 20.0)
+@row(
+    "whole-echo-unread",
+    "12 times 64 choices that echo 390 scored ids, not streamed, read by nobody",
+    "open",
+    20.0,
+)
 def _whole_echo_unread() -> Attack:
     body = completion_body(prompt=ids_of(390), n=64, echo=True, logprobs=20, max_tokens=1)
     return sending_all([post_of(COMPLETIONS, body)] * 12, reads=False)
@@ -57,7 +69,12 @@ def _prompt_logprobs() -> Attack:
     return completes(prompt=ids_of(LONGEST), prompt_logprobs=20, max_tokens=1)
 
 
-@row("prompt-logprobs-most", "prompt_logprobs 20 of 24,900 tokens, as many as are answered", "answered", 60.0)
+@row(
+    "prompt-logprobs-most",
+    "prompt_logprobs 20 of 24,900 tokens, as many as are answered",
+    "answered",
+    60.0,
+)
 def _prompt_logprobs_most() -> Attack:
     return completes(prompt=ids_of(24_900), prompt_logprobs=20, max_tokens=1)
 
@@ -72,15 +89,26 @@ def _logprobs_long() -> Attack:
     return completes(prompt=[5, 6], n=64, logprobs=20, max_tokens=300)
 
 
-@row("unread-plain", "8 streams of 64 choices, read by nobody: 25,600 tokens/s for 30 s", wanted="open")
+@row(
+    "unread-plain",
+    "8 streams of 64 choices, read by nobody: 25,600 tokens/s for 30 s",
+    wanted="open",
+)
 def _unread() -> Attack:
     body = completion_body(prompt=[5, 6], n=64, max_tokens=100_000, stream=True, ignore_eos=True)
     return sending_all([post_of(COMPLETIONS, body)] * 8, reads=False)
 
 
-@row("unread-logprobs", "4 streams of 64 choices with logprobs 20, read by nobody for 15 s", "open", 15.0)
+@row(
+    "unread-logprobs",
+    "4 streams of 64 choices with logprobs 20, read by nobody for 15 s",
+    "open",
+    15.0,
+)
 def _unread_logprobs() -> Attack:
-    body = completion_body(prompt=[5, 6], n=64, max_tokens=100_000, stream=True, ignore_eos=True, logprobs=20)
+    body = completion_body(
+        prompt=[5, 6], n=64, max_tokens=100_000, stream=True, ignore_eos=True, logprobs=20
+    )
     return sending_all([post_of(COMPLETIONS, body)] * 4, reads=False)
 
 

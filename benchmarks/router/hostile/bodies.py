@@ -22,30 +22,50 @@ def _bad_utf8() -> Attack:
 @row("digits-8mb", "a seed of 8,000,000 digits")
 def _digits() -> Attack:
     return sending_all(
-        [post_of(COMPLETIONS, completion_body(prompt=[5, 6], seed=4242).replace(b"4242", b"7" * (8 * MB)))]
+        [
+            post_of(
+                COMPLETIONS,
+                completion_body(prompt=[5, 6], seed=4242).replace(b"4242", b"7" * (8 * MB)),
+            )
+        ]
     )
 
 
 @row("digits-5000", "a priority of 5,000 digits")
 def _priority() -> Attack:
     return sending_all(
-        [post_of(COMPLETIONS, completion_body(prompt=[5, 6], priority=4242).replace(b"4242", b"7" * 5000))]
+        [
+            post_of(
+                COMPLETIONS,
+                completion_body(prompt=[5, 6], priority=4242).replace(b"4242", b"7" * 5000),
+            )
+        ]
     )
 
 
 @row("infinity", "temperature 1e400")
 def _infinity() -> Attack:
     return sending_all(
-        [post_of(COMPLETIONS, completion_body(prompt=[5, 6], temperature=4242).replace(b"4242", b"1e400"))]
+        [
+            post_of(
+                COMPLETIONS,
+                completion_body(prompt=[5, 6], temperature=4242).replace(b"4242", b"1e400"),
+            )
+        ]
     )
 
 
 @row("spaces-31mb", "31 MB of spaces before the JSON")
 def _spaces() -> Attack:
-    return sending_all([post_of(COMPLETIONS, b" " * (31 * MB) + completion_body(prompt=[5, 6], max_tokens=4))])
+    return sending_all(
+        [post_of(COMPLETIONS, b" " * (31 * MB) + completion_body(prompt=[5, 6], max_tokens=4))]
+    )
 
 
 @row("schema-8mb", "a response_format of 8 MB")
 def _schema() -> Attack:
-    schema = {"type": "json_schema", "json_schema": {f"p{i}": {"type": "string"} for i in range(250_000)}}
+    schema = {
+        "type": "json_schema",
+        "json_schema": {f"p{i}": {"type": "string"} for i in range(250_000)},
+    }
     return chats(response_format=schema)

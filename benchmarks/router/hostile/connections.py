@@ -26,7 +26,8 @@ from benchmarks.router.hostile.sending import (
 
 
 def _slowly(copies: int, head: bytes, body: bytes) -> Attack:
-    """head and body at once on each connection; what is missing of their length comes a byte a second."""
+    """head and body at once on each connection; what is missing of their length comes a byte a
+    second."""
 
     async def send(exchange: Exchange) -> None:
         loop = asyncio.get_running_loop()
@@ -57,7 +58,12 @@ def _slowly(copies: int, head: bytes, body: bytes) -> Attack:
     return attack
 
 
-@row("slow-bodies", "64 bodies of 32 MB, of which 24 MB come at once and the rest never", "open", 20.0)
+@row(
+    "slow-bodies",
+    "64 bodies of 32 MB, of which 24 MB come at once and the rest never",
+    "open",
+    20.0,
+)
 def _slow_bodies() -> Attack:
     return _slowly(64, head_of(COMPLETIONS, 32 * MB), b'{"prompt":"' + b"a" * (24 * MB))
 
@@ -93,12 +99,17 @@ def _body_100mb() -> Attack:
 
 @row("chunks-of-1", "4 bodies of 2 MB in chunks of one byte", limit_s=60.0)
 def _chunks() -> Attack:
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nTransfer-Encoding: "
+        "chunked\r\n\r\n"
+    )
     return sending_all([[head.encode(), b"1\r\n \r\n" * (2 * MB), b"0\r\n\r\n"]] * 4)
 
 
 @row(
-    "trailers", "30 MB of trailers after a body in chunks, 8 times, 4 of them of a request without a body", limit_s=60.0
+    "trailers",
+    "30 MB of trailers after a body in chunks, 8 times, 4 of them of a request without a body",
+    limit_s=60.0,
 )
 def _trailers() -> Attack:
     lines = [b"a:b\r\n" * 50_000] * 120
@@ -111,7 +122,10 @@ def _trailers() -> Attack:
 
 @row("trailer-30mb", "a trailer of 30 MB")
 def _trailer() -> Attack:
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{{}}\r\n0\r\na: "
+    head = (
+        f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: "
+        "chunked\r\n\r\n2\r\n{}\r\n0\r\na: "
+    )
     return sending_all([[head.encode(), *[b"a" * PIECE_BYTES] * 120]])
 
 
@@ -122,12 +136,18 @@ def _idle() -> Attack:
 
 @row("head-10mb", "a header of 10 MB")
 def _huge_head() -> Attack:
-    return sending_all([[b"GET /health HTTP/1.1\r\nHost: x\r\nx-filler: ", b"a" * (10 * MB), b"\r\n\r\n"]])
+    return sending_all(
+        [[b"GET /health HTTP/1.1\r\nHost: x\r\nx-filler: ", b"a" * (10 * MB), b"\r\n\r\n"]]
+    )
 
 
 @row("headers-x20", "20 requests of 60,000 headers in one piece")
 def _headers() -> Attack:
-    head = b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + b"a:\r\n" * (PIECE_BYTES // 4) + b"\r\n"
+    head = (
+        b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        + b"a:\r\n" * (PIECE_BYTES // 4)
+        + b"\r\n"
+    )
     return sending_all([[head]] * 20)
 
 
@@ -147,7 +167,9 @@ def _pipelined_together() -> Attack:
 @row("pipelined-posts", "20 connections with 3,000 completions in one piece", limit_s=60.0)
 def _pipelined_posts() -> Attack:
     request = f"POST {COMPLETIONS} HTTP/1.1\r\nContent-Length: 2\r\n\r\n{{}}".encode()
-    return sending_all([[request * (PIECE_BYTES // len(request)), head_of(COMPLETIONS, 2), b"{}"]] * 20)
+    return sending_all(
+        [[request * (PIECE_BYTES // len(request)), head_of(COMPLETIONS, 2), b"{}"]] * 20
+    )
 
 
 @row("url-200kb-x20", "20 requests for a path of 200 KB in one piece")
@@ -157,6 +179,8 @@ def _url() -> Attack:
 
 @row("churn-2000", "2,000 chats that are left after their first byte", limit_s=60.0)
 def _churn() -> Attack:
-    body = completion_body(messages=[{"role": "user", "content": "Hi"}], max_tokens=1000, stream=True)
+    body = completion_body(
+        messages=[{"role": "user", "content": "Hi"}], max_tokens=1000, stream=True
+    )
 
     return leaving(2000, post_of(CHAT, body), 64)

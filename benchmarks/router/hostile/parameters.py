@@ -31,12 +31,16 @@ def _stops_most() -> Attack:
 
 @row("stops-1", "64 stops of 1,024 characters, 1 choice that runs on", limit_s=15.0)
 def _stops_running() -> Attack:
-    return completes(prompt=[5, 6], max_tokens=500, stop=["e" * 1000 + f"{i:024}" for i in range(64)])
+    return completes(
+        prompt=[5, 6], max_tokens=500, stop=["e" * 1000 + f"{i:024}" for i in range(64)]
+    )
 
 
 @row("stops-x500", "500 completions of 64 stops of 100 characters at once", limit_s=60.0)
 def _stops_together() -> Attack:
-    return completes(copies=500, prompt=[300, 301], max_tokens=2, stop=["a" * 90 + f"{i:010}" for i in range(64)])
+    return completes(
+        copies=500, prompt=[300, 301], max_tokens=2, stop=["a" * 90 + f"{i:010}" for i in range(64)]
+    )
 
 
 @row("stop-31mb", "a stop string of 31 MB")
@@ -47,7 +51,12 @@ def _stop_31mb() -> Attack:
 @row("stop-surrogates", "a stop of 8 MB of lone surrogates")
 def _stop_surrogates() -> Attack:
     return sending_all(
-        [post_of(COMPLETIONS, completion_body(prompt=[5, 6], stop=["@"]).replace(b"@", b"\\ud800" * 1_300_000))]
+        [
+            post_of(
+                COMPLETIONS,
+                completion_body(prompt=[5, 6], stop=["@"]).replace(b"@", b"\\ud800" * 1_300_000),
+            )
+        ]
     )
 
 
@@ -76,12 +85,20 @@ def _logit_bias_x16() -> Attack:
 
 @row("stop-ids-5m", "5,000,000 equal stop_token_ids")
 def _stop_ids() -> Attack:
-    return raw_body(COMPLETIONS, '{"model":MODEL,"prompt":[5],"max_tokens":4,"stop_token_ids":[', "7", 5 * MB, "]}")
+    return raw_body(
+        COMPLETIONS,
+        '{"model":MODEL,"prompt":[5],"max_tokens":4,"stop_token_ids":[',
+        "7",
+        5 * MB,
+        "]}",
+    )
 
 
 @row("stop-ids-wrong", "5,000,000 stop_token_ids, the last outside the vocabulary")
 def _stop_ids_wrong() -> Attack:
-    return raw_body(COMPLETIONS, '{"model":MODEL,"prompt":[5],"stop_token_ids":[', "7", 5 * MB, ",99999999]}")
+    return raw_body(
+        COMPLETIONS, '{"model":MODEL,"prompt":[5],"stop_token_ids":[', "7", 5 * MB, ",99999999]}"
+    )
 
 
 @row("key-8mb", "an unknown key of 8 MB")
@@ -101,7 +118,9 @@ def _keys() -> Attack:
 
 @row("model-31mb", "a model's name of 31 MB")
 def _model() -> Attack:
-    body = completion_body(prompt=[5, 6]).replace(json.dumps(MODEL).encode(), b'"' + b"\\u0001" * 5_100_000 + b'"')
+    body = completion_body(prompt=[5, 6]).replace(
+        json.dumps(MODEL).encode(), b'"' + b"\\u0001" * 5_100_000 + b'"'
+    )
     return sending_all([post_of(COMPLETIONS, body)])
 
 

@@ -43,26 +43,36 @@ def _text_31mb() -> Attack:
     return completes(prompt=text_of(31 * MB), max_tokens=4)
 
 
-@row("text-16mb", "one completion of 16 MB: characters that could just be within the context", limit_s=60.0)
+@row(
+    "text-16mb",
+    "one completion of 16 MB: characters that could just be within the context",
+    limit_s=60.0,
+)
 def _text_16mb() -> Attack:
     return completes(prompt=text_of(16 * MB), max_tokens=4)
 
 
 @row("texts-2000", "2,000 texts of 4,000 characters", limit_s=60.0)
 def _texts_2000() -> Attack:
-    return completes(prompt=[text_of(8 * MB)[i * 4000 : (i + 1) * 4000] for i in range(2000)], max_tokens=2)
+    return completes(
+        prompt=[text_of(8 * MB)[i * 4000 : (i + 1) * 4000] for i in range(2000)], max_tokens=2
+    )
 
 
 @row("texts-x30", "30 times 200 texts of 4,000 characters at once", limit_s=60.0)
 def _texts_x30() -> Attack:
     text = text_of(8 * MB)
-    return completes(copies=30, prompt=[text[i * 4000 : (i + 1) * 4000] for i in range(200)], max_tokens=2)
+    return completes(
+        copies=30, prompt=[text[i * 4000 : (i + 1) * 4000] for i in range(200)], max_tokens=2
+    )
 
 
 @row("posts-500", "500 completions of 4,000 characters at once", wanted="answered")
 def _posts_500() -> Attack:
     text = text_of(8 * MB)
-    bodies = [completion_body(prompt=text[i * 4000 : (i + 1) * 4000], max_tokens=2) for i in range(500)]
+    bodies = [
+        completion_body(prompt=text[i * 4000 : (i + 1) * 4000], max_tokens=2) for i in range(500)
+    ]
     return sending_all([post_of(COMPLETIONS, body) for body in bodies])
 
 
@@ -71,7 +81,12 @@ def _long_prompt() -> Attack:
     return completes(prompt=prompt_of(LONGEST), max_tokens=4)
 
 
-@row("long-prompts-x16", "16 prompts of 128k tokens that fit, at once", wanted="answered", limit_s=60.0)
+@row(
+    "long-prompts-x16",
+    "16 prompts of 128k tokens that fit, at once",
+    wanted="answered",
+    limit_s=60.0,
+)
 def _long_prompts() -> Attack:
     return completes(copies=16, prompt=prompt_of(LONGEST), max_tokens=4)
 
@@ -113,19 +128,33 @@ def _many_parts() -> Attack:
 
 @row("tool-calls-20mb", "a tool call whose arguments are 20 MB of JSON in a string", limit_s=60.0)
 def _tool_calls() -> Attack:
-    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": "[" + "[]," * 7 * MB + "[]]"}}
-    return chats(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}])
+    call = {
+        "type": "function",
+        "id": "a",
+        "function": {"name": "f", "arguments": "[" + "[]," * 7 * MB + "[]]"},
+    }
+    return chats(
+        messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    )
 
 
 @row("tool-call-12mb", "a tool call whose arguments are one word of 12 MB", limit_s=60.0)
 def _tool_call() -> Attack:
-    call = {"type": "function", "id": "a", "function": {"name": "f", "arguments": '"' + "a" * (12 * MB) + '"'}}
-    return chats(messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}])
+    call = {
+        "type": "function",
+        "id": "a",
+        "function": {"name": "f", "arguments": '"' + "a" * (12 * MB) + '"'},
+    }
+    return chats(
+        messages=[{"role": "user", "content": "Hi"}, {"role": "assistant", "tool_calls": [call]}]
+    )
 
 
 @row("tools-8mb", "tools of 8 MB, shown to a template that ignores them")
 def _tools() -> Attack:
-    return chats(tools=[{"type": "function", "function": {"name": "f" * 80}}] * 65_000, tool_choice="none")
+    return chats(
+        tools=[{"type": "function", "function": {"name": "f" * 80}}] * 65_000, tool_choice="none"
+    )
 
 
 @row("template-8mb", "chat_template_kwargs of 8 MB")
@@ -140,7 +169,9 @@ def _prompts_8000() -> Attack:
 
 @row("prompts-8000-left", "8,000 prompts of two ids, whose client leaves at once", limit_s=60.0)
 def _prompts_left() -> Attack:
-    pieces = post_of(COMPLETIONS, completion_body(prompt=[[5, 6]] * 8000, max_tokens=1000, stream=True))
+    pieces = post_of(
+        COMPLETIONS, completion_body(prompt=[[5, 6]] * 8000, max_tokens=1000, stream=True)
+    )
 
     return leaving(1, pieces, 1)
 
@@ -166,7 +197,9 @@ def _timelines() -> Attack:
 
 @row("ids-7m", "a prompt of 7,000,000 ids", limit_s=60.0)
 def _one_of_ids() -> Attack:
-    return raw_body(COMPLETIONS, '{"model":MODEL,"max_tokens":4,"prompt":[', short_ids(1000), 7000, "]}")
+    return raw_body(
+        COMPLETIONS, '{"model":MODEL,"max_tokens":4,"prompt":[', short_ids(1000), 7000, "]}"
+    )
 
 
 @row("ids-8000x1000", "8,000 prompts of 1,000 ids", limit_s=60.0)
@@ -177,7 +210,9 @@ def _prompts_of_ids() -> Attack:
 
 @row("ids-64x125000", "64 prompts of 125,000 ids", limit_s=60.0)
 def _long_prompts_of_ids() -> Attack:
-    return raw_body(COMPLETIONS, '{"model":MODEL,"max_tokens":1,"prompt":[', f"[{short_ids(125_000)}]", 64, "]}")
+    return raw_body(
+        COMPLETIONS, '{"model":MODEL,"max_tokens":1,"prompt":[', f"[{short_ids(125_000)}]", 64, "]}"
+    )
 
 
 @row("ids-128k-x16", "16 prompts of 128k ids that fit, at once", wanted="answered")
@@ -197,7 +232,13 @@ def _lists() -> Attack:
 
 @row("objects-10m", "metadata of 10,000,000 empty objects, which nobody reads", limit_s=60.0)
 def _objects() -> Attack:
-    return raw_body(COMPLETIONS, '{"model":MODEL,"prompt":[5,6],"max_tokens":4,"metadata":[', "{}", 10 * MB, "]}")
+    return raw_body(
+        COMPLETIONS,
+        '{"model":MODEL,"prompt":[5,6],"max_tokens":4,"metadata":[',
+        "{}",
+        10 * MB,
+        "]}",
+    )
 
 
 @row("nested-lists", "a prompt of lists in lists in lists")

@@ -31,8 +31,9 @@ Outcome = Literal["any", "answered", "open"]
 
 @dataclass
 class Answer:
-    """status: 0 when the connection ended without one, None when it was still open at the end. seconds: from the last
-    byte sent to the first of the answer (0.0 when that came before). num_bytes: of the answer."""
+    """status: 0 when the connection ended without one, None when it was still open at the end.
+    seconds: from the last byte sent to the first of the answer (0.0 when that came before).
+    num_bytes: of the answer."""
 
     status: int | None
     seconds: float
@@ -124,8 +125,8 @@ async def read_answer(exchange: Exchange, connection: socket.socket) -> None:
 async def exchange_with(
     exchange: Exchange, pieces: Iterable[bytes], reads: bool = True, reads_after_s: float = 0.0
 ) -> None:
-    """Send, and read at the same time until the other side ends the connection. reads_after_s: only so long after all
-    is sent."""
+    """Send, and read at the same time until the other side ends the connection. reads_after_s: only
+    so long after all is sent."""
     loop = asyncio.get_running_loop()
     reads_late = reads_after_s > 0
     try:
@@ -133,7 +134,9 @@ async def exchange_with(
     except OSError:
         exchange.ended = True
         return
-    reading = asyncio.create_task(read_answer(exchange, connection)) if reads and not reads_late else None
+    reading = (
+        asyncio.create_task(read_answer(exchange, connection)) if reads and not reads_late else None
+    )
     try:
         try:
             for piece in pieces:
@@ -160,7 +163,9 @@ async def together(limit_s: float, work: Iterable[Coroutine[Any, Any, None]]) ->
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def sending_all(pieces_of_each: Iterable[Iterable[bytes]], reads: bool = True, reads_after_s: float = 0.0) -> Attack:
+def sending_all(
+    pieces_of_each: Iterable[Iterable[bytes]], reads: bool = True, reads_after_s: float = 0.0
+) -> Attack:
     """A connection each, all at once, until they have ended or the row's limit."""
     all_pieces = list(pieces_of_each)
 
@@ -177,7 +182,8 @@ def sending_all(pieces_of_each: Iterable[Iterable[bytes]], reads: bool = True, r
 
 
 def leaving(copies: int, pieces: list[bytes], at_once: int) -> Attack:
-    """Each connection is closed when the answer's first bytes have come; so many are open at a time."""
+    """Each connection is closed when the answer's first bytes have come; so many are open at a
+    time."""
 
     async def leave(exchange: Exchange, places: asyncio.Semaphore) -> None:
         async with places:
@@ -197,7 +203,13 @@ def leaving(copies: int, pieces: list[bytes], at_once: int) -> Attack:
 
 
 def head_of(path: str, num_bytes: int, *headers: str, method: str = "POST") -> bytes:
-    lines = [f"{method} {path} HTTP/1.1", "Host: x", "Connection: close", f"Content-Length: {num_bytes}", *headers]
+    lines = [
+        f"{method} {path} HTTP/1.1",
+        "Host: x",
+        "Connection: close",
+        f"Content-Length: {num_bytes}",
+        *headers,
+    ]
     return "\r\n".join([*lines, "", ""]).encode()
 
 
@@ -219,7 +231,8 @@ def chats(copies: int = 1, **fields: Any) -> Attack:
 
 
 def raw_body(path: str, before: str, repeated: str, count: int, after: str) -> Attack:
-    """JSON that is cheaper to write than to build: `before`, `repeated` so often with commas between, `after`."""
+    """JSON that is cheaper to write than to build: `before`, `repeated` so often with commas
+    between, `after`."""
     body = before + ",".join([repeated] * count) + after
     return sending_all([post_of(path, body.replace("MODEL", json.dumps(MODEL)).encode())])
 

@@ -1,8 +1,8 @@
 """The Ray actor around one rank's engine: its process, its GPU, nothing else.
 
-Thin on purpose: the engine is `worker.host.EngineHost`, which knows no Ray. This module imports no torch; the actor's
-process does, when the host is loaded. Created by `cluster.deployments.worker_replica`, which owns it: the replica's
-death is the actor's end.
+Thin on purpose: the engine is `worker.host.EngineHost`, which knows no Ray. This module imports no
+torch; the actor's process does, when the host is loaded. Created by
+`cluster.deployments.worker_replica`, which owns it: the replica's death is the actor's end.
 """
 
 import gc
@@ -36,21 +36,27 @@ class Host(Protocol):
 
 
 class EngineActor:
-    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device) holds; `ping` and
-    `progress` have another."""
+    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device)
+    holds; `ping` and `progress` have another."""
 
-    def __init__(self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str) -> None:
-        # One thread an engine, before torch loads: several engines on a few cores collapse otherwise.
+    def __init__(
+        self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+    ) -> None:
+        # One thread an engine, before torch loads: several engines on a few cores collapse
+        # otherwise.
         os.environ["OMP_NUM_THREADS"] = "1"
         log_to_stderr(config.logging, worker_id)
         config = config.model_copy(update={"host": ray.util.get_node_ip_address()})
         module, _, name = engine_host.partition(":")
-        self._host: Host = getattr(importlib.import_module(module), name)(config, worker_id, incarnation, address)
+        self._host: Host = getattr(importlib.import_module(module), name)(
+            config, worker_id, incarnation, address
+        )
 
     @ray.method(concurrency_group="engine")
     def start(self) -> dict[str, Any]:
         info = self._host.start()
-        # A full collection over what was just loaded takes 50 ms, and would come in the middle of a step.
+        # A full collection over what was just loaded takes 50 ms, and would come in the middle of a
+        # step.
         gc.collect()
         gc.freeze()
         return info
@@ -79,7 +85,8 @@ def create_engine_actor(
     incarnation: int,
     address: str,
 ) -> Any:
-    """A handle of a new actor in bundle 1 of the replica's placement group (bundle 0 holds the replica)."""
+    """A handle of a new actor in bundle 1 of the replica's placement group (bundle 0 holds the
+    replica)."""
     make_actor_class: Any = ray.remote(  # type: ignore[call-overload]
         num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1}
     )

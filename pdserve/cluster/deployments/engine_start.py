@@ -1,9 +1,9 @@
 """Watches over the start of one engine: each stage has a deadline, and is posted for `pdserve up`.
 
-The engine's process is asked for its stage by a thread of its own; one that does not even answer
-(a library may hold Python's lock) stays in its last stage until that stage's deadline. A start that
-fails names the worker, the stage, the cure and the logs, and its process ends. Knows no Serve. Used by
-`cluster.deployments.worker_replica`.
+The engine's process is asked for its stage by a thread of its own; one that does not even answer (a
+library may hold Python's lock) stays in its last stage until that stage's deadline. A start that
+fails names the worker, the stage, the cure and the logs, and its process ends. Knows no Serve. Used
+by `cluster.deployments.worker_replica`.
 """
 
 import asyncio
@@ -46,11 +46,11 @@ class StartError(RuntimeError):
 
 
 class EngineStart:
-    """The start of one engine, as a context: its end takes the record from the board, and by an error
-    the engine's process too.
+    """The start of one engine, as a context: its end takes the record from the board, and by an
+    error the engine's process too.
 
-    engine: handle of an EngineActor. where: address of its node. num_gpus: that Ray gives it. log: of
-    this process, if it has a file. post, remove: of the board; they may block.
+    engine: handle of an EngineActor. where: address of its node. num_gpus: that Ray gives it. log:
+    of this process, if it has a file. post, remove: of the board; they may block.
     """
 
     def __init__(
@@ -97,7 +97,9 @@ class EngineStart:
         asked = asyncio.ensure_future(self._engine.progress.remote())
         try:
             while True:
-                await asyncio.wait((started, asked), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    (started, asked), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
+                )
                 if asked.done():
                     await self._saw(*asked.result())
                 if started.done():
@@ -110,7 +112,9 @@ class EngineStart:
                 self._check_deadline()
         except RayError as error:
             await self._look_back()
-            raise StartError(self._told(f"failed while {WORK[self._now.stage]}: {_reason(error)}")) from error
+            raise StartError(
+                self._told(f"failed while {WORK[self._now.stage]}: {_reason(error)}")
+            ) from error
         finally:
             started.cancel()
             asked.cancel()
@@ -160,7 +164,8 @@ class EngineStart:
         deadline_s = self._config.start_deadline_s(stage)
         return self._told(
             f"made no progress for {deadline_s:g} s while {self._now} (stage {stage}). Its node is "
-            f"{self._where}, it has {self._num_gpus:g} GPU: {CURES[stage]}; or raise start.{stage}_s"
+            f"{self._where}, it has {self._num_gpus:g} GPU: {CURES[stage]}; or raise "
+            f"start.{stage}_s"
         )
 
     def _told(self, what: str) -> str:

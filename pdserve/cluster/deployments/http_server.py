@@ -1,14 +1,16 @@
-"""The HTTP server in a router's own process: what `pdserve up` uses instead of Serve's Python proxy.
+"""The HTTP server in a router's own process: what `pdserve up` uses instead of Serve's Python
+proxy.
 
-The proxy costs 6 to 8 ms of the time to the first token and more CPU a streamed token than the router itself: it hands
-each request over by gRPC, is called back for the body, and gets each piece of the answer by gRPC again. All routers of
-a node listen on one port, and the kernel spreads connections among them. Knows no routes. Used by
-`cluster.deployments.router_replica`.
+The proxy costs 6 to 8 ms of the time to the first token and more CPU a streamed token than the
+router itself: it hands each request over by gRPC, is called back for the body, and gets each piece
+of the answer by gRPC again. All routers of a node listen on one port, and the kernel spreads
+connections among them. Knows no routes. Used by `cluster.deployments.router_replica`.
 
 Clients may be slow on purpose, or send what takes long to read. uvicorn limits neither the size of
-headers, nor their number, nor the time they take, so `_Guarded` does; it drops trailers, which uvicorn
-would add to the headers, and limits what is no part of a body between and after its pieces. Bodies and
-streams are `router.http`'s business; and the kernel ends connections whose peer takes no bytes.
+headers, nor their number, nor the time they take, so `_Guarded` does; it drops trailers, which
+uvicorn would add to the headers, and limits what is no part of a body between and after its pieces.
+Bodies and streams are `router.http`'s business; and the kernel ends connections whose peer takes no
+bytes.
 
 A socket gives up to 256 KiB at once, which may be 14,000 requests, 60,000 headers or 40,000 pieces
 of a body, each with Python to run. So a connection's bytes are parsed a kilobyte at a time:
@@ -58,11 +60,13 @@ class Address:
 
 
 class _Turns:
-    """Lets connections with unread bytes go on, one in each turn of the loop, in order of arrival."""
+    """Lets connections with unread bytes go on, one in each turn of the loop, in order of
+    arrival."""
 
     def __init__(self) -> None:
         self._waiting: deque[_Guarded] = deque()
-        self._until: float | None = None  # when this turn has parsed enough; None: it has not begun to
+        # when this turn has parsed enough; None: it has not begun to
+        self._until: float | None = None
 
     def has_room(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Whether a connection that did not wait may parse in this turn."""
@@ -89,8 +93,8 @@ class _Turns:
 
 
 class _Flow(FlowControl):
-    """uvicorn's, for whose purposes reading is paused and resumed; beside them it is paused while the
-    connection holds bytes that were read but not parsed."""
+    """uvicorn's, for whose purposes reading is paused and resumed; beside them it is paused while
+    the connection holds bytes that were read but not parsed."""
 
     def __init__(self, connection: "_Guarded") -> None:
         super().__init__(connection.transport)
@@ -124,13 +128,15 @@ class _Flow(FlowControl):
 
 
 class _Guarded(HttpToolsProtocol):
-    """Ends a connection whose request's headers are too long or take too long, and one that is opened for nothing."""
+    """Ends a connection whose request's headers are too long or take too long, and one that is
+    opened for nothing."""
 
     flow: _Flow
     _timer: asyncio.TimerHandle | None = None
     _in_head = False
     _num_head_bytes = 0
-    _num_idle_bytes = 0  # since the headers or the last piece of a body: trailers, extensions of chunks, empty lines
+    # since the headers or the last piece of a body: trailers, extensions of chunks, empty lines
+    _num_idle_bytes = 0
     _body_left = 0  # bytes of a body whose length is known
     _num_parts = _num_part_bytes = 0
     _rest = _NOTHING
@@ -163,7 +169,8 @@ class _Guarded(HttpToolsProtocol):
             self.go_on()
 
     def go_on(self) -> None:
-        """An answer was written, or a body taken: parse what came after it, when it is this connection's turn."""
+        """An answer was written, or a body taken: parse what came after it, when it is this
+        connection's turn."""
         if self._rest and not self._waits:
             self._waits = True
             self._turns.wait(self)
@@ -177,7 +184,8 @@ class _Guarded(HttpToolsProtocol):
         while self._rest and self._may_parse and time.perf_counter() < until:
             size = self._body_left or SLICE_BYTES
             piece = self._rest[:size]
-            self._rest = self._rest[size:] if size < len(self._rest) else _NOTHING  # an empty view keeps all its bytes
+            # an empty view keeps all its bytes
+            self._rest = self._rest[size:] if size < len(self._rest) else _NOTHING
             self._num_idle_bytes += len(piece)
             super().data_received(piece)  # type: ignore[arg-type]  # the parser takes any buffer
             self._check(len(piece))
@@ -187,12 +195,16 @@ class _Guarded(HttpToolsProtocol):
         if self._may_parse:
             self.go_on()
         if self._timer is None and not self._in_head and not self._answering and not self._rest:
-            self._end_in(self.timeout_keep_alive)  # empty lines: uvicorn stops its own timer for them
+            # empty lines: uvicorn stops its own timer for them
+            self._end_in(self.timeout_keep_alive)
 
     @property
     def _may_parse(self) -> bool:
-        """uvicorn pauses while it has a request that waits for the answer before it, and while a body is not taken."""
-        return not (self.flow.read_paused or self.pipeline or self._upgraded or self.transport.is_closing())
+        """uvicorn pauses while it has a request that waits for the answer before it, and while a
+        body is not taken."""
+        return not (
+            self.flow.read_paused or self.pipeline or self._upgraded or self.transport.is_closing()
+        )
 
     def _check(self, num_bytes: int) -> None:
         if self._in_head:
@@ -201,7 +213,10 @@ class _Guarded(HttpToolsProtocol):
                 self._end(b"431 Request Header Fields Too Large")
         elif self._num_idle_bytes > MAX_HEAD_BYTES:
             self._end(b"431 Request Header Fields Too Large", in_body=True)
-        elif self._num_parts > MAX_PARTS and self._num_part_bytes < SMALL_PART_BYTES * self._num_parts:
+        elif (
+            self._num_parts > MAX_PARTS
+            and self._num_part_bytes < SMALL_PART_BYTES * self._num_parts
+        ):
             self._end(b"400 Bad Request", in_body=True)
 
     def on_message_begin(self) -> None:
@@ -218,7 +233,9 @@ class _Guarded(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._num_idle_bytes = 0
-        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
+        self._body_left = next(
+            (int(value) for name, value in self.headers if name == b"content-length"), 0
+        )
         self._stop_timer()
         super().on_headers_complete()
 
@@ -260,15 +277,20 @@ class _Guarded(HttpToolsProtocol):
     def _end(self, status: bytes, in_body: bool = False) -> None:
         if self.transport.is_closing():
             return
-        begun = self.cycle is not None and self.cycle.response_started if in_body else self._answering
+        begun = (
+            self.cycle is not None and self.cycle.response_started if in_body else self._answering
+        )
         if status and not begun:  # or it would stand in the middle of an answer
-            self.transport.write(b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            self.transport.write(
+                b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+            )
         self.transport.close()
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the process: uvicorn would take SIGINT and SIGTERM from whoever handles them, and
-    of two servers that do not end in the reverse order of their starts one keeps them for ever."""
+    """Leaves signals to the process: uvicorn would take SIGINT and SIGTERM from whoever handles
+    them, and of two servers that do not end in the reverse order of their starts one keeps them for
+    ever."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -279,12 +301,15 @@ class HttpServer:
     """Serves from `start` to `close`. Use from one event loop."""
 
     def __init__(self, app: ASGIApp, address: Address, client_timeout_s: float) -> None:
-        """client_timeout_s: a client that takes no bytes for so long is cut off. Raises OSError when somebody else,
-        not another router of this user, listens there."""
+        """client_timeout_s: a client that takes no bytes for so long is cut off. Raises OSError
+        when somebody else, not another router of this user, listens there."""
         self._socket = _reusable_socket(address)
-        # Inherited by what is accepted. Without it an answer to a client that does not read waits for ever, and with
-        # it `close`: the application is done with an answer when its last bytes are in a buffer.
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(client_timeout_s * 1000))
+        # Inherited by what is accepted. Without it an answer to a client that does not read waits
+        # for ever, and with it `close`: the application is done with an answer when its last bytes
+        # are in a buffer.
+        self._socket.setsockopt(
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(client_timeout_s * 1000)
+        )
         self._server = _Server(
             uvicorn.Config(
                 app,

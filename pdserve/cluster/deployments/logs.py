@@ -1,8 +1,9 @@
-"""Where our log lines go and in which form: Serve's files for routers and worker shells, standard error for engines.
+"""Where our log lines go and in which form: Serve's files for routers and worker shells, standard
+error for engines.
 
-Serve writes and formats the lines of its replicas; an engine's process is no replica, so its lines get a handler here,
-whose JSON has the same keys. Used by `cluster.app` (Serve's settings), `cluster.deployments.router_replica` and
-`cluster.deployments.engine_actor`.
+Serve writes and formats the lines of its replicas; an engine's process is no replica, so its lines
+get a handler here, whose JSON has the same keys. Used by `cluster.app` (Serve's settings),
+`cluster.deployments.router_replica` and `cluster.deployments.engine_actor`.
 """
 
 import json
@@ -17,9 +18,11 @@ _STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime
 
 
 def serve_logging(config: LogConfig) -> dict[str, Any]:
-    """Serve's `logging_config` of a deployment. Text is Serve's own default, which its environment may change."""
+    """Serve's `logging_config` of a deployment. Text is Serve's own default, which its environment
+    may change."""
     encoding = {"encoding": "JSON"} if config.format == "json" else {}
-    return {"log_level": config.level, "enable_access_log": False} | encoding  # a line a call costs more than the call
+    # a line a call costs more than the call
+    return {"log_level": config.level, "enable_access_log": False} | encoding
 
 
 def log_as_serve_does() -> None:
@@ -65,5 +68,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exc_text"] = self.formatException(record.exc_info)
-        line |= self._fields | {name: value for name, value in record.__dict__.items() if name not in _STANDARD}
+        line |= self._fields | {
+            name: value for name, value in record.__dict__.items() if name not in _STANDARD
+        }
         return json.dumps(line, default=str)

@@ -1,11 +1,14 @@
-"""Repeats a process's metrics to Ray's exporter, once in a few seconds: the same names behind Ray's prefix `ray_`.
+"""Repeats a process's metrics to Ray's exporter, once in a few seconds: the same names behind Ray's
+prefix `ray_`.
 
-A counter goes as a Ray counter, by what it gained since the last time. A histogram goes as gauges: its `_bucket` (with
-`le`), `_sum` and `_count` under the names a Prometheus histogram has, so that queries are the same. Ray's own Histogram
-takes single observations and its agent replays each at its bucket's middle: a call and a loop turn a token, and sums
-that are not true. Gauges that are not set for two of Ray's report intervals vanish, so those of a dead process do.
+A counter goes as a Ray counter, by what it gained since the last time. A histogram goes as gauges:
+its `_bucket` (with `le`), `_sum` and `_count` under the names a Prometheus histogram has, so that
+queries are the same. Ray's own Histogram takes single observations and its agent replays each at
+its bucket's middle: a call and a loop turn a token, and sums that are not true. Gauges that are not
+set for two of Ray's report intervals vanish, so those of a dead process do.
 
-Knows no families by name. Used by `cluster.deployments.router_replica` and `cluster.deployments.worker_replica`.
+Knows no families by name. Used by `cluster.deployments.router_replica` and
+`cluster.deployments.worker_replica`.
 """
 
 import asyncio

@@ -1,8 +1,9 @@
-"""The Serve ingress: one router process, with the OpenAI routes for HTTP and one streaming method for the Python
-client.
+"""The Serve ingress: one router process, with the OpenAI routes for HTTP and one streaming method
+for the Python client.
 
-Puts together what `router` is made of and keeps its fleet equal to the running workers. Knows no requests; no torch in
-this process. Made by `cluster.app`; called by its own HTTP server or Serve's proxies, and by `cluster.client`.
+Puts together what `router` is made of and keeps its fleet equal to the running workers. Knows no
+requests; no torch in this process. Made by `cluster.app`; called by its own HTTP server or Serve's
+proxies, and by `cluster.client`.
 """
 
 import asyncio
@@ -57,7 +58,8 @@ from pdserve.router.request.generation import Generation
 from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
-# So long a starting router waits for a worker. Behind it, it answers 503, which says more than a refused connection.
+# So long a starting router waits for a worker. Behind it, it answers 503, which says more than a
+# refused connection.
 FIRST_WORKER_S = 10.0
 
 logger = logging.getLogger("ray.serve")
@@ -65,8 +67,8 @@ log_as_serve_does()
 
 
 class RouterReplica:
-    """config: of the whole cluster. address: where this process itself serves HTTP; None: Serve's proxies do.
-    workers: a handle of each worker deployment."""
+    """config: of the whole cluster. address: where this process itself serves HTTP; None: Serve's
+    proxies do. workers: a handle of each worker deployment."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: ClusterConfig, address: Address | None, *workers: DeploymentHandle
@@ -76,7 +78,9 @@ class RouterReplica:
         )
         router = config.router
         self._fleet = Fleet(
-            router.worker_silence_s, drain_s=router.drain_s, attempt_deadline_s=router.attempt_deadline_s
+            router.worker_silence_s,
+            drain_s=router.drain_s,
+            attempt_deadline_s=router.attempt_deadline_s,
         )
         name = config.model.served_name
         self._service = Service(
@@ -97,13 +101,21 @@ class RouterReplica:
         own = address is not None
         # Behind one of Serve's proxies everybody seems to be on its machine.
         admin = self._admin if config.router.admin_http and own else None
-        self._app = build_app(self._fleet, tokenizer, config.router, name, self._service, admin, names_requests=own)
+        self._app = build_app(
+            self._fleet, tokenizer, config.router, name, self._service, admin, names_requests=own
+        )
         self._bridge = MetricsBridge(self._metrics)
-        self._http = HttpServer(self._app, address, config.router.client_timeout_s) if address is not None else None
-        # Of several routers on one port, the kernel gives a new one connections as soon as it listens; Serve's proxies
-        # do so when this constructor ends.
+        self._http = (
+            HttpServer(self._app, address, config.router.client_timeout_s)
+            if address is not None
+            else None
+        )
+        # Of several routers on one port, the kernel gives a new one connections as soon as it
+        # listens; Serve's proxies do so when this constructor ends.
         if not await self._fleet.until_decode_worker(FIRST_WORKER_S):
-            logger.warning("no decode worker after %g s: requests are refused until one comes", FIRST_WORKER_S)
+            logger.warning(
+                "no decode worker after %g s: requests are refused until one comes", FIRST_WORKER_S
+            )
         self._garbage = GarbageCollector()
         self._garbage.start()
         if self._http is not None:
@@ -121,15 +133,17 @@ class RouterReplica:
             raise RuntimeError("the HTTP server has ended")
 
     async def generate(self, data: bytes) -> AsyncGenerator[bytes, None]:
-        """An encoded GenerateCall in, encoded Answers out in pieces (`cluster.links.framing`). Closing it cancels the
-        request."""
+        """An encoded GenerateCall in, encoded Answers out in pieces (`cluster.links.framing`).
+        Closing it cancels the request."""
         async with aclosing(self._answers(decode_call(data))) as answers:
             async for answer in answers:
                 for piece in cut(encode(answer)):
                     yield piece
 
     def _metrics(self) -> Exposed:
-        return Exposed(self._service.metrics.families(self._fleet), {"router": self._fleet.router_id})
+        return Exposed(
+            self._service.metrics.families(self._fleet), {"router": self._fleet.router_id}
+        )
 
     async def admin(self, data: bytes) -> bytes:
         """An encoded Order in, an encoded Outcome out. Who may call a handle is the operator."""
@@ -141,7 +155,9 @@ class RouterReplica:
     async def _done(self, order: Order) -> Done:
         match order:
             case ChangeRole():
-                return Done(worker=await self._admin.set_role(order.worker, order.role, order.force))
+                return Done(
+                    worker=await self._admin.set_role(order.worker, order.role, order.force)
+                )
             case Scale():
                 return Done(cluster=await self._admin.scale(order.targets, order.force))
             case Look():
@@ -198,7 +214,9 @@ def load_defaults(config: ClusterConfig) -> dict[str, Any]:
     folder = resolve_folder(config.model.resolved_path, "dummy")
     defaults = read_generation_defaults(folder, config.model.generation_config)
     if defaults:
-        logger.info("sampling parameters by default, of generation_config.json: %s", described(defaults))
+        logger.info(
+            "sampling parameters by default, of generation_config.json: %s", described(defaults)
+        )
     return defaults
 
 

@@ -1,8 +1,9 @@
-"""Where workers that start write how far they are, for `pdserve up` to read: Ray's own key-value store.
+"""Where workers that start write how far they are, for `pdserve up` to read: Ray's own key-value
+store.
 
 It needs no process and no port, is reached from every node, and answers while the engine's process
-does not. A record goes when its worker serves, or fails in a way that its replica survives. Blocking
-calls. Written by `cluster.deployments.engine_start`, read by `cluster.operate.readiness`.
+does not. A record goes when its worker serves, or fails in a way that its replica survives.
+Blocking calls. Written by `cluster.deployments.engine_start`, read by `cluster.operate.readiness`.
 """
 
 import msgspec
@@ -14,8 +15,8 @@ NAMESPACE = "pdserve-start"
 
 
 class StartRecord(msgspec.Struct, frozen=True):
-    """One worker that starts. since: when this stage was entered, seconds since the epoch. files: its
-    logs on `node`: of the replica, and of the engine once there is a process.
+    """One worker that starts. since: when this stage was entered, seconds since the epoch. files:
+    its logs on `node`: of the replica, and of the engine once there is a process.
     """
 
     worker_id: str
@@ -43,7 +44,9 @@ def read(application: str) -> list[StartRecord]:
     """Those that start now, by worker."""
     keys = sorted(internal_kv._internal_kv_list(_key(application, ""), namespace=NAMESPACE))
     values = [internal_kv._internal_kv_get(key, namespace=NAMESPACE) for key in keys]
-    return [msgspec.msgpack.decode(value, type=StartRecord) for value in values if value is not None]
+    return [
+        msgspec.msgpack.decode(value, type=StartRecord) for value in values if value is not None
+    ]
 
 
 def _key(application: str, worker_id: str) -> str:

@@ -1,9 +1,10 @@
-"""The Serve replica of one worker: an asyncio shell that owns its engine process and passes bytes between it and the
-routers.
+"""The Serve replica of one worker: an asyncio shell that owns its engine process and passes bytes
+between it and the routers.
 
-Knows no tokens, no torch and no GPU; messages stay encoded, but the Snapshots whose metrics it repeats to Ray. Used for
-both deployments, `Prefill` and `Decode`; made by `cluster.app`, called by `cluster.links.serve_links`. The engine's end
-is the replica's end: Serve then starts a new one, which is a new incarnation.
+Knows no tokens, no torch and no GPU; messages stay encoded, but the Snapshots whose metrics it
+repeats to Ray. Used for both deployments, `Prefill` and `Decode`; made by `cluster.app`, called by
+`cluster.links.serve_links`. The engine's end is the replica's end: Serve then starts a new one,
+which is a new incarnation.
 """
 
 import asyncio
@@ -44,10 +45,12 @@ REASON_DEADLINE_S = 2.0
 
 
 class WorkerReplica:
-    """config: of the worker. num_gpus: of its engine rank. engine_host: import path of the host class,
-    `module:Class`."""
+    """config: of the worker. num_gpus: of its engine rank. engine_host: import path of the host
+    class, `module:Class`."""
 
-    async def __init__(self, config: WorkerConfig, num_gpus: float, engine_host: str = ENGINE_HOST) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: WorkerConfig, num_gpus: float, engine_host: str = ENGINE_HOST
+    ) -> None:
         group = get_current_placement_group()
         assert group is not None, "a worker deployment needs placement_group_bundles"
         self.worker_id = worker_id_of(serve.get_replica_context().replica_id)
@@ -88,9 +91,11 @@ class WorkerReplica:
         for data in commands:
             self._client.send_encoded(data)
 
-    async def events(self, router_id: str, session: int, worker_id: str) -> AsyncGenerator[bytes, None]:
-        """The event stream of one router, in pieces (`cluster.links.framing`). Its end, however it comes, is a
-        RouterLost."""
+    async def events(
+        self, router_id: str, session: int, worker_id: str
+    ) -> AsyncGenerator[bytes, None]:
+        """The event stream of one router, in pieces (`cluster.links.framing`). Its end, however it
+        comes, is a RouterLost."""
         self._check_address(worker_id)
         batches = self._client.subscribe(router_id, session)
         try:
@@ -101,7 +106,8 @@ class WorkerReplica:
             await batches.aclose()
 
     async def check_health(self) -> None:
-        """Serve replaces a replica that fails this a few times: an engine process that is frozen counts as dead."""
+        """Serve replaces a replica that fails this a few times: an engine process that is frozen
+        counts as dead."""
         async with asyncio.timeout(PING_DEADLINE_S):
             await self._engine.ping.remote()
 
@@ -116,7 +122,8 @@ class WorkerReplica:
         """One batch a second has a Snapshot, and ten more at most come for all."""
         try:
             events = decode_batch(batch).events
-        except DecodeError as error:  # routers get the batch as it is, and say what they think of it
+        # routers get the batch as it is, and say what they think of it
+        except DecodeError as error:
             failed("overhear", error)
             return
         for event in events:
@@ -124,7 +131,8 @@ class WorkerReplica:
                 self._snapshot = event
 
     def _metrics(self) -> Exposed | None:
-        """Of a Snapshot only once: an engine that says nothing (no router listens) shall not look alive."""
+        """Of a Snapshot only once: an engine that says nothing (no router listens) shall not look
+        alive."""
         snapshot = self._snapshot
         self._snapshot = None
         if snapshot is None:
@@ -137,8 +145,8 @@ class WorkerReplica:
             raise EngineGone(f"this is worker {self.worker_id}, not {worker_id}")
 
     async def _run(self) -> None:
-        """Ends with the engine. Unless it was asked to stop, this process goes too, at once: a shell without an engine
-        serves nobody, nor does one that cannot watch it."""
+        """Ends with the engine. Unless it was asked to stop, this process goes too, at once: a
+        shell without an engine serves nobody, nor does one that cannot watch it."""
         try:
             reason = await self._end_of_engine()
         except Exception as error:

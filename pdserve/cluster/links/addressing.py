@@ -1,13 +1,14 @@
-"""Sends a Serve call to the one worker that it names, and posts on the process's board which workers there are.
+"""Sends a Serve call to the one worker that it names, and posts on the process's board which
+workers there are.
 
-Serve makes a `PinRouter` in every process that holds a handle of a worker deployment. It pickles the class with this
-whole module by value, so state lives in `cluster.links.membership`, which is imported by name. Chooses nothing: which
-worker is named is the business of `router`. Used by `cluster.app` (configuration) and `cluster.links.serve_links`
-(calls).
+Serve makes a `PinRouter` in every process that holds a handle of a worker deployment. It pickles
+the class with this whole module by value, so state lives in `cluster.links.membership`, which is
+imported by name. Chooses nothing: which worker is named is the business of `router`. Used by
+`cluster.app` (configuration) and `cluster.links.serve_links` (calls).
 
-Serve's own way (queue, probes, back-off) is stepped over on purpose: it matches pending calls by the id of the request
-that they serve, so two calls of one request to different replicas could be swapped, and a call to a replica that is
-gone waits for ever.
+Serve's own way (queue, probes, back-off) is stepped over on purpose: it matches pending calls by
+the id of the request that they serve, so two calls of one request to different replicas could be
+swapped, and a call to a replica that is gone waits for ever.
 """
 
 from typing import Any
@@ -32,9 +33,9 @@ def board_key(deployment: DeploymentID) -> str:
 
 
 class PinRouter(RequestRouter):
-    """Delivers a call to the replica whose worker id is its keyword argument `worker_id`, or raises WorkerLost at
-    once. One that has left the running set is not posted any more, but can be called as long as it lives: what runs
-    there goes on, and may have to be cancelled."""
+    """Delivers a call to the replica whose worker id is its keyword argument `worker_id`, or raises
+    WorkerLost at once. One that has left the running set is not posted any more, but can be called
+    as long as it lives: what runs there goes on, and may have to be cancelled."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -45,16 +46,24 @@ class PinRouter(RequestRouter):
     ) -> RunningReplica:
         worker_id = pending_request.kwargs.get(PIN)
         if worker_id is None:
-            raise ValueError(f"a call to {self._deployment_id} must name its replica by the keyword argument {PIN!r}")
+            raise ValueError(
+                f"a call to {self._deployment_id} must name its replica by the keyword argument "
+                f"{PIN!r}"
+            )
         for replica in (*self._replicas.values(), *self._leaving.values()):
             if worker_id_of(replica.replica_id) == worker_id:
-                if is_retry:  # refused or unreachable a moment ago; Serve would try again without a pause
+                # refused or unreachable a moment ago; Serve would try again without a pause
+                if is_retry:
                     raise WorkerLost(f"worker {worker_id} cannot be reached")
                 return replica
-        raise WorkerLost(f"worker {worker_id} is not among the running replicas of {self._deployment_id}")
+        raise WorkerLost(
+            f"worker {worker_id} is not among the running replicas of {self._deployment_id}"
+        )
 
     async def choose_replicas(
-        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         raise AssertionError("PinRouter picks in _choose_replica_for_request")
 

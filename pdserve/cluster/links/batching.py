@@ -1,7 +1,8 @@
-"""Joins messages to one receiver into fewer calls: what is sent while calls are under way goes with the next one.
+"""Joins messages to one receiver into fewer calls: what is sent while calls are under way goes with
+the next one.
 
-A Serve call costs its caller about 0.7 ms of CPU, whatever it carries; a lone message leaves at once. Knows no Ray.
-Used by `cluster.links.serve_links`.
+A Serve call costs its caller about 0.7 ms of CPU, whatever it carries; a lone message leaves at
+once. Knows no Ray. Used by `cluster.links.serve_links`.
 """
 
 import asyncio
@@ -14,7 +15,8 @@ MAX_CALLS = 2  # at once: with one, a message would wait for the answer to a str
 
 
 class Batcher:
-    """Use from one event loop. call: delivers messages in order or raises; max_bytes: of the messages of one call."""
+    """Use from one event loop. call: delivers messages in order or raises; max_bytes: of the
+    messages of one call."""
 
     def __init__(self, call: Callable[[list[bytes]], Awaitable[None]], max_bytes: int) -> None:
         self._call = call
@@ -24,11 +26,13 @@ class Batcher:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def send(self, message: bytes) -> None:
-        """Returns when it is delivered; raises what its call raised. Being cancelled does not take the message back."""
+        """Returns when it is delivered; raises what its call raised. Being cancelled does not take
+        the message back."""
         sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting.append((message, sent))
         if self._num_calls < MAX_CALLS:
-            self._num_calls += 1  # here and below without an await between: no message is left to nobody
+            # here and below without an await between: no message is left to nobody
+            self._num_calls += 1
             task = once("batcher", self._deliver_waiting())
             self._tasks.add(task)  # the loop keeps weak references only
             task.add_done_callback(self._tasks.discard)
@@ -42,8 +46,8 @@ class Batcher:
             self._num_calls -= 1
 
     async def _deliver(self, batch: list[tuple[bytes, asyncio.Future[None]]]) -> None:
-        """An error of the call is every sender's in it; only what is no Exception (a cancelled task) ends this task
-        too.
+        """An error of the call is every sender's in it; only what is no Exception (a cancelled
+        task) ends this task too.
         """
         try:
             await self._call([message for message, _ in batch])
@@ -51,7 +55,9 @@ class Batcher:
             for _, sent in batch:
                 if not sent.done():
                     sent.set_exception(
-                        error if isinstance(error, Exception) else ConnectionError("the call was cancelled")
+                        error
+                        if isinstance(error, Exception)
+                        else ConnectionError("the call was cancelled")
                     )
             if not isinstance(error, Exception):
                 raise

@@ -1,7 +1,8 @@
-"""Cuts event batches into pieces that Serve's gRPC takes (4 MiB a message as delivered), and joins them again.
+"""Cuts event batches into pieces that Serve's gRPC takes (4 MiB a message as delivered), and joins
+them again.
 
-Almost every batch is one piece; large `prompt_logprobs` are not. Used by `cluster.deployments.worker_replica` and
-`cluster.links.serve_links`.
+Almost every batch is one piece; large `prompt_logprobs` are not. Used by
+`cluster.deployments.worker_replica` and `cluster.links.serve_links`.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """What the Python client and a router's handle methods say to each other, as msgspec types.
 
-One call a prompt: an `GenerateCall` goes in, a stream of answers comes out; one call an operator's `Order`, with one
-`Outcome`. Bytes on the wire, so that both ends need only agree on these types. Used by `cluster.client` and
-`cluster.deployments.router_replica`. Torch-free, knows no Ray.
+One call a prompt: an `GenerateCall` goes in, a stream of answers comes out; one call an operator's
+`Order`, with one `Outcome`. Bytes on the wire, so that both ends need only agree on these types.
+Used by `cluster.client` and `cluster.deployments.router_replica`. Torch-free, knows no Ray.
 """
 
 import msgspec
@@ -15,9 +15,9 @@ from pdserve.router.request.timeline import PromptTimeline
 
 
 class GenerateCall(msgspec.Struct, frozen=True, kw_only=True):
-    """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for one Whole, True for
-    OutputChunks as they come. timeline: the Whole is to say where time and bytes went. priority, cache_salt,
-    session_id: as of `router.request.service.Service.admit`."""
+    """prompt: a text or token ids. sampling: None for the model's defaults. stream: False asks for
+    one Whole, True for OutputChunks as they come. timeline: the Whole is to say where time and
+    bytes went. priority, cache_salt, session_id: as of `router.request.service.Service.admit`."""
 
     prompt: str | list[int]
     sampling: SamplingParams | None

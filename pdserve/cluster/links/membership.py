@@ -1,7 +1,9 @@
-"""Which workers of a deployment this process may call right now, and who wants to know when that changes.
+"""Which workers of a deployment this process may call right now, and who wants to know when that
+changes.
 
-One board for the whole process, since Serve builds its request routers by itself, on its own threads, and gives nobody
-a reference to them. Written by `cluster.links.addressing`, read by `cluster.links.serve_links`. Knows no Ray.
+One board for the whole process, since Serve builds its request routers by itself, on its own
+threads, and gives nobody a reference to them. Written by `cluster.links.addressing`, read by
+`cluster.links.serve_links`. Knows no Ray.
 """
 
 import threading
@@ -17,7 +19,8 @@ _listeners: dict[str, list[Listener]] = defaultdict(list)
 
 
 def publish(deployment: str, members: Members) -> None:
-    """Set the worker ids of a deployment (`app#name`). Listeners are called on this thread, one after the other."""
+    """Set the worker ids of a deployment (`app#name`). Listeners are called on this thread, one
+    after the other."""
     with _lock:
         if _members.get(deployment) == members:
             return
@@ -27,7 +30,8 @@ def publish(deployment: str, members: Members) -> None:
 
 
 def listen(deployment: str, listener: Listener) -> Callable[[], None]:
-    """Call `listener` with the present members and with every later set, in order; returns what ends it.
+    """Call `listener` with the present members and with every later set, in order; returns what
+    ends it.
 
     A listener must not block and not call back into this module.
     """

@@ -1,9 +1,9 @@
-"""How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher that tells the fleet
-who is there.
+"""How a router process reaches workers through Serve: one `ServeLink` a worker, and the watcher
+that tells the fleet who is there.
 
 Knows no tokens. `ServeLink` is `router.fleet.link.WorkerLink` over a deployment handle whose calls
-`cluster.links.addressing` delivers to the named replica; whatever goes wrong with Ray comes out as WorkerLost. Used by
-`cluster.deployments.router_replica`.
+`cluster.links.addressing` delivers to the named replica; whatever goes wrong with Ray comes out as
+WorkerLost. Used by `cluster.deployments.router_replica`.
 """
 
 import asyncio
@@ -29,17 +29,27 @@ from pdserve.protocol.commands import Command
 from pdserve.router.fleet.link import WorkerLink, WorkerLost
 
 SEND_DEADLINE_S = 10.0
-HELLO_DEADLINE_S = 30.0  # for the first event of a stream; the engine may be within a long step. Later ones: Fleet
-REJOIN_S = 0.5  # a worker whose stream broke while it still counts as running is tried again this often
+# for the first event of a stream; the engine may be within a long step. Later ones: Fleet
+HELLO_DEADLINE_S = 30.0
+# a worker whose stream broke while it still counts as running is tried again this often
+REJOIN_S = 0.5
 MAX_COMMAND_BYTES = 3 << 20  # Serve's gRPC servers take 4 MiB
 
-# RayActorError (ActorDied, or ActorUnavailable over gRPC), errors of the replica itself, and calls that never got to
-# it.
-LOSSES = (RayError, RayServeException, RequestCancelledError, grpc.RpcError, ConnectionError, TimeoutError)
+# RayActorError (ActorDied, or ActorUnavailable over gRPC), errors of the replica itself, and calls
+# that never got to it.
+LOSSES = (
+    RayError,
+    RayServeException,
+    RequestCancelledError,
+    grpc.RpcError,
+    ConnectionError,
+    TimeoutError,
+)
 
 
 class ServeLink:
-    """One worker seen from this process. handle: of the worker's deployment, shared by all links to it."""
+    """One worker seen from this process. handle: of the worker's deployment, shared by all links to
+    it."""
 
     def __init__(self, handle: DeploymentHandle, worker_id: str) -> None:
         self._worker_id = worker_id
@@ -57,7 +67,8 @@ class ServeLink:
         data = encode(command)
         if len(data) > MAX_COMMAND_BYTES:
             raise ValueError(
-                f"prompt: the request takes {len(data)} bytes, more than the {MAX_COMMAND_BYTES} a worker is sent"
+                f"prompt: the request takes {len(data)} bytes, more than the {MAX_COMMAND_BYTES} a "
+                "worker is sent"
             )
         await self._batcher.send(data)
 
@@ -93,13 +104,15 @@ class ServeLink:
 
     def _lost(self, error: Exception) -> WorkerLost:
         return (
-            error if isinstance(error, WorkerLost) else WorkerLost(f"{type(error).__name__}: {error}".splitlines()[0])
+            error
+            if isinstance(error, WorkerLost)
+            else WorkerLost(f"{type(error).__name__}: {error}".splitlines()[0])
         )
 
 
 def _call(handle: DeploymentHandle, *args: Any, **kwargs: Any) -> Any:
-    """Outside the context of the HTTP request that may be running: Serve cancels what a cancelled request has called,
-    and the goodbyes to its workers are sent just then."""
+    """Outside the context of the HTTP request that may be running: Serve cancels what a cancelled
+    request has called, and the goodbyes to its workers are sent just then."""
     return Context().run(handle.remote, *args, **kwargs)
 
 
@@ -119,7 +132,8 @@ class Membership(Protocol):
 
 
 class MembershipWatcher:
-    """Keeps a fleet equal to the running replicas of some worker deployments. Make and use it inside the event loop."""
+    """Keeps a fleet equal to the running replicas of some worker deployments. Make and use it
+    inside the event loop."""
 
     def __init__(self, fleet: Membership, handles: list[DeploymentHandle]) -> None:
         self._fleet = fleet
@@ -167,4 +181,5 @@ class MembershipWatcher:
                 self._fleet.join(self._links[worker_id])
         for worker_id in self._links.keys() - present:
             self._fleet.leave(worker_id)
-            del self._links[worker_id]  # only now: whoever did not leave for an error leaves at the next look
+            # only now: whoever did not leave for an error leaves at the next look
+            del self._links[worker_id]

@@ -1,8 +1,8 @@
 """What can be known of a cluster before anything of it starts: one list of checks.
 
-`pdserve doctor` prints all findings; `pdserve up` prints the hints and stops at errors. A check asks
-this machine and the nodes that it is given; it starts nothing. Imports Ray inside functions only
-(for `cluster.operate.ray_settings`' reason).
+`pdserve doctor` prints all findings; `pdserve up` prints the hints and stops at errors. A check
+asks this machine and the nodes that it is given; it starts nothing. Imports Ray inside functions
+only (for `cluster.operate.ray_settings`' reason).
 """
 
 import socket
@@ -59,7 +59,8 @@ def this_machine() -> Place:
 
 
 def ray_answers(address: str) -> None:
-    """ValueError when nobody listens at RAY_ADDRESS, if that is host:port: Ray tries for minutes."""
+    """ValueError when nobody listens at RAY_ADDRESS, if that is host:port: Ray tries for
+    minutes."""
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or "/" in host:
         return  # "auto", or a scheme that Ray knows
@@ -85,7 +86,8 @@ def listener(file: ClusterFile) -> Iterator[Finding]:
     if not file.names_host:
         yield (
             "hint",
-            f"http_options.host is not set: `pdserve up` listens on {host}, `serve run` on every interface; write it",
+            f"http_options.host is not set: `pdserve up` listens on {host}, `serve run` on every "
+            "interface; write it",
         )
     if is_open(host) and not has_keys(config):
         yield "hint", open_door(host)
@@ -120,8 +122,8 @@ def keys(config: ClusterConfig, place: Place) -> Iterator[Finding]:
 
 
 def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
-    """The folder, or what the Hub has of it without the weights. Elsewhere every node reads its own copy, so
-    that what is wrong with the one here is a hint."""
+    """The folder, or what the Hub has of it without the weights. Elsewhere every node reads its own
+    copy, so that what is wrong with the one here is a hint."""
     try:
         folder = resolve_folder(config.model.resolved_path, "dummy")
         spec = read_spec(str(folder), "dummy")
@@ -162,7 +164,8 @@ def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Find
     if chosen == "cpu" and num_gpus:
         yield (
             "hint",
-            f"{key}.num_gpus is {num_gpus:g}, but its engine.device is cpu: Ray keeps GPUs for it that it never uses",
+            f"{key}.num_gpus is {num_gpus:g}, but its engine.device is cpu: Ray keeps GPUs for it "
+            "that it never uses",
         )
     if num_gpus > 1:
         yield "hint", f"{key}.num_gpus is {num_gpus:g}, but an engine uses one GPU: set it to 1"

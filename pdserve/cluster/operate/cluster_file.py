@@ -2,7 +2,8 @@
 
 Serve ignores keys that it does not know. Here every key of every level must be one of the installed
 Serve's, so that a misspelt `args` is an error and not a cluster of defaults. Imports Ray inside
-functions only (for `cluster.operate.ray_settings`' reason). Used by `pdserve up` and `pdserve doctor`.
+functions only (for `cluster.operate.ray_settings`' reason). Used by `pdserve up` and `pdserve
+doctor`.
 """
 
 import difflib
@@ -69,7 +70,9 @@ def load(path: Path) -> ClusterFile:
         _check_as_serve_does(document)
         return ClusterFile(document, application, _config(application))
     except RecursionError:
-        raise ValueError(f"{path}: is nested too deeply, or something in it holds itself by an alias") from None
+        raise ValueError(
+            f"{path}: is nested too deeply, or something in it holds itself by an alias"
+        ) from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -142,7 +145,9 @@ def _application(document: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"`applications:` must be a list of one application, and is {found}")
     application = applications[0]
     if not isinstance(application, dict):
-        raise ValueError(f"applications[0] must be a mapping with import_path and args, not {application!r}")
+        raise ValueError(
+            f"applications[0] must be a mapping with import_path and args, not {application!r}"
+        )
     if application.get("import_path") != BUILDER:
         path = application.get("import_path")
         raise ValueError(f"applications[0].import_path must be {BUILDER}, not {path!r}")

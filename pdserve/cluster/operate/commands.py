@@ -1,8 +1,9 @@
-"""`pdserve workers | role | scale`: what an operator says to a running cluster, through the Python handle.
+"""`pdserve workers | role | scale`: what an operator says to a running cluster, through the Python
+handle.
 
-So it works wherever the cluster runs (`pdserve up`, `serve run`, behind HAProxy, many nodes), for whoever has Ray's
-token; nothing listens for it. Ray is imported inside functions only, for the reason that `cluster.cli` has, which calls
-this.
+So it works wherever the cluster runs (`pdserve up`, `serve run`, behind HAProxy, many nodes), for
+whoever has Ray's token; nothing listens for it. Ray is imported inside functions only, for the
+reason that `cluster.cli` has, which calls this.
 """
 
 import argparse
@@ -22,15 +23,25 @@ LOOK_S = 0.5
 
 def add_operator_arguments(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     force = argparse.ArgumentParser(add_help=False)
-    force.add_argument("--force", action="store_true", help="also when nobody might be left who can decode")
+    force.add_argument(
+        "--force", action="store_true", help="also when nobody might be left who can decode"
+    )
     where = argparse.ArgumentParser(add_help=False)
     where.add_argument("--app", default="pdserve", help="name of the application (default pdserve)")
-    where.add_argument("--address", help="of the Ray cluster; default: RAY_ADDRESS, or the one on this machine")
-    commands.add_parser("workers", parents=[where], help="say which workers there are, and what they do")
-    role = commands.add_parser("role", parents=[where, force], help="change what a worker is for, while it serves")
+    where.add_argument(
+        "--address", help="of the Ray cluster; default: RAY_ADDRESS, or the one on this machine"
+    )
+    commands.add_parser(
+        "workers", parents=[where], help="say which workers there are, and what they do"
+    )
+    role = commands.add_parser(
+        "role", parents=[where, force], help="change what a worker is for, while it serves"
+    )
     role.add_argument("worker", help="its id, or the part behind #")
     role.add_argument("role", choices=("prefill", "decode", "both"))
-    scale = commands.add_parser("scale", parents=[where, force], help="change how many workers there are")
+    scale = commands.add_parser(
+        "scale", parents=[where, force], help="change how many workers there are"
+    )
     scale.add_argument("counts", nargs="+", metavar="prefill=N|decode=N", type=_count)
     text = "seconds until they must be there (default 300); 0: do not wait"
     scale.add_argument("--wait", type=integer(0), default=300, help=text)
@@ -44,7 +55,9 @@ def run_operator(options: argparse.Namespace) -> int:
         with connect(options.address, options.app) as client:
             if options.command == "role":
                 report = client.set_role(options.worker, options.role, options.force)
-                print(f"{report.worker} is {report.role}, with {report.num_running} sequences running")
+                print(
+                    f"{report.worker} is {report.role}, with {report.num_running} sequences running"
+                )
                 return 0
             if options.command == "scale":
                 return _scale(client, dict(options.counts), options.force, options.wait, print)
@@ -54,40 +67,54 @@ def run_operator(options: argparse.Namespace) -> int:
         raise ValueError(str(error)) from error
 
 
-def _scale(client: "Client", counts: dict[str, int], force: bool, wait_s: int, say: Callable[[str], None]) -> int:
+def _scale(
+    client: "Client", counts: dict[str, int], force: bool, wait_s: int, say: Callable[[str], None]
+) -> int:
     report = client.scale(counts.get("prefill"), counts.get("decode"), force)
     for warning in report.warnings:
         say(f"pdserve: {warning}")
     deadline = time.monotonic() + wait_s
     shown = ""
     while True:
-        line = ", ".join(f"{key}: {count.running} of {count.target}" for key, count in report.counts.items())
+        line = ", ".join(
+            f"{key}: {count.running} of {count.target}" for key, count in report.counts.items()
+        )
         if line != shown:
             say(f"pdserve: {line}")
             shown = line
         if wait_s == 0 or is_reached(report, counts):
             return 0
         if time.monotonic() > deadline:
-            raise ValueError(f"not there after {wait_s} s ({line}); Serve goes on trying: `serve status` says more")
+            raise ValueError(
+                f"not there after {wait_s} s ({line}); Serve goes on trying: `serve status` says "
+                "more"
+            )
         time.sleep(LOOK_S)
         report = client.workers()
 
 
 def is_reached(report: ClusterReport, counts: dict[str, int]) -> bool:
     """As many run as were asked for."""
-    return all(key in report.counts and report.counts[key].running == count for key, count in counts.items())
+    return all(
+        key in report.counts and report.counts[key].running == count
+        for key, count in counts.items()
+    )
 
 
 def table(report: ClusterReport) -> Iterator[str]:
     """Lines: workers, then counts."""
-    rows: list[Sequence[object]] = [("worker", "role", "state", "running", "waiting", "queued tokens", "blocks free")]
+    rows: list[Sequence[object]] = [
+        ("worker", "role", "state", "running", "waiting", "queued tokens", "blocks free")
+    ]
     for worker in report.workers:
         blocks = f"{worker.free_blocks}/{worker.total_blocks}"
         numbers = (worker.num_running, worker.num_waiting, worker.queue_tokens, blocks)
         rows.append((worker.worker, worker.role, worker.state, *numbers))
     widths = [max(len(str(cell)) for cell in column) for column in zip(*rows, strict=True)]
     for row in rows:
-        yield "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        yield "  ".join(
+            str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)
+        ).rstrip()
     for key, count in report.counts.items():
         yield f"{key}: {count.running} of {count.target} running"
 

@@ -1,9 +1,10 @@
-"""A Grafana dashboard of the cluster, made of our metrics; `pdserve dashboard` prints it, `pdserve up` puts it beside
-Ray's own.
+"""A Grafana dashboard of the cluster, made of our metrics; `pdserve dashboard` prints it, `pdserve
+up` puts it beside Ray's own.
 
-One list of rows for both sources: Ray's exporter (names behind `ray_`) and the routers' own pages. A router's page has
-the figures of all workers, so with several routers a worker's series come several times: every query over workers takes
-the largest by worker first. Knows no Ray. tests/cluster/test_dashboard checks each query against metrics that exist.
+One list of rows for both sources: Ray's exporter (names behind `ray_`) and the routers' own pages.
+A router's page has the figures of all workers, so with several routers a worker's series come
+several times: every query over workers takes the largest by worker first. Knows no Ray.
+tests/cluster/test_dashboard checks each query against metrics that exist.
 """
 
 import json
@@ -48,7 +49,8 @@ def dashboard(source: Source) -> dict[str, Any]:
 
 
 def place(folder: Path) -> Path | None:
-    """Write the dashboard of Ray's exporter into the folder that Ray's Grafana reads; None: Ray has made none."""
+    """Write the dashboard of Ray's exporter into the folder that Ray's Grafana reads; None: Ray has
+    made none."""
     if not folder.is_dir():
         return None
     path = folder / "pdserve_grafana_dashboard.json"
@@ -57,7 +59,13 @@ def place(folder: Path) -> Path | None:
 
 
 def _datasource_variable() -> dict[str, Any]:
-    return {"name": "datasource", "type": "datasource", "query": "prometheus", "hide": 0, "multi": False}
+    return {
+        "name": "datasource",
+        "type": "datasource",
+        "query": "prometheus",
+        "hide": 0,
+        "multi": False,
+    }
 
 
 def _panels(source: Source) -> Iterator[dict[str, Any]]:
@@ -77,7 +85,9 @@ def _panels(source: Source) -> Iterator[dict[str, Any]]:
         for index, panel in enumerate(row.panels):
             column = index % PER_ROW
             line = index // PER_ROW
-            yield _panel(panel, number, _place(column * WIDTH, top + line * HEIGHT, WIDTH, HEIGHT), source)
+            yield _panel(
+                panel, number, _place(column * WIDTH, top + line * HEIGHT, WIDTH, HEIGHT), source
+            )
             number += 1
         top += -(-len(row.panels) // PER_ROW) * HEIGHT
 
@@ -88,7 +98,10 @@ def _place(x: int, y: int, width: int, height: int) -> dict[str, int]:
 
 def _panel(panel: Panel, number: int, position: dict[str, int], source: Source) -> dict[str, Any]:
     datasource = {"type": "prometheus", "uid": "${datasource}"}
-    custom = {"fillOpacity": 20 if panel.stacked else 0, "stacking": {"mode": "normal" if panel.stacked else "none"}}
+    custom = {
+        "fillOpacity": 20 if panel.stacked else 0,
+        "stacking": {"mode": "normal" if panel.stacked else "none"},
+    }
     return {
         "id": number,
         "type": "timeseries",
@@ -96,8 +109,14 @@ def _panel(panel: Panel, number: int, position: dict[str, int], source: Source) 
         "description": panel.text,
         "datasource": datasource,
         "gridPos": position,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0, "custom": custom}, "overrides": []},
-        "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
+        "fieldConfig": {
+            "defaults": {"unit": panel.unit, "min": 0, "custom": custom},
+            "overrides": [],
+        },
+        "options": {
+            "legend": {"displayMode": "list", "placement": "bottom"},
+            "tooltip": {"mode": "multi"},
+        },
         "targets": [
             {
                 "refId": chr(ord("A") + index),

@@ -13,7 +13,8 @@ DECODE = 'role=~"decode|both"'
 
 @dataclass(frozen=True)
 class Query:
-    """expr: PromQL with P@ where the names' prefix belongs. legend: of each series, in Grafana's form."""
+    """expr: PromQL with P@ where the names' prefix belongs. legend: of each series, in Grafana's
+    form."""
 
     expr: str
     legend: str
@@ -46,7 +47,8 @@ def router_rate(metric: str, *by: str) -> str:
 
 
 def worker_rate(metric: str, *by: str, where: str = "", apart: tuple[str, ...] = ()) -> str:
-    """Of a counter, a second, over the workers that `where` selects. apart: its labels beside those of `by`."""
+    """Of a counter, a second, over the workers that `where` selects. apart: its labels beside those
+    of `by`."""
     return _over_workers(f"rate(P@pdserve_{metric}{_braces(where)}{WINDOW})", by, apart)
 
 
@@ -76,11 +78,16 @@ def router_quantiles(metric: str, *quantiles: float) -> tuple[Query, ...]:
     return tuple(Query(f"histogram_quantile({q:g}, {buckets})", _percentile(q)) for q in quantiles)
 
 
-def worker_quantiles(metric: str, *quantiles: float, where: str = "", by: tuple[str, ...] = ()) -> tuple[Query, ...]:
-    """Of a histogram, over the workers that `where` selects; one each of the values of the labels `by`."""
+def worker_quantiles(
+    metric: str, *quantiles: float, where: str = "", by: tuple[str, ...] = ()
+) -> tuple[Query, ...]:
+    """Of a histogram, over the workers that `where` selects; one each of the values of the labels
+    `by`."""
     buckets = worker_rate(f"{metric}_bucket", "le", *by, where=where)
     legend = "".join(f" {{{{{label}}}}}" for label in by)
-    return tuple(Query(f"histogram_quantile({q:g}, {buckets})", _percentile(q) + legend) for q in quantiles)
+    return tuple(
+        Query(f"histogram_quantile({q:g}, {buckets})", _percentile(q) + legend) for q in quantiles
+    )
 
 
 def _percentile(quantile: float) -> str:

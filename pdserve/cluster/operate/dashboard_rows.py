@@ -1,6 +1,7 @@
 """The dashboard's rows: which figures stand beside each other.
 
-One list for both sources. tests/cluster/test_dashboard.py checks each query against metrics that exist.
+One list for both sources. tests/cluster/test_dashboard.py checks each query against metrics that
+exist.
 """
 
 from pdserve.cluster.operate.dashboard_panels import (
@@ -20,7 +21,10 @@ from pdserve.cluster.operate.dashboard_panels import (
 
 def _worker_row(title: str, where: str, *panels: Panel) -> Row:
     """What is asked of workers of either role, and then some."""
-    queue = "From a leg's arrival at its worker to its first step; waiting for blocks and for the transfer is in it."
+    queue = (
+        "From a leg's arrival at its worker to its first step; waiting for blocks and for the "
+        "transfer is in it."
+    )
     return Row(
         title,
         (
@@ -39,7 +43,12 @@ def _worker_row(title: str, where: str, *panels: Panel) -> Row:
                 "percentunit",
                 (Query(worker_value("kv_cache_usage_perc", "worker", where=where), "{{worker}}"),),
             ),
-            Panel("Queue time", "s", worker_quantiles("request_queue_time_seconds", 0.5, 0.99, where=where), queue),
+            Panel(
+                "Queue time",
+                "s",
+                worker_quantiles("request_queue_time_seconds", 0.5, 0.99, where=where),
+                queue,
+            ),
             *panels,
         ),
     )
@@ -78,7 +87,11 @@ LOAD = Row(
         Panel(
             "Choices a second, by why they ended",
             "short",
-            (Query(router_rate("request_success_total", "finished_reason"), "{{finished_reason}}"),),
+            (
+                Query(
+                    router_rate("request_success_total", "finished_reason"), "{{finished_reason}}"
+                ),
+            ),
         ),
         Panel(
             "Lengths in tokens",
@@ -95,7 +108,11 @@ LOAD = Row(
 LATENCY = Row(
     "Latency",
     (
-        Panel("Time to first token", "s", router_quantiles("time_to_first_token_seconds", 0.5, 0.9, 0.99)),
+        Panel(
+            "Time to first token",
+            "s",
+            router_quantiles("time_to_first_token_seconds", 0.5, 0.9, 0.99),
+        ),
         Panel(
             "Time per output token, mean of a choice",
             "s",
@@ -125,7 +142,11 @@ LATENCY = Row(
 PREFILL_ROW = _worker_row(
     "Prefill workers",
     PREFILL,
-    Panel("Prefill time", "s", worker_quantiles("request_prefill_time_seconds", 0.5, 0.99, where=PREFILL)),
+    Panel(
+        "Prefill time",
+        "s",
+        worker_quantiles("request_prefill_time_seconds", 0.5, 0.99, where=PREFILL),
+    ),
     Panel(
         "Prompt tokens computed a second",
         "short",
@@ -140,7 +161,11 @@ DECODE_ROW = _worker_row(
     Panel(
         "Tokens sampled a second",
         "short",
-        (Query(worker_rate("engine_generation_tokens_total", "worker", where=DECODE), "{{worker}}"),),
+        (
+            Query(
+                worker_rate("engine_generation_tokens_total", "worker", where=DECODE), "{{worker}}"
+            ),
+        ),
     ),
     Panel(
         "Prompt tokens computed a second",
@@ -171,7 +196,12 @@ HAND_OFF = Row(
         Panel(
             "Pulls a second, by how they ended",
             "short",
-            (Query(worker_rate("kv_transfers_total", "transport", "outcome"), "{{transport}} {{outcome}}"),),
+            (
+                Query(
+                    worker_rate("kv_transfers_total", "transport", "outcome"),
+                    "{{transport}} {{outcome}}",
+                ),
+            ),
         ),
         Panel(
             "Lag",
@@ -212,7 +242,11 @@ HAND_OFF = Row(
                 ),
             ),
         ),
-        Panel("Tickets a second", "short", (Query(worker_rate("kv_tickets_total", "event"), "{{event}}"),)),
+        Panel(
+            "Tickets a second",
+            "short",
+            (Query(worker_rate("kv_tickets_total", "event"), "{{event}}"),),
+        ),
     ),
 )
 
@@ -235,9 +269,22 @@ CACHES = Row(
         Panel(
             "Share of prompt tokens that nobody computed",
             "percentunit",
-            (Query(share(router_rate("cached_prompt_tokens_total"), router_rate("prompt_tokens_total")), "cached"),),
+            (
+                Query(
+                    share(
+                        router_rate("cached_prompt_tokens_total"),
+                        router_rate("prompt_tokens_total"),
+                    ),
+                    "cached",
+                ),
+            ),
         ),
-        Panel("KV blocks by state", "short", (Query(worker_value("kv_blocks", "state"), "{{state}}"),), stacked=True),
+        Panel(
+            "KV blocks by state",
+            "short",
+            (Query(worker_value("kv_blocks", "state"), "{{state}}"),),
+            stacked=True,
+        ),
         Panel(
             "Fragmentation of blank blocks",
             "percentunit",
@@ -270,7 +317,11 @@ SPLIT = Row(
         Panel(
             "Attempts a second, by plan and reason",
             "short",
-            (Query(router_rate("split_decisions_total", "plan", "reason"), "{{plan}}: {{reason}}"),),
+            (
+                Query(
+                    router_rate("split_decisions_total", "plan", "reason"), "{{plan}}: {{reason}}"
+                ),
+            ),
             stacked=True,
         ),
         Panel(
@@ -286,7 +337,9 @@ FAILOVERS = Row(
     "Failovers",
     (
         Panel(
-            "Failovers a second, by reason", "short", (Query(router_rate("failovers_total", "reason"), "{{reason}}"),)
+            "Failovers a second, by reason",
+            "short",
+            (Query(router_rate("failovers_total", "reason"), "{{reason}}"),),
         ),
         Panel("Pause that clients saw", "s", router_quantiles("failover_pause_seconds", 0.5, 0.99)),
         Panel(
@@ -305,11 +358,17 @@ SLO = Row(
             "percentunit",
             (
                 Query(
-                    share(router_rate('slo_requests_total{missed="none"}'), router_rate("slo_requests_total")),
+                    share(
+                        router_rate('slo_requests_total{missed="none"}'),
+                        router_rate("slo_requests_total"),
+                    ),
                     "prompts",
                 ),
                 Query(
-                    share(router_rate('slo_tokens_total{missed="none"}'), router_rate("slo_tokens_total")),
+                    share(
+                        router_rate('slo_tokens_total{missed="none"}'),
+                        router_rate("slo_tokens_total"),
+                    ),
                     "their tokens",
                 ),
             ),
@@ -325,7 +384,9 @@ SLO = Row(
             "Targets, and what is reached",
             "s",
             (
-                Query("max by (target) (P@pdserve_router_slo_target_seconds)", "{{target}} promised"),
+                Query(
+                    "max by (target) (P@pdserve_router_slo_target_seconds)", "{{target}} promised"
+                ),
                 *(
                     Query(query.expr, f"ttft {query.legend}")
                     for query in router_quantiles("time_to_first_token_seconds", 0.99)
@@ -345,10 +406,23 @@ POOL = Row(
         Panel(
             "Operations a second",
             "short",
-            (Query(worker_rate("kv_pool_requests_total", "operation", "outcome"), "{{operation}} {{outcome}}"),),
+            (
+                Query(
+                    worker_rate("kv_pool_requests_total", "operation", "outcome"),
+                    "{{operation}} {{outcome}}",
+                ),
+            ),
         ),
-        Panel("Bytes a second", "Bps", (Query(worker_rate("kv_pool_bytes_total", "operation"), "{{operation}}"),)),
-        Panel("Time of an operation", "s", worker_quantiles("kv_pool_seconds", 0.5, 0.99, by=("operation",))),
+        Panel(
+            "Bytes a second",
+            "Bps",
+            (Query(worker_rate("kv_pool_bytes_total", "operation"), "{{operation}}"),),
+        ),
+        Panel(
+            "Time of an operation",
+            "s",
+            worker_quantiles("kv_pool_seconds", 0.5, 0.99, by=("operation",)),
+        ),
         Panel(
             "Workers that do not ask it, after errors",
             "short",

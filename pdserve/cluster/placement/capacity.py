@@ -1,7 +1,8 @@
-"""Whether the connected Ray cluster has room for an application, asked before Serve is: Serve waits for ever.
+"""Whether the connected Ray cluster has room for an application, asked before Serve is: Serve waits
+for ever.
 
-Knows no requests. `cluster.app` waits here while it builds the application; whether the nodes would do if they were
-empty, `cluster.operate.checks` says before that.
+Knows no requests. `cluster.app` waits here while it builds the application; whether the nodes would
+do if they were empty, `cluster.operate.checks` says before that.
 """
 
 import logging
@@ -22,8 +23,9 @@ POLL_S = 0.5
 
 
 class NoCapacity(RayServeException, ValueError):
-    """Replicas cannot be placed. Of Serve's family, because whatever else a builder raises Serve takes for an accident:
-    it builds three times more, each with its whole deadline, and shows a traceback."""
+    """Replicas cannot be placed. Of Serve's family, because whatever else a builder raises Serve
+    takes for an accident: it builds three times more, each with its whole deadline, and shows a
+    traceback."""
 
 
 def await_capacity(config: ClusterConfig) -> None:
@@ -34,21 +36,29 @@ def await_capacity(config: ClusterConfig) -> None:
     warned = False
     while complaints := unplaceable(config, usable_nodes()):
         if time.monotonic() > deadline:
-            raise _no_capacity(config, complaints, f"within {config.placement_deadline_s:g} s (placement_deadline_s)")
+            raise _no_capacity(
+                config,
+                complaints,
+                f"within {config.placement_deadline_s:g} s (placement_deadline_s)",
+            )
         if not warned:
             limit_s = config.placement_deadline_s
-            logger.warning("waiting at most %g s for nodes with room: %s", limit_s, "; ".join(complaints))
+            logger.warning(
+                "waiting at most %g s for nodes with room: %s", limit_s, "; ".join(complaints)
+            )
             warned = True
         time.sleep(POLL_S)
 
 
 def usable_nodes() -> list[Node]:
-    """The nodes. Of an update everything counts as free: replicas that run already make way for the new ones."""
+    """The nodes. Of an update everything counts as free: replicas that run already make way for the
+    new ones."""
     return [node.emptied() for node in nodes()] if _is_update() else nodes()
 
 
 def nodes() -> list[Node]:
-    """All that live, as Ray knows them now; what is free is known a moment later than what is there."""
+    """All that live, as Ray knows them now; what is free is known a moment later than what is
+    there."""
     free = available_resources_per_node()
     return [
         Node(
@@ -63,9 +73,15 @@ def nodes() -> list[Node]:
 
 
 def _is_update() -> bool:
-    return any(ROUTER in application.deployments for application in serve.status().applications.values())
+    return any(
+        ROUTER in application.deployments for application in serve.status().applications.values()
+    )
 
 
 def _no_capacity(config: ClusterConfig, complaints: list[str], when: str) -> NoCapacity:
     have = described(nodes(), sorted(resource_names(config)))
-    return NoCapacity("\n".join([f"there is no room for this cluster {when}:", *complaints, "The nodes have", have]))
+    return NoCapacity(
+        "\n".join(
+            [f"there is no room for this cluster {when}:", *complaints, "The nodes have", have]
+        )
+    )

@@ -1,7 +1,8 @@
 """What each replica asks of Ray, and whether some node could give it.
 
-A worker is one placement group on one node: bundle 0 holds the replica, bundle 1 its engine rank with the GPU. Knows no
-Serve and asks no Ray. Used by `cluster.app` (to place) and `cluster.placement.capacity` (to say what cannot be placed).
+A worker is one placement group on one node: bundle 0 holds the replica, bundle 1 its engine rank
+with the GPU. Knows no Serve and asks no Ray. Used by `cluster.app` (to place) and
+`cluster.placement.capacity` (to say what cannot be placed).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -34,8 +35,8 @@ class Node:
 
 @dataclass(frozen=True)
 class Need:
-    """So many replicas of a deployment, by its key in the configuration. resources, labels: of the one node that holds
-    a replica."""
+    """So many replicas of a deployment, by its key in the configuration. resources, labels: of the
+    one node that holds a replica."""
 
     deployment: str
     replicas: int
@@ -73,12 +74,19 @@ def has_labels(node: Node, selectors: Mapping[str, str]) -> bool:
 def unplaceable(config: ClusterConfig, nodes: Sequence[Node]) -> list[str]:
     """Complaints about replicas that do not fit on what is free of these nodes; empty when all fit.
 
-    First fit, deployments in the order that leaves the fewest out: a complaint may be wrong only where nodes would be
-    filled to the last crumb.
+    First fit, deployments in the order that leaves the fewest out: a complaint may be wrong only
+    where nodes would be filled to the last crumb.
     """
     needs = _needs(config)
-    missing = min((_left_out(order, nodes) for order in permutations(needs)), key=lambda left: sum(left.values()))
-    return [_complaint(need, missing[need.deployment], nodes) for need in needs if missing[need.deployment]]
+    missing = min(
+        (_left_out(order, nodes) for order in permutations(needs)),
+        key=lambda left: sum(left.values()),
+    )
+    return [
+        _complaint(need, missing[need.deployment], nodes)
+        for need in needs
+        if missing[need.deployment]
+    ]
 
 
 def described(nodes: Sequence[Node], names: Iterable[str]) -> str:
@@ -86,8 +94,16 @@ def described(nodes: Sequence[Node], names: Iterable[str]) -> str:
     shown = dict.fromkeys(["CPU", "GPU", *names])
     lines = []
     for node in nodes[:NODES_SHOWN]:
-        parts = [f"{_free(node, name):g} of {node.total[name]:g} {name} free" for name in shown if name in node.total]
-        labels = [f"{key}={value}" for key, value in sorted(node.labels.items()) if key != "ray.io/node-id"]
+        parts = [
+            f"{_free(node, name):g} of {node.total[name]:g} {name} free"
+            for name in shown
+            if name in node.total
+        ]
+        labels = [
+            f"{key}={value}"
+            for key, value in sorted(node.labels.items())
+            if key != "ray.io/node-id"
+        ]
         lines.append(f"{node.name}: {', '.join(parts)}; labels: {', '.join(labels) or 'none'}")
     if len(nodes) > NODES_SHOWN:
         lines.append(f"and {len(nodes) - NODES_SHOWN} more nodes")
@@ -105,7 +121,9 @@ def _free(node: Node, name: str) -> float:
 
 def _needs(config: ClusterConfig) -> list[Need]:
     router = config.router
-    needs = [Need("router", router.replicas, {"CPU": router.num_cpus, **router.resources}, router.labels)]
+    needs = [
+        Need("router", router.replicas, {"CPU": router.num_cpus, **router.resources}, router.labels)
+    ]
     for name in config.worker_keys:
         deployment = config.deployment(name)
         total: dict[str, float] = {}
@@ -139,8 +157,14 @@ def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
     wanted = ", ".join([*asked, *(["the labels {" + ", ".join(labels) + "}"] if labels else [])])
     labelled = [node for node in nodes if has_labels(node, need.labels)]
     large = sum(need.num_fitting(node, node.total) > 0 for node in labelled)
-    found = f"{len(labelled)} of {len(nodes)} nodes have the labels, " if labels else f"of {len(nodes)} nodes "
+    found = (
+        f"{len(labelled)} of {len(nodes)} nodes have the labels, "
+        if labels
+        else f"of {len(nodes)} nodes "
+    )
     return (
-        f"{need.deployment}: {need.replicas} replicas, each on one node with {wanted or 'next to nothing'}; there is "
-        f"room for {need.replicas - missing} ({found}{large} could hold one if nothing else used them)"
+        f"{need.deployment}: {need.replicas} replicas, each on one node with "
+        f"{wanted or 'next to nothing'}; there is "
+        f"room for {need.replicas - missing} ({found}{large} could hold one if nothing else used "
+        "them)"
     )

@@ -1,7 +1,9 @@
-"""Lets counts follow load: once a second, on the first router (Serve numbers them), from what all workers pushed to it.
+"""Lets counts follow load: once a second, on the first router (Serve numbers them), from what all
+workers pushed to it.
 
-What is decided is `cluster.scaling.demand`'s. Two routers that think they are first for a moment set the same targets.
-Knows Serve through `ReplicaCounts` and `is_first` only. Made by `cluster.deployments.router_replica`.
+What is decided is `cluster.scaling.demand`'s. Two routers that think they are first for a moment
+set the same targets. Knows Serve through `ReplicaCounts` and `is_first` only. Made by
+`cluster.deployments.router_replica`.
 """
 
 import asyncio
@@ -10,7 +12,14 @@ import time
 from collections.abc import Callable, Mapping
 
 from pdserve.background.tasks import keep
-from pdserve.cluster.scaling.demand import LeastInterval, Load, Scaler, decode_demand, prefill_demand, queue_target_ms
+from pdserve.cluster.scaling.demand import (
+    LeastInterval,
+    Load,
+    Scaler,
+    decode_demand,
+    prefill_demand,
+    queue_target_ms,
+)
 from pdserve.configs.schema import AutoscalingConfig, ClusterConfig
 from pdserve.router.admin import CannotScale, Count, ReplicaCounts, decoders_left, deployment_of
 from pdserve.router.choosing.predict import Predictor
@@ -45,7 +54,11 @@ class Autoscaler:
         deployments = {"decode": config.decode}
         if config.mode == "disaggregated":
             deployments["prefill"] = config.prefill
-        self._bounds = {key: part.autoscaling for key, part in deployments.items() if part.autoscaling is not None}
+        self._bounds = {
+            key: part.autoscaling
+            for key, part in deployments.items()
+            if part.autoscaling is not None
+        }
         self._scalers = {key: Scaler(bounds) for key, bounds in self._bounds.items()}
         self._task: asyncio.Task[None] | None = None
 
@@ -83,12 +96,15 @@ class Autoscaler:
             demand = self._demand(key, self._bounds[key], loads)
             target = counts[key].target
             running = counts[key].running
-            new = scaler.decide(demand, len(loads), target, running, self._is_settled(key, counts), self._now())
+            new = scaler.decide(
+                demand, len(loads), target, running, self._is_settled(key, counts), self._now()
+            )
             if new != target:
                 await self._set(key, target, new, demand)
 
     async def _set(self, key: str, target: int, new: int, demand: float) -> None:
-        """Unless somebody else has set it meanwhile; down only as far as one that can decode is left for sure."""
+        """Unless somebody else has set it meanwhile; down only as far as one that can decode is
+        left for sure."""
         self._known = None
         targets = {name: count.target for name, count in (await self._counts_of_late()).items()}
         if targets[key] != target:
@@ -97,7 +113,9 @@ class Autoscaler:
             new += 1
         if new == target:
             if self._kept.get(key) != target:
-                logger.warning("autoscaling: %s stays at %d: nobody might be left who can decode", key, target)
+                logger.warning(
+                    "autoscaling: %s stays at %d: nobody might be left who can decode", key, target
+                )
             self._kept[key] = target
             return
         self._kept.pop(key, None)
@@ -116,7 +134,9 @@ class Autoscaler:
         if key == "prefill":
             return prefill_demand(list(loads.values()), queue_ms)
         self._least.see(loads, self._now())
-        return decode_demand(list(loads.values()), queue_ms, self._slo.tpot_ms, bounds.sequences, self._least.ms)
+        return decode_demand(
+            list(loads.values()), queue_ms, self._slo.tpot_ms, bounds.sequences, self._least.ms
+        )
 
     def _is_settled(self, key: str, counts: Mapping[str, Count]) -> bool:
         """Serve runs what it shall, and this router sees just these."""

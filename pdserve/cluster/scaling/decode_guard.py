@@ -1,8 +1,9 @@
-"""Somebody always decodes: when no worker has had the role for a while, one gets the role `both` until another comes.
+"""Somebody always decodes: when no worker has had the role for a while, one gets the role `both`
+until another comes.
 
-Without, a cluster whose roles were changed answers 503 for ever when its only decoder dies: the successor has its
-deployment's role, which may be prefill. Works on the first router (Serve numbers them). Decides no counts and starts no
-worker. Made by `cluster.deployments.router_replica`.
+Without, a cluster whose roles were changed answers 503 for ever when its only decoder dies: the
+successor has its deployment's role, which may be prefill. Works on the first router (Serve numbers
+them). Decides no counts and starts no worker. Made by `cluster.deployments.router_replica`.
 """
 
 import asyncio
@@ -23,12 +24,15 @@ AGAIN_S = 15.0  # with another one, until the role is taken back
 
 
 class DecodeGuard:
-    def __init__(self, fleet: Fleet, is_first: Callable[[], bool], now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, fleet: Fleet, is_first: Callable[[], bool], now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._fleet = fleet
         self._is_first = is_first
         self._now = now
         self._helper: str | None = None  # the worker that was given the role
-        self._differs_since: float | None = None  # from what is wanted: none decodes, or more than the helper does
+        # from what is wanted: none decodes, or more than the helper does
+        self._differs_since: float | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:

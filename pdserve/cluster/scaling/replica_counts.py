@@ -1,8 +1,9 @@
-"""How many workers Serve runs: read and set at its controller, through the call behind Serve's REST route for external
-scalers.
+"""How many workers Serve runs: read and set at its controller, through the call behind Serve's REST
+route for external scalers.
 
-Only the target changes: no other replica restarts, as each one would by a redeploy (docs/elasticity.md). It is
-`router.admin.ReplicaCounts`; made by `cluster.deployments.router_replica`. Which replica stops is Serve's choice.
+Only the target changes: no other replica restarts, as each one would by a redeploy
+(docs/elasticity.md). It is `router.admin.ReplicaCounts`; made by
+`cluster.deployments.router_replica`. Which replica stops is Serve's choice.
 """
 
 import asyncio
@@ -32,7 +33,9 @@ class ServeReplicaCounts:
         self._config = config
 
     async def get(self) -> dict[str, Count]:
-        asked = [self._ask("get_deployment_details", self._app, DEPLOYMENTS[key]) for key in self._keys]
+        asked = [
+            self._ask("get_deployment_details", self._app, DEPLOYMENTS[key]) for key in self._keys
+        ]
         details = await asyncio.gather(*asked)
         return {
             key: Count(
@@ -61,7 +64,8 @@ class ServeReplicaCounts:
         return serve.get_replica_context().app_name
 
     async def _ask(self, method: str, *args: Any) -> Any:
-        """Raises ConnectionError, and CannotScale when the application was not deployed for this."""
+        """Raises ConnectionError, and CannotScale when the application was not deployed for
+        this."""
         try:
             controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
             async with asyncio.timeout(ANSWER_S):
@@ -69,17 +73,27 @@ class ServeReplicaCounts:
         except RayTaskError as error:
             if isinstance(error.cause, ExternalScalerDisabledError):
                 raise CannotScale(
-                    f"the application {self._app!r} cannot be scaled: write `external_scaler_enabled: true` beside its "
+                    f"the application {self._app!r} cannot be scaled: write "
+                    "`external_scaler_enabled: true` beside its "
                     "`import_path:` and deploy it again (`pdserve up` does so by itself)"
                 ) from error
             raise ConnectionError(f"Serve's controller refused: {error.cause}") from error
         except (RayError, ValueError) as error:  # ValueError: there is no such actor
-            raise ConnectionError(f"Serve's controller cannot be reached: {error}".splitlines()[0]) from error
+            raise ConnectionError(
+                f"Serve's controller cannot be reached: {error}".splitlines()[0]
+            ) from error
         except TimeoutError:
-            raise ConnectionError(f"Serve's controller did not answer within {ANSWER_S:g} s") from None
+            raise ConnectionError(
+                f"Serve's controller did not answer within {ANSWER_S:g} s"
+            ) from None
 
     def _complaints(self, targets: Mapping[str, int]) -> list[str]:
-        """What these nodes have no room for. targets: of all deployments; those of the configuration may be long
-        gone."""
-        parts = {key: getattr(self._config, key).model_copy(update={"replicas": n}) for key, n in targets.items()}
-        return unplaceable(self._config.model_copy(update=parts), [node.emptied() for node in nodes()])
+        """What these nodes have no room for. targets: of all deployments; those of the
+        configuration may be long gone."""
+        parts = {
+            key: getattr(self._config, key).model_copy(update={"replicas": n})
+            for key, n in targets.items()
+        }
+        return unplaceable(
+            self._config.model_copy(update=parts), [node.emptied() for node in nodes()]
+        )

@@ -1,8 +1,10 @@
-"""CUDA graphs of the decode step, one for each of a few batch sizes: a replay costs one launch instead of hundreds.
+"""CUDA graphs of the decode step, one for each of a few batch sizes: a replay costs one launch
+instead of hundreds.
 
-A graph reads its inputs from one packed int32 tensor at a fixed address and leaves hidden and logits where it always
-does; both are valid until the next replay of any graph, because all graphs share one memory. Knows neither model nor
-attention: it captures the function it is given. Used by the model runner.
+A graph reads its inputs from one packed int32 tensor at a fixed address and leaves hidden and
+logits where it always does; both are valid until the next replay of any graph, because all graphs
+share one memory. Knows neither model nor attention: it captures the function it is given. Used by
+the model runner.
 """
 
 import gc
@@ -20,11 +22,13 @@ from pdserve.engine.execution.step_inputs import Arrays, pack, unpack
 from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
-"""`(arrays) -> hidden [rows, width], logits [rows, vocab]`, queued on the current stream without waiting."""
+"""`(arrays) -> hidden [rows, width], logits [rows, vocab]`, queued on the current stream without
+waiting."""
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Batch sizes to capture: padding costs little where a step reads mostly weights, and less than 7 % above 128."""
+    """Batch sizes to capture: padding costs little where a step reads mostly weights, and less than
+    7 % above 128."""
     sizes = [1, 2, 4, *range(8, 129, 8), *range(144, max_num_seqs + 16, 16)]
     return sorted({min(size, max_num_seqs) for size in sizes})
 
@@ -52,7 +56,8 @@ class _Graph:
 
 
 class DecodeGraphs:
-    """step: see DecodeStep. Capture everything before the first request: it waits for the device."""
+    """step: see DecodeStep. Capture everything before the first request: it waits for the
+    device."""
 
     def __init__(self, step: DecodeStep, device: torch.device) -> None:
         self._step = step
@@ -61,8 +66,8 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def capture(self, sizes: Sequence[int], report: Report) -> None:
-        """Capture graphs of these sizes, largest first, so that what the smaller ones compute with fits into its
-        memory. report: is called after each.
+        """Capture graphs of these sizes, largest first, so that what the smaller ones compute with
+        fits into its memory. report: is called after each.
         """
         gc.collect()  # graphs of an engine that is gone cannot be freed during a capture
         memory = torch.cuda.graph_pool_handle()
@@ -70,7 +75,9 @@ class DecodeGraphs:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             ordered = sorted(sizes, reverse=True)
-            for size in tqdm(ordered, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None):
+            for size in tqdm(
+                ordered, desc="capturing CUDA graphs", unit="graph", leave=False, disable=None
+            ):
                 self._graphs[size] = self._capture_one(size, memory)
                 report(len(self._graphs), len(ordered))
         torch.cuda.current_stream(self._device).wait_stream(stream)

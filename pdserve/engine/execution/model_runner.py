@@ -1,10 +1,11 @@
-"""Runs the model over one step's plan and gives the logits of the rows that sample. Queues its work on the device and
-never waits for it; sampling is the sampler's.
+"""Runs the model over one step's plan and gives the logits of the rows that sample. Queues its work
+on the device and never waits for it; sampling is the sampler's.
 
-Keeps on the device what steps have in common: block tables and newest tokens by slot. A step sends small integers and
-what changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), others run eagerly. On CPU rows are
-padded to a multiple of 16 (they write to the null block): float32 products give every row the same bits for any such
-number of rows, which makes the CPU path batch-invariant. Called by the engine.
+Keeps on the device what steps have in common: block tables and newest tokens by slot. A step sends
+small integers and what changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), others
+run eagerly. On CPU rows are padded to a multiple of 16 (they write to the null block): float32
+products give every row the same bits for any such number of rows, which makes the CPU path
+batch-invariant. Called by the engine.
 """
 
 import contextlib
@@ -37,7 +38,8 @@ ROW_MULTIPLE = 16
 
 
 class Fence:
-    """Marks a moment of the device's work; made when that work is queued. On CPU it has passed already."""
+    """Marks a moment of the device's work; made when that work is queued. On CPU it has passed
+    already."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
@@ -61,8 +63,8 @@ class Fence:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """hidden: `[rows, hidden]` of the whole step. first_row: where each sequence's rows begin in it. logits: `[samples,
-    vocab]`, and sample_slots int32 `[samples]` the slots they are for.
+    """hidden: `[rows, hidden]` of the whole step. first_row: where each sequence's rows begin in
+    it. logits: `[samples, vocab]`, and sample_slots int32 `[samples]` the slots they are for.
     """
 
     hidden: Tensor
@@ -72,8 +74,8 @@ class StepOutput:
 
 
 class ModelRunner:
-    """One rank's model and KV cache, which `use_kv_cache` gives it. num_slots: rows of the tables beside row 0, the
-    null one. max_blocks: of one sequence.
+    """One rank's model and KV cache, which `use_kv_cache` gives it. num_slots: rows of the tables
+    beside row 0, the null one. max_blocks: of one sequence.
     """
 
     def __init__(
@@ -95,14 +97,15 @@ class ModelRunner:
         self._graphs: DecodeGraphs | None = None
 
     def use_kv_cache(self, kv_cache: Tensor) -> None:
-        """`[blocks, kv_heads, layers, 2, block_size, head_dim]`; after peak_activation_bytes, which tells its size."""
+        """`[blocks, kv_heads, layers, 2, block_size, head_dim]`; after peak_activation_bytes, which
+        tells its size."""
         self.kv_cache = kv_cache
         self._layers = kv_cache.unbind(2)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: SequenceOf[int], report: Report) -> None:
-        """Capture the decode step at these batch sizes; every later step of decodes alone, up to the largest, uses
-        one. report: is called after each.
+        """Capture the decode step at these batch sizes; every later step of decodes alone, up to
+        the largest, uses one. report: is called after each.
         """
         self._graphs = DecodeGraphs(self._decode, self.device)
         self._graphs.capture(sizes, report)
@@ -111,18 +114,25 @@ class ModelRunner:
     def execute(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
         """Queue the plan's rows, whose sequences have advanced by it already.
 
-        siblings: for each planned sequence that samples, itself and the choices that fork off it; each gets logits.
+        siblings: for each planned sequence that samples, itself and the choices that fork off it;
+        each gets logits.
         """
         self._copy_blocks(plan.copies)
-        changes = table_changes([*plan.num_tokens, *(member for members in siblings for member in members[1:])])
+        changes = table_changes(
+            [*plan.num_tokens, *(member for members in siblings for member in members[1:])]
+        )
         if changes is not None:
             self.ops.update_tables(self.tables, to_device(changes, self.device))
-        size = self._graphs.size_for(len(plan.num_tokens)) if self._graphs and plan.is_decode else None
+        size = (
+            self._graphs.size_for(len(plan.num_tokens)) if self._graphs and plan.is_decode else None
+        )
         if size is not None:
             assert self._graphs is not None
             inputs = step_inputs(plan, size, size, self.block_size)
             hidden, logits, slots = self._graphs.replay(size, pack(inputs.arrays))
-            return self._pick(inputs, _sample_rows(plan, inputs, siblings), siblings, hidden, logits, slots)
+            return self._pick(
+                inputs, _sample_rows(plan, inputs, siblings), siblings, hidden, logits, slots
+            )
         return self._eager(plan, siblings)
 
     def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
@@ -155,7 +165,9 @@ class ModelRunner:
         arrays = unpack(to_device(pack(inputs.arrays), self.device), lengths_of(inputs.arrays))
         hidden = self._forward(arrays, inputs.shape)
         rows = _sample_rows(plan, inputs, siblings)
-        logits = self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
+        logits = (
+            self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
+        )
         return StepOutput(hidden, inputs.first_row, logits, self._sample_slots(siblings))
 
     def _pick(
@@ -174,7 +186,9 @@ class ModelRunner:
         return StepOutput(hidden, inputs.first_row, picked, self._sample_slots(siblings))
 
     def _sample_slots(self, siblings: SequenceOf[SequenceOf[Sequence]]) -> Tensor:
-        slots = np.array([member.slot for members in siblings for member in members], dtype=np.int32)
+        slots = np.array(
+            [member.slot for members in siblings for member in members], dtype=np.int32
+        )
         return to_device(slots, self.device)
 
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
@@ -185,7 +199,12 @@ class ModelRunner:
 
     def _forward(self, arrays: Arrays[Tensor], shape: StepShape) -> Tensor:
         ids, slot_mapping = self.ops.gather_inputs(
-            arrays.ids, arrays.positions, arrays.slots, self.last_token, self.tables, self.block_size
+            arrays.ids,
+            arrays.positions,
+            arrays.slots,
+            self.last_token,
+            self.tables,
+            self.block_size,
         )
         batch = AttentionBatch(
             shape=shape,
@@ -199,21 +218,28 @@ class ModelRunner:
         return self.model.forward(ids, PagedAttention(self._layers, self.ops, self.scale, batch))
 
     def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied from as well."""
+        """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied
+        from as well."""
         if not copies:
             return
         sources, targets = zip(*copies, strict=True)
         batches = [copies] if not set(sources) & set(targets) else [[pair] for pair in copies]
         for batch in batches:
-            src, dst = (to_device(np.array(ids, dtype=np.int64), self.device) for ids in zip(*batch, strict=True))
+            src, dst = (
+                to_device(np.array(ids, dtype=np.int64), self.device)
+                for ids in zip(*batch, strict=True)
+            )
             self.ops.copy_blocks(self.kv_cache, src, dst)
 
     @torch.inference_mode()
     def warm_dense_prefill(self, num_rows: int) -> None:
-        """Prepares attention of prompts for steps of up to so many rows, by one over the null block."""
+        """Prepares attention of prompts for steps of up to so many rows, by one over the null
+        block."""
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]
+        ) -> Tensor:
             if layer == 0:
                 q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self._layers[0], zeros.long())
                 self.ops.warm_dense_prefill(q, k, v, self.scale)
@@ -228,22 +254,26 @@ class ModelRunner:
         fits = 2 * num_rows <= self.tables.shape[1] * self.block_size
         if fits and self.ops.chunk_prefill_pays(q, k, v, num_rows, self.block_size):
             rows, lens, starts = (
-                torch.tensor(ids, dtype=torch.int32, device=self.device) for ids in ([0], [2 * num_rows], [0, num_rows])
+                torch.tensor(ids, dtype=torch.int32, device=self.device)
+                for ids in ([0], [2 * num_rows], [0, num_rows])
             )
             paged = self._layers[0], self.tables, rows, lens, starts
             self.ops.chunk_prefill(q, k, v, *paged, num_rows, self.scale)
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
-        """Device memory (CUDA) the largest step needs beyond weights and KV cache, measured by running one over the
-        null block.
+        """Device memory (CUDA) the largest step needs beyond weights and KV cache, measured by
+        running one over the null block.
         """
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
-            """With as much memory as attention/dense.py holds: three outputs, and keys and values for all rows."""
+        def attend(
+            layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]
+        ) -> Tensor:
+            """With as much memory as attention/dense.py holds: three outputs, and keys and values
+            for all rows."""
             held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
             return held[0][0]
 
@@ -253,7 +283,12 @@ class ModelRunner:
         return torch.cuda.max_memory_allocated(self.device) - before
 
 
-def _sample_rows(plan: StepPlan, inputs: StepInputs, siblings: SequenceOf[SequenceOf[Sequence]]) -> list[int]:
+def _sample_rows(
+    plan: StepPlan, inputs: StepInputs, siblings: SequenceOf[SequenceOf[Sequence]]
+) -> list[int]:
     """The last row of each sampling sequence, once for each of its siblings."""
-    last = {members[0]: inputs.first_row[members[0]] + plan.num_tokens[members[0]] - 1 for members in siblings}
+    last = {
+        members[0]: inputs.first_row[members[0]] + plan.num_tokens[members[0]] - 1
+        for members in siblings
+    }
     return [last[members[0]] for members in siblings for _ in members]

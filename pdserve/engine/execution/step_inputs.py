@@ -1,8 +1,8 @@
 """What a step sends to the device: small integer arrays, packed into one copy.
 
-Built from the plan on the host, after the engine has advanced its sequences' counts. Values of tokens that a step in
-flight still samples are not known here: their rows carry -1, and the device takes the newest token of the slot. Knows
-no model. Called by the model runner.
+Built from the plan on the host, after the engine has advanced its sequences' counts. Values of
+tokens that a step in flight still samples are not known here: their rows carry -1, and the device
+takes the newest token of the slot. Knows no model. Called by the model runner.
 """
 
 from collections.abc import Iterable
@@ -28,10 +28,10 @@ A = TypeVar("A")
 class Arrays(Generic[A]):
     """The int32 arrays of a step; A is np.ndarray on the host, Tensor on the device.
 
-    Rows stand in the order decodes (sequences with one row), prefill chunks, padding. ids `[rows]`: -1 for the newest
-    token of the slot. positions `[rows]`: in its sequence. slots `[rows]`: of its sequence, 0 for padding. table_rows,
-    context_lens `[sequences]`: slot, and KV length including this step's rows. query_starts `[prefills + 1]`: offsets
-    into the prefill rows.
+    Rows stand in the order decodes (sequences with one row), prefill chunks, padding. ids `[rows]`:
+    -1 for the newest token of the slot. positions `[rows]`: in its sequence. slots `[rows]`: of its
+    sequence, 0 for padding. table_rows, context_lens `[sequences]`: slot, and KV length including
+    this step's rows. query_starts `[prefills + 1]`: offsets into the prefill rows.
     """
 
     ids: A
@@ -52,10 +52,11 @@ class StepInputs:
 
 
 def step_inputs(plan: StepPlan, padded_rows: int, padded_seqs: int, block_size: int) -> StepInputs:
-    """The inputs of a plan whose sequences have advanced by it already, padded to so many rows and sequences.
+    """The inputs of a plan whose sequences have advanced by it already, padded to so many rows and
+    sequences.
 
-    Padding rows write to the null block, behind slot 0; padding sequences (decodes alone may have them) have no
-    context.
+    Padding rows write to the null block, behind slot 0; padding sequences (decodes alone may have
+    them) have no context.
     """
     decodes = [seq for seq, count in plan.num_tokens.items() if count == 1]
     prefills = [(seq, count) for seq, count in plan.num_tokens.items() if count > 1]
@@ -92,15 +93,17 @@ def step_inputs(plan: StepPlan, padded_rows: int, padded_seqs: int, block_size: 
             num_decodes=num_decodes,
             max_decode_context=int(context_lens[:num_decodes].max(initial=0)),
             max_query_len=max(counts, default=0),
-            fresh_lens=tuple(counts) if all(seq.num_computed == count for seq, count in prefills) else (),
+            fresh_lens=tuple(counts)
+            if all(seq.num_computed == count for seq, count in prefills)
+            else (),
             prefix_len=prefills[0][0].num_computed - counts[0] if len(prefills) == 1 else 0,
         ),
     )
 
 
 def table_changes(seqs: Iterable[Sequence]) -> np.ndarray | None:
-    """int32 `[3, N]`, slot, index and block of the block table entries the device does not know yet; marks them
-    known.
+    """int32 `[3, N]`, slot, index and block of the block table entries the device does not know
+    yet; marks them known.
     """
     slots: list[int] = []
     indices: list[int] = []
@@ -136,8 +139,8 @@ def lengths_of(arrays: Arrays[np.ndarray]) -> list[int]:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A copy on the device, through pinned memory, without waiting. (PyTorch keeps the pinned piece until it is
-    read.)
+    """A copy on the device, through pinned memory, without waiting. (PyTorch keeps the pinned piece
+    until it is read.)
     """
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -1,5 +1,5 @@
-"""Free blocks without known content, handed out so that neighbours stay together: what is contiguous moves with one
-descriptor.
+"""Free blocks without known content, handed out so that neighbours stay together: what is
+contiguous moves with one descriptor.
 
 Knows no owners and no content. Owned by the block manager.
 """
@@ -28,8 +28,8 @@ class BlankBlocks:
         self._count += 1
 
     def take(self, count: int, after: int | None) -> np.ndarray:
-        """`count` of them, at least 1 and at most all, as int64; neighbours where possible, behind block `after` if
-        these are blank."""
+        """`count` of them, at least 1 and at most all, as int64; neighbours where possible, behind
+        block `after` if these are blank."""
         taken = np.asarray(self._pick(count, after), dtype=np.int64)
         self._is_blank[taken] = False
         self._count -= count
@@ -45,7 +45,11 @@ class BlankBlocks:
 
     def _pick(self, count: int, after: int | None) -> list[int]:
         first = (after if after is not None else 0) + 1
-        if after is not None and first + count <= self._num_blocks and self._is_blank[first : first + count].all():
+        if (
+            after is not None
+            and first + count <= self._num_blocks
+            and self._is_blank[first : first + count].all()
+        ):
             return list(range(first, first + count))
         if count == 1:
             return [int(self._is_blank.argmax())]

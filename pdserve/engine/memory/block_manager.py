@@ -1,5 +1,5 @@
-"""Bookkeeping of the KV cache's blocks: who owns which, what each holds, which may be reused. Pure CPU, no tensors, no
-device.
+"""Bookkeeping of the KV cache's blocks: who owns which, what each holds, which may be reused. Pure
+CPU, no tensors, no device.
 
 Every block but the null block 0 is in exactly one state, and the sums are checked:
 
@@ -8,12 +8,13 @@ Every block but the null block 0 is in exactly one state, and the sums are check
     owned --quarantine--> quarantined --settle--> free (blank)
     owned --release while steps are in flight--> retiring --the newest of them is done--> free
 
-The device is asynchronous: a step in flight may still write a block that nobody owns any more. Such a block is retiring
-and given to nobody new; only its content, if known, may be acquired again (later steps read behind the write).
+The device is asynchronous: a step in flight may still write a block that nobody owns any more. Such
+a block is retiring and given to nobody new; only its content, if known, may be acquired again
+(later steps read behind the write).
 
-Generations: `generations[b]` is bumped whenever block b is handed to a new owner, before anybody writes into it, so a
-reader of an older ticket can tell. The table is plain host memory that a connector registers. Called by the scheduler
-and the engine.
+Generations: `generations[b]` is bumped whenever block b is handed to a new owner, before anybody
+writes into it, so a reader of an older ticket can tell. The table is plain host memory that a
+connector registers. Called by the scheduler and the engine.
 """
 
 from collections import Counter, OrderedDict
@@ -33,8 +34,8 @@ class OutOfBlocks(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FreeSpace:
-    """The free blocks by kind: num_blank, in num_runs runs of neighbours (what is contiguous moves with one
-    descriptor), and num_cached, which come back one by one, by eviction."""
+    """The free blocks by kind: num_blank, in num_runs runs of neighbours (what is contiguous moves
+    with one descriptor), and num_cached, which come back one by one, by eviction."""
 
     num_blank: int
     num_cached: int
@@ -50,13 +51,15 @@ class FreeSpace:
 class BlockManager:
     """Reference-counted blocks with prefix caching (LRU eviction) and contiguity-aware allocation.
 
-    cache_changes: digests that came into the cache (True) or left it (False) since somebody emptied it; None: nobody
-    asks.
+    cache_changes: digests that came into the cache (True) or left it (False) since somebody emptied
+    it; None: nobody asks.
     """
 
     def __init__(self, num_blocks: int, enable_caching: bool = True) -> None:
         if num_blocks < 2:
-            raise ValueError(f"num_kv_blocks must be at least 2 (one is the null block), not {num_blocks}")
+            raise ValueError(
+                f"num_kv_blocks must be at least 2 (one is the null block), not {num_blocks}"
+            )
         self.num_blocks = num_blocks
         self.enable_caching = enable_caching
         self.generations = np.zeros(num_blocks, dtype=np.int64)
@@ -93,18 +96,22 @@ class BlockManager:
         return block in self._blank or block in self._lru
 
     def num_free_among(self, blocks: Iterable[int]) -> int:
-        """How many of these owned or cached blocks count as free: acquiring them leaves so many fewer."""
+        """How many of these owned or cached blocks count as free: acquiring them leaves so many
+        fewer."""
         return sum(block in self._lru for block in blocks)
 
     def free_space(self) -> FreeSpace:
         """What allocation has to pick from; at most 0.2 ms for 50,000 blocks."""
         lengths = self._blank.run_lengths()
-        return FreeSpace(len(self._blank), len(self._lru), len(lengths), int(lengths.max(initial=0)))
+        return FreeSpace(
+            len(self._blank), len(self._lru), len(lengths), int(lengths.max(initial=0))
+        )
 
     # --- prefix cache ---
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Blocks of the longest cached prefix of `hashes`; acquire them before the next allocate."""
+        """Blocks of the longest cached prefix of `hashes`; acquire them before the next
+        allocate."""
         found: list[int] = []
         for digest in hashes:
             block = self._block_of.get(digest)
@@ -114,7 +121,8 @@ class BlockManager:
         return found
 
     def commit(self, block: int, digest: bytes) -> None:
-        """The owned `block` now holds all rows of `digest`. A digest already held by another block stays there."""
+        """The owned `block` now holds all rows of `digest`. A digest already held by another block
+        stays there."""
         assert self._refs[block] > 0, f"commit of block {block}, which nobody owns"
         if self.enable_caching and digest not in self._block_of:
             assert block not in self._hash_of, f"block {block} committed twice"
@@ -137,10 +145,11 @@ class BlockManager:
             self._refs[block] += 1
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """`count` blocks with one owner and a new generation each, neighbours where possible, behind block `after` if
-        free.
+        """`count` blocks with one owner and a new generation each, neighbours where possible,
+        behind block `after` if free.
 
-        Raises OutOfBlocks (and takes nothing) when fewer are free. Evicts cached blocks, least recently used first.
+        Raises OutOfBlocks (and takes nothing) when fewer are free. Evicts cached blocks, least
+        recently used first.
         """
         if count == 0:
             return []
@@ -156,7 +165,8 @@ class BlockManager:
         return blocks
 
     def release(self, blocks: Iterable[int]) -> None:
-        """One owner fewer for each block. Later blocks of a sequence are evicted before earlier ones."""
+        """One owner fewer for each block. Later blocks of a sequence are evicted before earlier
+        ones."""
         for block in reversed(list(blocks)):
             self._refs[block] -= 1
             assert self._refs[block] >= 0, f"block {block} released once too often"
@@ -167,7 +177,8 @@ class BlockManager:
                     self._set_free(block)
 
     def begin_step(self) -> None:
-        """A step is about to be given to the device: until its `end_step`, what is released retires first."""
+        """A step is about to be given to the device: until its `end_step`, what is released retires
+        first."""
         self._num_begun += 1
 
     def end_step(self) -> None:
@@ -178,10 +189,15 @@ class BlockManager:
             self._set_free(block)
 
     def quarantine(self, blocks: Iterable[int], reason: str) -> None:
-        """Blocks with a single owner leave it, but bytes may still land in them: nobody gets them before `settle`."""
+        """Blocks with a single owner leave it, but bytes may still land in them: nobody gets them
+        before `settle`."""
         for block in blocks:
-            assert self._refs[block] == 1, f"block {block} has {self._refs[block]} owners, cannot be quarantined"
-            assert block not in self._hash_of, f"block {block} has known content, cannot be a transfer destination"
+            assert self._refs[block] == 1, (
+                f"block {block} has {self._refs[block]} owners, cannot be quarantined"
+            )
+            assert block not in self._hash_of, (
+                f"block {block} has known content, cannot be a transfer destination"
+            )
             self._refs[block] = 0
             self._quarantined[block] = reason
 
@@ -206,12 +222,22 @@ class BlockManager:
     # --- checks ---
 
     def check_integrity(self, owners: Iterable[Sequence[int]]) -> None:
-        """AssertionError unless reference counts equal the given owners' block lists and every block has one state."""
+        """AssertionError unless reference counts equal the given owners' block lists and every
+        block has one state."""
         counts = Counter(block for blocks in owners for block in blocks)
         owned = {block for block, refs in enumerate(self._refs) if refs}
-        assert {b: self._refs[b] for b in owned} == dict(counts), "reference counts differ from the owners"
+        assert {b: self._refs[b] for b in owned} == dict(counts), (
+            "reference counts differ from the owners"
+        )
         blank = set(self._blank.ids())
-        states = [owned, blank, set(self._lru), set(self._quarantined), set(self._retiring), {NULL_BLOCK}]
+        states = [
+            owned,
+            blank,
+            set(self._lru),
+            set(self._quarantined),
+            set(self._retiring),
+            {NULL_BLOCK},
+        ]
         assert sum(map(len, states)) == self.num_blocks, "a block has two states or none"
         assert set().union(*states) == set(range(self.num_blocks)), "a block has no state"
         assert len(blank) == len(self._blank)

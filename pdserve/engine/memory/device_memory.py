@@ -1,8 +1,10 @@
-"""Memory for what other devices and processes read (the KV cache): outside PyTorch's caching allocator, never moved.
+"""Memory for what other devices and processes read (the KV cache): outside PyTorch's caching
+allocator, never moved.
 
-On CUDA a plain `cudaMalloc` of its own, seen by torch as a tensor. The caching allocator may serve from expandable
-segments (virtual memory mapped piece by piece), which a transfer library registers without an error and then reads
-over TCP; it also rounds sizes and shares segments. Knows bytes and devices, no layout. Called by memory.kv_cache.
+On CUDA a plain `cudaMalloc` of its own, seen by torch as a tensor. The caching allocator may serve
+from expandable segments (virtual memory mapped piece by piece), which a transfer library registers
+without an error and then reads over TCP; it also rounds sizes and shares segments. Knows bytes and
+devices, no layout. Called by memory.kv_cache.
 """
 
 import ctypes
@@ -22,21 +24,24 @@ class OutOfMemory(Exception):
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeroed and contiguous, in one piece that lives as long as the tensor or a view of it. Raises OutOfMemory."""
+    """Zeroed and contiguous, in one piece that lives as long as the tensor or a view of it. Raises
+    OutOfMemory."""
     num_bytes = prod(shape) * dtype.itemsize
     if device.type == "cuda":
         flat = _cuda_bytes(num_bytes, device)
         tensor = flat.view(dtype).view(shape).zero_()
-        torch.cuda.synchronize(device)  # other streams and other processes may look at it from now on
+        # other streams and other processes may look at it from now on
+        torch.cuda.synchronize(device)
         return tensor
-    if num_bytes > available_bytes(device):  # else the system kills the process when the pages are first touched
+    # else the system kills the process when the pages are first touched
+    if num_bytes > available_bytes(device):
         raise OutOfMemory
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def available_bytes(device: torch.device) -> int:
-    """What can be allocated now: free device memory, what torch caches included; on CPU what Linux calls available
-    (elsewhere no limit is known).
+    """What can be allocated now: free device memory, what torch caches included; on CPU what Linux
+    calls available (elsewhere no limit is known).
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -49,7 +54,8 @@ def available_bytes(device: torch.device) -> int:
 
 
 class _CudaBytes:
-    """Owner of one cudaMalloc. torch keeps it alive behind every tensor made of it, and drops it with the last one."""
+    """Owner of one cudaMalloc. torch keeps it alive behind every tensor made of it, and drops it
+    with the last one."""
 
     def __init__(self, cudart: Any, num_bytes: int) -> None:
         self._cudart = cudart
@@ -61,7 +67,8 @@ class _CudaBytes:
             if error == CUDA_ERROR_MEMORY_ALLOCATION:
                 raise OutOfMemory
             raise RuntimeError(f"cudaMalloc of {num_bytes} bytes failed with CUDA error {error}")
-        # Protocol: numba.readthedocs.io, "CUDA Array Interface" version 3. It has no bfloat16, so: bytes.
+        # Protocol: numba.readthedocs.io, "CUDA Array Interface" version 3. It has no bfloat16, so:
+        # bytes.
         self.__cuda_array_interface__ = {
             "shape": (num_bytes,),
             "typestr": "|u1",

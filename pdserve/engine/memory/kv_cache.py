@@ -1,6 +1,7 @@
 """The KV cache's memory: sized, allocated once, and never moved (a connector registers it).
 
-Knows the layout and the device; not who owns which block (block_manager) nor what is in them. Called by the engine.
+Knows the layout and the device; not who owns which block (block_manager) nor what is in them.
+Called by the engine.
 """
 
 import torch
@@ -14,8 +15,8 @@ TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": 
 
 
 def allocate_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """Zeroed `[num_blocks, kv_heads, layers, planes, block_size, row_width]`, contiguous, outside torch's allocator;
-    freed with its last view. ValueError when the device does not have that much.
+    """Zeroed `[num_blocks, kv_heads, layers, planes, block_size, row_width]`, contiguous, outside
+    torch's allocator; freed with its last view. ValueError when the device does not have that much.
     """
     shape = (num_blocks, *layout.block_shape)
     try:
@@ -24,12 +25,15 @@ def allocate_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -
         raise _does_not_fit("num_kv_blocks", num_blocks, layout, device, 0) from None
 
 
-def num_blocks_for(config: EngineConfig, layout: KVLayout, device: torch.device, reserved_bytes: int) -> int:
-    """How many blocks the KV cache gets: as configured, else what `kv_memory_bytes` (CPU) or the device's memory holds.
+def num_blocks_for(
+    config: EngineConfig, layout: KVLayout, device: torch.device, reserved_bytes: int
+) -> int:
+    """How many blocks the KV cache gets: as configured, else what `kv_memory_bytes` (CPU) or the
+    device's memory holds.
 
-    On CUDA: total * kv_memory_fraction, less what is in use now (by anybody), less reserved_bytes: what steps will need
-    beyond it (activations, sampling, graphs). ValueError naming the parameter when the KV cache does not fit, or when
-    fewer than 2 blocks do.
+    On CUDA: total * kv_memory_fraction, less what is in use now (by anybody), less reserved_bytes:
+    what steps will need beyond it (activations, sampling, graphs). ValueError naming the parameter
+    when the KV cache does not fit, or when fewer than 2 blocks do.
     """
     if config.num_kv_blocks is not None:
         return _checked("num_kv_blocks", config.num_kv_blocks, layout, device, reserved_bytes)
@@ -40,8 +44,10 @@ def num_blocks_for(config: EngineConfig, layout: KVLayout, device: torch.device,
     free, total = torch.cuda.mem_get_info(device)
     budget = int(total * config.kv_memory_fraction) - (total - free) - reserved_bytes
     cure = (
-        f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} less {_gib(total - free)} in use and "
-        f"{_gib(reserved_bytes)} reserved for steps; raise kv_memory_fraction, lower max_num_batched_tokens, or end "
+        f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} less "
+        f"{_gib(total - free)} in use and "
+        f"{_gib(reserved_bytes)} reserved for steps; raise kv_memory_fraction, lower "
+        "max_num_batched_tokens, or end "
         "what else uses the device"
     )
     return _at_least_two(budget, layout, cure)
@@ -51,13 +57,16 @@ def _at_least_two(budget: int, layout: KVLayout, cure: str) -> int:
     count = budget // layout.block_bytes
     if count < 2:
         raise ValueError(
-            f"the KV cache needs at least 2 blocks of {layout.block_bytes} bytes ({layout.block_size} tokens each), "
+            f"the KV cache needs at least 2 blocks of {layout.block_bytes} bytes "
+            f"({layout.block_size} tokens each), "
             f"but gets {max(budget, 0)} bytes: {cure}"
         )
     return count
 
 
-def _checked(name: str, num_blocks: int, layout: KVLayout, device: torch.device, reserved_bytes: int) -> int:
+def _checked(
+    name: str, num_blocks: int, layout: KVLayout, device: torch.device, reserved_bytes: int
+) -> int:
     if num_blocks * layout.block_bytes > device_memory.available_bytes(device) - reserved_bytes:
         raise _does_not_fit(name, num_blocks, layout, device, reserved_bytes)
     return num_blocks
@@ -68,10 +77,15 @@ def _does_not_fit(
 ) -> ValueError:
     room = max(0, device_memory.available_bytes(device) - reserved_bytes)
     fitting = room // layout.block_bytes
-    cure = f"{fitting} blocks would fit" if name == "num_kv_blocks" else f"{fitting * layout.block_bytes} bytes would"
+    cure = (
+        f"{fitting} blocks would fit"
+        if name == "num_kv_blocks"
+        else f"{fitting * layout.block_bytes} bytes would"
+    )
     return ValueError(
         f"{name} asks for a KV cache of {num_blocks} blocks of {layout.block_bytes} bytes, "
-        f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available beside what steps "
+        f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available "
+        "beside what steps "
         f"need: lower {name} ({cure})"
     )
 

@@ -1,6 +1,8 @@
-"""Copies between host and device that nothing waits for: one copy for many small arrays, and results on their way back.
+"""Copies between host and device that nothing waits for: one copy for many small arrays, and
+results on their way back.
 
-On CPU nothing is copied. Knows nothing of what is in them. Called by the sampler and by what it returns.
+On CPU nothing is copied. Knows nothing of what is in them. Called by the sampler and by what it
+returns.
 """
 
 import numpy as np
@@ -9,7 +11,8 @@ from torch import Tensor
 
 
 class HostCopy:
-    """Device tensors on their way to the host: `tensors()` waits for these copies and for nothing behind them."""
+    """Device tensors on their way to the host: `tensors()` waits for these copies and for nothing
+    behind them."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self._event: torch.cuda.Event | None = None
@@ -29,8 +32,8 @@ class HostCopy:
 
 
 def to_device_packed(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
-    """The arrays (of 4- or 8-byte numbers) as tensors on the device; to CUDA by one copy from pinned memory, which
-    torch gives to nobody else before the copy is done.
+    """The arrays (of 4- or 8-byte numbers) as tensors on the device; to CUDA by one copy from
+    pinned memory, which torch gives to nobody else before the copy is done.
     """
     if device.type != "cuda":
         return {name: torch.from_numpy(array) for name, array in arrays.items()}

@@ -1,9 +1,10 @@
-"""Keys of counter-based random numbers: a draw is a function of (seed, choice, position, purpose, global token id) and
-of nothing else.
+"""Keys of counter-based random numbers: a draw is a function of (seed, choice, position, purpose,
+global token id) and of nothing else.
 
-So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id has its own number,
-and a rank that holds part of the vocabulary computes just its part. The host knows all of a row's coordinates and makes
-its key here; kernels (reference.gumbel) turn keys and token ids into noise. Called by the sampler.
+So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id
+has its own number, and a rank that holds part of the vocabulary computes just its part. The host
+knows all of a row's coordinates and makes its key here; kernels (reference.gumbel) turn keys and
+token ids into noise. Called by the sampler.
 """
 
 from enum import IntEnum
@@ -28,8 +29,11 @@ def _mix(h: np.ndarray) -> np.ndarray:
     return h ^ (h >> 16)
 
 
-def row_keys(seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, purpose: Purpose) -> np.ndarray:
-    """int32 `[rows]`: the 32 bits of each row's key at its (seed, choice, position). All inputs int64 `[rows]`."""
+def row_keys(
+    seeds: np.ndarray, choices: np.ndarray, positions: np.ndarray, purpose: Purpose
+) -> np.ndarray:
+    """int32 `[rows]`: the 32 bits of each row's key at its (seed, choice, position). All inputs
+    int64 `[rows]`."""
     h = _mix((seeds & MASK_32) ^ 0x9E3779B9)
     h = _mix(h ^ ((seeds >> 32) & MASK_32))
     h = _mix(h ^ ((choices * 0x85EBCA6B) & MASK_32))

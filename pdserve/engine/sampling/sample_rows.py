@@ -1,9 +1,10 @@
 """What a step's rows ask of the sampler, as small arrays that go to the device in one copy.
 
-Edits of single logits (biases and masked stop tokens), penalties, temperatures, keys and filters, each array present
-only when some row needs it. What a slot keeps on the device, its edits and its token counts, is sent when it changes:
-when a row joins, and when it reaches min_tokens. Host only: knows neither logits nor device. `SampleRow`s are made by
-the engine; `RowStaging` is called by the sampler.
+Edits of single logits (biases and masked stop tokens), penalties, temperatures, keys and filters,
+each array present only when some row needs it. What a slot keeps on the device, its edits and its
+token counts, is sent when it changes: when a row joins, and when it reaches min_tokens. Host only:
+knows neither logits nor device. `SampleRow`s are made by the engine; `RowStaging` is called by the
+sampler.
 """
 
 from collections.abc import Iterable
@@ -29,9 +30,10 @@ def max_edits(num_eos: int) -> int:
 class SampleRow:
     """What sampling needs to know of one choice. Stop tokens are masked before min_tokens.
 
-    slot: 1..num_slots, the sequence's own from its first sample to `Sampler.release`; no two rows of a step share
-    one. position: of the token to sample among the generated ones, those in flight included. token_ids: prompt and
-    output so far, without tokens in flight; not copied, since a step must not cost more the longer its sequences are.
+    slot: 1..num_slots, the sequence's own from its first sample to `Sampler.release`; no two rows
+    of a step share one. position: of the token to sample among the generated ones, those in flight
+    included. token_ids: prompt and output so far, without tokens in flight; not copied, since a
+    step must not cost more the longer its sequences are.
     """
 
     sampling: SamplingParams
@@ -58,8 +60,9 @@ class SampleRow:
 
 @dataclass
 class _SlotState:
-    """What the device has of a slot. next_position: that of the token which its counts lack; None: no counts. edits_of:
-    whose edits are there; None: nobody's. masks_stops: whether these mask stop tokens.
+    """What the device has of a slot. next_position: that of the token which its counts lack; None:
+    no counts. edits_of: whose edits are there; None: nobody's. masks_stops: whether these mask stop
+    tokens.
     """
 
     next_position: int | None = None
@@ -68,8 +71,9 @@ class _SlotState:
 
 
 class RowStaging:
-    """Makes the arrays of one step after another. `changed_at` are flat positions in the tables of edits
-    `[num_slots + 1, max_edits]`, `counted_at` and `counts_rows` in the token counts `[num_slots + 1, vocab]`.
+    """Makes the arrays of one step after another. `changed_at` are flat positions in the tables of
+    edits `[num_slots + 1, max_edits]`, `counted_at` and `counts_rows` in the token counts
+    `[num_slots + 1, vocab]`.
     """
 
     def __init__(self, vocab_size: int, num_slots: int, max_edits: int) -> None:
@@ -83,7 +87,8 @@ class RowStaging:
         self._slots.pop(slot, None)
 
     def stage(self, rows: list[SampleRow]) -> RowArrays:
-        """The arrays of these rows by name: none when all are greedy and unedited. AssertionError for a slot outside
+        """The arrays of these rows by name: none when all are greedy and unedited. AssertionError
+        for a slot outside
         1..num_slots, and for penalties whose tokens are partly unknown.
         """
         arrays: RowArrays = {}
@@ -98,7 +103,10 @@ class RowStaging:
         drawn = [p for p in params if not p.greedy]
         if not drawn:
             return
-        numbers = np.array([(p.seed or 0, r.choice, r.position) for p, r in zip(params, rows, strict=True)], np.int64)
+        numbers = np.array(
+            [(p.seed or 0, r.choice, r.position) for p, r in zip(params, rows, strict=True)],
+            np.int64,
+        )
         seeds, choices, positions = numbers.T
         arrays["keys"] = row_keys(seeds, choices, positions, Purpose.SAMPLE)
         arrays["temperature"] = _floats(0.0 if p.greedy else p.temperature for p in params)
@@ -126,7 +134,10 @@ class RowStaging:
                 made[id(row.sampling), row.masks_stops] = _edits(row)
         edits = [made[id(row.sampling), row.masks_stops] for row in changed]
         starts = [row.slot * self.max_edits for row in changed]
-        at = [np.arange(start, start + len(ids)) for start, (ids, _) in zip(starts, edits, strict=True)]
+        at = [
+            np.arange(start, start + len(ids))
+            for start, (ids, _) in zip(starts, edits, strict=True)
+        ]
         arrays["changed_slots"] = np.array([row.slot for row in changed], dtype=np.int64)
         arrays["changed_counts"] = np.array([len(ids) for ids, _ in edits], dtype=np.int32)
         arrays["changed_at"] = np.concatenate(at)
@@ -134,7 +145,8 @@ class RowStaging:
         arrays["changed_values"] = np.concatenate([values for _, values in edits])
 
     def _edits_change(self, row: SampleRow) -> bool:
-        """Whether the device has other edits in the row's slot than the row needs; it will have these."""
+        """Whether the device has other edits in the row's slot than the row needs; it will have
+        these."""
         state = self._state(row)
         masks_stops = row.masks_stops
         if state.edits_of is row.sampling and state.masks_stops == masks_stops:
@@ -164,7 +176,10 @@ class RowStaging:
             state.next_position = rows[i].position + 1
         if fresh:
             counted = [_count(row) for row in fresh]
-            at = [ids + row.slot * self.vocab_size for row, (ids, _) in zip(fresh, counted, strict=True)]
+            at = [
+                ids + row.slot * self.vocab_size
+                for row, (ids, _) in zip(fresh, counted, strict=True)
+            ]
             arrays["fresh_slots"] = np.array([row.slot for row in fresh], dtype=np.int64)
             arrays["counted_at"] = np.concatenate(at)
             arrays["counted"] = np.concatenate([amounts for _, amounts in counted])
@@ -183,9 +198,12 @@ def _edits(row: SampleRow) -> Edits:
 
 
 def _count(row: SampleRow) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids (int64) and what the counts of apply_penalties (int32) add for each; ids may come twice."""
+    """Token ids (int64) and what the counts of apply_penalties (int32) add for each; ids may come
+    twice."""
     known = len(row.token_ids) - row.num_prompt_tokens
-    assert known == row.position, "a sequence's first penalised sample cannot lie behind tokens in flight"
+    assert known == row.position, (
+        "a sequence's first penalised sample cannot lie behind tokens in flight"
+    )
     tokens = np.array(row.token_ids, dtype=np.int64)
     prompt = np.unique(tokens[: row.num_prompt_tokens])
     amounts = np.ones(len(prompt) + known, dtype=np.int32)

@@ -1,7 +1,8 @@
-"""What the sampler returns: tokens on the device that the next step reads, and on their way to the host, with their
-log-probabilities.
+"""What the sampler returns: tokens on the device that the next step reads, and on their way to the
+host, with their log-probabilities.
 
-Knows no logits and no requests. Made by the sampler, fetched by the engine when the step is complete.
+Knows no logits and no requests. Made by the sampler, fetched by the engine when the step is
+complete.
 """
 
 from dataclasses import dataclass
@@ -34,8 +35,14 @@ class Scores:
         for i in range(self._num_parts):
             for column, tensor in zip(columns, rest[4 * i : 4 * i + 4], strict=True):
                 column += tensor.tolist()
-        for token, count, logprob, rank, values, ids in zip(tokens.tolist(), self._counts, *columns, strict=True):
-            entries.append(TokenLogprob(token, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True))))
+        for token, count, logprob, rank, values, ids in zip(
+            tokens.tolist(), self._counts, *columns, strict=True
+        ):
+            entries.append(
+                TokenLogprob(
+                    token, logprob, rank, tuple(zip(ids[:count], values[:count], strict=True))
+                )
+            )
         return entries
 
 
@@ -51,5 +58,7 @@ class SampledTokens:
     def fetch(self) -> list[Sampled]:
         """Waits for this sample to arrive on the host, and for nothing behind it."""
         [host_ids] = self.host_ids.tensors()
-        scores = dict(zip(self.scored_rows, self.scores.fetch(), strict=True)) if self.scores else {}
+        scores = (
+            dict(zip(self.scored_rows, self.scores.fetch(), strict=True)) if self.scores else {}
+        )
         return [Sampled(token, scores.get(i)) for i, token in enumerate(host_ids.tolist())]

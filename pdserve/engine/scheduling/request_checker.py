@@ -1,4 +1,5 @@
-"""Turns a Submit into a Request, or says what is wrong with it: everything is checked before anything is computed.
+"""Turns a Submit into a Request, or says what is wrong with it: everything is checked before
+anything is computed.
 
 Knows the model's vocabulary and the engine's limits; no queue and no blocks. Called by the engine.
 """
@@ -12,7 +13,8 @@ from pdserve.protocol.commands import Submit
 
 @dataclass(frozen=True)
 class RequestChecker:
-    """max_request_tokens: prompt and output that a request may have, by the model's length and the KV cache's size."""
+    """max_request_tokens: prompt and output that a request may have, by the model's length and the
+    KV cache's size."""
 
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -41,14 +43,15 @@ class RequestChecker:
         for start in submit.starts:
             if len(start.forced) >= request.max_tokens:
                 raise ValueError(
-                    f"choice {start.choice} has {len(start.forced)} forced tokens of at most {request.max_tokens}: "
+                    f"choice {start.choice} has {len(start.forced)} forced tokens of at most "
+                    f"{request.max_tokens}: "
                     "nothing is left to do"
                 )
         return request
 
     def _max_tokens(self, submit: Submit) -> int:
-        """As many as are asked for, and fit here. A prefill worker ends nothing by its own length: what fits behind
-        its first tokens is for the worker that goes on with them to say.
+        """As many as are asked for, and fit here. A prefill worker ends nothing by its own length:
+        what fits behind its first tokens is for the worker that goes on with them to say.
         """
         asked = submit.sampling.max_tokens or sys.maxsize
         if submit.phase == "prefill":
@@ -56,7 +59,8 @@ class RequestChecker:
         room = self.max_request_tokens - len(submit.prompt_token_ids)
         if submit.sampling.min_tokens > room:
             raise ValueError(
-                f"min_tokens is {submit.sampling.min_tokens}, but only {room} fit after this prompt: lower it, or "
+                f"min_tokens is {submit.sampling.min_tokens}, but only {room} fit after this "
+                "prompt: lower it, or "
                 "shorten the prompt"
             )
         return min(asked, room)
@@ -68,7 +72,8 @@ class RequestChecker:
             raise ValueError(f"prompt holds a token id outside 0..{self.vocab_size - 1}")
         if len(prompt) >= self.max_request_tokens:
             raise ValueError(
-                f"prompt has {len(prompt)} tokens, but a request may have {self.max_request_tokens} in all "
+                f"prompt has {len(prompt)} tokens, but a request may have "
+                f"{self.max_request_tokens} in all "
                 "(max_model_len, or what the KV cache holds): shorten it"
             )
 
@@ -77,10 +82,17 @@ class RequestChecker:
         if not choices or len(set(choices)) != len(choices):
             raise ValueError("starts must name at least one choice, each once")
         if len(choices) > self.max_num_seqs:
-            raise ValueError(f"n is {len(choices)}, but a step runs at most {self.max_num_seqs} sequences")
+            raise ValueError(
+                f"n is {len(choices)}, but a step runs at most {self.max_num_seqs} sequences"
+            )
         if submit.phase == "prefill" and any(start.forced for start in submit.starts):
             raise ValueError('phase "prefill" takes no forced tokens: use "full" or "decode"')
         if submit.ticket is not None and not all(start.forced for start in submit.starts):
-            raise ValueError("starts need forced tokens beside a ticket: the prompt's last logits are not handed over")
-        if any(not 0 <= token < self.vocab_size for start in submit.starts for token in start.forced):
+            raise ValueError(
+                "starts need forced tokens beside a ticket: the prompt's last logits are not "
+                "handed over"
+            )
+        if any(
+            not 0 <= token < self.vocab_size for start in submit.starts for token in start.forced
+        ):
             raise ValueError(f"starts hold a forced token id outside 0..{self.vocab_size - 1}")

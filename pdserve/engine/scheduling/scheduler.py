@@ -1,15 +1,16 @@
 """Decides how many tokens of which sequence the next step computes, and gives them blocks.
 
-One scheduler for both phases: `schedule()` returns `{sequence: number of tokens}` under a token budget. Running
-sequences come first (a decode is one token, a prefill a chunk), then waiting ones are admitted. When blocks run out,
-the running sequence that comes last in order is preempted: it loses its blocks and computes everything again later.
-Knows nothing of devices, sampling or hand-off; called by the engine.
+One scheduler for both phases: `schedule()` returns `{sequence: number of tokens}` under a token
+budget. Running sequences come first (a decode is one token, a prefill a chunk), then waiting ones
+are admitted. When blocks run out, the running sequence that comes last in order is preempted: it
+loses its blocks and computes everything again later. Knows nothing of devices, sampling or
+hand-off; called by the engine.
 
     WAITING --admit--> RUNNING --finish--> FINISHED
        ^------preempt-----'
 
-A running sequence has a slot, its row in the device's tables. Plans are made from counts alone, so the next one does
-not wait for the tokens of a step in flight (docs/engine-step.md).
+A running sequence has a slot, its row in the device's tables. Plans are made from counts alone, so
+the next one does not wait for the tokens of a step in flight (docs/engine-step.md).
 """
 
 from bisect import insort
@@ -21,24 +22,32 @@ from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.request_key import RequestKey
 
-LONG_PROMPT = 2048  # tokens that fill a GPU: beside another prompt both would only wait for each other
-LAST_CHUNK = 2048  # tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed
-QUEUE_LOOK_UPS = 16  # sequences whose cached prefix tells the queue's length: hashing 16 x 8k tokens takes 11 ms
+# tokens that fill a GPU: beside another prompt both would only wait for each other
+LONG_PROMPT = 2048
+# tokens, at most, of an overlapped prompt's last chunk: what is left to move when it is computed
+LAST_CHUNK = 2048
+# sequences whose cached prefix tells the queue's length: hashing 16 x 8k tokens takes 11 ms
+QUEUE_LOOK_UPS = 16
 ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
 
 
 def num_slots_for(max_num_seqs: int) -> int:
-    """Rows of the device's tables, beside row 0: more than may be planned, because a sequence whose last token is in
-    flight keeps its slot and must not keep others waiting.
+    """Rows of the device's tables, beside row 0: more than may be planned, because a sequence whose
+    last token is in flight keeps its slot and must not keep others waiting.
     """
     return 2 * max_num_seqs
 
 
 class Scheduler:
-    """Continuous batching with chunked prefill, prefix caching, priorities and preemption by recompute."""
+    """Continuous batching with chunked prefill, prefix caching, priorities and preemption by
+    recompute."""
 
     def __init__(
-        self, blocks: BlockManager, hasher: BlockHasher, max_num_batched_tokens: int, max_num_seqs: int
+        self,
+        blocks: BlockManager,
+        hasher: BlockHasher,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
     ) -> None:
         self.blocks = blocks
         self.hasher = hasher
@@ -61,7 +70,8 @@ class Scheduler:
 
     @property
     def parts_from(self) -> int:
-        """Overlapped prompts of so many tokens take more than one step: shorter ones are faster in one."""
+        """Overlapped prompts of so many tokens take more than one step: shorter ones are faster in
+        one."""
         return min(2 * self.last_chunk_tokens, self.max_num_batched_tokens + 1)
 
     @property
@@ -69,17 +79,21 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def num_queued_tokens(self) -> int:
-        """Prompt tokens that are still to be computed, of waiting and of half-computed sequences. Cached prefixes are
-        left out: as many of all that wait as of the first in line."""
+        """Prompt tokens that are still to be computed, of waiting and of half-computed sequences.
+        Cached prefixes are left out: as many of all that wait as of the first in line."""
         cut = sum(seq.num_uncomputed for seq in self.running if seq.num_uncomputed > 1)
         first = self.waiting[:QUEUE_LOOK_UPS]
         looked_at = sum(seq.num_uncomputed for seq in first)
-        cached = sum(len(self._cached_prefix(seq)) for seq in first if not seq.block_table) * self.hasher.block_size
+        cached = (
+            sum(len(self._cached_prefix(seq)) for seq in first if not seq.block_table)
+            * self.hasher.block_size
+        )
         total = sum(seq.num_uncomputed for seq in self.waiting)
         return cut + (total * (looked_at - cached) // looked_at if looked_at else 0)
 
     def add(self, seq: Sequence) -> None:
-        """Queue a waiting sequence: those that own (imported) blocks first, then by priority and arrival."""
+        """Queue a waiting sequence: those that own (imported) blocks first, then by priority and
+        arrival."""
         insort(self.waiting, seq, key=lambda s: (not s.block_table, *s.order))
 
     def start_fork(self, seq: Sequence) -> None:
@@ -98,15 +112,18 @@ class Scheduler:
         self._drop_blocks(seq)
 
     def schedule(self, may_preempt: bool = True) -> StepPlan:
-        """The next step's work; empty when nothing can run now (no work, or the blocks are pinned elsewhere).
+        """The next step's work; empty when nothing can run now (no work, or the blocks are pinned
+        elsewhere).
 
-        may_preempt: False while steps are in flight, whose blocks and tokens a preemption would pull away.
+        may_preempt: False while steps are in flight, whose blocks and tokens a preemption would
+        pull away.
         """
         plan = StepPlan()
         self.wants_blocks = False
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
-        for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):  # decodes first, however late they came
+        # decodes first, however late they came
+        for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
             if budget == 0:
                 break
             # It may have been preempted for one before it.
@@ -119,8 +136,9 @@ class Scheduler:
         return plan
 
     def commit_full_blocks(self, seq: Sequence) -> None:
-        """Make the full blocks whose tokens are known findable. Their rows may be in flight: whoever reads them by a
-        later step reads behind the write, and nothing is published before its step is complete.
+        """Make the full blocks whose tokens are known findable. Their rows may be in flight:
+        whoever reads them by a later step reads behind the write, and nothing is published before
+        its step is complete.
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.hasher.block_size
         if full > seq.num_committed:
@@ -133,9 +151,13 @@ class Scheduler:
         """AssertionError when a queue holds a sequence in the wrong state."""
         assert all(s.status is Status.RUNNING for s in self.running)
         assert all(s.status is Status.WAITING for s in self.waiting)
-        assert len(set(map(id, self.running + self.waiting))) == len(self.running) + len(self.waiting)
+        assert len(set(map(id, self.running + self.waiting))) == len(self.running) + len(
+            self.waiting
+        )
         slots = [seq.slot for seq in self.running] + self._slots
-        assert sorted(slots) == list(range(1, num_slots_for(self.max_num_seqs) + 1)), "a slot has two sequences or none"
+        assert sorted(slots) == list(range(1, num_slots_for(self.max_num_seqs) + 1)), (
+            "a slot has two sequences or none"
+        )
         assert not any(seq.slot for seq in self.waiting)
 
     def _run(self, seq: Sequence) -> None:
@@ -151,8 +173,8 @@ class Scheduler:
         seq.slot = 0
 
     def _continue(self, seq: Sequence, budget: int, plan: StepPlan, may_preempt: bool) -> int:
-        """StepPlan the next chunk of a running sequence, preempting from the back; returns its tokens (0: preempted
-        itself, or blocked), less those of whom it pushed out of the plan.
+        """StepPlan the next chunk of a running sequence, preempting from the back; returns its
+        tokens (0: preempted itself, or blocked), less those of whom it pushed out of the plan.
         """
         count = self._chunk(seq, seq.num_uncomputed, budget, self.last_chunk_tokens + 1)
         given_back = 0
@@ -170,17 +192,22 @@ class Scheduler:
         return -given_back
 
     def _admit(self, budget: int, plan: StepPlan) -> None:
-        """Start waiting sequences while they fit. A prompt is cut only where it is the step's only one: a whole prompt
-        is faster than two parts, and a step that is not quite full loses nothing. A long one has a step for itself.
+        """Start waiting sequences while they fit. A prompt is cut only where it is the step's only
+        one: a whole prompt is faster than two parts, and a step that is not quite full loses
+        nothing. A long one has a step for itself.
         """
-        slots = self.max_num_seqs - sum(1 + len(s.pending_forks) for s in self.running if not s.is_complete)
+        slots = self.max_num_seqs - sum(
+            1 + len(s.pending_forks) for s in self.running if not s.is_complete
+        )
         longest = max(plan.num_tokens.values(), default=0)
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             width = 1 + len(seq.pending_forks)
             cached = [] if seq.block_table else self._cached_prefix(seq)
             wanted = seq.num_uncomputed - len(cached) * self.hasher.block_size
-            is_crowded = min(longest, wanted) > 1 and (wanted > budget or max(wanted, longest) >= LONG_PROMPT)
+            is_crowded = min(longest, wanted) > 1 and (
+                wanted > budget or max(wanted, longest) >= LONG_PROMPT
+            )
             if width > slots or is_crowded:
                 return
             if not self._fits(seq, cached):
@@ -199,8 +226,8 @@ class Scheduler:
             slots -= width
 
     def _chunk(self, seq: Sequence, wanted: int, budget: int, least: int) -> int:
-        """How many of the tokens to compute now. Of `least` or more, an overlapped prompt's last chunk is short, and
-        the others are whole blocks.
+        """How many of the tokens to compute now. Of `least` or more, an overlapped prompt's last
+        chunk is short, and the others are whole blocks.
         """
         if not seq.request.overlap or wanted < least:
             return min(wanted, budget)
@@ -208,16 +235,21 @@ class Scheduler:
         return min(-(-(wanted - self.last_chunk_tokens) // size) * size, budget)
 
     def _fits(self, seq: Sequence, cached: list[int]) -> bool:
-        """Whether all tokens of a waiting sequence fit now behind its cached prefix, beside a block for each running
-        one to grow into: else it would soon be preempted again.
+        """Whether all tokens of a waiting sequence fit now behind its cached prefix, beside a block
+        for each running one to grow into: else it would soon be preempted again.
         """
-        missing = self._num_missing(seq, seq.num_tokens) - len(cached) + self._writes_shared_block(seq)
-        return missing + self.blocks.num_free_among(cached) + len(self.running) <= self.blocks.num_free
+        missing = (
+            self._num_missing(seq, seq.num_tokens) - len(cached) + self._writes_shared_block(seq)
+        )
+        return (
+            missing + self.blocks.num_free_among(cached) + len(self.running) <= self.blocks.num_free
+        )
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if seq.request.wants_prompt_logprobs:
             return []
-        limit = (seq.num_tokens - 1) // self.hasher.block_size  # the last token is always computed, for its logits
+        # the last token is always computed, for its logits
+        limit = (seq.num_tokens - 1) // self.hasher.block_size
         return self.blocks.match(seq.hashes(self.hasher)[:limit])
 
     def _take_prefix(self, seq: Sequence, cached: list[int]) -> None:
@@ -233,7 +265,8 @@ class Scheduler:
             self.prefix_hits += seq.num_computed
 
     def _provide(self, seq: Sequence, count: int, plan: StepPlan) -> None:
-        """Blocks for the next `count` rows of `seq`, its own copy of a shared partial block first; or OutOfBlocks."""
+        """Blocks for the next `count` rows of `seq`, its own copy of a shared partial block first;
+        or OutOfBlocks."""
         missing = self._num_missing(seq, seq.num_computed + count)
         shared = self._writes_shared_block(seq)
         if missing + shared > self.blocks.num_free:
@@ -260,7 +293,9 @@ class Scheduler:
     def _preempt(self, seq: Sequence, plan: StepPlan) -> int:
         """Returns how many of its tokens were in the plan, which it leaves."""
         planned = plan.num_tokens.pop(seq, 0)
-        plan.copies = [(source, target) for source, target in plan.copies if target not in seq.block_table]
+        plan.copies = [
+            (source, target) for source, target in plan.copies if target not in seq.block_table
+        ]
         self._stop_running(seq)
         seq.status = Status.WAITING
         self._drop_blocks(seq)
@@ -269,7 +304,8 @@ class Scheduler:
         return planned
 
     def _break_hold_and_wait(self) -> None:
-        """Nothing runs and the first in line does not fit: the last waiting owner of imported blocks loses them."""
+        """Nothing runs and the first in line does not fit: the last waiting owner of imported
+        blocks loses them."""
         owners = [s for s in self.waiting[1:] if s.block_table]
         if owners:
             seq = owners[-1]

@@ -1,8 +1,10 @@
-"""What the engine knows of a request while it runs: a Request, and one Sequence for each of its choices.
+"""What the engine knows of a request while it runs: a Request, and one Sequence for each of its
+choices.
 
-A fresh request starts as one sequence that computes the prompt; when the prompt is done the other choices fork off it
-and share its blocks. A request with forced tokens (resumed elsewhere, or pulled from P) starts with all its sequences.
-Knows no scheduler and no device. Made by the engine from protocol messages.
+A fresh request starts as one sequence that computes the prompt; when the prompt is done the other
+choices fork off it and share its blocks. A request with forced tokens (resumed elsewhere, or pulled
+from P) starts with all its sequences. Knows no scheduler and no device. Made by the engine from
+protocol messages.
 """
 
 from collections.abc import Callable
@@ -24,9 +26,9 @@ class Status(Enum):
 
 @dataclass(eq=False)
 class Request:
-    """One attempt at one request. max_tokens: each choice's, within what has room after the prompt in the engine that
-    decodes it. prefill_only: sample the first tokens, then hold the prompt for a hand-off. overlap: others read it
-    while it is computed. content: see BlockHasher.content.
+    """One attempt at one request. max_tokens: each choice's, within what has room after the prompt
+    in the engine that decodes it. prefill_only: sample the first tokens, then hold the prompt for a
+    hand-off. overlap: others read it while it is computed. content: see BlockHasher.content.
     """
 
     key: RequestKey
@@ -43,7 +45,8 @@ class Request:
     prefix_looked_up: bool = False
     cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] = field(default_factory=lambda: [None])
-    num_scored: int = 1  # prompt positions whose log-probability is known or in flight; the first has none
+    # prompt positions whose log-probability is known or in flight; the first has none
+    num_scored: int = 1
     sequences: list["Sequence"] = field(default_factory=list)
     content: bytes | None = None
     _prompt_hashes: list[bytes] = field(default_factory=list)
@@ -57,7 +60,8 @@ class Request:
         return self.sampling.prompt_logprobs is not None and not self.prompt_reported
 
     def adopt(self, earlier: "Request") -> bool:
-        """Take over what was computed of the same prompt and salt for an earlier Request; False when they differ."""
+        """Take over what was computed of the same prompt and salt for an earlier Request; False
+        when they differ."""
         mine = (self.prompt_token_ids, self.cache_salt)
         theirs = (earlier.prompt_token_ids, earlier.cache_salt)
         if mine != theirs:
@@ -73,7 +77,8 @@ class Request:
         return self.content
 
     def prompt_hashes(self, hasher: BlockHasher) -> list[bytes]:
-        """Digests of the prompt's full blocks, computed once for all choices and all attempts to find blocks."""
+        """Digests of the prompt's full blocks, computed once for all choices and all attempts to
+        find blocks."""
         hasher.extend(self._prompt_hashes, self.prompt_token_ids, self.cache_salt)
         return self._prompt_hashes
 
@@ -86,10 +91,11 @@ ComputeHere = Callable[[Request, tuple[Start, ...]], None]
 class Sequence:
     """The tokens of one choice and where their KV lies.
 
-    token_ids: prompt, forced and sampled tokens whose values are known. num_pending: tokens behind them that a step in
-    flight samples (0 or 1 when a step is planned). num_computed: leading tokens whose rows are in the KV cache, or will
-    be when the steps in flight are done. block_table: blocks in order of position. num_committed: of them, known to the
-    prefix cache; num_synced: of them, known to the device. slot: row of the device's tables while it runs, else 0.
+    token_ids: prompt, forced and sampled tokens whose values are known. num_pending: tokens behind
+    them that a step in flight samples (0 or 1 when a step is planned). num_computed: leading tokens
+    whose rows are in the KV cache, or will be when the steps in flight are done. block_table:
+    blocks in order of position. num_committed: of them, known to the prefix cache; num_synced: of
+    them, known to the device. slot: row of the device's tables while it runs, else 0.
     pending_forks: choices that fork off when the prompt is computed.
     """
 
@@ -133,7 +139,8 @@ class Sequence:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Scheduling order: priority first, then the request's arrival; its choices stand together."""
+        """Scheduling order: priority first, then the request's arrival; its choices stand
+        together."""
         return self.request.priority, self.request.arrival, self.choice
 
     def hashes(self, hasher: BlockHasher) -> list[bytes]:
@@ -145,6 +152,9 @@ class Sequence:
 
     def finish_reason_after(self, token: int) -> FinishReason | None:
         """Why the choice ends with `token`, which was just appended; None when it goes on."""
-        if token in self.request.stop_token_ids and self.num_generated > self.request.sampling.min_tokens:
+        if (
+            token in self.request.stop_token_ids
+            and self.num_generated > self.request.sampling.min_tokens
+        ):
             return "stop"
         return "length" if self.num_generated >= self.request.max_tokens else None

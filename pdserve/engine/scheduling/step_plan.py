@@ -10,10 +10,11 @@ from pdserve.engine.scheduling.sequence import Sequence
 
 @dataclass
 class StepPlan:
-    """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before anything is written.
+    """One step. num_tokens: per sequence, at least 1. copies: (from, to) blocks to copy before
+    anything is written.
 
-    blocked: a running sequence found no blocks, and nobody may be preempted while steps are in flight: complete them
-    first.
+    blocked: a running sequence found no blocks, and nobody may be preempted while steps are in
+    flight: complete them first.
     """
 
     num_tokens: dict[Sequence, int] = field(default_factory=dict)

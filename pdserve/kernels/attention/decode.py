@@ -1,13 +1,14 @@
 # mypy: allow-untyped-defs
-"""Paged decode attention in Triton: one query per sequence, the KV of the whole batch dealt out in equal shares
-(Flash-Decoding, Dao et al. 2023, with the work division of Stream-K, Osama et al. 2023; the query heads of one KV head
-share a tile).
+"""Paged decode attention in Triton: one query per sequence, the KV of the whole batch dealt out in
+equal shares (Flash-Decoding, Dao et al. 2023, with the work division of Stream-K, Osama et al.
+2023; the query heads of one KV head share a tile).
 
-The work is a line of chunks of BLOCK_N keys: sequence by sequence, in each KV head by KV head. Program p takes chunks
-p * share up to (p + 1) * share, whatever items (a KV head of a sequence) they belong to; an item that one program holds
-whole is written at once, the parts of the others are merged by a second kernel. The grid follows from shapes, the
-shares from context_lens on the device: so one captured CUDA graph is balanced for any contexts, and padding rows are
-free. Knows nothing of batching policy. Called through triton_ops.py.
+The work is a line of chunks of BLOCK_N keys: sequence by sequence, in each KV head by KV head.
+Program p takes chunks p * share up to (p + 1) * share, whatever items (a KV head of a sequence)
+they belong to; an item that one program holds whole is written at once, the parts of the others are
+merged by a second kernel. The grid follows from shapes, the shares from context_lens on the device:
+so one captured CUDA graph is balanced for any contexts, and padding rows are free. Knows nothing of
+batching policy. Called through triton_ops.py.
 """
 
 import torch
@@ -26,8 +27,8 @@ MERGE_STEP = tl.constexpr(32)
 
 
 def decode_tiles(group: int, head_dim: int, dtype: torch.dtype) -> AttentionTiles:
-    """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight (table entries are
-    loaded ahead of them); Hopper's shared memory holds that twice.
+    """Tiles for `group` query heads per KV head. Five stages keep two tiles of K and V in flight
+    (table entries are loaded ahead of them); Hopper's shared memory holds that twice.
     """
     block_m = max(next_power_of_2(group), 16)
     if dtype == torch.float32:
@@ -58,7 +59,8 @@ def launch_decode(
     num_kv_heads = kv.shape[1]
     block_size = kv.shape[3]
     group = num_heads // num_kv_heads
-    block_s = 32 if num_seqs <= 32 else max(next_power_of_2(num_seqs), 256)  # few kernels to compile
+    # few kernels to compile
+    block_s = 32 if num_seqs <= 32 else max(next_power_of_2(num_seqs), 256)
     partial = torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=q.device)
     maxima = torch.empty((2 * num_programs, group), dtype=torch.float32, device=q.device)
     sums = torch.empty_like(maxima)
@@ -101,8 +103,11 @@ def launch_decode(
 
 
 @triton.jit
-def line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
-    """(context_lens and ends of the sequences on the line, both [BLOCK_S]; length of the line; share of a program)."""
+def line_of_work(
+    context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+):
+    """(context_lens and ends of the sequences on the line, both [BLOCK_S]; length of the line;
+    share of a program)."""
     seqs = tl.arange(0, BLOCK_S)
     lens = tl.load(context_ptr + seqs, mask=seqs < num_seqs, other=0)
     lengths = tl.where(seqs < num_seqs, (num_chunks(lens, BLOCK_N) + ITEM_COST) * num_kv_heads, 0)
@@ -118,7 +123,8 @@ def num_chunks(context_len, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def item_at(at, lens, ends, num_kv_heads, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
-    """(sequence, its context, KV head, start and end of its chunks) of the item that has `at` on the line."""
+    """(sequence, its context, KV head, start and end of its chunks) of the item that has `at` on
+    the line."""
     seq = tl.sum((ends <= at).to(tl.int32), 0)
     is_seq = tl.arange(0, BLOCK_S) == seq
     num_keys = tl.sum(tl.where(is_seq, lens, 0), 0)
@@ -159,13 +165,15 @@ def decode_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program p: its share of the line. Of an item begun before it, it leaves its part in slot 2p, of one that goes on
-    behind it in slot 2p + 1; whole items go to out.
+    """Program p: its share of the line. Of an item begun before it, it leaves its part in slot 2p,
+    of one that goes on behind it in slot 2p + 1; whole items go to out.
     """
     begin(PDL)
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
-    lens, ends, total, share = line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S)
+    lens, ends, total, share = line_of_work(
+        context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S
+    )
     seqs = tl.arange(0, BLOCK_S)
     table_rows = tl.load(table_rows_ptr + seqs, mask=seqs < num_seqs, other=0)
     group_heads = tl.arange(0, BLOCK_M)
@@ -177,7 +185,9 @@ def decode_kernel(
     at = program * share
     stop = tl.minimum(at + share, total)
     while at < stop:
-        seq, num_keys, kv_head, item_start, item_end = item_at(at, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S)
+        seq, num_keys, kv_head, item_start, item_end = item_at(
+            at, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S
+        )
         part_end = tl.minimum(item_end, stop)
         if at < part_end:
             end = tl.minimum((part_end - item_start) * BLOCK_N, num_keys)
@@ -210,11 +220,16 @@ def decode_kernel(
             if (at == item_start) & (part_end == item_end):
                 out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
                 out_rows = (seq.to(tl.int64) * num_kv_heads * group + heads) * HEAD_DIM
-                tl.store(out_ptr + out_rows[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+                tl.store(
+                    out_ptr + out_rows[:, None] + dims[None, :],
+                    out.to(out_ptr.dtype.element_ty),
+                    mask=mask,
+                )
             else:
                 rows = (2 * program + (at == item_start).to(tl.int32)) * group + group_heads
                 tl.store(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], acc, mask=mask)
-                # Not as one log-sum: added to a large maximum, the logarithm of the sum would be rounded away.
+                # Not as one log-sum: added to a large maximum, the logarithm of the sum would be
+                # rounded away.
                 tl.store(max_ptr + rows, row_max, mask=in_group)
                 tl.store(sum_ptr + rows, row_sum, mask=in_group)
         at = item_end + ITEM_COST
@@ -236,19 +251,24 @@ def merge_kernel(
     BLOCK_S: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (p, head of the group): if an item begins in the share of program p of decode_kernel and goes on behind
-    it, its parts weighted by exp(scaled max), over their sums weighted likewise.
+    """Program (p, head of the group): if an item begins in the share of program p of decode_kernel
+    and goes on behind it, its parts weighted by exp(scaled max), over their sums weighted likewise.
     """
     begin(PDL)
     first = tl.program_id(0)
     group_head = tl.program_id(1)
     group = tl.num_programs(1)
     num_programs = tl.num_programs(0) + 1
-    lens, ends, total, share = line_of_work(context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S)
+    lens, ends, total, share = line_of_work(
+        context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S
+    )
     behind = (first + 1) * share
     border = tl.minimum(behind, total) - 1
-    seq, _, kv_head, item_start, item_end = item_at(border, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S)
-    wait(PDL)  # also where nothing is to be done: the next kernel relies on all that ran before this one
+    seq, _, kv_head, item_start, item_end = item_at(
+        border, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S
+    )
+    # also where nothing is to be done: the next kernel relies on all that ran before this one
+    wait(PDL)
     if (behind < total) & (item_start >= first * share) & (item_end > behind):
         last = (item_end - 1) // share
         dims = tl.arange(0, BLOCK_D)
@@ -262,7 +282,9 @@ def merge_kernel(
             part_max = tl.load(max_ptr + rows, mask=valid, other=float("-inf"))
             part_sum = tl.load(sum_ptr + rows, mask=valid, other=0.0)
             mask = valid[:, None] & (dims < HEAD_DIM)[None, :]
-            part = tl.load(partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+            part = tl.load(
+                partial_ptr + rows[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0
+            )
             new_max = tl.maximum(row_max, tl.max(part_max, 0))
             weights = tl.exp2((part_max - new_max) * scale_log2)
             keep = tl.exp2((row_max - new_max) * scale_log2)
@@ -270,4 +292,8 @@ def merge_kernel(
             weight = weight * keep + tl.sum(part_sum * weights, 0)
             row_max = new_max
         head = (seq.to(tl.int64) * num_kv_heads + kv_head) * group + group_head
-        tl.store(out_ptr + head * HEAD_DIM + dims, (acc / weight).to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+        tl.store(
+            out_ptr + head * HEAD_DIM + dims,
+            (acc / weight).to(out_ptr.dtype.element_ty),
+            mask=dims < HEAD_DIM,
+        )

@@ -1,14 +1,16 @@
-"""Causal attention of prompts by cuDNN, through torch, on K and V rows that lie one behind the other: a quarter faster
-than a paged kernel, on the shapes it is prepared for.
+"""Causal attention of prompts by cuDNN, through torch, on K and V rows that lie one behind the
+other: a quarter faster than a paged kernel, on the shapes it is prepared for.
 
-Fresh prompts have all their keys among the step's own rows. A chunk that continues a prompt attends to its own rows and
-to those before it, which are gathered from their blocks piece by piece; the parts are joined by their log-sum-exps.
+Fresh prompts have all their keys among the step's own rows. A chunk that continues a prompt attends
+to its own rows and to those before it, which are gathered from their blocks piece by piece; the
+parts are joined by their log-sum-exps.
 
-cuDNN makes a plan (tens of milliseconds) for each new shape, and torch keeps plans by thread. So only shapes that
-warm_dense_prefill() has run on this thread are taken: multiples of 512 rows, such as the chunks of a long prompt that
-has the device for itself, in batches of a power of two; behind as many rows as such a chunk has, or a multiple of it.
-Other lengths are left to the paged kernel: padding them costs in copies what cuDNN wins. Knows nothing of engines.
-Called through triton_ops.py.
+cuDNN makes a plan (tens of milliseconds) for each new shape, and torch keeps plans by thread. So
+only shapes that warm_dense_prefill() has run on this thread are taken: multiples of 512 rows, such
+as the chunks of a long prompt that has the device for itself, in batches of a power of two; behind
+as many rows as such a chunk has, or a multiple of it. Other lengths are left to the paged kernel:
+padding them costs in copies what cuDNN wins. Knows nothing of engines. Called through
+triton_ops.py.
 """
 
 import threading
@@ -28,7 +30,8 @@ from pdserve.kernels.kv.cache_rows import launch_gather_kv
 LENGTH_MULTIPLE = 512
 MIN_LENGTH = 1024
 CHUNK_MULTIPLE = 1024  # rows of a chunk past a multiple of it are left to the paged kernel
-MIN_PIECE = 4096  # rows before a chunk; with shorter pieces, gathering and joining them takes what cuDNN wins
+# rows before a chunk; with shorter pieces, gathering and joining them takes what cuDNN wins
+MIN_PIECE = 4096
 
 
 class PromptBatch(NamedTuple):
@@ -44,8 +47,8 @@ class PromptBatch(NamedTuple):
 
 
 class _Warm(threading.local):
-    """What _shape() gives for the plans that torch has in this thread. pieces: for chunks of such shapes, how many rows
-    before them are attended to at a time.
+    """What _shape() gives for the plans that torch has in this thread. pieces: for chunks of such
+    shapes, how many rows before them are attended to at a time.
     """
 
     def __init__(self) -> None:
@@ -57,8 +60,8 @@ _warm = _Warm()
 
 
 def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
-    """Makes the plans for steps of up to len(q) rows that lie in memory like these; 30 ms each (33 plans for
-    8,192 rows) and 0.6 s the first time. Call it on the thread that runs the model.
+    """Makes the plans for steps of up to len(q) rows that lie in memory like these; 30 ms each (33
+    plans for 8,192 rows) and 0.6 s the first time. Call it on the thread that runs the model.
     """
     if not _is_supported(q, k, v):
         return
@@ -74,12 +77,15 @@ def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
 
 
 def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
-    """Whether fresh_prefill() is faster for such prompts than paged_prefill(), and needs no new plan."""
+    """Whether fresh_prefill() is faster for such prompts than paged_prefill(), and needs no new
+    plan."""
     parts = deal(query_lens)
     return bool(parts) and all(_shape(part, q, k, v) in _warm.shapes for part in parts)
 
 
-def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float) -> Tensor:
+def fresh_prefill(
+    q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float
+) -> Tensor:
     """reference.fresh_prefill, for lengths that deal() takes."""
     parts = deal(query_lens)
     outs = [_causal(part, q, k, v, scale)[0] for part in parts]
@@ -90,7 +96,8 @@ def fresh_prefill(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], 
 
 @lru_cache(maxsize=64)
 def deal(query_lens: tuple[int, ...]) -> tuple[PromptBatch, ...]:
-    """The prompts in order, neighbours of equal length together; () if one has a length that does not pay."""
+    """The prompts in order, neighbours of equal length together; () if one has a length that does
+    not pay."""
     parts: list[PromptBatch] = []
     start = 0
     for length, run in groupby(query_lens):
@@ -111,7 +118,8 @@ def chunk_rows(num_rows: int) -> int:
 
 
 def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
-    """Whether chunk_prefill() is faster for such a chunk than paged_prefill(), and needs no new plan."""
+    """Whether chunk_prefill() is faster for such a chunk than paged_prefill(), and needs no new
+    plan."""
     piece = _piece(q, k, v)
     return piece > 0 and prefix_len > 0 and prefix_len % piece == 0 and piece % block_size == 0
 
@@ -127,10 +135,11 @@ def chunk_prefill(
     scale: float,
     out: Tensor,
 ) -> int:
-    """Writes to `out` (as q, contiguous) the attention of a chunk's first rows, and returns how many they are.
+    """Writes to `out` (as q, contiguous) the attention of a chunk's first rows, and returns how
+    many they are.
 
-    q, k and v as in fresh_prefill. The chunk stands behind prefix_len rows, which lie in kv in the blocks that row
-    table_row (int32 [1]) of block_tables names.
+    q, k and v as in fresh_prefill. The chunk stands behind prefix_len rows, which lie in kv in the
+    blocks that row table_row (int32 [1]) of block_tables names.
     """
     length = chunk_rows(len(q))
     piece = _piece(q, k, v)
@@ -145,7 +154,8 @@ def chunk_prefill(
 
 
 def _piece(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Rows before such a chunk that are attended to at a time; 0 when nothing is prepared for it."""
+    """Rows before such a chunk that are attended to at a time; 0 when nothing is prepared for
+    it."""
     return _warm.pieces.get(_shape(PromptBatch(0, 1, chunk_rows(len(q))), q, k, v), 0)
 
 
@@ -170,12 +180,17 @@ def _shape(part: PromptBatch, q: Tensor, k: Tensor, v: Tensor) -> tuple[object, 
     return part.batch, part.length, strides, q.shape[1:], k.shape[1], q.dtype, q.device
 
 
-def _causal(part: PromptBatch, q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _causal(
+    part: PromptBatch, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
     return _attend(part.batch, q[part.rows], k[part.rows], v[part.rows], True, scale)
 
 
-def _attend(batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """reference.dense_attention by cuDNN. torch's public function keeps the log-sum-exps to itself."""
+def _attend(
+    batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """reference.dense_attention by cuDNN. torch's public function keeps the log-sum-exps to
+    itself."""
     if not q.is_cuda:
         return reference.dense_attention(batch, q, k, v, causal, scale)
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that makes one attention of two, over different keys of the same queries, weighted by their
-log-sum-exps (Rabe & Staats 2021). Reads and writes every element once. Called by attention/dense.py.
+"""Triton kernel that makes one attention of two, over different keys of the same queries, weighted
+by their log-sum-exps (Rabe & Staats 2021). Reads and writes every element once. Called by
+attention/dense.py.
 """
 
 import triton
@@ -12,8 +13,11 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 TILE = 2048  # elements of one program
 
 
-def launch_join_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, joined: Tensor) -> None:
-    """reference.join_attention, written to `joined` (which may be `out`) and to `lse`; all contiguous."""
+def launch_join_attention(
+    out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, joined: Tensor
+) -> None:
+    """reference.join_attention, written to `joined` (which may be `out`) and to `lse`; all
+    contiguous."""
     num_tokens, num_heads, head_dim = out.shape
     block_d = next_power_of_2(head_dim)
     rows = max(TILE // block_d, 1)
@@ -57,6 +61,9 @@ def join_attention_kernel(
     mask = in_range[:, None] & (dims < HEAD_DIM)[None, :]
     out = tl.load(out_ptr + elements, mask=mask, other=0.0)
     other = tl.load(other_ptr + elements, mask=mask, other=0.0)
-    joined = out.to(tl.float32) * (weight / total)[:, None] + other.to(tl.float32) * (other_weight / total)[:, None]
+    joined = (
+        out.to(tl.float32) * (weight / total)[:, None]
+        + other.to(tl.float32) * (other_weight / total)[:, None]
+    )
     tl.store(joined_ptr + elements, joined.to(out.dtype), mask=mask)
     tl.store(lse_ptr + at, largest + tl.log(total), mask=in_range)

@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
-"""Paged causal prefill attention in Triton: queries of many sequences in one launch, each over its own paged KV
-(FlashAttention-2, Dao 2023; here the query heads of one KV head share a tile, so short chunks fill it too).
+"""Paged causal prefill attention in Triton: queries of many sequences in one launch, each over its
+own paged KV (FlashAttention-2, Dao 2023; here the query heads of one KV head share a tile, so short
+chunks fill it too).
 
 Tiles follow from shapes alone. Knows nothing of chunking policy. Called through triton_ops.py.
 """
@@ -18,8 +19,9 @@ from pdserve.kernels.launching.launch import cdiv, is_hopper, launch, next_power
 def prefill_tiles(
     group: int, num_rows: int, head_dim: int, block_size: int, dtype: torch.dtype, num_sms: int
 ) -> AttentionTiles:
-    """Tiles for Hopper and num_rows = tokens * query heads. With pointers, 4 warps would spill the addresses of the KV
-    rows; with TMA they suffice, and two programs fit a multiprocessor. Short work is cut finer, for a shorter tail.
+    """Tiles for Hopper and num_rows = tokens * query heads. With pointers, 4 warps would spill the
+    addresses of the KV rows; with TMA they suffice, and two programs fit a multiprocessor. Short
+    work is cut finer, for a shorter tail.
     """
     if dtype == torch.float32:
         return float32_tiles(max(next_power_of_2(group), 32), head_dim)
@@ -34,14 +36,21 @@ def prefill_tiles(
 
 
 def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
-    """One layer `[num_blocks, Hk, 2, block_size, D]` of a KV cache as the matrix [rows, D] from its first row on, in
-    tiles that TMA loads; None if it cannot: no tile may span two blocks, rows must be 16-byte aligned, their numbers
-    int32.
+    """One layer `[num_blocks, Hk, 2, block_size, D]` of a KV cache as the matrix [rows, D] from its
+    first row on, in tiles that TMA loads; None if it cannot: no tile may span two blocks, rows must
+    be 16-byte aligned, their numbers int32.
     """
     num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
-    num_rows = ((num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)) // head_dim + 2 * block_size
+    num_rows = (
+        (num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)
+    ) // head_dim + 2 * block_size
     aligned = head_dim * kv.element_size() % 16 == 0 and kv.data_ptr() % 16 == 0
-    if block_size % tiles.block_n or not aligned or num_rows >= 2**31 or (kv.is_cuda and not is_hopper(kv.device)):
+    if (
+        block_size % tiles.block_n
+        or not aligned
+        or num_rows >= 2**31
+        or (kv.is_cuda and not is_hopper(kv.device))
+    ):
         return None
     rows = kv.as_strided((num_rows, head_dim), (head_dim, 1))
     return TensorDescriptor.from_tensor(rows, [tiles.block_n, tiles.block_d])
@@ -60,8 +69,8 @@ def launch_prefill(
     out: Tensor,
     skip: int = 0,
 ) -> None:
-    """reference.paged_prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous. skip: the first rows
-    of each sequence, which somebody else has written.
+    """reference.paged_prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous.
+    skip: the first rows of each sequence, which somebody else has written.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
@@ -95,7 +104,8 @@ def launch_prefill(
 
 @triton.jit(
     do_not_specialize=["num_tokens", "skip", "group", "tile_len", "block_shift", "stride_table"],
-    # Those of the prefills lie behind those of the decodes, so their alignment changes from step to step.
+    # Those of the prefills lie behind those of the decodes, so their alignment changes from step to
+    # step.
     do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
 )
 def prefill_kernel(
@@ -124,9 +134,10 @@ def prefill_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Program (tile of tile_len positions, KV head, sequence). Sequence S, past the last, zeroes the padding rows."""
-    # The longest tiles of a head start first and its short ones fill the tail; heads are the outer axis, so that the
-    # programs running at one time share one head's KV in L2.
+    """Program (tile of tile_len positions, KV head, sequence). Sequence S, past the last, zeroes
+    the padding rows."""
+    # The longest tiles of a head start first and its short ones fill the tail; heads are the outer
+    # axis, so that the programs running at one time share one head's KV in L2.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     seq = tl.program_id(2).to(tl.int64)
@@ -156,7 +167,9 @@ def prefill_kernel(
             num_keys = tl.load(context_ptr + seq)
             tokens = (seq_start + first + row_offset).to(tl.int64)
             in_seq = in_tile & (first + row_offset < query_len)
-            q = load_rows(q_ptr, tokens * stride_q_token + heads * stride_q_head, in_seq, HEAD_DIM, BLOCK_D)
+            q = load_rows(
+                q_ptr, tokens * stride_q_token + heads * stride_q_head, in_seq, HEAD_DIM, BLOCK_D
+            )
 
             first_position = num_keys - query_len + first
             row_positions = first_position + row_offset
@@ -212,8 +225,8 @@ def prefill_kernel(
                 BLOCK_N,
                 True,
             )
-            # Computed anew, from what the compiler cannot know to be 0: kept over the loops, these would take the
-            # registers of acc.
+            # Computed anew, from what the compiler cannot know to be 0: kept over the loops, these
+            # would take the registers of acc.
             row += tl.minimum(num_keys, 0)
             row_offset = row // group
             in_seq = (row_offset < tile_len) & (first + row_offset < query_len)

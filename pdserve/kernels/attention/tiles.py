@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """What the attention kernels share: tile sizes, loads of paged KV rows, the online softmax.
 
-They know the layout of one layer's KV, `[num_blocks, kv_heads, 2, block_size, head_dim]`, and nothing of grids or
-sequences. Called by decode.py and prefill.py.
+They know the layout of one layer's KV, `[num_blocks, kv_heads, 2, block_size, head_dim]`, and
+nothing of grids or sequences. Called by decode.py and prefill.py.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ LOG2_E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class AttentionTiles:
-    """Constants of one attention launch: block_m query rows of a program, block_n KV rows of a step, block_d >=
-    head_dim.
+    """Constants of one attention launch: block_m query rows of a program, block_n KV rows of a
+    step, block_d >= head_dim.
     """
 
     block_m: int
@@ -30,7 +30,8 @@ class AttentionTiles:
 
 
 def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
-    """Small steps and many warps: exact float32 has no tensor cores, so operands and sums all live in registers."""
+    """Small steps and many warps: exact float32 has no tensor cores, so operands and sums all live
+    in registers."""
     block_d = next_power_of_2(head_dim)
     num_warps = min(max(block_m * block_d // 512, 4), 16)
     return AttentionTiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, 2)
@@ -38,7 +39,8 @@ def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
 
 @triton.jit
 def load_rows(base, rows, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Loads [len(rows), BLOCK_D] at int64 element offsets `rows`; zeros where `valid` is false and from HEAD_DIM on."""
+    """Loads [len(rows), BLOCK_D] at int64 element offsets `rows`; zeros where `valid` is false and
+    from HEAD_DIM on."""
     dims = tl.arange(0, BLOCK_D)
     mask = valid[:, None]
     if HEAD_DIM != BLOCK_D:
@@ -48,8 +50,8 @@ def load_rows(base, rows, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM: tl.constexpr):
-    """int64 offsets of the K rows at absolute `positions` from the base of their KV head; block_size = 1 <<
-    block_shift.
+    """int64 offsets of the K rows at absolute `positions` from the base of their KV head;
+    block_size = 1 << block_shift.
     """
     blocks = tl.load(table + (positions >> block_shift), mask=valid, other=0).to(tl.int64)
     offsets = positions & ((1 << block_shift) - 1)
@@ -79,16 +81,18 @@ def attend(
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """Online softmax of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N a step; start is a multiple of
-    it.
+    """Online softmax of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N a step; start is a
+    multiple of it.
 
-    acc [M, BLOCK_D], row_max [M] (of unscaled scores) and row_sum [M] are what earlier keys left. scale_log2 > 0.
-    MASKED: some keys lie at or after num_keys or after a row's position; without it every row sees every key. A row
-    must see a key in its first step: its row_max would stay -inf, and -inf - -inf is NaN.
+    acc [M, BLOCK_D], row_max [M] (of unscaled scores) and row_sum [M] are what earlier keys left.
+    scale_log2 > 0. MASKED: some keys lie at or after num_keys or after a row's position; without it
+    every row sees every key. A row must see a key in its first step: its row_max would stay -inf,
+    and -inf - -inf is NaN.
 
-    kv_matrix: None to load K and V by pointers from `kv_head`, or a descriptor of the layer as [rows, head_dim] in
-    tiles [BLOCK_N, BLOCK_D] to load them by TMA. Then first_row is the first row of the KV head, a block holds whole
-    tiles, and no key may lie at or after num_keys (its V might be NaN, which TMA cannot mask).
+    kv_matrix: None to load K and V by pointers from `kv_head`, or a descriptor of the layer as
+    [rows, head_dim] in tiles [BLOCK_N, BLOCK_D] to load them by TMA. Then first_row is the first
+    row of the KV head, a block holds whole tiles, and no key may lie at or after num_keys (its V
+    might be NaN, which TMA cannot mask).
     """
     for block_start in range(start, end, BLOCK_N):
         positions = block_start + tl.arange(0, BLOCK_N)
@@ -107,10 +111,12 @@ def attend(
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         if q.dtype == tl.float32:
-            # Scaled after the subtraction: scaling large scores first would round those that matter most.
+            # Scaled after the subtraction: scaling large scores first would round those that matter
+            # most.
             probs = tl.exp2((scores - new_max[:, None]) * scale_log2)
         else:
-            probs = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])  # one multiply-add
+            # one multiply-add
+            probs = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])
         keep = tl.exp2((row_max - new_max) * scale_log2)
         if kv_matrix is None:
             v = load_rows(kv_head + stride_plane, rows, valid, HEAD_DIM, BLOCK_D)

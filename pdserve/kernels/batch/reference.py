@@ -5,12 +5,19 @@ from torch import Tensor
 
 
 def gather_inputs(
-    ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+    ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    last_token: Tensor,
+    tables: Tensor,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
-    """`(token ids int32 [T], slot_mapping int64 [T])` of rows at `positions` [T] of the sequences in `slots` [T].
+    """`(token ids int32 [T], slot_mapping int64 [T])` of rows at `positions` [T] of the sequences
+    in `slots` [T].
 
-    ids [T]: the token of each row, or -1: then the newest of its slot, last_token [num_slots]. tables [num_slots,
-    max_blocks]. All inputs int32. An entry of slot_mapping is block * block_size + offset.
+    ids [T]: the token of each row, or -1: then the newest of its slot, last_token [num_slots].
+    tables [num_slots, max_blocks]. All inputs int32. An entry of slot_mapping is block * block_size
+    + offset.
     """
     known_ids = torch.where(ids < 0, last_token[slots], ids)
     blocks = tables[slots, positions // block_size].to(torch.int64)
@@ -18,7 +25,8 @@ def gather_inputs(
 
 
 def update_tables(tables: Tensor, changes: Tensor) -> None:
-    """`tables[slot, index] = block` for each column of `changes` int32 [3, N]; no (slot, index) may come twice.
+    """`tables[slot, index] = block` for each column of `changes` int32 [3, N]; no (slot, index) may
+    come twice.
 
     tables [num_slots, max_blocks] int32.
     """
@@ -27,5 +35,6 @@ def update_tables(tables: Tensor, changes: Tensor) -> None:
 
 
 def store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
-    """`last_token[slots] = token_ids`; last_token int32 [num_slots], slots int32 [N], all different."""
+    """`last_token[slots] = token_ids`; last_token int32 [num_slots], slots int32 [N], all
+    different."""
     last_token[slots] = token_ids.to(torch.int32)

@@ -1,8 +1,10 @@
 # mypy: allow-untyped-defs
-"""Triton kernels over the state of the running batch that stays on the device: block tables and newest tokens by slot.
+"""Triton kernels over the state of the running batch that stays on the device: block tables and
+newest tokens by slot.
 
-They turn what a step sends (positions, slots, changes) into what the model reads, so that a sampled token never has to
-visit the host before it is fed back. Knows nothing of sequences or scheduling. Called through triton_ops.py.
+They turn what a step sends (positions, slots, changes) into what the model reads, so that a sampled
+token never has to visit the host before it is fed back. Knows nothing of sequences or scheduling.
+Called through triton_ops.py.
 """
 
 import torch
@@ -16,7 +18,12 @@ BLOCK = 128
 
 
 def launch_gather_inputs(
-    ids: Tensor, positions: Tensor, slots: Tensor, last_token: Tensor, tables: Tensor, block_size: int
+    ids: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    last_token: Tensor,
+    tables: Tensor,
+    block_size: int,
 ) -> tuple[Tensor, Tensor]:
     """reference.gather_inputs."""
     known_ids = torch.empty_like(ids)
@@ -35,7 +42,9 @@ def launch_update_tables(tables: Tensor, changes: Tensor) -> None:
     """reference.update_tables."""
     num_changes = changes.shape[1]
     grid = (cdiv(num_changes, BLOCK),)
-    launch(update_tables_kernel, grid, (tables, changes), (num_changes, tables.stride(0)), BLOCK=BLOCK)
+    launch(
+        update_tables_kernel, grid, (tables, changes), (num_changes, tables.stride(0)), BLOCK=BLOCK
+    )
 
 
 def launch_store_tokens(last_token: Tensor, slots: Tensor, token_ids: Tensor) -> None:
@@ -65,7 +74,9 @@ def gather_inputs_kernel(
     newest = tl.load(last_token_ptr + slots, mask=valid & (ids < 0), other=0)
     tl.store(known_ids_ptr + rows, tl.where(ids < 0, newest, ids), mask=valid)
     positions = tl.load(positions_ptr + rows, mask=valid, other=0)
-    blocks = tl.load(tables_ptr + slots * stride_table + (positions >> block_shift), mask=valid, other=0)
+    blocks = tl.load(
+        tables_ptr + slots * stride_table + (positions >> block_shift), mask=valid, other=0
+    )
     slot_mapping = (blocks.to(tl.int64) << block_shift) + (positions & ((1 << block_shift) - 1))
     tl.store(slot_mapping_ptr + rows, slot_mapping, mask=valid)
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that write rows of the KV cache, rotated on the way, copy its blocks and gather a sequence's rows from
-them: rope_write_kv, copy_blocks, gather_kv.
+"""Triton kernels that write rows of the KV cache, rotated on the way, copy its blocks and gather a
+sequence's rows from them: rope_write_kv, copy_blocks, gather_kv.
 
-All offsets are int64: KV caches exceed 2 ** 31 elements. Knows nothing of who owns a block. Called through
-triton_ops.py.
+All offsets are int64: KV caches exceed 2 ** 31 elements. Knows nothing of who owns a block. Called
+through triton_ops.py.
 """
 
 import torch
@@ -20,7 +20,14 @@ GATHER_ROWS = 32
 
 
 def launch_rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slot_mapping: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
 ) -> None:
     """reference.rope_write_kv, q and k rotated in place.
 
@@ -30,7 +37,8 @@ def launch_rope_write_kv(
     num_kv_heads = k.shape[1]
     block_half = next_power_of_2(head_dim // 2)
     q_heads, kv_heads = (
-        min(next_power_of_2(heads), max(ROPE_TILE // block_half, 1)) for heads in (num_heads, num_kv_heads)
+        min(next_power_of_2(heads), max(ROPE_TILE // block_half, 1))
+        for heads in (num_heads, num_kv_heads)
     )
     q_tiles = cdiv(num_heads, q_heads)
     launch(
@@ -60,10 +68,19 @@ def launch_copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """reference.copy_blocks on a contiguous KV cache."""
     block_elements = kv_cache.stride(0)
     grid = (len(src), cdiv(block_elements, COPY_BLOCK))
-    launch(copy_blocks_kernel, grid, (kv_cache, src, dst), (block_elements,), BLOCK=COPY_BLOCK, num_warps=8)
+    launch(
+        copy_blocks_kernel,
+        grid,
+        (kv_cache, src, dst),
+        (block_elements,),
+        BLOCK=COPY_BLOCK,
+        num_warps=8,
+    )
 
 
-def launch_gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:
+def launch_gather_kv(
+    kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int
+) -> Tensor:
     """reference.gather_kv; start and num_rows are multiples of the block size."""
     _, num_kv_heads, _, block_size, head_dim = kv.shape
     rows = min(block_size, GATHER_ROWS)
@@ -83,7 +100,8 @@ def launch_gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start:
 
 @triton.jit
 def rotate(pointers, mask, cos, sin, HALF: tl.constexpr):
-    """Rotates in place the heads whose first halves are at `pointers` [heads, BLOCK_HALF]; returns both halves."""
+    """Rotates in place the heads whose first halves are at `pointers` [heads, BLOCK_HALF]; returns
+    both halves."""
     first = tl.load(pointers, mask=mask, other=0.0)
     second = tl.load(pointers + HALF, mask=mask, other=0.0)
     a = first.to(tl.float32)
@@ -124,7 +142,8 @@ def rope_write_kv_kernel(
     KV_HEADS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, tile): first the tiles of Q_HEADS heads of q, then those of KV_HEADS heads of k and v."""
+    """Program (token, tile): first the tiles of Q_HEADS heads of q, then those of KV_HEADS heads of
+    k and v."""
     begin(PDL)
     wait(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -148,7 +167,11 @@ def rope_write_kv_kernel(
         k_first, k_second = rotate(k_rows, mask, cos, sin, HALF)
 
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
-        row = kv_ptr + (slot >> block_shift) * stride_block + (slot & ((1 << block_shift) - 1)) * (2 * HALF)
+        row = (
+            kv_ptr
+            + (slot >> block_shift) * stride_block
+            + (slot & ((1 << block_shift) - 1)) * (2 * HALF)
+        )
         kv_rows = row + (heads.to(tl.int64) * stride_kv_head)[:, None] + dims[None, :]
         tl.store(kv_rows, k_first, mask=mask)
         tl.store(kv_rows + HALF, k_second, mask=mask)
@@ -169,7 +192,9 @@ def copy_blocks_kernel(
     dst = tl.load(dst_ptr + tl.program_id(0)).to(tl.int64) * block_elements
     elements = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = elements < block_elements
-    tl.store(kv_cache_ptr + dst + elements, tl.load(kv_cache_ptr + src + elements, mask=mask), mask=mask)
+    tl.store(
+        kv_cache_ptr + dst + elements, tl.load(kv_cache_ptr + src + elements, mask=mask), mask=mask
+    )
 
 
 @triton.jit(
@@ -205,7 +230,9 @@ def gather_kv_kernel(
     in_block = (position & ((1 << block_shift) - 1)) + rows
     source = kv_ptr + block * stride_block + kv_head.to(tl.int64) * stride_kv_head
     source += in_block[:, None] * HEAD_DIM + dims[None, :]
-    target = ((first + rows).to(tl.int64) * num_kv_heads + kv_head)[:, None] * HEAD_DIM + dims[None, :]
+    target = ((first + rows).to(tl.int64) * num_kv_heads + kv_head)[:, None] * HEAD_DIM + dims[
+        None, :
+    ]
     plane = num_rows.to(tl.int64) * num_kv_heads * HEAD_DIM
     tl.store(gathered_ptr + target, tl.load(source, mask=mask), mask=mask)
     tl.store(gathered_ptr + plane + target, tl.load(source + stride_plane, mask=mask), mask=mask)

@@ -1,26 +1,33 @@
-"""Rows and blocks of the KV cache, and the rotary embedding of what is written there, in plain torch."""
+"""Rows and blocks of the KV cache, and the rotary embedding of what is written there, in plain
+torch."""
 
 import torch
 from torch import Tensor
 
 
-def apply_rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their positions [T].
+def apply_rope(
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Rotates halves (the Hugging Face Llama convention) of q [T, Hq, D] and k [T, Hk, D] by their
+    positions [T].
 
-    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an implementation may work in
-    place.
+    cos, sin: float32 [max_pos, D // 2]. Computed in float32. Use the returned tensors: an
+    implementation may work in place.
     """
     # [T, 1, D // 2]
     cos_rows = cos[positions].unsqueeze(1)
     sin_rows = sin[positions].unsqueeze(1)
     first, second = torch.cat((q, k), dim=1).float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos_rows - second * sin_rows, second * cos_rows + first * sin_rows), dim=-1)
+    rotated = torch.cat(
+        (first * cos_rows - second * sin_rows, second * cos_rows + first * sin_rows), dim=-1
+    )
     q_rotated, k_rotated = rotated.to(q.dtype).split((q.shape[1], k.shape[1]), dim=1)
     return q_rotated, k_rotated
 
 
 def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
-    """Writes rows k, v [T, Hk, D] into one layer's `kv` [num_blocks, Hk, 2, block_size, D] at `slot_mapping` [T] int64.
+    """Writes rows k, v [T, Hk, D] into one layer's `kv` [num_blocks, Hk, 2, block_size, D] at
+    `slot_mapping` [T] int64.
 
     An entry is block * block_size + offset. Several padding rows may share one of the null block.
     """
@@ -29,7 +36,14 @@ def write_kv(k: Tensor, v: Tensor, kv: Tensor, slot_mapping: Tensor) -> None:
 
 
 def rope_write_kv(
-    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, kv: Tensor, slot_mapping: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k."""
     q, k = apply_rope(q, k, cos, sin, positions)
@@ -38,17 +52,26 @@ def rope_write_kv(
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
-    """Copies whole blocks of `kv_cache` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block may be in both."""
+    """Copies whole blocks of `kv_cache` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block
+    may be in both."""
     kv_cache[dst] = kv_cache[src]
 
 
-def repack(source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tensor, skip: int, num_rows: int) -> None:
+def repack(
+    source: Tensor,
+    source_ids: Tensor,
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    skip: int,
+    num_rows: int,
+) -> None:
     """Copies KV rows of one sequence from blocks of one size to blocks of another.
 
-    source [num_source_blocks, Hk, L, 2, source_size, D], in whose blocks source_ids (int32) the rows stand one after
-    another; they are written from row `skip` on to `kv_cache` [num_blocks, Hk, L, 2, block_size, D], from the beginning
-    of its blocks block_ids (int32) on. Sizes are powers of two; skip is a multiple of the smaller, and num_rows counts
-    as rounded up to one: rows behind the last are copied with it.
+    source [num_source_blocks, Hk, L, 2, source_size, D], in whose blocks source_ids (int32) the
+    rows stand one after another; they are written from row `skip` on to `kv_cache` [num_blocks, Hk,
+    L, 2, block_size, D], from the beginning of its blocks block_ids (int32) on. Sizes are powers of
+    two; skip is a multiple of the smaller, and num_rows counts as rounded up to one: rows behind
+    the last are copied with it.
     """
     rows = min(source.shape[4], kv_cache.shape[4])
     there = source.unflatten(4, (-1, rows))
@@ -61,9 +84,11 @@ def repack(source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tens
         here[blocks[block], :, :, :, target] = there[sources[source_block], :, :, :, first]
 
 
-def gather_kv(kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int) -> Tensor:
-    """Rows start : start + num_rows of the sequence whose blocks row table_row (int32 [1]) of block_tables names: keys
-    and values [2, num_rows, Hk, D].
+def gather_kv(
+    kv: Tensor, block_tables: Tensor, table_row: Tensor, start: int, num_rows: int
+) -> Tensor:
+    """Rows start : start + num_rows of the sequence whose blocks row table_row (int32 [1]) of
+    block_tables names: keys and values [2, num_rows, Hk, D].
     """
     positions = torch.arange(start, start + num_rows, device=kv.device)
     block_size = kv.shape[3]

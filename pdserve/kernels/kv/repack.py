@@ -1,6 +1,7 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that moves KV rows between blocks of different sizes: from the staging ring, whose blocks are a peer's
-blocks, into our own. Knows layouts, and nothing of transfers. Called through triton_ops.py.
+"""Triton kernel that moves KV rows between blocks of different sizes: from the staging ring, whose
+blocks are a peer's blocks, into our own. Knows layouts, and nothing of transfers. Called through
+triton_ops.py.
 """
 
 import triton
@@ -11,7 +12,12 @@ from pdserve.kernels.launching.launch import launch, next_power_of_2
 
 
 def launch_repack(
-    source: Tensor, source_ids: Tensor, kv_cache: Tensor, block_ids: Tensor, skip: int, num_rows: int
+    source: Tensor,
+    source_ids: Tensor,
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    skip: int,
+    num_rows: int,
 ) -> None:
     """reference.repack on contiguous tensors."""
     _, num_heads, num_layers, planes, source_size, head_dim = source.shape
@@ -21,7 +27,13 @@ def launch_repack(
         repack_kernel,
         (-(-num_rows // rows), num_heads * num_layers * planes),
         (source, source_ids, kv_cache, block_ids),
-        (skip // rows, source_size // rows, block_size // rows, source.stride(0), kv_cache.stride(0)),
+        (
+            skip // rows,
+            source_size // rows,
+            block_size // rows,
+            source.stride(0),
+            kv_cache.stride(0),
+        ),
         RUN=rows * head_dim,
         BLOCK=next_power_of_2(rows * head_dim),
         num_warps=4 if rows * head_dim <= 4096 else 8,
@@ -42,15 +54,19 @@ def repack_kernel(
     RUN: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (run of neighbouring rows, plane): a plane is K or V of one head in one layer; a run is as many rows as
-    the smaller of the two blocks has.
+    """Program (run of neighbouring rows, plane): a plane is K or V of one head in one layer; a run
+    is as many rows as the smaller of the two blocks has.
     """
     run = tl.program_id(0)
     plane = tl.program_id(1).to(tl.int64)
     there = skip + run
     source_block = tl.load(source_ids_ptr + there // source_runs).to(tl.int64)
     block = tl.load(block_ids_ptr + run // block_runs).to(tl.int64)
-    source = source_ptr + source_block * stride_source + (plane * source_runs + there % source_runs) * RUN
+    source = (
+        source_ptr
+        + source_block * stride_source
+        + (plane * source_runs + there % source_runs) * RUN
+    )
     target = kv_cache_ptr + block * stride_block + (plane * block_runs + run % block_runs) * RUN
     elements = tl.arange(0, BLOCK)
     mask = elements < RUN

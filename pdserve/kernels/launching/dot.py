@@ -9,7 +9,8 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 @triton.jit
 def dot(a, b, acc):
-    """`a @ b + acc`, accumulated in float32, exact for float32 inputs (the default on a GPU would be TF32)."""
+    """`a @ b + acc`, accumulated in float32, exact for float32 inputs (the default on a GPU would
+    be TF32)."""
     if INTERPRETED:
         # The interpreter holds bf16 as raw 16-bit patterns and would multiply those.
         result = tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")

@@ -1,7 +1,9 @@
-"""Counts kernels that Triton compiles, or loads from its cache, after the engine said that it is warm.
+"""Counts kernels that Triton compiles, or loads from its cache, after the engine said that it is
+warm.
 
-Each costs the request that meets it tens of milliseconds to seconds, so there should be none: every one is logged with
-its name, once, and counted. Uses Triton's post-compile hook, of which a process has one. Called by the engine on CUDA.
+Each costs the request that meets it tens of milliseconds to seconds, so there should be none: every
+one is logged with its name, once, and counted. Uses Triton's post-compile hook, of which a process
+has one. Called by the engine on CUDA.
 """
 
 import logging
@@ -21,4 +23,6 @@ class LateCompiles:
 
     def _compiled(self, **what: Any) -> None:
         self.count += 1
-        logger.warning("a kernel was compiled while serving: %s", what.get("repr", "of an unknown name"))
+        logger.warning(
+            "a kernel was compiled while serving: %s", what.get("repr", "of an unknown name")
+        )

@@ -1,10 +1,12 @@
 # mypy: allow-untyped-defs
-"""Triton products of few rows with a weight matrix, bound by the bytes of the weights: decode steps of small batches.
+"""Triton products of few rows with a weight matrix, bound by the bytes of the weights: decode steps
+of small batches.
 
-`launch_row_product` takes one row: every program streams its weights through registers, the first of them while the
-kernel before still runs. `launch_small_product` takes up to MAX_ROWS through shared memory and tensor cores. Both can
-end in SiLU * mul, with matching rows of gate and up in one program. Tiles follow from shapes alone. For float16 and
-bfloat16: tensor cores would cost float32 its exactness. Knows nothing of models. Called through triton_ops.py.
+`launch_row_product` takes one row: every program streams its weights through registers, the first
+of them while the kernel before still runs. `launch_small_product` takes up to MAX_ROWS through
+shared memory and tensor cores. Both can end in SiLU * mul, with matching rows of gate and up in one
+program. Tiles follow from shapes alone. For float16 and bfloat16: tensor cores would cost float32
+its exactness. Knows nothing of models. Called through triton_ops.py.
 """
 
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
 MAX_ROWS = 64
 ROW_TILE = 4096  # weights of a step of one program
-SPLIT_INPUTS = 512  # the fewest inputs of one split: a shorter one costs more in the merge than it wins
+# the fewest inputs of one split: a shorter one costs more in the merge than it wins
+SPLIT_INPUTS = 512
 MAX_SPLITS = 8
 STAGE_BYTES = 192 * 1024  # shared memory of the tiles in flight
 MAX_TILES = 1024  # that may be split: no more than multiprocessors
@@ -29,7 +32,8 @@ _ARRIVALS: dict[torch.device, Tensor] = {}
 
 @dataclass(frozen=True)
 class ProductTiles:
-    """Constants of one launch: a program computes block_out outputs (of gate and up alike), block_in inputs a step."""
+    """Constants of one launch: a program computes block_out outputs (of gate and up alike),
+    block_in inputs a step."""
 
     block_out: int
     block_in: int
@@ -39,14 +43,18 @@ class ProductTiles:
 
 
 def row_tiles(num_inputs: int, silu: bool) -> ProductTiles:
-    """32 weights a thread: so few registers that programs of the next kernel are resident too, with loads in flight."""
+    """32 weights a thread: so few registers that programs of the next kernel are resident too, with
+    loads in flight."""
     block_in = min(next_power_of_2(num_inputs), 2048)
     block_out = min(ROW_TILE // block_in, 16)
     return ProductTiles(block_out // 2 if silu else block_out, block_in, 4)
 
 
-def small_tiles(num_rows: int, num_outputs: int, num_inputs: int, silu: bool, num_sms: int) -> ProductTiles:
-    """A program a multiprocessor with many weights in flight; narrow matrices are split along the inputs."""
+def small_tiles(
+    num_rows: int, num_outputs: int, num_inputs: int, silu: bool, num_sms: int
+) -> ProductTiles:
+    """A program a multiprocessor with many weights in flight; narrow matrices are split along the
+    inputs."""
     block_out = 64
     block_in = 128
     stage_bytes = (block_out * (2 if silu else 1) + padded_rows(num_rows)) * 2 * block_in
@@ -67,12 +75,16 @@ def launch_row_product(
     silu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`x [1, in] -> [1, out]`, or `[1, out / 2]` with silu; the last dims of x and weight are contiguous. With
-    residual [1, out] the result is added to it.
+    """`x [1, in] -> [1, out]`, or `[1, out / 2]` with silu; the last dims of x and weight are
+    contiguous. With residual [1, out] the result is added to it.
     """
     num_outputs = weight.shape[0] // (2 if silu else 1)
     num_inputs = weight.shape[1]
-    out = torch.empty((1, num_outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    out = (
+        torch.empty((1, num_outputs), dtype=x.dtype, device=x.device)
+        if residual is None
+        else residual
+    )
     tiles = row_tiles(num_inputs, silu)
     launch(
         row_product_kernel,
@@ -97,20 +109,26 @@ def launch_small_product(
     silu: bool = False,
     residual: Tensor | None = None,
 ) -> Tensor:
-    """`x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu; the last dims of x and weight are contiguous. With
-    residual [rows, out], contiguous, the result is added to it.
+    """`x [rows, in] -> [rows, out]`, or `[rows, out / 2]` with silu; the last dims of x and weight
+    are contiguous. With residual [rows, out], contiguous, the result is added to it.
     """
     num_rows = x.shape[0]
     num_outputs = weight.shape[0] // (2 if silu else 1)
     num_inputs = weight.shape[1]
-    out = torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device) if residual is None else residual
+    out = (
+        torch.empty((num_rows, num_outputs), dtype=x.dtype, device=x.device)
+        if residual is None
+        else residual
+    )
     tiles = small_tiles(num_rows, num_outputs, num_inputs, silu, num_sms)
     num_tiles = cdiv(num_outputs, tiles.block_out)
     block_rows = padded_rows(num_rows)
     partial = None
     arrivals = None
     if tiles.num_splits > 1:
-        partial = torch.empty((tiles.num_splits, num_outputs, block_rows), dtype=torch.float32, device=x.device)
+        partial = torch.empty(
+            (tiles.num_splits, num_outputs, block_rows), dtype=torch.float32, device=x.device
+        )
         arrivals = _arrivals(x.device)
     launch(
         small_product_kernel,
@@ -131,11 +149,16 @@ def launch_small_product(
 
 
 def _arrivals(device: torch.device) -> Tensor:
-    """How many splits of each tile have arrived: zeros between launches, which is why products of one device must not
-    run in two streams at once.
+    """How many splits of each tile have arrived: zeros between launches, which is why products of
+    one device must not run in two streams at once.
     """
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing() and device not in _ARRIVALS:
-        return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)  # zeroed by the graph, not before: its own
+    if (
+        device.type == "cuda"
+        and torch.cuda.is_current_stream_capturing()
+        and device not in _ARRIVALS
+    ):
+        # zeroed by the graph, not before: its own
+        return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
     if device not in _ARRIVALS:
         _ARRIVALS[device] = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
     return _ARRIVALS[device]
@@ -155,7 +178,8 @@ def silu_mul(gate, up):
 
 @triton.jit
 def load_weights(rows, start, columns, num_inputs):
-    """A step of a tile of weights; they are read once in a forward, so the cache need not keep them."""
+    """A step of a tile of weights; they are read once in a forward, so the cache need not keep
+    them."""
     mask = (start + columns < num_inputs)[None, :]
     return tl.load(rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
 
@@ -180,11 +204,13 @@ def row_product_kernel(
     BLOCK_IN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT outputs). The next step's weights are loaded before those of this one are used."""
+    """Program (tile of BLOCK_OUT outputs). The next step's weights are loaded before those of this
+    one are used."""
     begin(PDL)
     outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     columns = tl.arange(0, BLOCK_IN)
-    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)  # what lies past the last is computed and not stored
+    # what lies past the last is computed and not stored
+    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
     gate_rows = weight_ptr + (rows * stride_weight)[:, None] + columns[None, :]
     up_rows = gate_rows + num_outputs.to(tl.int64) * stride_weight
     gate_weights = load_weights(gate_rows, 0, columns, num_inputs)
@@ -213,7 +239,9 @@ def row_product_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y = with_bias(tl.sum(gate_sums, 1), bias_ptr, outputs, in_range, dtype)
     if SILU:
-        y = silu_mul(y, with_bias(tl.sum(up_sums, 1), bias_ptr, num_outputs + outputs, in_range, dtype))
+        y = silu_mul(
+            y, with_bias(tl.sum(up_sums, 1), bias_ptr, num_outputs + outputs, in_range, dtype)
+        )
     if ADD:
         y += residual.to(tl.float32)
     tl.store(out_ptr + outputs, y.to(dtype), mask=in_range)
@@ -241,8 +269,8 @@ def small_product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of BLOCK_OUT outputs, split of the inputs). The last split of a tile to arrive adds all of them
-    in order, so results do not depend on which that is.
+    """Program (tile of BLOCK_OUT outputs, split of the inputs). The last split of a tile to arrive
+    adds all of them in order, so results do not depend on which that is.
     """
     begin(PDL)
     tile = tl.program_id(0)
@@ -267,7 +295,9 @@ def small_product_kernel(
         x = tl.trans(tl.load(x_rows + start, mask=mask & (rows < num_rows)[:, None], other=0.0))
         y = dot(weights, x, y)
         if SILU:
-            up_weights = tl.load(up_rows + start, mask=mask, other=0.0, eviction_policy="evict_first")
+            up_weights = tl.load(
+                up_rows + start, mask=mask, other=0.0, eviction_policy="evict_first"
+            )
             up = dot(up_weights, x, up)
 
     in_range = (outputs < num_outputs)[:, None] & (rows < num_rows)[None, :]
@@ -282,13 +312,17 @@ def small_product_kernel(
         if last:
             y = tl.zeros([BLOCK_OUT, BLOCK_ROWS], tl.float32)
             for part in tl.static_range(NUM_SPLITS):
-                y += tl.load(parts + part * stride_split, mask=in_range, other=0.0, cache_modifier=".cg")
+                y += tl.load(
+                    parts + part * stride_split, mask=in_range, other=0.0, cache_modifier=".cg"
+                )
             tl.store(arrivals_ptr + tile, 0)
     if last:
         columns_ok = (outputs < num_outputs)[:, None]
         y = with_bias(y, bias_ptr, outputs[:, None], columns_ok, dtype)
         if SILU:
-            y = silu_mul(y, with_bias(up, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype))
+            y = silu_mul(
+                y, with_bias(up, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype)
+            )
         out = out_ptr + (rows * num_outputs)[None, :] + outputs[:, None]
         if ADD:
             y += tl.load(out, mask=in_range, other=0.0).to(tl.float32)

@@ -1,7 +1,8 @@
 # mypy: allow-untyped-defs
 """Triton kernels of one pass over the activations: RMS norm, SiLU gate.
 
-Each reads and writes every element once and computes in float32. Knows nothing of models. Called through triton_ops.py.
+Each reads and writes every element once and computes in float32. Knows nothing of models. Called
+through triton_ops.py.
 """
 
 import torch
@@ -16,7 +17,8 @@ SILU_BLOCK = 1024
 
 
 def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """reference.rms_norm; x [rows, width] or [rows, heads, width], any strides but the last, which is 1."""
+    """reference.rms_norm; x [rows, width] or [rows, heads, width], any strides but the last, which
+    is 1."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = x.shape[-1]
     per_row = x.shape[1] if x.ndim == 3 else 1
@@ -55,7 +57,8 @@ def launch_silu_mul(gate_up: Tensor) -> Tensor:
 
 
 def _norm_tile(width: int) -> tuple[int, int, int]:
-    """(block, rows, warps) of one norm program: narrow rows share a program, wide ones get more warps."""
+    """(block, rows, warps) of one norm program: narrow rows share a program, wide ones get more
+    warps."""
     block = next_power_of_2(width)
     rows = max(1024 // block, 1)
     return block, rows, min(max(block * rows // 512, 1), 16)
@@ -87,7 +90,8 @@ def rms_norm_kernel(
     x = tl.load(x_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    normed = (x * scale[:, None]).to(dtype).to(tl.float32)  # rounded here too, as models are trained
+    # rounded here too, as models are trained
+    normed = (x * scale[:, None]).to(dtype).to(tl.float32)
     y = (normed * weight[None, :]).to(dtype)
     tl.store(y_ptr + (row * WIDTH)[:, None] + columns[None, :], y, mask=mask)
 

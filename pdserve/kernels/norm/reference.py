@@ -6,7 +6,8 @@ from torch.nn import functional
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm over the last dim of `x` [..., width], in float32, rounded to x's dtype before `weight`."""
+    """Root-mean-square norm over the last dim of `x` [..., width], in float32, rounded to x's dtype
+    before `weight`."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

@@ -1,9 +1,11 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that find the cut of top-k, top-p and min-p: the logit, and the last id of its ties, that stays.
+"""Triton kernels that find the cut of top-k, top-p and min-p: the logit, and the last id of its
+ties, that stays.
 
-The vocabulary is never sorted: the maxima of groups of tokens bound the cut, the few tokens above the bound are
-gathered, and a search over their values (sampling/search.py) finds it; rows for which those do not suffice (a top-p
-over a flat distribution, a huge top-k) search the whole row. Draws nothing. Called through triton_ops.py.
+The vocabulary is never sorted: the maxima of groups of tokens bound the cut, the few tokens above
+the bound are gathered, and a search over their values (sampling/search.py) finds it; rows for which
+those do not suffice (a top-p over a flat distribution, a huge top-k) search the whole row. Draws
+nothing. Called through triton_ops.py.
 """
 
 import torch
@@ -13,7 +15,14 @@ from torch import Tensor
 
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.sampling.rows import NEG_INF
-from pdserve.kernels.sampling.search import cut_of, index_of_tie, key_of, lowest_key, mass_of, stats_at
+from pdserve.kernels.sampling.search import (
+    cut_of,
+    index_of_tie,
+    key_of,
+    lowest_key,
+    mass_of,
+    stats_at,
+)
 
 GROUP = tl.constexpr(128)  # tokens that share a maximum
 TILE_GROUPS = 32  # of one program of group_stats_kernel
@@ -22,7 +31,8 @@ CANDIDATES = tl.constexpr(4096)  # a row's gathered tokens; a smaller vocabulary
 MOST_GROUPS = tl.constexpr(640)  # top_k up to which a row is cut by its candidates
 ROW_BLOCK = tl.constexpr(2048)
 SHORT_BLOCK = tl.constexpr(1024)
-# Bits of a float32 that are always 0 when it came from a narrower type: no search needs to visit them.
+# Bits of a float32 that are always 0 when it came from a narrower type: no search needs to visit
+# them.
 SPARE_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
@@ -58,8 +68,8 @@ def launch_cut(
         BLOCK_PARTS=next_power_of_2(num_parts),
         SPARE=SPARE_BITS[logits.dtype],
         num_warps=8,
-        # A product fused into the sum across lanes rounds otherwise in each of them: they would disagree about the ends
-        # of a search, and its loop would never end.
+        # A product fused into the sum across lanes rounds otherwise in each of them: they would
+        # disagree about the ends of a search, and its loop would never end.
         enable_fp_fusion=False,
     )
     return cut_value, cut_last
@@ -84,14 +94,22 @@ def group_stats_kernel(
     part = tl.program_id(0)
     row = tl.program_id(1)
     temperature = tl.load(temperature_ptr + row)
-    filters = (tl.load(top_k_ptr + row) < vocab) | (tl.load(top_p_ptr + row) < 1.0) | (tl.load(min_p_ptr + row) > 0.0)
+    filters = (
+        (tl.load(top_k_ptr + row) < vocab)
+        | (tl.load(top_p_ptr + row) < 1.0)
+        | (tl.load(min_p_ptr + row) > 0.0)
+    )
     if (temperature > 0) & filters:
         groups = part * TILE_GROUPS + tl.arange(0, TILE_GROUPS)
         tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
         pointers = logits_ptr + row.to(tl.int64) * stride_row + tokens
         x = tl.load(pointers, mask=tokens < vocab, other=NEG_INF).to(tl.float32)
         group_max = tl.max(x, 1)
-        tl.store(group_max_ptr + row.to(tl.int64) * num_groups + groups, group_max, mask=groups < num_groups)
+        tl.store(
+            group_max_ptr + row.to(tl.int64) * num_groups + groups,
+            group_max,
+            mask=groups < num_groups,
+        )
         top = tl.maximum(tl.max(group_max, 0), -1e30)  # finite, for a part that is all masked
         mass = tl.sum(tl.sum(tl.exp((x - top) / temperature), 1), 0)
         parts = tl.num_programs(0)
@@ -100,9 +118,19 @@ def group_stats_kernel(
 
 
 @triton.jit
-def gather_above(row_ptr, group_max_ptr, groups_ptr, value_ptr, id_ptr, vocab, num_groups, bound, BLOCK: tl.constexpr):
-    """Tokens with logits >= bound, in order of id, into value_ptr and id_ptr; returns how many there are, of which only
-    the first CANDIDATES are written.
+def gather_above(
+    row_ptr,
+    group_max_ptr,
+    groups_ptr,
+    value_ptr,
+    id_ptr,
+    vocab,
+    num_groups,
+    bound,
+    BLOCK: tl.constexpr,
+):
+    """Tokens with logits >= bound, in order of id, into value_ptr and id_ptr; returns how many
+    there are, of which only the first CANDIDATES are written.
     """
     lanes = tl.arange(0, BLOCK)
     chosen = 0
@@ -117,7 +145,9 @@ def gather_above(row_ptr, group_max_ptr, groups_ptr, value_ptr, id_ptr, vocab, n
     for first in range(0, chosen, GATHER_GROUPS):
         at = first + tl.arange(0, GATHER_GROUPS)
         group = tl.load(groups_ptr + at, mask=at < chosen, other=num_groups)
-        tokens = tl.reshape(group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [GATHER_GROUPS * GROUP])
+        tokens = tl.reshape(
+            group[:, None] * GROUP + tl.arange(0, GROUP)[None, :], [GATHER_GROUPS * GROUP]
+        )
         x = tl.load(row_ptr + tokens, mask=tokens < vocab, other=NEG_INF).to(tl.float32)
         has = (x >= bound) & (tokens < vocab)
         place = found + tl.cumsum(has.to(tl.int32), 0) - 1
@@ -130,10 +160,22 @@ def gather_above(row_ptr, group_max_ptr, groups_ptr, value_ptr, id_ptr, vocab, n
 
 @triton.jit
 def candidates_bound(
-    group_max_ptr, vocab, num_groups, k, p, by_rank, lowest, high, top, scale, total, SPARE: tl.constexpr
+    group_max_ptr,
+    vocab,
+    num_groups,
+    k,
+    p,
+    by_rank,
+    lowest,
+    high,
+    top,
+    scale,
+    total,
+    SPARE: tl.constexpr,
 ):
-    """A bound with enough tokens above it: each of the `wanted` best groups has one, or for a top-p alone, the best
-    tokens of some groups have the mass. Returns (1 if there is none, its key, its value).
+    """A bound with enough tokens above it: each of the `wanted` best groups has one, or for a top-p
+    alone, the best tokens of some groups have the mass. Returns (1 if there is none, its key, its
+    value).
     """
     wanted = tl.minimum(MOST_GROUPS, num_groups)
     of_groups = mass_of(group_max_ptr, num_groups, top, scale, SHORT_BLOCK)
@@ -152,10 +194,30 @@ def candidates_bound(
     elif whole == 0:
         if wanted > 0:
             key = lowest_key(
-                group_max_ptr, num_groups, lowest, high, wanted.to(tl.float32), top, scale, False, SPARE, SHORT_BLOCK
+                group_max_ptr,
+                num_groups,
+                lowest,
+                high,
+                wanted.to(tl.float32),
+                top,
+                scale,
+                False,
+                SPARE,
+                SHORT_BLOCK,
             )
         else:
-            key = lowest_key(group_max_ptr, num_groups, lowest, high, p * total, top, scale, True, SPARE, SHORT_BLOCK)
+            key = lowest_key(
+                group_max_ptr,
+                num_groups,
+                lowest,
+                high,
+                p * total,
+                top,
+                scale,
+                True,
+                SPARE,
+                SHORT_BLOCK,
+            )
         _, _, _, bound = stats_at(group_max_ptr, num_groups, key, top, scale, SPARE, SHORT_BLOCK)
     return whole, key, bound
 
@@ -180,7 +242,8 @@ def cut_by_candidates(
     total,
     SPARE: tl.constexpr,
 ):
-    """(1 if candidates do not suffice and the whole row must be searched, else the cut's value, its last id)."""
+    """(1 if candidates do not suffice and the whole row must be searched, else the cut's value, its
+    last id)."""
     value = NEG_INF
     last = vocab
     whole, bound_key, bound = candidates_bound(
@@ -188,7 +251,15 @@ def cut_by_candidates(
     )
     if whole == 0:
         found = gather_above(
-            row_ptr, group_max_ptr, groups_ptr, value_ptr, id_ptr, vocab, num_groups, bound, SHORT_BLOCK
+            row_ptr,
+            group_max_ptr,
+            groups_ptr,
+            value_ptr,
+            id_ptr,
+            vocab,
+            num_groups,
+            bound,
+            SHORT_BLOCK,
         )
         if found > CANDIDATES:
             whole = 1
@@ -196,7 +267,19 @@ def cut_by_candidates(
             whole = (mass_of(value_ptr, found, top, scale, SHORT_BLOCK) < p * total).to(tl.int32)
         if whole == 0:
             value, kept, ties = cut_of(
-                value_ptr, found, bound_key, high, k, p, by_rank, by_mass, top, scale, total, SPARE, SHORT_BLOCK
+                value_ptr,
+                found,
+                bound_key,
+                high,
+                k,
+                p,
+                by_rank,
+                by_mass,
+                top,
+                scale,
+                total,
+                SPARE,
+                SHORT_BLOCK,
             )
             if kept < ties:
                 last = tl.load(id_ptr + index_of_tie(value_ptr, found, value, kept, SHORT_BLOCK))
@@ -244,7 +327,9 @@ def cut_kernel(
         scale = 1.0 / temperature
         parts = tl.arange(0, BLOCK_PARTS)
         part_top = tl.load(parts_ptr + row * num_parts + parts, mask=parts < num_parts, other=-1e30)
-        mass = tl.load(parts_ptr + (num_rows + row) * num_parts + parts, mask=parts < num_parts, other=0.0)
+        mass = tl.load(
+            parts_ptr + (num_rows + row) * num_parts + parts, mask=parts < num_parts, other=0.0
+        )
         top = tl.max(part_top, 0)
         total = tl.sum(mass * tl.exp((part_top - top) * scale), 0)
         high = key_of(top, SPARE)
@@ -272,11 +357,24 @@ def cut_kernel(
             if whole == 1:
                 low = lowest
                 if by_rank == 0:
-                    # The tokens below it have too little mass, all together, to be what a top-p leaves out.
+                    # The tokens below it have too little mass, all together, to be what a top-p
+                    # leaves out.
                     share = (1.0 - p) * 0.99 * total / vocab
                     low = key_of(tl.maximum(top + tl.log(share) * temperature, -3e38), SPARE)
                 cut_value, kept, ties = cut_of(
-                    row_ptr, vocab, low, high, k, p, by_rank, by_mass, top, scale, total, SPARE, ROW_BLOCK
+                    row_ptr,
+                    vocab,
+                    low,
+                    high,
+                    k,
+                    p,
+                    by_rank,
+                    by_mass,
+                    top,
+                    scale,
+                    total,
+                    SPARE,
+                    ROW_BLOCK,
                 )
                 if kept < ties:
                     cut_last = index_of_tie(row_ptr, vocab, cut_value, kept, ROW_BLOCK)

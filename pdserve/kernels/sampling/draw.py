@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that draw tokens: the best logit of a row, or the best of logit / temperature + Gumbel noise.
+"""Triton kernels that draw tokens: the best logit of a row, or the best of logit / temperature +
+Gumbel noise.
 
-A draw reads the logits once and makes the noise in registers, from a row's key and the token ids. Several programs may
-share a row; the best of theirs is taken after. Takes the cut of a row as a value and an id and does not know how it was
-found (sampling/cut.py). Called through triton_ops.py.
+A draw reads the logits once and makes the noise in registers, from a row's key and the token ids.
+Several programs may share a row; the best of theirs is taken after. Takes the cut of a row as a
+value and an id and does not know how it was found (sampling/cut.py). Called through triton_ops.py.
 """
 
 import torch
@@ -15,7 +16,8 @@ from pdserve.kernels.launching.launch import launch
 from pdserve.kernels.sampling.rows import NEG_INF, NO_ID, most_splits, splits_of
 
 DRAW_BLOCK = 1024  # small: a draw makes all the noise of its first block, and of few others
-STAGES = tl.constexpr(4)  # blocks of logits on their way to a greedy program; more work a token hides the reads
+# blocks of logits on their way to a greedy program; more work a token hides the reads
+STAGES = tl.constexpr(4)
 
 
 def launch_draw(
@@ -71,8 +73,9 @@ def random_bits(key, tokens):
 
 @triton.jit
 def gumbel(bits):
-    """reference.gumbel in float32. With u = (bits + 0.5) / 2**32 it is -log(-log(u)), where log(u) keeps its relative
-    precision towards u = 1: it is taken of 1 - u there, by the series of 2 atanh(x / (2 + x)).
+    """reference.gumbel in float32. With u = (bits + 0.5) / 2**32 it is -log(-log(u)), where log(u)
+    keeps its relative precision towards u = 1: it is taken of 1 - u there, by the series of 2
+    atanh(x / (2 + x)).
     """
     uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
     word = uniform.to(tl.int32, bitcast=True)
@@ -81,7 +84,9 @@ def gumbel(bits):
     x = tl.where(exponent == 0, -one_minus_uniform(bits), mantissa - 1.0)
     s = x / (2.0 + x)
     z = s * s
-    series = 1.0 + z * (0.33333333 + z * (0.2 + z * (0.14285714 + z * (0.11111111 + z * 0.09090909))))
+    series = 1.0 + z * (
+        0.33333333 + z * (0.2 + z * (0.14285714 + z * (0.11111111 + z * 0.09090909)))
+    )
     log_uniform = exponent.to(tl.float32) * 0.69314718 + 2.0 * s * series
     return -tl.log(-log_uniform)
 
@@ -108,11 +113,13 @@ def best_logit(row_ptr, start, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def best_draw(row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr):
+def best_draw(
+    row_ptr, start, end, scale, key, cut_value, cut_last, CUT: tl.constexpr, BLOCK: tl.constexpr
+):
     """The best of logit * scale + noise in start..end and the lowest id that has it.
 
-    A token beats `best` only if -log(u) <= exp(logit * scale - best), and 1 - u is below -log(u): with that cheap test
-    most blocks need no logarithms, since records become rare.
+    A token beats `best` only if -log(u) <= exp(logit * scale - best), and 1 - u is below -log(u):
+    with that cheap test most blocks need no logarithms, since records become rare.
     """
     lanes = tl.arange(0, BLOCK)
     best = start * 0.0 + NEG_INF
@@ -166,7 +173,9 @@ def draw_kernel(
             if CUT:
                 cut_value = tl.load(cut_value_ptr + row)
                 cut_last = tl.load(cut_last_ptr + row)
-            top, top_id = best_draw(row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, CUT, BLOCK)
+            top, top_id = best_draw(
+                row_ptr, start, end, 1.0 / temperature, key, cut_value, cut_last, CUT, BLOCK
+            )
         else:
             top, top_id = best_logit(row_ptr, start, end, BLOCK)
     else:

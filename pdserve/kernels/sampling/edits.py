@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton kernel that adds to single logits, in place, what a slot's table says: biases and masked stop tokens.
+"""Triton kernel that adds to single logits, in place, what a slot's table says: biases and masked
+stop tokens.
 
 Knows no sequences: who fills the tables, and when, is the sampler's. Called through triton_ops.py.
 """
@@ -13,7 +14,9 @@ from pdserve.kernels.launching.launch import cdiv, launch
 EDIT_BLOCK = 1024
 
 
-def launch_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
+def launch_edits(
+    logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor
+) -> None:
     """reference.apply_edits; all contiguous."""
     num_rows, vocab = logits.shape
     width = ids.shape[1]

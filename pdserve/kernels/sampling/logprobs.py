@@ -1,8 +1,8 @@
 # mypy: allow-untyped-defs
 """Triton kernels of the log-probabilities and ranks of given tokens, by one read of the logits.
 
-Several programs may share a row; a second kernel joins their sums. Knows nothing of draws, and no alternatives: those
-are torch.topk's. Called through triton_ops.py.
+Several programs may share a row; a second kernel joins their sums. Knows nothing of draws, and no
+alternatives: those are torch.topk's. Called through triton_ops.py.
 """
 
 import torch
@@ -16,8 +16,11 @@ from pdserve.kernels.sampling.rows import NEG_INF, most_splits, splits_of
 SCORE_BLOCK = 2048
 
 
-def launch_token_logprobs(logits: Tensor, tokens: Tensor, target_programs: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities, ranks (reference.token_logprobs) and log-sum-exps float32 [R]; logits as in launch_draw."""
+def launch_token_logprobs(
+    logits: Tensor, tokens: Tensor, target_programs: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities, ranks (reference.token_logprobs) and log-sum-exps float32 [R]; logits as
+    in launch_draw."""
     num_rows, vocab = logits.shape
     num_splits, span = splits_of(num_rows, vocab, SCORE_BLOCK, target_programs)
     device = logits.device
@@ -105,7 +108,9 @@ def score_of_splits_kernel(
     highest = tl.max(top, 0)
     # Not highest + log(sum): the log-probability of a near-certain token would lose its digits.
     log_sum = tl.log(tl.sum(total * tl.exp(top - highest), 0))
-    chosen = tl.load(logits_ptr + row.to(tl.int64) * stride_row + tl.load(tokens_ptr + row)).to(tl.float32)
+    chosen = tl.load(logits_ptr + row.to(tl.int64) * stride_row + tl.load(tokens_ptr + row)).to(
+        tl.float32
+    )
     tl.store(logprobs_ptr + row, chosen - highest - log_sum)
     tl.store(lse_ptr + row, highest + log_sum)
     tl.store(ranks_ptr + row, tl.sum(tl.load(better_ptr + at, mask=mask, other=0), 0) + 1)

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton kernel of the repetition, frequency and presence penalties, in place, from the token counts of slots.
+"""Triton kernel of the repetition, frequency and presence penalties, in place, from the token
+counts of slots.
 
 Knows no sequences: who counts tokens, and when, is the sampler's. Called through triton_ops.py.
 """
@@ -16,7 +17,12 @@ PROMPT_FLAG = tl.constexpr(IN_PROMPT)
 
 
 def launch_penalties(
-    logits: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
 ) -> None:
     """reference.apply_penalties; all contiguous."""
     num_rows, vocab = logits.shape
@@ -46,7 +52,9 @@ def penalties_kernel(
     slot = tl.load(slots_ptr + row)
     if slot > 0:
         tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-        counts = tl.load(counts_ptr + slot.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=0)
+        counts = tl.load(
+            counts_ptr + slot.to(tl.int64) * vocab + tokens, mask=tokens < vocab, other=0
+        )
         pointers = logits_ptr + row.to(tl.int64) * vocab + tokens
         logit = tl.load(pointers, mask=counts != 0, other=0.0)
         repetition = tl.load(repetition_ptr + row)

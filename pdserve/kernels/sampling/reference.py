@@ -1,4 +1,5 @@
-"""What makes tokens of logits, in plain torch: draws, filters, edits, penalties, log-probabilities."""
+"""What makes tokens of logits, in plain torch: draws, filters, edits, penalties,
+log-probabilities."""
 
 import torch
 from torch import Tensor
@@ -16,16 +17,20 @@ def draw_tokens(
 ) -> Tensor:
     """One token id a row of logits [R, V] (float32, float16, bfloat16): int32 [R].
 
-    temperature float32 [R]: 0 takes the best of the logits, the lowest id where several are; None: 0 for all. Above 0
-    the token is drawn from softmax(logits / temperature), with the row's `keys` (int32 [R],
-    engine.sampling.randomness), by the Gumbel-max trick: argmax(logits / temperature + gumbel). cut (`cut_tokens`)
-    limits the tokens to draw from.
+    temperature float32 [R]: 0 takes the best of the logits, the lowest id where several are; None:
+    0 for all. Above 0 the token is drawn from softmax(logits / temperature), with the row's `keys`
+    (int32 [R], engine.sampling.randomness), by the Gumbel-max trick: argmax(logits / temperature +
+    gumbel). cut (`cut_tokens`) limits the tokens to draw from.
     """
     if temperature is None:
         return logits.argmax(dim=-1).int()
     assert keys is not None, "a draw needs the rows' keys"
     drawn = (temperature > 0).nonzero()[:, 0]
-    tokens = logits.argmax(dim=-1) if len(drawn) < len(logits) else logits.new_empty(len(logits), dtype=torch.int64)
+    tokens = (
+        logits.argmax(dim=-1)
+        if len(drawn) < len(logits)
+        else logits.new_empty(len(logits), dtype=torch.int64)
+    )
     if len(drawn) < len(logits):
         logits = logits[drawn]
         temperature = temperature[drawn]
@@ -42,11 +47,12 @@ def draw_tokens(
 
 
 def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
-    """Standard Gumbel noise, float32 `[rows, tokens]`, for the 32-bit row keys `[rows]` and global token ids
-    `[tokens]`: a fixed function of both, so that a part of the vocabulary has its part of the noise.
+    """Standard Gumbel noise, float32 `[rows, tokens]`, for the 32-bit row keys `[rows]` and global
+    token ids `[tokens]`: a fixed function of both, so that a part of the vocabulary has its part of
+    the noise.
 
-    argmax(log p + noise) draws from p (Gumbel-max). Two chained mixes a token: 32 random bits that also depend on
-    keys which differ in few bits.
+    argmax(log p + noise) draws from p (Gumbel-max). Two chained mixes a token: 32 random bits that
+    also depend on keys which differ in few bits.
     """
     wide = keys.long()[:, None] & MASK_32
     bits = mix_32(wide ^ mix_32(token_ids.long() * 0x9E3779B1 + 0x165667B1 & MASK_32)[None, :])
@@ -56,8 +62,8 @@ def gumbel(keys: Tensor, token_ids: Tensor) -> Tensor:
 
 
 def mix_32(h: Tensor) -> Tensor:
-    """A 32-bit finaliser (Wang/lowbias32 style) on int64 words; products wrap, and their low 32 bits are exact
-    everywhere.
+    """A 32-bit finaliser (Wang/lowbias32 style) on int64 words; products wrap, and their low 32
+    bits are exact everywhere.
     """
     h = (h ^ (h >> 16)) * 0x7FEB352D & MASK_32
     h = (h ^ (h >> 15)) * 0x846CA68B & MASK_32
@@ -67,13 +73,14 @@ def mix_32(h: Tensor) -> Tensor:
 def cut_tokens(
     logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Where top_k, then top_p of what is left, then min_p end each row of logits [R, V]: (value float32 [R], last int32
-    [R]).
+    """Where top_k, then top_p of what is left, then min_p end each row of logits [R, V]: (value
+    float32 [R], last int32 [R]).
 
-    A row keeps the tokens whose logit lies above `value`, and those equal to it with an id up to `last`: equal logits
-    stand in the order of their ids. top_k int32 [R], 1..V (V: off): so many tokens; top_p float32 [R], in (0, 1] (1:
-    off): the smallest set, best first, whose probability at `temperature` reaches it; min_p float32 [R]: those with at
-    least that share of the best one's probability (0: off). At least one token stays. A row of temperature 0 keeps all.
+    A row keeps the tokens whose logit lies above `value`, and those equal to it with an id up to
+    `last`: equal logits stand in the order of their ids. top_k int32 [R], 1..V (V: off): so many
+    tokens; top_p float32 [R], in (0, 1] (1: off): the smallest set, best first, whose probability
+    at `temperature` reaches it; min_p float32 [R]: those with at least that share of the best one's
+    probability (0: off). At least one token stays. A row of temperature 0 keeps all.
     """
     vocab = logits.shape[-1]
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1.0)[:, None]
@@ -93,9 +100,9 @@ def cut_tokens(
 def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, values: Tensor) -> None:
     """Add values to single logits float32 [R, V], in place.
 
-    slots int32 [R]: each row's, or 0 for a row without edits. counts int32 [slots]: how many edits a slot has.
-    ids int32 and values float32 [slots, W]: a slot's first entries say what is added to which token's logit; its ids
-    are distinct.
+    slots int32 [R]: each row's, or 0 for a row without edits. counts int32 [slots]: how many edits
+    a slot has. ids int32 and values float32 [slots, W]: a slot's first entries say what is added to
+    which token's logit; its ids are distinct.
     """
     rows = slots.nonzero()[:, 0]
     of_slot = slots[rows].long()
@@ -108,14 +115,21 @@ def apply_edits(logits: Tensor, slots: Tensor, counts: Tensor, ids: Tensor, valu
 
 
 def apply_penalties(
-    logits: Tensor, counts: Tensor, slots: Tensor, repetition: Tensor, frequency: Tensor, presence: Tensor
+    logits: Tensor,
+    counts: Tensor,
+    slots: Tensor,
+    repetition: Tensor,
+    frequency: Tensor,
+    presence: Tensor,
 ) -> None:
-    """Penalties on logits float32 [R, V], in place; vLLM's order: repetition, then frequency and presence.
+    """Penalties on logits float32 [R, V], in place; vLLM's order: repetition, then frequency and
+    presence.
 
-    counts int32 [slots, V]: how often the output of a slot holds each token, plus IN_PROMPT where its prompt does.
-    slots int32 [R]: each row's, or 0 for a row without penalties. repetition float32 [R] (1: off) divides the positive
-    and multiplies the negative logits of all tokens of prompt and output; frequency (times its count) and presence
-    float32 [R] (0: off) are subtracted from those of the output.
+    counts int32 [slots, V]: how often the output of a slot holds each token, plus IN_PROMPT where
+    its prompt does. slots int32 [R]: each row's, or 0 for a row without penalties. repetition
+    float32 [R] (1: off) divides the positive and multiplies the negative logits of all tokens of
+    prompt and output; frequency (times its count) and presence float32 [R] (0: off) are subtracted
+    from those of the output.
     """
     counted = counts.index_select(0, slots.long()).masked_fill_((slots == 0)[:, None], 0)
     rows, ids = counted.nonzero(as_tuple=True)
@@ -126,10 +140,14 @@ def apply_penalties(
     logits[rows, ids] = torch.where(amounts > 0, values - penalties, values)
 
 
-def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Log-probabilities of `tokens` (int32 or int64 [R]) under logits [R, V] in float32, and the likeliest tokens.
+def token_logprobs(
+    logits: Tensor, tokens: Tensor, num_top: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Log-probabilities of `tokens` (int32 or int64 [R]) under logits [R, V] in float32, and the
+    likeliest tokens.
 
-    Returns (float32 [R], ranks int32 [R]: 1 for the best, float32 [R, num_top], ids int64 [R, num_top], best first).
+    Returns (float32 [R], ranks int32 [R]: 1 for the best, float32 [R, num_top], ids int64 [R,
+    num_top], best first).
     """
     logp = torch.log_softmax(logits.float(), dim=-1)
     chosen = logp.gather(1, tokens.long()[:, None])

@@ -1,4 +1,5 @@
-"""What the sampling kernels share: how programs divide a row of logits, and the numbers that lose every comparison.
+"""What the sampling kernels share: how programs divide a row of logits, and the numbers that lose
+every comparison.
 
 Knows no kernel. Called by the other sampling_*.py.
 """
@@ -12,7 +13,8 @@ NO_ID = tl.constexpr(2**31 - 1)
 
 
 def splits_of(num_rows: int, vocab: int, block: int, target_programs: int) -> tuple[int, int]:
-    """(programs a row, tokens of each): enough to fill the device, each with at least a block and none empty."""
+    """(programs a row, tokens of each): enough to fill the device, each with at least a block and
+    none empty."""
     blocks = cdiv(vocab, block)
     per_program = cdiv(blocks, min(blocks, max(target_programs // num_rows, 1)))
     return cdiv(blocks, per_program), per_program * block

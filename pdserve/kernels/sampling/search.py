@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs
-"""Where values lie in the order of a row, without sorting it: a search over the bits of float32s, in any memory.
+"""Where values lie in the order of a row, without sorting it: a search over the bits of float32s,
+in any memory.
 
-`cut_of` answers for top-k and top-p together; the other functions are its steps. Values of one row are ptr[:length],
-and all functions run in one program, which reads them BLOCK at a time as often as a search needs. Knows no vocabulary
-and no requests. Called by the kernels of sampling/cut.py.
+`cut_of` answers for top-k and top-p together; the other functions are its steps. Values of one row
+are ptr[:length], and all functions run in one program, which reads them BLOCK at a time as often as
+a search needs. Knows no vocabulary and no requests. Called by the kernels of sampling/cut.py.
 """
 
 import triton
@@ -23,10 +24,20 @@ def key_of(x, SPARE: tl.constexpr):
 
 @triton.jit
 def lowest_key(
-    ptr, length, low, high, target, top, scale, BY_MASS: tl.constexpr, SPARE: tl.constexpr, BLOCK: tl.constexpr
+    ptr,
+    length,
+    low,
+    high,
+    target,
+    top,
+    scale,
+    BY_MASS: tl.constexpr,
+    SPARE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """The lowest key in low..high above which less than `target` of ptr[:length] lies: of the number of values, or of
-    their masses exp((x - top) * scale). Nothing lies above `high`. PIVOTS keys a pass, so that a pass wins 4 bits.
+    """The lowest key in low..high above which less than `target` of ptr[:length] lies: of the
+    number of values, or of their masses exp((x - top) * scale). Nothing lies above `high`. PIVOTS
+    keys a pass, so that a pass wins 4 bits.
     """
     low = low.to(tl.int64)
     high = high.to(tl.int64)
@@ -98,9 +109,23 @@ def mass_of(ptr, length, top, scale, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cut_of(ptr, length, low, high, k, p, by_rank, by_mass, top, scale, total, SPARE: tl.constexpr, BLOCK: tl.constexpr):
-    """Cuts ptr[:length]: (value, how many of the values equal to it stay, how many there are). by_rank: at the k best;
-    by_mass: at the share p of the mass of what is left, or of `total`.
+def cut_of(
+    ptr,
+    length,
+    low,
+    high,
+    k,
+    p,
+    by_rank,
+    by_mass,
+    top,
+    scale,
+    total,
+    SPARE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Cuts ptr[:length]: (value, how many of the values equal to it stay, how many there are).
+    by_rank: at the k best; by_mass: at the share p of the mass of what is left, or of `total`.
     """
     value = NEG_INF
     kept = 0

@@ -1,7 +1,8 @@
-"""What is prepared for one connected peer: descriptors, scratch memory, its use of the staging ring when its blocks
-have another size than ours; and whether its KV cache can be pulled at all.
+"""What is prepared for one connected peer: descriptors, scratch memory, its use of the staging ring
+when its blocks have another size than ours; and whether its KV cache can be pulled at all.
 
-Made and closed by the thread of a `link.peer_link.PeerLink`, which posts the reads; nothing here reads or waits.
+Made and closed by the thread of a `link.peer_link.PeerLink`, which posts the reads; nothing here
+reads or waits.
 """
 
 import logging
@@ -26,8 +27,8 @@ GENERATION_BYTES = 8
 
 @dataclass(frozen=True)
 class RankSource:
-    """Where a part of each block comes from: the descriptors of that part of all our blocks (or ring blocks of the
-    staging ring), and of all blocks of one peer rank."""
+    """Where a part of each block comes from: the descriptors of that part of all our blocks (or
+    ring blocks of the staging ring), and of all blocks of one peer rank."""
 
     span: HeadRange
     local: Any
@@ -45,12 +46,16 @@ class OwnKVCache:
 
 
 class Connection:
-    """What was prepared for one connected peer, and the memory that its generations and self-test bytes land in.
+    """What was prepared for one connected peer, and the memory that its generations and self-test
+    bytes land in.
 
-    The scratch memory belongs to this connection alone: a late read of an older one cannot overwrite what is compared.
+    The scratch memory belongs to this connection alone: a late read of an older one cannot
+    overwrite what is compared.
     """
 
-    def __init__(self, agent: TransferAgent, own: OwnKVCache, meta: KVCacheMeta, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, agent: TransferAgent, own: OwnKVCache, meta: KVCacheMeta, wake: Callable[[], None]
+    ) -> None:
         """wake: see `StagingRing.open`."""
         self.meta = meta
         self._agent = agent
@@ -72,18 +77,27 @@ class Connection:
             for span in plan_for(layout, meta.ranks):
                 peer = self._add_rank(span.rank)
                 rank = meta.ranks[span.rank]
-                mine = local_descriptors(address, self.block_bytes, num_blocks, span, self.memory, device_id)
+                mine = local_descriptors(
+                    address, self.block_bytes, num_blocks, span, self.memory, device_id
+                )
                 theirs = remote_descriptors(rank, meta.block_bytes, meta.num_blocks, span)
-                self.sources.append(RankSource(span, self._prepare(None, mine), self._prepare(peer, theirs)))
+                self.sources.append(
+                    RankSource(span, self._prepare(None, mine), self._prepare(peer, theirs))
+                )
             self.generations = torch.full((meta.num_blocks,), -1, dtype=torch.int64)
             self._register(self.generations)
             self.probe_bytes = min(PROBE_BYTES, meta.num_blocks * meta.block_bytes)
             probe = torch.empty(self.probe_bytes, dtype=torch.uint8, device=own.kv_cache.device)
             self._register(probe)
             self._probe = probe  # keeps the memory
-            whole = Descriptors(probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id)
+            whole = Descriptors(
+                probe.data_ptr(), self.probe_bytes, self.probe_bytes, 1, self.memory, device_id
+            )
             self.probe_local = self._prepare(None, whole)
-            self.probes = [self._prepare(peer, self._probe_descriptors(rank)) for rank, peer in self._peers.items()]
+            self.probes = [
+                self._prepare(peer, self._probe_descriptors(rank))
+                for rank, peer in self._peers.items()
+            ]
         except (TransferError, torch.OutOfMemoryError) as error:
             self.close()
             raise TransferError("error", f"connect: {error}") from error
@@ -91,7 +105,10 @@ class Connection:
     @property
     def reads_whole_blocks(self) -> bool:
         """Whether neighbouring blocks are neighbouring bytes on both sides."""
-        return len(self.sources) == 1 and self.sources[0].span.num_bytes == self.block_bytes == self.meta.block_bytes
+        return (
+            len(self.sources) == 1
+            and self.sources[0].span.num_bytes == self.block_bytes == self.meta.block_bytes
+        )
 
     def _add_rank(self, rank: int) -> str:
         if rank not in self._peers:
@@ -100,7 +117,9 @@ class Connection:
 
     def _probe_descriptors(self, rank: int) -> Descriptors:
         there = self.meta.ranks[rank]
-        return Descriptors(there.address, self.probe_bytes, self.probe_bytes, 1, there.memory, there.device_id)
+        return Descriptors(
+            there.address, self.probe_bytes, self.probe_bytes, 1, there.memory, there.device_id
+        )
 
     def _prepare(self, peer: str | None, descriptors: Descriptors) -> Any:
         prepared = self._agent.prepare(peer, descriptors)
@@ -111,8 +130,8 @@ class Connection:
         self._registrations.append(self._agent.register(tensor))
 
     def prepare_generations(self, first: int, last: int) -> tuple[Any, Any]:
-        """Our and the peer's generation entries of the blocks first..last as one piece each. The caller releases
-        them."""
+        """Our and the peer's generation entries of the blocks first..last as one piece each. The
+        caller releases them."""
         offset = first * GENERATION_BYTES
         size = (last - first + 1) * GENERATION_BYTES
         here = Descriptors(self.generations.data_ptr() + offset, size, size, 1)
@@ -132,12 +151,15 @@ class Connection:
             partial(self._agent.release_prepared, prepared) for prepared in self._prepared
         ]
         steps += [partial(self._agent.remove_peer, peer) for peer in self._peers.values()]
-        steps += [partial(self._agent.deregister, registration) for registration in self._registrations]
+        steps += [
+            partial(self._agent.deregister, registration) for registration in self._registrations
+        ]
         release_all(steps)
 
 
 def release_all(steps: list[Callable[[], None]]) -> None:
-    """Try every step: what belongs to a dead peer may refuse to go, and is then the transport's to keep."""
+    """Try every step: what belongs to a dead peer may refuse to go, and is then the transport's to
+    keep."""
     for step in steps:
         try:
             step()
@@ -157,7 +179,10 @@ def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
         if meta.head_bytes != layout.head_bytes:
             return f"KV head bytes differ: ours {layout.head_bytes}, the peer's {meta.head_bytes}"
         if layout != own.layout and layout.group.scale_bytes:
-            return f"KV scales cannot be moved from blocks of {meta.block_size} tokens to {own.layout.block_size}"
+            return (
+                f"KV scales cannot be moved from blocks of {meta.block_size} tokens to "
+                f"{own.layout.block_size}"
+            )
         plan_for(layout, meta.ranks)
     except ValueError as error:
         return str(error)
@@ -165,5 +190,6 @@ def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
 
 
 def layout_of(meta: KVCacheMeta, own: KVLayout) -> KVLayout:
-    """Our heads in blocks of the peer's size: what is read. ValueError when that is no power of two."""
+    """Our heads in blocks of the peer's size: what is read. ValueError when that is no power of
+    two."""
     return KVLayout(groups=own.groups, block_size=meta.block_size)

@@ -1,8 +1,10 @@
-"""KVReceiver of an engine: one receiver a rank, each of which fills its own part of every block, and the letters.
+"""KVReceiver of an engine: one receiver a rank, each of which fills its own part of every block,
+and the letters.
 
-Ranks share block ids, so a pull is the same for all; each reads and verifies for itself. It is done when all are, and
-failed when one is; it settles when no rank's memory can be written any more. Only then does the sender hear of it.
-Knows no transport. Driven by rank 0's engine loop; parts come in on the mailbox's thread.
+Ranks share block ids, so a pull is the same for all; each reads and verifies for itself. It is done
+when all are, and failed when one is; it settles when no rank's memory can be written any more. Only
+then does the sender hear of it. Knows no transport. Driven by rank 0's engine loop; parts come in
+on the mailbox's thread.
 """
 
 import threading
@@ -24,8 +26,8 @@ Peer = tuple[str, int]
 
 @dataclass
 class _Pull:
-    """num_blocks: of the prompt, ours. ticket: the complete one. unquiet: ranks whose memory may still be written.
-    failed: it was reported as that.
+    """num_blocks: of the prompt, ours. ticket: the complete one. unquiet: ranks whose memory may
+    still be written. failed: it was reported as that.
     """
 
     peer: Peer
@@ -80,7 +82,13 @@ class EngineReceiver:
             self._mailbox.forget(party)
 
     def follow(
-        self, pull_id: int, source: Source, content: bytes, local_blocks: Sequence[int], skip: int, deadline_s: float
+        self,
+        pull_id: int,
+        source: Source,
+        content: bytes,
+        local_blocks: Sequence[int],
+        skip: int,
+        deadline_s: float,
     ) -> None:
         blocks = tuple(int(block) for block in local_blocks)
         peer = (source.engine_id, source.incarnation)
@@ -96,18 +104,28 @@ class EngineReceiver:
         pull = self._pulls.get(pull_id)
         if pull is not None:
             if self._num_blocks(ticket) != pull.num_blocks:
-                raise ValueError(f"ticket must fill {pull.num_blocks} blocks, not {self._num_blocks(ticket)}")
+                raise ValueError(
+                    f"ticket must fill {pull.num_blocks} blocks, not {self._num_blocks(ticket)}"
+                )
             pull.ticket = ticket
             for rank in self._ranks:
                 rank.complete(pull_id, ticket, deadline_s)
 
-    def pull(self, pull_id: int, ticket: Ticket, local_blocks: Sequence[int], skip: int, deadline_s: float) -> None:
+    def pull(
+        self,
+        pull_id: int,
+        ticket: Ticket,
+        local_blocks: Sequence[int],
+        skip: int,
+        deadline_s: float,
+    ) -> None:
         """ValueError when the arguments do not fit together."""
         blocks = tuple(int(block) for block in local_blocks)
         num_blocks = self._num_blocks(ticket)
         if not 0 <= skip <= num_blocks or len(blocks) != num_blocks - skip:
             raise ValueError(
-                f"local_blocks must hold the ticket's {ticket.num_tokens} tokens behind the first {skip} blocks: "
+                f"local_blocks must hold the ticket's {ticket.num_tokens} tokens behind the first "
+                f"{skip} blocks: "
                 f"{num_blocks - skip} blocks, not {len(blocks)}"
             )
         self._begin(pull_id, (ticket.engine_id, ticket.incarnation), blocks, skip, deadline_s)
@@ -147,13 +165,18 @@ class EngineReceiver:
         self._mailbox.detach()
 
     def _num_blocks(self, ticket: Ticket) -> int:
-        """Of ours, that a complete ticket's rows fill. ValueError when it names other blocks than these rows need."""
+        """Of ours, that a complete ticket's rows fill. ValueError when it names other blocks than
+        these rows need."""
         if len(ticket.block_ids) != -(-ticket.num_tokens // max(ticket.block_size, 1)):
             size = f"{len(ticket.block_ids)} blocks of {ticket.block_size} tokens"
-            raise ValueError(f"ticket must name the blocks of its {ticket.num_tokens} tokens, not {size}")
+            raise ValueError(
+                f"ticket must name the blocks of its {ticket.num_tokens} tokens, not {size}"
+            )
         return -(-ticket.num_tokens // self._block_size)
 
-    def _begin(self, pull_id: int, peer: Peer, blocks: tuple[int, ...], skip: int, deadline_s: float) -> None:
+    def _begin(
+        self, pull_id: int, peer: Peer, blocks: tuple[int, ...], skip: int, deadline_s: float
+    ) -> None:
         for rank in self._ranks:  # arguments that one refuses, the first refuses
             rank.begin(pull_id, *peer, blocks, skip, deadline_s)
         self._pulls[pull_id] = _Pull(peer, skip + len(blocks), set(range(len(self._ranks))))
@@ -165,7 +188,9 @@ class EngineReceiver:
             followed = self._followed.get(ticket.key)
         if (
             followed is not None
-            and (sender.engine_id, sender.incarnation) == followed.peer == (ticket.engine_id, ticket.incarnation)
+            and (sender.engine_id, sender.incarnation)
+            == followed.peer
+            == (ticket.engine_id, ticket.incarnation)
             and ticket.content == followed.content
             and (len(ticket.block_ids) - 1) * ticket.block_size < followed.num_tokens
         ):
@@ -174,7 +199,9 @@ class EngineReceiver:
 
     def _unfollow(self, pull_id: int) -> None:
         with self._lock:
-            self._followed = {key: each for key, each in self._followed.items() if each.pull_id != pull_id}
+            self._followed = {
+                key: each for key, each in self._followed.items() if each.pull_id != pull_id
+            }
 
     def _send(self, peer: Peer, notice: Notice) -> None:
         party = self._parties.get(peer)
@@ -207,7 +234,9 @@ class EngineReceiver:
         if len(self._ranks) == 1:
             return event
         # What the others have verified is not known yet.
-        return replace(event, settled=not pull.unquiet, detail=f"rank {rank}: {event.detail}", num_verified=0)
+        return replace(
+            event, settled=not pull.unquiet, detail=f"rank {rank}: {event.detail}", num_verified=0
+        )
 
     def _peer(self, rank: int, status: PeerStatus) -> list[ReceiverEvent]:
         """Connected when every rank is; a rank that is not speaks for all."""

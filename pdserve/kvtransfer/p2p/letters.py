@@ -1,7 +1,9 @@
-"""The letters between a sender and its receivers, beside the reads: what is published, who wants it, who is done.
+"""The letters between a sender and its receivers, beside the reads: what is published, who wants
+it, who is done.
 
-A letter names the engine process it is meant for, so one that outlived it (a port used again) is dropped. Letters may
-be lost; none carries what a request cannot do without. Carried by `mailbox.py`.
+A letter names the engine process it is meant for, so one that outlived it (a port used again) is
+dropped. Letters may be lost; none carries what a request cannot do without. Carried by
+`mailbox.py`.
 """
 
 import msgspec
@@ -19,13 +21,15 @@ class Party(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Follow(msgspec.Struct, frozen=True, array_like=True, tag="follow"):
-    """To P: send me each Part of this prompt, also the newest one there is. key: of P's Submit, here and below."""
+    """To P: send me each Part of this prompt, also the newest one there is. key: of P's Submit,
+    here and below."""
 
     key: RequestKey
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True, tag="part"):
-    """To D: the ticket's blocks are written. It names all blocks from the first on, so the newest says everything."""
+    """To D: the ticket's blocks are written. It names all blocks from the first on, so the newest
+    says everything."""
 
     ticket: Ticket
 

@@ -1,9 +1,11 @@
-"""Where an engine process reads its letters, and how it writes to others: zmq, one socket in, one a peer out.
+"""Where an engine process reads its letters, and how it writes to others: zmq, one socket in, one a
+peer out.
 
-Letters from one process to another keep their order while both live; one to a process that is gone is lost, and nobody
-waits for it. A letter says itself who wrote it: the network it comes by is trusted, as NIXL's is. Sending works from
-any thread; handlers run on the mailbox's own thread and must be short. Knows no tickets. One a process, shared by its
-sender and its receiver; made by `build.py`.
+Letters from one process to another keep their order while both live; one to a process that is gone
+is lost, and nobody waits for it. A letter says itself who wrote it: the network it comes by is
+trusted, as NIXL's is. Sending works from any thread; handlers run on the mailbox's own thread and
+must be short. Knows no tickets. One a process, shared by its sender and its receiver; made by
+`build.py`.
 """
 
 import itertools
@@ -22,14 +24,16 @@ from pdserve.kvtransfer.p2p.letters import Letter, Notice, Party, decode_letter,
 logger = logging.getLogger(__name__)
 
 QUEUED_LETTERS = 10_000  # to one peer: many minutes' worth, so it does not read any more
-UNUSED_S = 600.0  # then the way to a peer is closed: it may be gone, and zmq would try to reach it for ever
+# then the way to a peer is closed: it may be gone, and zmq would try to reach it for ever
+UNUSED_S = 600.0
 _in_process = itertools.count()
 
 Handler = Callable[[Party, Any], None]
 
 
 class Mailbox:
-    """host: the address of this machine that peers reach, or None when all peers are in this process."""
+    """host: the address of this machine that peers reach, or None when all peers are in this
+    process."""
 
     def __init__(self, engine_id: str, incarnation: int, host: str | None) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
@@ -51,12 +55,15 @@ class Mailbox:
         self._thread = KeptThread("kv mailbox", self._read)
 
     def on(self, kind: type[Notice], handler: Handler) -> None:
-        """handler(sender, notice) for every notice of the kind from now on; before, they are dropped."""
+        """handler(sender, notice) for every notice of the kind from now on; before, they are
+        dropped."""
         self._handlers[kind] = handler
 
     def send(self, to: Party, notice: Notice) -> None:
         """Best effort, never waits."""
-        self._write(to.mailbox, encode_letter(Letter((to.engine_id, to.incarnation), self.party, notice)))
+        self._write(
+            to.mailbox, encode_letter(Letter((to.engine_id, to.incarnation), self.party, notice))
+        )
 
     def forget(self, to: Party) -> None:
         """Close the way to a peer that is gone; a later letter opens it again."""
@@ -120,7 +127,8 @@ class Mailbox:
                 return
             try:
                 letter = decode_letter(message)
-            except (msgspec.MsgspecError, ValueError) as error:  # ValueError: text that is not UTF-8
+            # ValueError: text that is not UTF-8
+            except (msgspec.MsgspecError, ValueError) as error:
                 logger.warning("dropped a letter that is none: %s", error)
                 continue
             handler = self._handlers.get(type(letter.notice))
@@ -129,4 +137,6 @@ class Mailbox:
             try:
                 handler(letter.sender, letter.notice)
             except Exception:  # one bad letter must not end the mailbox
-                logger.exception("a %s of %s failed", type(letter.notice).__name__, letter.sender.engine_id)
+                logger.exception(
+                    "a %s of %s failed", type(letter.notice).__name__, letter.sender.engine_id
+                )

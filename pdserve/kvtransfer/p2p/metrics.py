@@ -12,9 +12,17 @@ class TransferMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.transfers = Counter(
-            "pdserve_kv_transfers", "Pulls by how they ended.", ["transport", "outcome"], registry=registry
+            "pdserve_kv_transfers",
+            "Pulls by how they ended.",
+            ["transport", "outcome"],
+            registry=registry,
         )
-        self.bytes = Counter("pdserve_kv_transfer_bytes", "Bytes of finished pulls.", ["transport"], registry=registry)
+        self.bytes = Counter(
+            "pdserve_kv_transfer_bytes",
+            "Bytes of finished pulls.",
+            ["transport"],
+            registry=registry,
+        )
         self.sizes = Histogram(
             "pdserve_kv_transfer_size_bytes",
             "Bytes of one finished pull.",
@@ -22,7 +30,9 @@ class TransferMetrics:
             registry=registry,
         )
         self.early_bytes = Counter(
-            "pdserve_kv_transfer_early_bytes", "Of these, were here before the prompt was complete.", registry=registry
+            "pdserve_kv_transfer_early_bytes",
+            "Of these, were here before the prompt was complete.",
+            registry=registry,
         )
         self.descriptors = Counter(
             "pdserve_kv_transfer_descriptors",
@@ -37,7 +47,13 @@ class TransferMetrics:
             registry=registry,
         )
         self.unsettled = Counter(
-            "pdserve_kv_transfers_unsettled", "Pulls given up while bytes could still land.", registry=registry
+            "pdserve_kv_transfers_unsettled",
+            "Pulls given up while bytes could still land.",
+            registry=registry,
         )
-        self.tickets = Counter("pdserve_kv_tickets", "Tickets by event.", ["event"], registry=registry)
-        self.parts = Counter("pdserve_kv_parts", "Parts of prompts published before their end.", registry=registry)
+        self.tickets = Counter(
+            "pdserve_kv_tickets", "Tickets by event.", ["event"], registry=registry
+        )
+        self.parts = Counter(
+            "pdserve_kv_parts", "Parts of prompts published before their end.", registry=registry
+        )

@@ -1,8 +1,9 @@
-"""One rank's receiver over a TransferAgent: finds the link of a pull, collects the links' events, counts them.
+"""One rank's receiver over a TransferAgent: finds the link of a pull, collects the links' events,
+counts them.
 
-Knows which incarnation of each engine is the living one. What happens on a link is `link/peer_link.py`; letters, and
-what an engine's ranks make of a pull together, are `engine_receiver.py`, the only caller. Made by `build.py`; no call
-waits for a transfer.
+Knows which incarnation of each engine is the living one. What happens on a link is
+`link/peer_link.py`; letters, and what an engine's ranks make of a pull together, are
+`engine_receiver.py`, the only caller. Made by `build.py`; no call waits for a transfer.
 """
 
 import logging
@@ -24,13 +25,16 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 2.0
 
 _abandoned: list["RankReceiver"] = []
-"""Closed with reads that never ended: freeing agent or KV cache would free memory that may still be written."""
+"""Closed with reads that never ended: freeing agent or KV cache would free memory that may still be
+written."""
 
 
 class RankReceiver:
     """The methods are those of `connector.KVReceiver`, as far as they concern one rank's memory."""
 
-    def __init__(self, agent: TransferAgent, own: OwnKVCache, wake: Wake, metrics: TransferMetrics) -> None:
+    def __init__(
+        self, agent: TransferAgent, own: OwnKVCache, wake: Wake, metrics: TransferMetrics
+    ) -> None:
         self._agent = agent
         self._own = own
         self._wake = wake
@@ -50,7 +54,12 @@ class RankReceiver:
     def connect(self, meta: KVCacheMeta) -> None:
         detail = check_compatible(self._own, self._agent.kind, meta)
         if detail:
-            status = PeerStatus(engine_id=meta.engine_id, incarnation=meta.incarnation, connected=False, detail=detail)
+            status = PeerStatus(
+                engine_id=meta.engine_id,
+                incarnation=meta.incarnation,
+                connected=False,
+                detail=detail,
+            )
             self.emit(status, "")
             return
         with self._lock:
@@ -80,11 +89,14 @@ class RankReceiver:
         skip: int,
         deadline_s: float,
     ) -> None:
-        """Begin a pull into `local_blocks`, for a prompt's blocks from `skip` on; `extend` and `complete` say where
-        from. deadline_s: see `KVReceiver.follow`. ValueError when a block does not exist.
+        """Begin a pull into `local_blocks`, for a prompt's blocks from `skip` on; `extend` and
+        `complete` say where from. deadline_s: see `KVReceiver.follow`. ValueError when a block does
+        not exist.
         """
         if any(not 0 <= block < self._own.kv_cache.shape[0] for block in local_blocks):
-            raise ValueError(f"local_blocks must lie in [0, {self._own.kv_cache.shape[0]}), not {local_blocks}")
+            raise ValueError(
+                f"local_blocks must lie in [0, {self._own.kv_cache.shape[0]}), not {local_blocks}"
+            )
         with self._lock:
             refusal = self._refusal(engine_id, incarnation)
             if refusal is None:
@@ -118,7 +130,10 @@ class RankReceiver:
         """`(reason, detail)` when nothing can be pulled from this peer, else None."""
         living = self._living.get(engine_id)
         if living is not None and living != incarnation:
-            return "stale-incarnation", f"{engine_id} is incarnation {living}, the ticket's is {incarnation}"
+            return (
+                "stale-incarnation",
+                f"{engine_id} is incarnation {living}, the ticket's is {incarnation}",
+            )
         if (engine_id, incarnation) not in self._links:
             return "not-connected", f"{engine_id} incarnation {incarnation} is not connected"
         return None
@@ -136,7 +151,8 @@ class RankReceiver:
         return events
 
     def close(self) -> None:
-        """Waits briefly for reads to end. If one does not, the agent and its memory are kept until the process ends."""
+        """Waits briefly for reads to end. If one does not, the agent and its memory are kept until
+        the process ends."""
         with self._lock:
             if self._closed:
                 return
@@ -156,8 +172,12 @@ class RankReceiver:
     def emit(self, event: LinkEvent, transport: str) -> None:
         """Called by links from their threads."""
         with self._lock:
-            if isinstance(event, PeerStatus) and self._living.get(event.engine_id, 0) > event.incarnation:
-                return  # the end of a superseded incarnation must not look like the end of the living one
+            if (
+                isinstance(event, PeerStatus)
+                and self._living.get(event.engine_id, 0) > event.incarnation
+            ):
+                # the end of a superseded incarnation must not look like the end of the living one
+                return
             if isinstance(event, PullDone | PullFailed):
                 self._pulling.pop(event.pull_id, None)
             self._count(event, transport)
@@ -190,9 +210,15 @@ class RankReceiver:
 def _malformed(ticket: Ticket, meta: KVCacheMeta) -> str:
     """Empty, or why the ticket cannot be one of this KV cache."""
     if len(ticket.generations) != len(ticket.block_ids):
-        return f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} generations"
+        return (
+            f"the ticket has {len(ticket.block_ids)} blocks and {len(ticket.generations)} "
+            "generations"
+        )
     if ticket.block_size != meta.block_size:
-        return f"the ticket's blocks have {ticket.block_size} tokens, the peer's KV cache {meta.block_size}"
+        return (
+            f"the ticket's blocks have {ticket.block_size} tokens, the peer's KV cache "
+            f"{meta.block_size}"
+        )
     if any(not 0 <= block < meta.num_blocks for block in ticket.block_ids):
         return f"the ticket names blocks outside the peer's KV cache of {meta.num_blocks}"
     return ""

@@ -1,8 +1,9 @@
 """KVSender over a TransferAgent: tickets, parts of prompts, leases, and what peers said about them.
 
-A ticket is frozen when it is made, with the generations of that moment: whoever asks late gets that one, never one
-made anew, whose generations would be those of the blocks' next owner. Letters are handled on the mailbox's thread; one
-thread more waits for leases. Made by `build.py`, driven by the engine loop.
+A ticket is frozen when it is made, with the generations of that moment: whoever asks late gets that
+one, never one made anew, whose generations would be those of the blocks' next owner. Letters are
+handled on the mailbox's thread; one thread more waits for leases. Made by `build.py`, driven by the
+engine loop.
 
     prompt:  followed or not -> parts, each replacing the one before
              -> published -> done | rejected | expired (Unpinned each)
@@ -81,8 +82,8 @@ class Sender:
         return self._meta
 
     def add_ranks(self, ranks: Sequence[RankMemory]) -> None:
-        """The KV caches of an engine's other ranks, in order, whose blocks are published with ours; before anybody
-        connects."""
+        """The KV caches of an engine's other ranks, in order, whose blocks are published with ours;
+        before anybody connects."""
         self._meta = msgspec.structs.replace(self._meta, ranks=(*self._meta.ranks, *ranks))
 
     def publish(
@@ -93,13 +94,16 @@ class Sender:
         content: bytes,
         written_at: float | None = None,
     ) -> Ticket:
-        """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not exist."""
+        """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not
+        exist."""
         ticket = self._ticket(key, block_ids, num_tokens, content, written_at)
         deadline = time.monotonic() + self._lease_s
         with self._changed:
             prompt = self._prompt(key)
             if prompt.deadline is not None:
-                raise ValueError(f"{key} has a ticket already: revoke it first or publish under another attempt")
+                raise ValueError(
+                    f"{key} has a ticket already: revoke it first or publish under another attempt"
+                )
             prompt.ticket = ticket
             self._lease(key, prompt, deadline)
             followers = list(prompt.followers)
@@ -108,7 +112,11 @@ class Sender:
         return ticket
 
     def publish_part(
-        self, key: RequestKey, block_ids: Sequence[int], content: bytes, written_at: float | None = None
+        self,
+        key: RequestKey,
+        block_ids: Sequence[int],
+        content: bytes,
+        written_at: float | None = None,
     ) -> None:
         """See `KVSender.publish_part`."""
         ticket = self._ticket(key, block_ids, 0, content, written_at)
@@ -146,7 +154,12 @@ class Sender:
         self._agent.detach()
 
     def _ticket(
-        self, key: RequestKey, block_ids: Sequence[int], num_tokens: int, content: bytes, written_at: float | None
+        self,
+        key: RequestKey,
+        block_ids: Sequence[int],
+        num_tokens: int,
+        content: bytes,
+        written_at: float | None,
     ) -> Ticket:
         blocks = tuple(int(block) for block in block_ids)
         if any(not 0 <= block < self._meta.num_blocks for block in blocks):
@@ -209,8 +222,8 @@ class Sender:
         self._changed.notify()
 
     def _watch_leases(self) -> None:
-        """The heap keeps entries of tickets that were renewed or ended otherwise until their time comes; they match no
-        deadline then."""
+        """The heap keeps entries of tickets that were renewed or ended otherwise until their time
+        comes; they match no deadline then."""
         while True:
             with self._changed:
                 now = time.monotonic()
@@ -235,8 +248,8 @@ class Sender:
             self._wake()
 
     def _end(self, key: RequestKey, outcome: Outcome) -> bool:
-        """Under the lock. False for a late notice about a ticket that is not out, or about a prompt that is still
-        computed."""
+        """Under the lock. False for a late notice about a ticket that is not out, or about a prompt
+        that is still computed."""
         prompt = self._prompts.get(key)
         if prompt is None or prompt.deadline is None:
             return False
@@ -248,4 +261,7 @@ class Sender:
 
 def _name_the_same(ticket: Ticket, before: Ticket | None) -> bool:
     """Whether two tickets of one prompt are for the same rows."""
-    return before is not None and (ticket.block_ids, ticket.generations) == (before.block_ids, before.generations)
+    return before is not None and (ticket.block_ids, ticket.generations) == (
+        before.block_ids,
+        before.generations,
+    )

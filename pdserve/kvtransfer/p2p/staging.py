@@ -1,14 +1,16 @@
-"""The staging ring: registered memory that rows from peers of another block size pass through, on their way into ours.
+"""The staging ring: registered memory that rows from peers of another block size pass through, on
+their way into ours.
 
-A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in ring blocks of that peer's block size,
-from before its read until its rows were moved on by `ops.repack`. Knows no pulls, tickets or generations. Made by
-`build.py`; used by the threads of `link.peer_link.PeerLink`, each through a `Staging` of its own.
+A rank has one ring, of NUM_RUNS equal runs; a run holds one piece of a pull, in ring blocks of that
+peer's block size, from before its read until its rows were moved on by `ops.repack`. Knows no
+pulls, tickets or generations. Made by `build.py`; used by the threads of `link.peer_link.PeerLink`,
+each through a `Staging` of its own.
 
     run:  free -take-> taken: read into -> repacked from -give_back-> free
 
-Nobody waits with a run in its hands, so no two pulls wait for each other. A peer that is frozen keeps what it has, so
-each may hold as many runs as would stay free: half of the ring at most, and of what several frozen ones leave, half
-again.
+Nobody waits with a run in its hands, so no two pulls wait for each other. A peer that is frozen
+keeps what it has, so each may hold as many runs as would stay free: half of the ring at most, and
+of what several frozen ones leave, half again.
 """
 
 import threading
@@ -27,13 +29,17 @@ from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 
 NUM_RUNS = 8
 LARGEST_BLOCK = 128
-"""A run is a multiple of it where there is memory for so much, so that it holds whole blocks of any size."""
+"""A run is a multiple of it where there is memory for so much, so that it holds whole blocks of any
+size."""
 
 
 class StagingRing:
-    """kv_cache, layout: ours, which rows are moved to. num_bytes: at most; taken and registered by the first `open`."""
+    """kv_cache, layout: ours, which rows are moved to. num_bytes: at most; taken and registered by
+    the first `open`."""
 
-    def __init__(self, agent: TransferAgent, kv_cache: Tensor, layout: KVLayout, num_bytes: int) -> None:
+    def __init__(
+        self, agent: TransferAgent, kv_cache: Tensor, layout: KVLayout, num_bytes: int
+    ) -> None:
         self.layout = layout
         self.kv_cache = kv_cache
         self.run_tokens = _run_tokens(num_bytes // NUM_RUNS // layout.token_bytes)
@@ -46,15 +52,16 @@ class StagingRing:
         self._lock = threading.Lock()
 
     def open(self, block_size: int, wake: Callable[[], None]) -> "Staging":
-        """For a peer whose blocks have block_size tokens. wake: called from any thread when a `take` that found nothing
-        may be tried again. TransferError when there is no such ring.
+        """For a peer whose blocks have block_size tokens. wake: called from any thread when a
+        `take` that found nothing may be tried again. TransferError when there is no such ring.
         """
         largest = max(block_size, self.layout.block_size)
         if self.run_tokens % largest or not self.run_tokens:
             needed = NUM_RUNS * largest * self.layout.token_bytes
             raise TransferError(
                 "error",
-                f"transfer.staging_bytes ({self._num_bytes}) is too little for blocks of {block_size} and "
+                f"transfer.staging_bytes ({self._num_bytes}) is too little for blocks of "
+                f"{block_size} and "
                 f"{self.layout.block_size} tokens: set it to {needed} at least",
             )
         with self._lock:
@@ -63,13 +70,17 @@ class StagingRing:
         return Staging(self, self._memory, block_size, wake)
 
     def _allocate(self) -> Tensor:
-        num_elements = NUM_RUNS * self.run_tokens * self.layout.token_bytes // self.kv_cache.element_size()
+        num_elements = (
+            NUM_RUNS * self.run_tokens * self.layout.token_bytes // self.kv_cache.element_size()
+        )
         try:
             memory = zeros((num_elements,), self.kv_cache.dtype, self.kv_cache.device)
             self._agent.register(memory)
         except (TransferError, OutOfMemory) as error:
             reason = str(error) or "the memory lacks; lower transfer.staging_bytes"
-            raise TransferError("error", f"no staging ring of {self._num_bytes} bytes: {reason}") from error
+            raise TransferError(
+                "error", f"no staging ring of {self._num_bytes} bytes: {reason}"
+            ) from error
         return memory
 
     def take(self, user: "Staging") -> int | None:
@@ -96,12 +107,16 @@ class StagingRing:
 
 
 class Staging:
-    """The ring as one link uses it. ring_blocks: `[num_ring_blocks, heads, layers, planes, the peer's block size, row
-    width]`."""
+    """The ring as one link uses it. ring_blocks: `[num_ring_blocks, heads, layers, planes, the
+    peer's block size, row width]`."""
 
-    def __init__(self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]
+    ) -> None:
         self.wake = wake
-        self.ring_blocks = memory.view(-1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape)
+        self.ring_blocks = memory.view(
+            -1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape
+        )
         self._ring = ring
         self._kv_cache = ring.kv_cache
         self._per_run = ring.run_tokens // block_size
@@ -111,8 +126,8 @@ class Staging:
             self._compile()
 
     def take(self, remote_blocks: Sequence[int]) -> np.ndarray | None:
-        """Ring blocks for the first of these blocks, as many as a run has, in their order; None: see
-        `StagingRing.take`. Neighbours at the peer get neighbours.
+        """Ring blocks for the first of these blocks, as many as a run has, in their order; None:
+        see `StagingRing.take`. Neighbours at the peer get neighbours.
         """
         run = self._ring.take(self)
         if run is None:
@@ -126,16 +141,22 @@ class Staging:
         """What `take` returned, quiet now."""
         self._ring.give_back(self, int(ring_blocks[0]) // self._per_run)
 
-    def repack(self, ring_blocks: np.ndarray, skip: int, num_rows: int, blocks: Sequence[int]) -> Callable[[], bool]:
-        """Move num_rows rows, from row `skip` of these ring blocks on, to our blocks, from the beginning of the first
-        on. Returns what tells whether it is done; our blocks may be written until then.
+    def repack(
+        self, ring_blocks: np.ndarray, skip: int, num_rows: int, blocks: Sequence[int]
+    ) -> Callable[[], bool]:
+        """Move num_rows rows, from row `skip` of these ring blocks on, to our blocks, from the
+        beginning of the first on. Returns what tells whether it is done; our blocks may be written
+        until then.
         """
         with self._on_stream():
-            padding = -len(ring_blocks) % 4  # Triton compiles once more for ids that are not 16-byte aligned
+            # Triton compiles once more for ids that are not 16-byte aligned
+            padding = -len(ring_blocks) % 4
             ids = self._ids([*ring_blocks.tolist(), *[0] * padding, *blocks])
             source_ids = ids[: len(ring_blocks)]
             block_ids = ids[len(ring_blocks) + padding :]
-            self._ops.repack(self.ring_blocks, source_ids, self._kv_cache, block_ids, skip, num_rows)
+            self._ops.repack(
+                self.ring_blocks, source_ids, self._kv_cache, block_ids, skip, num_rows
+            )
             if self._stream is None:
                 return lambda: True
             return self._stream.record_event().query

@@ -1,7 +1,7 @@
 """What the KV pool's operations need from a server: blocking calls with a deadline, in chunks.
 
-`lmcache_backend.py` and `local_backend.py` implement it; nothing here names a server. Called by `threaded_pool.py` from
-the pool's threads.
+`lmcache_backend.py` and `local_backend.py` implement it; nothing here names a server. Called by
+`threaded_pool.py` from the pool's threads.
 """
 
 from contextlib import AbstractContextManager
@@ -21,8 +21,8 @@ class PoolError(Exception):
 
 
 class Writing(Protocol):
-    """Reserved memory for chunks that the pool lacks. buffers: chunk index -> uint8 `[chunks.num_bytes]` on the
-    host."""
+    """Reserved memory for chunks that the pool lacks. buffers: chunk index -> uint8
+    `[chunks.num_bytes]` on the host."""
 
     buffers: dict[int, torch.Tensor]
 
@@ -32,20 +32,25 @@ class Writing(Protocol):
 
 
 class PoolBackend(Protocol):
-    """Blocking calls; none waits for the server past `until` (time.monotonic()), all raise PoolError. Leaving a context
-    gives back whatever the server holds for it; that may wait again, but not for long."""
+    """Blocking calls; none waits for the server past `until` (time.monotonic()), all raise
+    PoolError. Leaving a context gives back whatever the server holds for it; that may wait again,
+    but not for long."""
 
     chunks: Chunks
 
     @property
     def connected(self) -> bool: ...
 
-    def reading(self, prefix: Prefix, first: int, until: float) -> AbstractContextManager[list[torch.Tensor]]:
-        """Buffers of the chunks from `first` on that the pool has in a row; they stay as they are inside the
-        context."""
+    def reading(
+        self, prefix: Prefix, first: int, until: float
+    ) -> AbstractContextManager[list[torch.Tensor]]:
+        """Buffers of the chunks from `first` on that the pool has in a row; they stay as they are
+        inside the context."""
         ...
 
-    def writing(self, prefix: Prefix, first: int, last: int, until: float) -> AbstractContextManager[Writing]:
+    def writing(
+        self, prefix: Prefix, first: int, last: int, until: float
+    ) -> AbstractContextManager[Writing]:
         """Buffers for those of the chunks [first, last) that the pool lacks."""
         ...
 

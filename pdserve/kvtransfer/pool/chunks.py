@@ -1,9 +1,11 @@
-"""Chunks: what the pool stores. Their names, their seals, and the copies between a chunk's host memory and KV blocks.
+"""Chunks: what the pool stores. Their names, their seals, and the copies between a chunk's host
+memory and KV blocks.
 
-A chunk is `blocks_per_chunk` whole blocks of consecutive tokens, byte for byte, and behind them a seal: the digest of
-everything the rows depend on. The seal is cleared before the first byte is written and set after the last, so memory
-that was never finished, was reused while it was read, or belongs to another prompt is known by its seal, whatever the
-server says. Knows no server. Called by `threaded_pool.py` from the pool's threads.
+A chunk is `blocks_per_chunk` whole blocks of consecutive tokens, byte for byte, and behind them a
+seal: the digest of everything the rows depend on. The seal is cleared before the first byte is
+written and set after the last, so memory that was never finished, was reused while it was read, or
+belongs to another prompt is known by its seal, whatever the server says. Knows no server. Called by
+`threaded_pool.py` from the pool's threads.
 """
 
 from array import array
@@ -24,7 +26,8 @@ BlockIds = Sequence[int] | np.ndarray
 
 @dataclass(frozen=True)
 class Shard:
-    """Which part of every token's rows this rank stores: `worker_id` of `world_size` equal shards."""
+    """Which part of every token's rows this rank stores: `worker_id` of `world_size` equal
+    shards."""
 
     world_size: int = 1
     worker_id: int = 0
@@ -32,8 +35,8 @@ class Shard:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The whole chunks at the start of a prompt. tokens: all of theirs; salt: digest that separates tenants; seals: one
-    a chunk."""
+    """The whole chunks at the start of a prompt. tokens: all of theirs; salt: digest that separates
+    tenants; seals: one a chunk."""
 
     tokens: tuple[int, ...]
     salt: str
@@ -45,8 +48,8 @@ class Prefix:
 
 
 class Chunks:
-    """Names and seals for one pool of blocks. chunk_tokens: tokens of a chunk; num_bytes: of its memory, seal
-    included; model_name: equal for two ranks exactly when they may share chunks."""
+    """Names and seals for one pool of blocks. chunk_tokens: tokens of a chunk; num_bytes: of its
+    memory, seal included; model_name: equal for two ranks exactly when they may share chunks."""
 
     def __init__(self, memory: KVCacheMemory, blocks_per_chunk: int, shard: Shard) -> None:
         layout = memory.layout
@@ -57,7 +60,9 @@ class Chunks:
         self.num_bytes = blocks_per_chunk * layout.block_bytes + SEAL_BYTES
         sizes = f"{len(layout.group.heads)}|{layout.block_size}|{blocks_per_chunk}"
         what = f"{layout.compat_digest(memory.model_fingerprint)}|{sizes}"
-        self.model_name = "pdserve-" + blake2b(what.encode(), digest_size=16, person=FORMAT).hexdigest()
+        self.model_name = (
+            "pdserve-" + blake2b(what.encode(), digest_size=16, person=FORMAT).hexdigest()
+        )
 
     def prefix(self, token_ids: Sequence[int], salt: str) -> Prefix:
         """The whole chunks of `token_ids`."""
@@ -65,11 +70,15 @@ class Chunks:
         tenant = blake2b(salt.encode(), digest_size=16, person=FORMAT).digest()
         ids = array("q", tokens).tobytes()
         step = 8 * self.chunk_tokens
-        root = f"{self.model_name}|{self.shard.world_size}|{self.shard.worker_id}|".encode() + tenant
+        root = (
+            f"{self.model_name}|{self.shard.world_size}|{self.shard.worker_id}|".encode() + tenant
+        )
         seals = []
         parent = blake2b(root, digest_size=SEAL_BYTES, person=FORMAT).digest()
         for start in range(0, len(ids), step):
-            parent = blake2b(parent + ids[start : start + step], digest_size=SEAL_BYTES, person=FORMAT).digest()
+            parent = blake2b(
+                parent + ids[start : start + step], digest_size=SEAL_BYTES, person=FORMAT
+            ).digest()
             seals.append(parent)
         return Prefix(tokens, tenant.hex(), tuple(seals))
 
@@ -77,8 +86,8 @@ class Chunks:
 class BlockCopier:
     """Copies between KV blocks and chunk memory (`buffer`: uint8 `[num_bytes]` on the host).
 
-    On CUDA each direction has a stream of its own, and a call returns when the device is done. `load` and `save` may
-    run at the same time, each from one thread.
+    On CUDA each direction has a stream of its own, and a call returns when the device is done.
+    `load` and `save` may run at the same time, each from one thread.
     """
 
     def __init__(self, memory: KVCacheMemory) -> None:
@@ -97,24 +106,34 @@ class BlockCopier:
         return int(self._blocks.shape[1])
 
     def save(self, buffer: torch.Tensor, block_ids: BlockIds) -> None:
-        """Fill the buffer from whole blocks (their rows are completely written). Leaves it unsealed: see `set_seal`."""
+        """Fill the buffer from whole blocks (their rows are completely written). Leaves it
+        unsealed: see `set_seal`."""
         set_seal(buffer, bytes(SEAL_BYTES))
         self._copy(buffer, block_ids, self._out, inward=False)
 
     def load(self, buffer: torch.Tensor, block_ids: BlockIds, first: int, seal: bytes) -> bool:
-        """Copy the buffer's blocks `first`.. into `block_ids`. False: the buffer is not the chunk that `seal` names, or
-        ceased to be while it was copied; the blocks then hold nothing of use."""
+        """Copy the buffer's blocks `first`.. into `block_ids`. False: the buffer is not the chunk
+        that `seal` names, or ceased to be while it was copied; the blocks then hold nothing of
+        use."""
         if seal_of(buffer) != seal:
             return False
         self._copy(buffer[first * self.block_bytes :], block_ids, self._in, inward=True)
         return seal_of(buffer) == seal
 
-    def _copy(self, host: torch.Tensor, block_ids: BlockIds, stream: torch.cuda.Stream | None, inward: bool) -> None:
+    def _copy(
+        self,
+        host: torch.Tensor,
+        block_ids: BlockIds,
+        stream: torch.cuda.Stream | None,
+        inward: bool,
+    ) -> None:
         with torch.cuda.stream(stream):  # no effect with None
             row = 0
             for start, count in runs(block_ids):
                 blocks = self._blocks[start : start + count]
-                rows = host[row * self.block_bytes : (row + count) * self.block_bytes].view(count, -1)
+                rows = host[row * self.block_bytes : (row + count) * self.block_bytes].view(
+                    count, -1
+                )
                 target, source = (blocks, rows) if inward else (rows, blocks)
                 target.copy_(source, non_blocking=True)
                 row += count

@@ -8,14 +8,15 @@ is registered as one opaque row of bytes.
 
 What was found about that server, and what is done about it:
 
-- A request it cannot serve (a registration it does not know, say after a restart) is not answered at all; a lookup of
-  an unknown layout finds nothing, for ever. So its connection is watched: when it breaks the
-  `Registration` ends, all waits in it with it, and a new one registers anew. Instance ids are never
-  used twice: with the offsets of a new server we would else write into the mapping of the old one.
-- A lookup locks what it finds until it is read or freed (300 s), and each request id has a session (600 s). `Talk`
-  owes and pays both; when an answer is late, `ServerConnection` pays afterwards.
-- Unregistering an instance, or its end by silence, *commits* what it had reserved and not written. So we unregister
-  only when nothing is reserved, and the seals of `chunks.py` tell such chunks.
+- A request it cannot serve (a registration it does not know, say after a restart) is not answered
+  at all; a lookup of an unknown layout finds nothing, for ever. So its connection is watched: when
+  it breaks the `Registration` ends, all waits in it with it, and a new one registers anew. Instance
+  ids are never used twice: with the offsets of a new server we would else write into the mapping of
+  the old one.
+- A lookup locks what it finds until it is read or freed (300 s), and each request id has a session
+  (600 s). `Talk` owes and pays both; when an answer is late, `ServerConnection` pays afterwards.
+- Unregistering an instance, or its end by silence, *commits* what it had reserved and not written.
+  So we unregister only when nothing is reserved, and the seals of `chunks.py` tell such chunks.
 """
 
 import itertools
@@ -57,7 +58,9 @@ class _LMCacheWriting:
 class LMCacheBackend:
     """See `backend.PoolBackend`. Connects, and connects again, in the background."""
 
-    def __init__(self, address: str, chunks: Chunks, request_deadline_s: float, device: torch.device) -> None:
+    def __init__(
+        self, address: str, chunks: Chunks, request_deadline_s: float, device: torch.device
+    ) -> None:
         self.chunks = chunks
         self._patience_s = request_deadline_s
         self._link = ServerConnection(address, chunks, device)
@@ -75,7 +78,9 @@ class LMCacheBackend:
             yield talk.read(first, found) if found > first else []
 
     @contextmanager
-    def writing(self, prefix: Prefix, first: int, last: int, until: float) -> Iterator[_LMCacheWriting]:
+    def writing(
+        self, prefix: Prefix, first: int, last: int, until: float
+    ) -> Iterator[_LMCacheWriting]:
         session = self._session()
         committed = False
         try:

@@ -47,7 +47,9 @@ class ServerConnection:
         self._context = zmq.Context()
         self._context.linger = 0
         self._watch = self._context.socket(zmq.DEALER)
-        self._events = self._watch.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._events = self._watch.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
         self._bell, self._bell_end = os.pipe()
         self._complaint = ""
         self._is_serving = False
@@ -72,7 +74,9 @@ class ServerConnection:
             if self._bell in ready:
                 os.read(self._bell, 1024)
             while self._events.poll(0):
-                self._is_serving = recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                self._is_serving = (
+                    recv_monitor_message(self._events)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+                )
                 self._drop()  # a connection made anew may lead to another server
             now = time.monotonic()
             if self._is_serving and self.session is None and now >= self._next_try:

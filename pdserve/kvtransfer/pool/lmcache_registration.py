@@ -45,7 +45,9 @@ class SharedMemory:
 
     def _page_lock(self, device: torch.device) -> bool:
         with torch.cuda.device(device):  # or the call would make a context on the first device
-            error = torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0)
+            error = torch.cuda.cudart().cudaHostRegister(
+                self.bytes.data_ptr(), self.bytes.numel(), 0
+            )
         if int(error) != 0:
             logger.warning("KV pool: cudaHostRegister failed (%s): copies will be slow", error)
         return int(error) == 0
@@ -66,7 +68,9 @@ class SharedMemory:
 class Registration:
     """Our registration with one living server process."""
 
-    def __init__(self, url: str, context: zmq.Context, chunks: Chunks, device: torch.device) -> None:
+    def __init__(
+        self, url: str, context: zmq.Context, chunks: Chunks, device: torch.device
+    ) -> None:
         """PoolError when the server does not answer or does not fit."""
         self.chunks = chunks
         self.dead = False
@@ -90,7 +94,8 @@ class Registration:
             if not answer.shm_name:
                 raise PoolError(
                     "error",
-                    f"the pool server at {url} has no shared memory: start it with --shm-name NAME --no-l1-use-lazy "
+                    f"the pool server at {url} has no shared memory: start it with --shm-name NAME "
+                    "--no-l1-use-lazy "
                     "--supported-transfer-mode engine_driven, and enough of /dev/shm",
                 )
             try:
@@ -154,4 +159,6 @@ class Registration:
     def unregister(self) -> None:
         """Best effort."""
         if not self.left_reserved:
-            self.call("unregister_kv_cache_engine_driven_context", self.instance_id).wait(UNREGISTER_TIMEOUT_S)
+            self.call("unregister_kv_cache_engine_driven_context", self.instance_id).wait(
+                UNREGISTER_TIMEOUT_S
+            )

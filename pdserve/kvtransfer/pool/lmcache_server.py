@@ -6,8 +6,9 @@
 
 Workers of one host share one by a `SharedServer` each.
 
-The child is this module run as a program: it ends itself when its parent does (the pipe on its standard input closes),
-then becomes LMCache's command line. Knows no requests and no blocks: what speaks to the server is `lmcache_backend.py`.
+The child is this module run as a program: it ends itself when its parent does (the pipe on its
+standard input closes), then becomes LMCache's command line. Knows no requests and no blocks: what
+speaks to the server is `lmcache_backend.py`.
 """
 
 import fcntl
@@ -35,7 +36,8 @@ SHARED_MEMORY = Path("/dev/shm")
 SHM_PREFIX = "lmcache_l1_pool_"
 """LMCache puts this before the name it is given."""
 WRITE_TTL_S = 30
-"""A reservation that was never committed (a store that was given up) can be had again after so long."""
+"""A reservation that was never committed (a store that was given up) can be had again after so
+long."""
 STOP_TIMEOUT_S = 5.0
 LOOK_S = 2.0
 """How often a worker looks whether the server that it shares is there."""
@@ -103,19 +105,24 @@ class PoolServer:
         return self.process.poll() is None
 
     def wait_ready(self) -> None:
-        """RuntimeError, with the server's last words, when it ends or does not serve within config.start_deadline_s of
-        its start; it is closed then."""
+        """RuntimeError, with the server's last words, when it ends or does not serve within
+        config.start_deadline_s of its start; it is closed then."""
         deadline_s = self._config.start_deadline_s
         deadline = self._spawned + deadline_s
         while self.alive and time.monotonic() < deadline:
             if _answers(self.address):
                 return
             time.sleep(0.05)
-        how = f"was not ready after {deadline_s:g} s" if self.alive else f"ended with {self.process.returncode}"
+        how = (
+            f"was not ready after {deadline_s:g} s"
+            if self.alive
+            else f"ended with {self.process.returncode}"
+        )
         last_words = self._last_words()
         self.close()
         raise RuntimeError(
-            f"lmcache server at {self.address} {how}; pool.start_deadline_s may be raised, pool.mode: off does without "
+            f"lmcache server at {self.address} {how}; pool.start_deadline_s may be raised, "
+            "pool.mode: off does without "
             f"it. Its last words:\n{last_words}"
         )
 
@@ -124,7 +131,8 @@ class PoolServer:
         return self._log.read().decode(errors="replace")[-LOG_TAIL:]
 
     def close(self) -> None:
-        """Ends the process and removes its shared memory, which a killed server leaves behind. Idempotent."""
+        """Ends the process and removes its shared memory, which a killed server leaves behind.
+        Idempotent."""
         if self.alive:
             self.process.send_signal(signal.SIGTERM)
             self.process.send_signal(signal.SIGCONT)
@@ -140,8 +148,9 @@ class PoolServer:
 
 
 class SharedServer:
-    """For the workers of one host, each of which has one: the first starts the server at config.address; when it dies,
-    with that worker or alone, whoever notices first starts the next. Without an address a server of one's own.
+    """For the workers of one host, each of which has one: the first starts the server at
+    config.address; when it dies, with that worker or alone, whoever notices first starts the next.
+    Without an address a server of one's own.
     """
 
     def __init__(self, config: PoolConfig) -> None:
@@ -190,7 +199,9 @@ class SharedServer:
             return
         if _answers(address):
             return
-        with (Path(tempfile.gettempdir()) / f"pdserve-pool-{address.replace(':', '-')}.lock").open("w") as lock:
+        with (Path(tempfile.gettempdir()) / f"pdserve-pool-{address.replace(':', '-')}.lock").open(
+            "w"
+        ) as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if _answers(address):
                 return
@@ -213,7 +224,8 @@ def _check_room(config: PoolConfig) -> None:
     free = shutil.disk_usage(SHARED_MEMORY).free / 2**30
     if config.l1_gib > free:
         raise ValueError(
-            f"pool.l1_gib is {config.l1_gib:g}, but {SHARED_MEMORY} has {free:.1f} GiB free: lower it, or enlarge "
+            f"pool.l1_gib is {config.l1_gib:g}, but {SHARED_MEMORY} has {free:.1f} GiB free: lower "
+            "it, or enlarge "
             f"{SHARED_MEMORY} (in a container: --shm-size)"
         )
 
@@ -228,7 +240,8 @@ def _check_address(config: PoolConfig) -> None:
             probe.bind((host, int(port)))
         except OSError as error:
             raise ValueError(
-                f"pool.address {config.address} cannot be served here ({error}): use the server that runs there "
+                f"pool.address {config.address} cannot be served here ({error}): use the server "
+                "that runs there "
                 "(pool.mode: connect), or another address"
             ) from error
 
@@ -242,14 +255,18 @@ def _free_port() -> int:
 def _environment() -> dict[str, str]:
     root = str(Path(pdserve.__file__).parent.parent)
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
-    ours = {"LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOG_LEVEL": "WARNING", "LMCACHE_DISABLE_BANNER": "1"}
+    ours = {
+        "LMCACHE_TRACK_USAGE": "false",
+        "LMCACHE_LOG_LEVEL": "WARNING",
+        "LMCACHE_DISABLE_BANNER": "1",
+    }
     ours["PYTHONWARNINGS"] = "ignore"  # of its cloud libraries, at length
     return os.environ | ours | {"PYTHONPATH": os.pathsep.join(paths)}
 
 
 def _end_with_parent(memory: Path) -> None:
-    """Blocks until the parent is gone, then removes what the parent would have, asks this process to end, and makes
-    it."""
+    """Blocks until the parent is gone, then removes what the parent would have, asks this process
+    to end, and makes it."""
     os.read(sys.stdin.fileno(), 1)
     try:
         memory.unlink(missing_ok=True)

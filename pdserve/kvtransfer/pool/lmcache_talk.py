@@ -42,7 +42,9 @@ class Debt:
         """Go on as far as answers come by `until`; True when nothing is left to do."""
         try:
             while time.monotonic() - self.since < TIDY_LIMIT_S:
-                if self.answer is not None and not self.answer.wait(max(0.0, until - time.monotonic())):
+                if self.answer is not None and not self.answer.wait(
+                    max(0.0, until - time.monotonic())
+                ):
                     return self.session.dead
                 if not self.steps:
                     return True
@@ -55,7 +57,9 @@ class Debt:
 class Talk:
     """One request id with the server, and what is owed for it."""
 
-    def __init__(self, session: Registration, prefix: Prefix, request_id: str, until: float) -> None:
+    def __init__(
+        self, session: Registration, prefix: Prefix, request_id: str, until: float
+    ) -> None:
         self._session = session
         self._prefix = prefix
         self._id = request_id
@@ -87,7 +91,11 @@ class Talk:
         return result
 
     def _free(self, first: int, last: int) -> list[Step]:
-        return [lambda: self._call("free_lookup_locks", self.key(first, last), 1)] if last > first else []
+        return (
+            [lambda: self._call("free_lookup_locks", self.key(first, last), 1)]
+            if last > first
+            else []
+        )
 
     def _end(self) -> MessagingFuture[Any]:
         return self._call("end_session", self._id)
@@ -107,9 +115,14 @@ class Talk:
 
     def read(self, first: int, last: int) -> list[torch.Tensor]:
         """Buffers of the chunks [first, last), which `find` has found."""
-        commit: list[Step] = [lambda: self._call("commit_retrieve", self.key(first, last), self._session.instance_id)]
-        self._owed = [*commit, *self._free(0, first), self._end]  # commit first: the next read may be of the same key
-        answer = self._ask(self._call("prepare_retrieve", self.key(first, last), self._session.instance_id))
+        commit: list[Step] = [
+            lambda: self._call("commit_retrieve", self.key(first, last), self._session.instance_id)
+        ]
+        # commit first: the next read may be of the same key
+        self._owed = [*commit, *self._free(0, first), self._end]
+        answer = self._ask(
+            self._call("prepare_retrieve", self.key(first, last), self._session.instance_id)
+        )
         if not answer.success:
             self._owed = [*self._free(0, first), self._end]
             return []
@@ -117,14 +130,21 @@ class Talk:
 
     def reserve(self, first: int, last: int) -> dict[int, torch.Tensor]:
         self._owed = [self._end]
-        answer = self._ask(self._call("prepare_store", self.key(first, last), self._session.instance_id))
+        answer = self._ask(
+            self._call("prepare_store", self.key(first, last), self._session.instance_id)
+        )
         buffers = answer.context["slots"]
         indices = answer.context["chunk_indices"]
-        return {first + index: self._buffer(buffer) for index, buffer in zip(indices, buffers, strict=True)}
+        return {
+            first + index: self._buffer(buffer)
+            for index, buffer in zip(indices, buffers, strict=True)
+        }
 
     def commit(self, first: int, last: int, until: float) -> None:
         self._until = until
-        if not self._ask(self._call("commit_store", self.key(first, last), self._session.instance_id, b"")):
+        if not self._ask(
+            self._call("commit_store", self.key(first, last), self._session.instance_id, b"")
+        ):
             raise PoolError("error", "the pool server did not take the chunks")
 
     def _buffer(self, descriptor: dict[str, Any]) -> torch.Tensor:

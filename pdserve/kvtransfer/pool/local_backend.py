@@ -1,7 +1,9 @@
-"""The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a ThreadedKVPool over it.
+"""The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a
+ThreadedKVPool over it.
 
-For setups of one process and for tests, which can make the server slow, frozen, dead or wrong (`PoolFaults`) and so
-drive every branch of `threaded_pool.py`. Pools of one process share chunks when they share the server.
+For setups of one process and for tests, which can make the server slow, frozen, dead or wrong
+(`PoolFaults`) and so drive every branch of `threaded_pool.py`. Pools of one process share chunks
+when they share the server.
 """
 
 import threading
@@ -25,9 +27,10 @@ POLL_S = 0.001
 
 @dataclass
 class PoolFaults:
-    """How the server misbehaves. delay_s: every answer takes so long; frozen: none comes; dead: refused at once, and
-    everything is forgotten; wrong: chunks that are read hold another prompt's rows; copies_frozen: copies between
-    blocks and chunks do not end (what a stalled device does)."""
+    """How the server misbehaves. delay_s: every answer takes so long; frozen: none comes; dead:
+    refused at once, and everything is forgotten; wrong: chunks that are read hold another prompt's
+    rows; copies_frozen: copies between blocks and chunks do not end (what a stalled device
+    does)."""
 
     delay_s: float = 0.0
     frozen: bool = False
@@ -81,7 +84,9 @@ class LocalPoolBackend:
             yield found
 
     @contextmanager
-    def writing(self, prefix: Prefix, first: int, last: int, until: float) -> Iterator[_LocalWriting]:
+    def writing(
+        self, prefix: Prefix, first: int, last: int, until: float
+    ) -> Iterator[_LocalWriting]:
         with self._answering(until):
             size = self.chunks.num_bytes
             lacking = [i for i in range(first, last) if prefix.seals[i] not in self._server.chunks]
@@ -90,7 +95,9 @@ class LocalPoolBackend:
             def store() -> None:
                 self._wait(until)
                 with self._server.lock:
-                    self._server.chunks.update({prefix.seals[i]: buffer for i, buffer in buffers.items()})
+                    self._server.chunks.update(
+                        {prefix.seals[i]: buffer for i, buffer in buffers.items()}
+                    )
 
             yield _LocalWriting(buffers, store)
 

@@ -19,7 +19,10 @@ class PoolMetrics:
             registry=registry,
         )
         self.bytes = Counter(
-            "pdserve_kv_pool_bytes", "Bytes copied from and to the KV pool.", ["operation"], registry=registry
+            "pdserve_kv_pool_bytes",
+            "Bytes copied from and to the KV pool.",
+            ["operation"],
+            registry=registry,
         )
         self.seconds = Histogram(
             "pdserve_kv_pool_seconds",
@@ -29,7 +32,9 @@ class PoolMetrics:
             registry=registry,
         )
         self.unsettled = Counter(
-            "pdserve_kv_pool_unsettled", "Operations given up while blocks were being copied.", registry=registry
+            "pdserve_kv_pool_unsettled",
+            "Operations given up while blocks were being copied.",
+            registry=registry,
         )
         self.breaker_open = Gauge(
             "pdserve_kv_pool_breaker_open",

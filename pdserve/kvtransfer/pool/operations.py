@@ -78,7 +78,9 @@ class Operations:
     @property
     def next_deadline(self) -> float:
         """Monotonic; infinite when nothing has one."""
-        return min((op.deadline for op in self._operations.values() if not op.over), default=float("inf"))
+        return min(
+            (op.deadline for op in self._operations.values() if not op.over), default=float("inf")
+        )
 
     def late(self, now: float) -> list[Operation]:
         return [op for op in self._operations.values() if op.deadline <= now and not op.over]
@@ -110,7 +112,9 @@ class Operations:
             outcome = "done"
             if isinstance(event, PoolFailed):
                 outcome = event.reason
-                event = PoolFailed(event.op_id, event.reason, event.detail, settled=not operation.touching)
+                event = PoolFailed(
+                    event.op_id, event.reason, event.detail, settled=not operation.touching
+                )
             self._events.append(event)
             if not operation.touching:
                 self._let_go(operation)

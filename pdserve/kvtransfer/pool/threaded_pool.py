@@ -19,7 +19,14 @@ import numpy as np
 
 from pdserve.background.threads import KeptThread
 from pdserve.configs.transfer import PoolConfig
-from pdserve.kvtransfer.connector import PoolDone, PoolEvent, PoolFailed, PoolStored, StillValid, Wake
+from pdserve.kvtransfer.connector import (
+    PoolDone,
+    PoolEvent,
+    PoolFailed,
+    PoolStored,
+    StillValid,
+    Wake,
+)
 from pdserve.kvtransfer.pool.backend import PoolBackend, PoolError, Writing
 from pdserve.kvtransfer.pool.breaker import Breaker
 from pdserve.kvtransfer.pool.chunks import BlockCopier, Prefix, set_seal
@@ -41,7 +48,12 @@ class ThreadedKVPool:
     """See `connector.KVPool`. copier: of the engine's blocks."""
 
     def __init__(
-        self, backend: PoolBackend, copier: BlockCopier, config: PoolConfig, wake: Wake, metrics: PoolMetrics
+        self,
+        backend: PoolBackend,
+        copier: BlockCopier,
+        config: PoolConfig,
+        wake: Wake,
+        metrics: PoolMetrics,
     ) -> None:
         self._backend = backend
         self._copier = copier
@@ -56,7 +68,10 @@ class ThreadedKVPool:
         self._lanes: dict[Lane, queue.SimpleQueue[Callable[[], None] | None]] = {
             kind: queue.SimpleQueue() for kind in ("retrieve", "store", "probe")
         }
-        self._threads = [KeptThread(f"kv pool {kind}", partial(self._work, lane)) for kind, lane in self._lanes.items()]
+        self._threads = [
+            KeptThread(f"kv pool {kind}", partial(self._work, lane))
+            for kind, lane in self._lanes.items()
+        ]
         self._threads.append(KeptThread("kv pool clock", self._watch_clock))
 
     @property
@@ -75,11 +90,14 @@ class ThreadedKVPool:
         size = self._chunks.block_size
         blocks = self._checked(local_blocks)
         if skip_tokens < 0 or skip_tokens % size:
-            raise ValueError(f"skip_tokens must be whole blocks of {size} tokens, not {skip_tokens}")
+            raise ValueError(
+                f"skip_tokens must be whole blocks of {size} tokens, not {skip_tokens}"
+            )
         end = skip_tokens + len(blocks) * size
         if not len(blocks) or end - size >= len(token_ids):
             raise ValueError(
-                f"local_blocks must belong to tokens behind skip_tokens: {len(blocks)} blocks of {size} from token "
+                f"local_blocks must belong to tokens behind skip_tokens: {len(blocks)} blocks of "
+                f"{size} from token "
                 f"{skip_tokens} on do not fit {len(token_ids)} tokens"
             )
         num_chunks = min(-(-end // self.chunk_tokens), len(token_ids) // self.chunk_tokens)
@@ -89,13 +107,23 @@ class ThreadedKVPool:
         self._submit(operation, self._retrieve)
 
     def store(
-        self, op_id: int, token_ids: Sequence[int], salt: str, block_ids: Sequence[int], still_valid: StillValid
+        self,
+        op_id: int,
+        token_ids: Sequence[int],
+        salt: str,
+        block_ids: Sequence[int],
+        still_valid: StillValid,
     ) -> bool:
-        num_chunks = min(len(token_ids) // self.chunk_tokens, len(block_ids) // self._chunks.blocks_per_chunk)
+        num_chunks = min(
+            len(token_ids) // self.chunk_tokens, len(block_ids) // self._chunks.blocks_per_chunk
+        )
         blocks = self._checked(block_ids[: num_chunks * self._chunks.blocks_per_chunk])
         with self._lock:
             refusal = self._refusal()
-            if refusal is None and self._operations.num_stored_blocks + len(blocks) > self._store_cap:
+            if (
+                refusal is None
+                and self._operations.num_stored_blocks + len(blocks) > self._store_cap
+            ):
                 refusal = "over-cap"
             if refusal is None and num_chunks:
                 self._operations.num_stored_blocks += len(blocks)
@@ -138,7 +166,13 @@ class ThreadedKVPool:
     # -- what every operation has in common
 
     def _operation(
-        self, op_id: int, kind: Kind, token_ids: Sequence[int], salt: str, num_chunks: int, deadline_s: float
+        self,
+        op_id: int,
+        kind: Kind,
+        token_ids: Sequence[int],
+        salt: str,
+        num_chunks: int,
+        deadline_s: float,
     ) -> Operation:
         """Copies the tokens, which may grow meanwhile; their digests are computed on the lane."""
         now = time.monotonic()
@@ -168,7 +202,9 @@ class ThreadedKVPool:
         if refusal is not None:
             self._operations.end(operation, PoolFailed(operation.op_id, refusal, "", settled=True))
         elif not operation.tokens:
-            self._operations.end(operation, PoolFailed(operation.op_id, "miss", "no whole chunk", settled=True))
+            self._operations.end(
+                operation, PoolFailed(operation.op_id, "miss", "no whole chunk", settled=True)
+            )
         else:
             self._lanes[operation.kind].put(partial(self._run, operation, run))
 
@@ -191,24 +227,33 @@ class ThreadedKVPool:
             pass
         except PoolError as error:
             self._count_error(error)
-            self._operations.end(operation, PoolFailed(operation.op_id, error.reason, str(error), settled=True))
+            self._operations.end(
+                operation, PoolFailed(operation.op_id, error.reason, str(error), settled=True)
+            )
         except Exception as error:
             logger.exception("KV pool: %s failed", operation.kind)
-            self._operations.end(operation, PoolFailed(operation.op_id, "error", repr(error), settled=True))
+            self._operations.end(
+                operation, PoolFailed(operation.op_id, "error", repr(error), settled=True)
+            )
 
     def _count_answer(self) -> None:
         with self._lock:
             self._breaker.succeeded()
 
     def _count_error(self, error: PoolError) -> None:
-        if error.reason in ("loading", "not-connected"):  # neither says that asking again is useless
+        # neither says that asking again is useless
+        if error.reason in ("loading", "not-connected"):
             return
         with self._lock:
             opened = self._breaker.failed(time.monotonic())
             self._metrics.breaker_open.set(self._breaker.is_open)
             self._lock.notify_all()
         if opened:
-            logger.warning("KV pool: not asked for %s s after errors in a row, last: %s", self._config.breaker_s, error)
+            logger.warning(
+                "KV pool: not asked for %s s after errors in a row, last: %s",
+                self._config.breaker_s,
+                error,
+            )
 
     def _watch_clock(self) -> None:
         while True:
@@ -224,7 +269,9 @@ class ThreadedKVPool:
                 if not late and not probe:
                     self._lock.wait(self._next_alarm(now))
             for operation in late:
-                self._operations.end(operation, PoolFailed(operation.op_id, "deadline", "", settled=True))
+                self._operations.end(
+                    operation, PoolFailed(operation.op_id, "deadline", "", settled=True)
+                )
 
     def _next_alarm(self, now: float) -> float | None:
         first = min(self._operations.next_deadline, self._breaker.probe_at)
@@ -255,7 +302,9 @@ class ThreadedKVPool:
                 end = min((index + 1) * per_chunk - operation.skip_blocks, len(operation.blocks))
                 row = max(operation.skip_blocks - index * per_chunk, 0)
                 with self._operations.touching(operation):
-                    good = self._copier.load(buffer, operation.blocks[begin:end], row, prefix.seals[index])
+                    good = self._copier.load(
+                        buffer, operation.blocks[begin:end], row, prefix.seals[index]
+                    )
                 if not good:
                     self._metrics.requests.labels("retrieve", "wrong-content").inc()
                     logger.warning("KV pool: a chunk is not what its key says; taken for missing")
@@ -269,7 +318,9 @@ class ThreadedKVPool:
         num_bytes = done * self._copier.block_bytes
         self._metrics.bytes.labels("retrieve").inc(num_bytes)
         num_tokens = (operation.skip_blocks + done) * self._chunks.block_size
-        return PoolDone(operation.op_id, num_tokens, num_bytes, time.monotonic() - operation.started)
+        return PoolDone(
+            operation.op_id, num_tokens, num_bytes, time.monotonic() - operation.started
+        )
 
     def _store(self, operation: Operation, prefix: Prefix) -> None:
         copied = 0
@@ -286,13 +337,16 @@ class ThreadedKVPool:
         per_chunk = self._chunks.blocks_per_chunk
         for index, buffer in writing.buffers.items():
             with self._operations.touching(operation):
-                self._copier.save(buffer, operation.blocks[index * per_chunk : (index + 1) * per_chunk])
+                self._copier.save(
+                    buffer, operation.blocks[index * per_chunk : (index + 1) * per_chunk]
+                )
         if not writing.buffers:
             return 0
         assert operation.still_valid is not None
         if not operation.still_valid():
             self._operations.end(
-                operation, PoolFailed(operation.op_id, "reused", "a source block was reused", settled=True)
+                operation,
+                PoolFailed(operation.op_id, "reused", "a source block was reused", settled=True),
             )
             raise GivenUp
         for index, buffer in writing.buffers.items():

@@ -1,8 +1,9 @@
 """What sender and receiver need from a transport: one-sided reads between registered memories.
 
-Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local.LocalAgent` (one process, faults on demand),
-so the ticket, lease, deadline and quarantine logic exists once, in `sender.py` and `rank_receiver.py`. Knows no blocks
-of requests. An agent is shared by one sender and one receiver; each attaches, and the last to detach closes it.
+Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local.LocalAgent` (one process,
+faults on demand), so the ticket, lease, deadline and quarantine logic exists once, in `sender.py`
+and `rank_receiver.py`. Knows no blocks of requests. An agent is shared by one sender and one
+receiver; each attaches, and the last to detach closes it.
 """
 
 from collections.abc import Sequence
@@ -16,8 +17,8 @@ Reason = Literal["peer-lost", "error"]
 
 
 class TransferError(Exception):
-    """A transport call failed. reason "peer-lost": the other side is gone; "error": anything else. The text is the
-    detail."""
+    """A transport call failed. reason "peer-lost": the other side is gone; "error": anything else.
+    The text is the detail."""
 
     def __init__(self, reason: Reason, detail: str) -> None:
         super().__init__(detail)
@@ -26,7 +27,8 @@ class TransferError(Exception):
 
 @dataclass(frozen=True)
 class Descriptors:
-    """`count` pieces of `num_bytes` bytes; piece i starts at `address + i * stride`. memory: "DRAM" or "VRAM"."""
+    """`count` pieces of `num_bytes` bytes; piece i starts at `address + i * stride`. memory: "DRAM"
+    or "VRAM"."""
 
     address: int
     num_bytes: int
@@ -40,7 +42,8 @@ Prepared = Any
 """A transport's own form of Descriptors, made once and used by many reads."""
 
 Handle = Any
-"""One read. It must be kept until `check` said True or raised: freeing it earlier does not stop the bytes."""
+"""One read. It must be kept until `check` said True or raised: freeing it earlier does not stop the
+bytes."""
 
 
 class TransferAgent(Protocol):
@@ -55,7 +58,8 @@ class TransferAgent(Protocol):
         ...
 
     def register(self, tensor: torch.Tensor) -> Any:
-        """Make contiguous memory readable by peers and a destination of our reads; returns what `deregister` takes."""
+        """Make contiguous memory readable by peers and a destination of our reads; returns what
+        `deregister` takes."""
         ...
 
     def deregister(self, registration: Any) -> None: ...
@@ -65,13 +69,15 @@ class TransferAgent(Protocol):
         ...
 
     def remove_peer(self, name: str) -> None:
-        """Forget the peer. All that was prepared for it must be released before. Reads in flight go on: see `sever`."""
+        """Forget the peer. All that was prepared for it must be released before. Reads in flight go
+        on: see `sever`."""
         ...
 
     def sever(self, peer: str) -> int:
-        """Cut the connections to a known peer: reads in flight from it raise soon, and nothing lands after. For a peer
-        that answers no more: `remove_peer` and `release` stop no byte. How many were cut; 0 also where the transport
-        has none (reads by shared memory or CMA end by themselves)."""
+        """Cut the connections to a known peer: reads in flight from it raise soon, and nothing
+        lands after. For a peer that answers no more: `remove_peer` and `release` stop no byte. How
+        many were cut; 0 also where the transport has none (reads by shared memory or CMA end by
+        themselves)."""
         ...
 
     def prepare(self, peer: str | None, descriptors: Descriptors) -> Prepared:
@@ -87,11 +93,13 @@ class TransferAgent(Protocol):
         remote: Prepared,
         remote_ids: Sequence[int] | np.ndarray,
     ) -> Handle:
-        """A read of the remote pieces into the local ones, pairwise; neighbours on both sides are merged."""
+        """A read of the remote pieces into the local ones, pairwise; neighbours on both sides are
+        merged."""
         ...
 
     def post(self, handle: Handle) -> bool:
-        """Start the read; True when it is complete already. May copy everything before it returns (CMA does)."""
+        """Start the read; True when it is complete already. May copy everything before it returns
+        (CMA does)."""
         ...
 
     def check(self, handle: Handle) -> bool:
@@ -105,7 +113,8 @@ class TransferAgent(Protocol):
     def transport_mark(self) -> int: ...
 
     def transport_since(self, mark: int, memory: str) -> str:
-        """The transport that reads into `memory` use, judged by what happened since `transport_mark`."""
+        """The transport that reads into `memory` use, judged by what happened since
+        `transport_mark`."""
         ...
 
     def attach(self) -> None: ...
@@ -116,7 +125,9 @@ class TransferAgent(Protocol):
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as uint8 `[num_bytes]`; ValueError unless it is contiguous."""
     if not tensor.is_contiguous():
-        raise ValueError("kv_cache must be one contiguous tensor: allocate it whole and pass it unsliced")
+        raise ValueError(
+            "kv_cache must be one contiguous tensor: allocate it whole and pass it unsliced"
+        )
     return tensor.view(-1).view(torch.uint8)
 
 

@@ -1,8 +1,9 @@
-"""The in-process transport: peers are other LocalAgents of the same process, found by name; a read is a torch copy.
+"""The in-process transport: peers are other LocalAgents of the same process, found by name; a read
+is a torch copy.
 
-For setups of one process and for tests, which can make an agent slow, frozen or dead (`LocalFaults`) and so drive every
-branch of `rank_receiver.py`: a read from a frozen agent stays in flight and its bytes land after the thaw, as over
-NIXL.
+For setups of one process and for tests, which can make an agent slow, frozen or dead
+(`LocalFaults`) and so drive every branch of `rank_receiver.py`: a read from a frozen agent stays in
+flight and its bytes land after the thaw, as over NIXL.
 """
 
 import threading
@@ -22,8 +23,8 @@ _agents_lock = threading.Lock()
 
 @dataclass
 class LocalFaults:
-    """How an agent misbehaves towards its readers. delay_s: a read takes that long; frozen: none completes; dead: all
-    fail."""
+    """How an agent misbehaves towards its readers. delay_s: a read takes that long; frozen: none
+    completes; dead: all fail."""
 
     delay_s: float = 0.0
     frozen: bool = False
@@ -70,7 +71,9 @@ class LocalAgent:
         self._users = 0
         with _agents_lock:
             if self.name in _agents:
-                raise ValueError(f"agent {self.name!r} exists already in this process: use a new incarnation")
+                raise ValueError(
+                    f"agent {self.name!r} exists already in this process: use a new incarnation"
+                )
             _agents[self.name] = self
 
     @property
@@ -106,7 +109,11 @@ class LocalAgent:
 
     def prepare(self, peer: str | None, descriptors: Descriptors) -> _View:
         owner = self if peer is None else self._peer(peer)
-        end = descriptors.address + (descriptors.count - 1) * descriptors.stride + descriptors.num_bytes
+        end = (
+            descriptors.address
+            + (descriptors.count - 1) * descriptors.stride
+            + descriptors.num_bytes
+        )
         with owner._lock:
             for flat in owner._regions:
                 if flat.data_ptr() <= descriptors.address and end <= flat.data_ptr() + flat.numel():
@@ -117,13 +124,21 @@ class LocalAgent:
         pass
 
     def make_read(
-        self, local: _View, local_ids: Sequence[int] | np.ndarray, remote: _View, remote_ids: Sequence[int] | np.ndarray
+        self,
+        local: _View,
+        local_ids: Sequence[int] | np.ndarray,
+        remote: _View,
+        remote_ids: Sequence[int] | np.ndarray,
     ) -> _Read:
-        return _Read(local, remote, [(int(a), int(b)) for a, b in zip(local_ids, remote_ids, strict=True)])
+        return _Read(
+            local, remote, [(int(a), int(b)) for a, b in zip(local_ids, remote_ids, strict=True)]
+        )
 
     def post(self, handle: _Read) -> bool:
         handle.ready_at = time.monotonic() + handle.remote.owner.faults.delay_s
-        self._in_flight = [read for read in self._in_flight if not read.done and not read.severed] + [handle]
+        self._in_flight = [
+            read for read in self._in_flight if not read.done and not read.severed
+        ] + [handle]
         return self.check(handle)
 
     def check(self, handle: _Read) -> bool:

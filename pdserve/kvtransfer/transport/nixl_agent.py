@@ -1,7 +1,8 @@
 """The NIXL transport: one agent a process, UCX backend. Turns NIXL's API, names and exceptions into
 `agent.TransferAgent`.
 
-Knows nothing of tickets and blocks. The only importer of nixl; made by `build.py`. What is known of NIXL 1.5.1 (tried):
+Knows nothing of tickets and blocks. The only importer of nixl; made by `build.py`. What is known of
+NIXL 1.5.1 (tried):
 - its Python class sets pthrDelay=0, and then every agent's progress thread spins a whole core:
   `_create` sets it. Our own checks progress a read as well; beside a spinning thread they wait for
   its lock (1 GB over NVLink: 3.9 to 4.9 ms against 3.4 to 3.8);
@@ -25,7 +26,13 @@ import msgspec
 import numpy as np
 import torch
 
-from pdserve.kvtransfer.transport.agent import Descriptors, Reason, TransferError, flat_bytes, memory_of
+from pdserve.kvtransfer.transport.agent import (
+    Descriptors,
+    Reason,
+    TransferError,
+    flat_bytes,
+    memory_of,
+)
 from pdserve.kvtransfer.transport.tcp_sockets import Address, listening, sever
 from pdserve.kvtransfer.transport.ucx_log import OWN_SETTINGS, process_log
 
@@ -37,7 +44,8 @@ _create_lock = threading.Lock()
 def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
     """A nixl_agent whose progress thread sleeps `progress_delay_us` between rounds.
 
-    The wrapper class has no argument for it, so the binding it calls is replaced while it constructs.
+    The wrapper class has no argument for it, so the binding it calls is replaced while it
+    constructs.
     """
 
     class Binding:
@@ -54,25 +62,29 @@ def _create(nixl_api: Any, name: str, progress_delay_us: int) -> Any:
         original = nixl_api.nixlBind
         nixl_api.nixlBind = Binding()
         try:
-            return nixl_api.nixl_agent(name, nixl_api.nixl_agent_config(backends=[], sync_mode=strict))
+            return nixl_api.nixl_agent(
+                name, nixl_api.nixl_agent_config(backends=[], sync_mode=strict)
+            )
         finally:
             nixl_api.nixlBind = original
 
 
 SEGMENTS = {"UCX_TCP_TX_SEG_SIZE": "256k", "UCX_TCP_RX_SEG_SIZE": "256k"}
-"""Measured: reads of 268 MB over TCP 1.7 times as fast as with UCX's 8k and 64k (benchmarks/results/log.md)."""
+"""Measured: reads of 268 MB over TCP 1.7 times as fast as with UCX's 8k and 64k
+(benchmarks/results/log.md)."""
 
 
 def ucx_settings(ucx_tls: str | None, environment: Mapping[str, str]) -> dict[str, str]:
-    """What we set for UCX. Segments only where the user sets neither: one that sends larger ones than the other side
-    takes aborts (tried), so they also go into the metadata, and `add_peer` refuses other ones."""
+    """What we set for UCX. Segments only where the user sets neither: one that sends larger ones
+    than the other side takes aborts (tried), so they also go into the metadata, and `add_peer`
+    refuses other ones."""
     chosen = {} if any(name in environment for name in SEGMENTS) else dict(SEGMENTS)
     return chosen if ucx_tls is None else {**chosen, "UCX_TLS": ucx_tls}
 
 
 class _Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What peers are told of an agent. listens: where its UCX takes TCP connections, which NIXL's own part knows but
-    does not say. segments: values of SEGMENTS in force, None where UCX chose."""
+    """What peers are told of an agent. listens: where its UCX takes TCP connections, which NIXL's
+    own part knows but does not say. segments: values of SEGMENTS in force, None where UCX chose."""
 
     nixl: bytes
     listens: frozenset[Address]
@@ -80,7 +92,8 @@ class _Metadata(msgspec.Struct, frozen=True, array_like=True):
 
 
 class NixlAgent:
-    """See `agent.TransferAgent`. name: must be new at each start of a process: a peer may still know the old one."""
+    """See `agent.TransferAgent`. name: must be new at each start of a process: a peer may still
+    know the old one."""
 
     kind = "nixl"
 
@@ -91,7 +104,11 @@ class NixlAgent:
         self.name = name
         self._log = process_log()
         self._bind = nixl_api.nixlBind
-        named = [value for key, value in vars(self._bind).items() if key.startswith("nixl") and key.endswith("Error")]
+        named = [
+            value
+            for key, value in vars(self._bind).items()
+            if key.startswith("nixl") and key.endswith("Error")
+        ]
         self._errors = (*named, RuntimeError)  # any other C++ exception
         self._lost = (self._bind.nixlRemoteDisconnectError, self._bind.nixlBackendError)
         self._users = 0
@@ -102,11 +119,17 @@ class NixlAgent:
             others = listening()
             settings = ucx_settings(ucx_tls, os.environ)
             with self._log.environment(settings):
-                in_force = {name: value for name, value in os.environ.items() if name.startswith("UCX_")}
+                in_force = {
+                    name: value for name, value in os.environ.items() if name.startswith("UCX_")
+                }
                 self._agent.create_backend("UCX", {"ucx_error_handling_mode": "peer"})
             self._listens = frozenset(listening() - others)
         self._segments = tuple(in_force.get(name) for name in SEGMENTS)
-        shown = " ".join(f"{name}={value}" for name, value in sorted(in_force.items()) if name not in OWN_SETTINGS)
+        shown = " ".join(
+            f"{name}={value}"
+            for name, value in sorted(in_force.items())
+            if name not in OWN_SETTINGS
+        )
         logger.info("NIXL agent %s: progress delay %d us, %s", name, progress_delay_us, shown)
 
     @contextmanager
@@ -119,14 +142,19 @@ class NixlAgent:
 
     @property
     def metadata(self) -> bytes:
-        """Holds what is registered so far: register everything that peers read before the first call."""
-        return msgspec.msgpack.encode(_Metadata(bytes(self._agent.get_agent_metadata()), self._listens, self._segments))
+        """Holds what is registered so far: register everything that peers read before the first
+        call."""
+        return msgspec.msgpack.encode(
+            _Metadata(bytes(self._agent.get_agent_metadata()), self._listens, self._segments)
+        )
 
     def register(self, tensor: torch.Tensor) -> Any:
         flat = flat_bytes(tensor)
         memory, device_id = memory_of(tensor)
         with self._translate("register"):
-            return self._agent.register_memory([(flat.data_ptr(), flat.numel(), device_id, "")], memory)
+            return self._agent.register_memory(
+                [(flat.data_ptr(), flat.numel(), device_id, "")], memory
+            )
 
     def deregister(self, registration: Any) -> None:
         with self._translate("deregister"):
@@ -136,7 +164,9 @@ class NixlAgent:
         told = msgspec.msgpack.decode(metadata, type=_Metadata)
         if told.segments != self._segments:
             both = f"ours {self._segments}, the peer's {told.segments}"
-            raise TransferError("error", f"{', '.join(SEGMENTS)} differ: {both}; set them alike on all hosts")
+            raise TransferError(
+                "error", f"{', '.join(SEGMENTS)} differ: {both}; set them alike on all hosts"
+            )
         with self._translate("connect"):
             found = self._agent.add_remote_agent(told.nixl)
         name = found.decode() if isinstance(found, bytes) else found
@@ -155,7 +185,13 @@ class NixlAgent:
         return count
 
     def prepare(self, peer: str | None, descriptors: Descriptors) -> Any:
-        row = (descriptors.address, descriptors.num_bytes, descriptors.device_id, descriptors.stride, descriptors.count)
+        row = (
+            descriptors.address,
+            descriptors.num_bytes,
+            descriptors.device_id,
+            descriptors.stride,
+            descriptors.count,
+        )
         with self._translate("prepare"):
             return self._agent.prep_xfer_dlist(
                 peer or "NIXL_INIT_AGENT", np.array([row], np.uint64), descriptors.memory
@@ -166,11 +202,19 @@ class NixlAgent:
             prepared.release()
 
     def make_read(
-        self, local: Any, local_ids: Sequence[int] | np.ndarray, remote: Any, remote_ids: Sequence[int] | np.ndarray
+        self,
+        local: Any,
+        local_ids: Sequence[int] | np.ndarray,
+        remote: Any,
+        remote_ids: Sequence[int] | np.ndarray,
     ) -> Any:
         with self._translate("make read"):
             return self._agent.make_prepped_xfer(
-                "READ", local, np.asarray(local_ids, np.int32), remote, np.asarray(remote_ids, np.int32)
+                "READ",
+                local,
+                np.asarray(local_ids, np.int32),
+                remote,
+                np.asarray(remote_ids, np.int32),
             )
 
     def post(self, handle: Any) -> bool:

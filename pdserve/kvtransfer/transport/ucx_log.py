@@ -1,20 +1,22 @@
 """Learns from UCX itself which transport its reads use.
 
-NIXL does not say, and its telemetry names only the backend ("UCX"). UCX prints, with UCX_PROTO_INFO=y, a table for
-each new kind of operation on each new kind of endpoint; we send UCX's log to a file of our own and read the `ucp_get`
-tables:
+NIXL does not say, and its telemetry names only the backend ("UCX"). UCX prints, with
+UCX_PROTO_INFO=y, a table for each new kind of operation on each new kind of endpoint; we send UCX's
+log to a file of our own and read the `ucp_get` tables:
 
     | D-1 intra-node cfg#1                                             |
     | remote memory read by ucp_get*(multi) into host memory from host |
     | 0..inf | zero-copy          | cma/memory                         |
 
-A second peer on the same kind of endpoint prints no new table, so the name is certain only while all tables agree;
-otherwise it is "ucx". UCX reads its environment when it is loaded, hence `environment`, which restores what was there.
+A second peer on the same kind of endpoint prints no new table, so the name is certain only while
+all tables agree; otherwise it is "ucx". UCX reads its environment when it is loaded, hence
+`environment`, which restores what was there.
 
-Which transport a pair gets is UCX's choice, and it is made for each pair: it asks the kernel whether it may read *that*
-process (CMA), whether there is a route to *that* address (TCP), whether *that* device's memory opens (cuda_ipc). Tried:
-without CAP_SYS_PTRACE towards a peer that has it, and from another PID namespace, reads go by TCP and none fails. But
-it says no word about it, so each new table is logged, and a warning tells when CMA is not permitted on one host.
+Which transport a pair gets is UCX's choice, and it is made for each pair: it asks the kernel
+whether it may read *that* process (CMA), whether there is a route to *that* address (TCP), whether
+*that* device's memory opens (cuda_ipc). Tried: without CAP_SYS_PTRACE towards a peer that has it,
+and from another PID namespace, reads go by TCP and none fails. But it says no word about it, so
+each new table is logged, and a warning tells when CMA is not permitted on one host.
 """
 
 import ctypes
@@ -42,8 +44,9 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ReadTable:
-    """One `ucp_get` table. memory: "DRAM" or "VRAM", of the destination; transports of the largest reads, e.g.
-    ("cma",), and with their devices, e.g. ("tcp/eth0", "tcp/lo"); same_host: as UCX sees it."""
+    """One `ucp_get` table. memory: "DRAM" or "VRAM", of the destination; transports of the largest
+    reads, e.g. ("cma",), and with their devices, e.g. ("tcp/eth0", "tcp/lo"); same_host: as UCX
+    sees it."""
 
     memory: str
     transports: tuple[str, ...]
@@ -57,7 +60,8 @@ class ReadTable:
 
 
 def parse_tables(lines: list[str]) -> tuple[list[ReadTable], list[str]]:
-    """The read tables to other processes among UCX log lines, and the lines that belong to no table."""
+    """The read tables to other processes among UCX log lines, and the lines that belong to no
+    table."""
     tables: list[ReadTable] = []
     rest: list[str] = []
     to_self = False
@@ -95,7 +99,8 @@ class UcxLog:
 
     @contextmanager
     def environment(self, settings: Mapping[str, str]) -> Iterator[None]:
-        """UCX's settings while its context is created, besides the user's and those that make this log."""
+        """UCX's settings while its context is created, besides the user's and those that make this
+        log."""
         settings = {**settings, "UCX_PROTO_INFO": "y", "UCX_LOG_FILE": self._path}
         self._allows_cma = allows_cma(settings.get("UCX_TLS") or os.environ.get("UCX_TLS", "all"))
         before = {name: os.environ.get(name) for name in settings}
@@ -118,7 +123,8 @@ class UcxLog:
             return len(self._tables)
 
     def transport_since(self, mark: int, memory: str) -> str:
-        """The transport of reads into `memory`: of the tables since `mark` or, without new ones, of all of them."""
+        """The transport of reads into `memory`: of the tables since `mark` or, without new ones, of
+        all of them."""
         with self._lock:
             self._read()
             new = [table for table in self._tables[mark:] if table.memory == memory]
@@ -139,10 +145,13 @@ class UcxLog:
 
     def _tell(self, table: ReadTable) -> None:
         where = "this host" if table.same_host else "another host"
-        logger.info("UCX reads into %s from peers on %s by %s", table.memory, where, " + ".join(table.paths))
+        logger.info(
+            "UCX reads into %s from peers on %s by %s", table.memory, where, " + ".join(table.paths)
+        )
         if table.lacks_cma and self._allows_cma:
             logger.warning(
-                "KV from a process of this host comes by TCP, for CMA is not permitted (%s): give both processes the "
+                "KV from a process of this host comes by TCP, for CMA is not permitted (%s): give "
+                "both processes the "
                 "same user and capabilities (containers: SYS_PTRACE) and one PID namespace",
                 why_no_cma(),
             )

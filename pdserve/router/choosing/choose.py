@@ -1,7 +1,9 @@
-"""Choosing the workers of a request: filter -> score (0..1, higher is better, `router.choosing.policies`) -> pick.
+"""Choosing the workers of a request: filter -> score (0..1, higher is better,
+`router.choosing.policies`) -> pick.
 
-The three are plain functions (llm-d's router has the same three steps), so a policy is added without touching the
-others. Sends nothing. Called by `router.request.request_run` for every attempt. docs/routing.md says why it is so.
+The three are plain functions (llm-d's router has the same three steps), so a policy is added
+without touching the others. Sends nothing. Called by `router.request.request_run` for every
+attempt. docs/routing.md says why it is so.
 """
 
 import time
@@ -20,7 +22,8 @@ from pdserve.router.fleet.worker_state import WorkerState
 
 EQUAL = 0.99  # of the best score: these take turns
 NEAR = 0.95  # of the best score: among these a session has its own
-OVERLOADED_MS = 250.0  # a queue that is so much longer than the shortest makes a session go elsewhere
+# a queue that is so much longer than the shortest makes a session go elsewhere
+OVERLOADED_MS = 250.0
 EXPECTED_BLOCKS = 256  # of a prompt, that count as held where it was sent
 
 
@@ -30,11 +33,11 @@ class NoWorker(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What choosing needs to know of a request. num_tokens: a decode worker must have room for so many, the prompt
-    included: for all that max_tokens allows, or without it for one token more than there are. resumed: tokens
-    were accepted already. excluded: ids of workers that failed it. fingerprint: of the model that began it, None
-    before. prompt None: nothing is looked up in prefix caches. session: requests of one shall go to one worker; ""
-    for none."""
+    """What choosing needs to know of a request. num_tokens: a decode worker must have room for so
+    many, the prompt included: for all that max_tokens allows, or without it for one token more than
+    there are. resumed: tokens were accepted already. excluded: ids of workers that failed it.
+    fingerprint: of the model that began it, None before. prompt None: nothing is looked up in
+    prefix caches. session: requests of one shall go to one worker; "" for none."""
 
     num_prompt_tokens: int
     num_tokens: int
@@ -73,7 +76,8 @@ def prefills_it(worker: WorkerState, demand: Demand) -> bool:
 
 
 def continues_it(worker: WorkerState, demand: Demand) -> bool:
-    """Whether a token fits behind the one that P samples; without room for it a hand-over would be in vain."""
+    """Whether a token fits behind the one that P samples; without room for it a hand-over would be
+    in vain."""
     return worker.token_limit > demand.num_prompt_tokens + 1
 
 
@@ -91,23 +95,34 @@ def in_turns() -> Picker:
 def of_session(
     session: str, workers: Sequence[WorkerState], scores: Sequence[float], predictor: Predictor
 ) -> WorkerState:
-    """Of the nearly best ones that are not overloaded, the one with the highest hash of session and worker: it stays
-    the same when others come and go. The best one when all of them are overloaded."""
+    """Of the nearly best ones that are not overloaded, the one with the highest hash of session and
+    worker: it stays the same when others come and go. The best one when all of them are
+    overloaded."""
     shortest = min(predictor.queue_ms(worker) for worker in workers)
     near = _at_least(NEAR * max(scores), workers, scores)
     calm = [worker for worker in near if predictor.queue_ms(worker) <= shortest + OVERLOADED_MS]
     if not calm:
         return workers[scores.index(max(scores))]
-    return max(calm, key=lambda worker: blake2b(f"{session} {worker.worker_id}".encode(), digest_size=8).digest())
+    return max(
+        calm,
+        key=lambda worker: blake2b(
+            f"{session} {worker.worker_id}".encode(), digest_size=8
+        ).digest(),
+    )
 
 
-def _at_least(limit: float, workers: Sequence[WorkerState], scores: Sequence[float]) -> list[WorkerState]:
+def _at_least(
+    limit: float, workers: Sequence[WorkerState], scores: Sequence[float]
+) -> list[WorkerState]:
     return [worker for worker, score in zip(workers, scores, strict=True) if score >= limit]
 
 
 class Chooser:
-    def __init__(self, split_min_tokens: int, policy: str = "default", split: Mode = "auto") -> None:
-        """split_min_tokens: prompts shorter than this are not split. policy: a key of POLICIES, else ValueError."""
+    def __init__(
+        self, split_min_tokens: int, policy: str = "default", split: Mode = "auto"
+    ) -> None:
+        """split_min_tokens: prompts shorter than this are not split. policy: a key of POLICIES,
+        else ValueError."""
         if policy not in POLICIES:
             raise ValueError(f"router.policy must be one of {', '.join(POLICIES)}, not {policy!r}")
         self._split_min_tokens = split_min_tokens
@@ -118,8 +133,8 @@ class Chooser:
         self._pick_whole = in_turns()  # its own turns: a D is picked for both ways of each request
 
     def choose(self, workers: Iterable[WorkerState], demand: Demand) -> Assignment:
-        """Raises NoWorker. A resumed request is not split: P samples first tokens only, so D recomputes prompt and
-        tokens."""
+        """Raises NoWorker. A resumed request is not split: P samples first tokens only, so D
+        recomputes prompt and tokens."""
         workers = list(workers)
         candidates = [worker for worker in workers if usable(worker, demand)]
         decodes = [worker for worker in candidates if decodes_it(worker, demand)]
@@ -127,7 +142,9 @@ class Chooser:
             raise NoWorker("no decode worker is there that can take this request")
         now = time.monotonic()
         predictor = Predictor(workers, demand.prompt, demand.num_prompt_tokens, now)
-        whole = self._pick(self._pick_whole, decodes, Task("whole", demand.num_prompt_tokens, predictor), demand)
+        whole = self._pick(
+            self._pick_whole, decodes, Task("whole", demand.num_prompt_tokens, predictor), demand
+        )
         refusal = self._refusal(demand)
         if refusal is not None:
             return Assignment(None, whole, refusal)
@@ -139,8 +156,14 @@ class Chooser:
         prefill = self._pick(self._pick_prefill, prefills, task, demand)
         task = Task("decode", demand.num_prompt_tokens, predictor, prefill)
         decode = self._pick(self._pick_decode, connected(prefill, able), task, demand)
-        reason: Reason = "always" if self._mode == "always" else compare(prefill, decode, whole, predictor, now)
-        return Assignment(None, whole, reason) if reason == "cheaper" else Assignment(prefill, decode, reason)
+        reason: Reason = (
+            "always" if self._mode == "always" else compare(prefill, decode, whole, predictor, now)
+        )
+        return (
+            Assignment(None, whole, reason)
+            if reason == "cheaper"
+            else Assignment(prefill, decode, reason)
+        )
 
     def _refusal(self, demand: Demand) -> Reason | None:
         """Why the request must not be split, whoever is there."""
@@ -150,10 +173,14 @@ class Chooser:
             return "never"
         return "short" if demand.num_prompt_tokens < self._split_min_tokens else None
 
-    def choose_decode(self, workers: Iterable[WorkerState], demand: Demand, prefill: WorkerState) -> WorkerState:
+    def choose_decode(
+        self, workers: Iterable[WorkerState], demand: Demand, prefill: WorkerState
+    ) -> WorkerState:
         """A decode worker for KV that `prefill` has published; raises NoWorker."""
         workers = list(workers)
-        able = [worker for worker in workers if usable(worker, demand) and decodes_it(worker, demand)]
+        able = [
+            worker for worker in workers if usable(worker, demand) and decodes_it(worker, demand)
+        ]
         decodes = connected(prefill, able)
         if not decodes:
             raise NoWorker(f"no decode worker is connected to {prefill.worker_id}")
@@ -161,7 +188,9 @@ class Chooser:
         task = Task("decode", demand.num_prompt_tokens, predictor, prefill)
         return self._pick(self._pick_decode, decodes, task, demand)
 
-    def _pick(self, pick: Picker, workers: Sequence[WorkerState], task: Task, demand: Demand) -> WorkerState:
+    def _pick(
+        self, pick: Picker, workers: Sequence[WorkerState], task: Task, demand: Demand
+    ) -> WorkerState:
         scores = self._score(workers, task)
         if demand.session:
             return of_session(demand.session, workers, scores, task.predictor)
@@ -170,11 +199,18 @@ class Chooser:
 
 def connected(prefill: WorkerState, decodes: Iterable[WorkerState]) -> list[WorkerState]:
     """Those that can pull from `prefill`."""
-    return [decode for decode in decodes if may_pair(prefill, decode) and decode.is_connected_to(prefill)]
+    return [
+        decode
+        for decode in decodes
+        if may_pair(prefill, decode) and decode.is_connected_to(prefill)
+    ]
 
 
-def note_sent(workers: Iterable[WorkerState], worker: WorkerState, prompt: PromptBlocks, phase: Phase) -> None:
-    """A leg was opened there: until the worker reports it, its prompt counts as queued and soon as cached."""
+def note_sent(
+    workers: Iterable[WorkerState], worker: WorkerState, prompt: PromptBlocks, phase: Phase
+) -> None:
+    """A leg was opened there: until the worker reports it, its prompt counts as queued and soon as
+    cached."""
     now = time.monotonic()
     if phase != "decode":
         predictor = Predictor(workers, prompt, prompt.num_tokens, now)

@@ -1,4 +1,5 @@
-"""Scores for choosing, one a candidate, 0..1, higher is better. `router.policy` names one of `POLICIES`.
+"""Scores for choosing, one a candidate, 0..1, higher is better. `router.policy` names one of
+`POLICIES`.
 
 Pure functions of the candidates; who may take a request at all, and who of equals gets it, is
 `router.choosing.choose`'s.
@@ -17,8 +18,8 @@ COMPUTE_WEIGHT = 2.0  # this prompt waits for its computing, and so does who com
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What the candidates are scored for. kind "prefill": computing the prompt; "decode": going on with what `source`
-    computed; "whole": both. num_prompt_tokens: of the prompt."""
+    """What the candidates are scored for. kind "prefill": computing the prompt; "decode": going on
+    with what `source` computed; "whole": both. num_prompt_tokens: of the prompt."""
 
     kind: Literal["prefill", "decode", "whole"]
     num_prompt_tokens: int
@@ -34,16 +35,21 @@ def no_preference(workers: Sequence[WorkerState], task: Task) -> list[float]:
 
 
 def least_outstanding_tokens(workers: Sequence[WorkerState], task: Task) -> list[float]:
-    """1 for an idle worker, 0 for the most loaded of these. Load: this router's own legs, and the queue that the worker
-    last reported, which holds other routers' requests too."""
-    loads = [w.outstanding_tokens + (w.snapshot.queue_tokens if w.snapshot is not None else 0) for w in workers]
+    """1 for an idle worker, 0 for the most loaded of these. Load: this router's own legs, and the
+    queue that the worker last reported, which holds other routers' requests too."""
+    loads = [
+        w.outstanding_tokens + (w.snapshot.queue_tokens if w.snapshot is not None else 0)
+        for w in workers
+    ]
     highest = max(loads)
     return [1 - load / highest if highest else 1.0 for load in loads]
 
 
 def longest_prefix(workers: Sequence[WorkerState], task: Task) -> list[float]:
     """The share of the prompt that a worker holds."""
-    return [task.predictor.cached_tokens(worker) / max(1, task.num_prompt_tokens) for worker in workers]
+    return [
+        task.predictor.cached_tokens(worker) / max(1, task.num_prompt_tokens) for worker in workers
+    ]
 
 
 def least_predicted_time(workers: Sequence[WorkerState], task: Task) -> list[float]:

@@ -1,7 +1,8 @@
-"""How many milliseconds a worker will need for a request: its queue, the prompt, the transfer, its decodes, its memory.
+"""How many milliseconds a worker will need for a request: its queue, the prompt, the transfer, its
+decodes, its memory.
 
-Pure arithmetic over what workers report (docs/routing.md says where the constants come from). Decides nothing: that is
-`router.choosing.choose`.
+Pure arithmetic over what workers report (docs/routing.md says where the constants come from).
+Decides nothing: that is `router.choosing.choose`.
 """
 
 from collections.abc import Iterable
@@ -11,19 +12,23 @@ from statistics import median
 from pdserve.router.fleet.prefix_index import PromptBlocks
 from pdserve.router.fleet.worker_state import WorkerState
 
-ASSUMED_TOKENS_PER_S = 10_000.0  # of prefill, while nobody has measured: between a CPU's 2,000 and an H200's 45,000
+# of prefill, while nobody has measured: between a CPU's 2,000 and an H200's 45,000
+ASSUMED_TOKENS_PER_S = 10_000.0
 ASSUMED_BYTES_PER_S = 1e9  # of a link without self-test
 POOL_BYTES_PER_S = 5e9  # 7 to 8 through shared memory on a CPU, and the lookup
 ASSUMED_BYTES = 131_072  # of a token's rows, where nobody says: Llama-8B's
-ALIKE = 1.5  # speeds that differ by less are taken for one: else the one that happened to measure more gets it all
-DECODE_TOKENS = 256  # a sequence being decoded costs its neighbours as much time as so many prompt tokens
+# speeds that differ by less are taken for one: else the one that happened to measure more gets it
+# all
+ALIKE = 1.5
+# a sequence being decoded costs its neighbours as much time as so many prompt tokens
+DECODE_TOKENS = 256
 NO_BLOCKS_MS = 1000.0  # until running sequences have freed the blocks of a whole request
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """Of a prompt's first token. wait_ms: for what was there before; own_ms: to compute the prompt. worker: the id of
-    the one that would compute it."""
+    """Of a prompt's first token. wait_ms: for what was there before; own_ms: to compute the prompt.
+    worker: the id of the one that would compute it."""
 
     wait_ms: float
     own_ms: float
@@ -31,10 +36,15 @@ class Forecast:
 
 
 class Predictor:
-    """One moment's view. prompt None: nothing is known of the prompt but its length, so nothing of it is cached."""
+    """One moment's view. prompt None: nothing is known of the prompt but its length, so nothing of
+    it is cached."""
 
     def __init__(
-        self, workers: Iterable[WorkerState], prompt: PromptBlocks | None, num_prompt_tokens: int, now: float
+        self,
+        workers: Iterable[WorkerState],
+        prompt: PromptBlocks | None,
+        num_prompt_tokens: int,
+        now: float,
     ) -> None:
         measured = [speed for worker in workers if (speed := _measured_speed(worker))]
         self.is_measured = bool(measured)
@@ -46,7 +56,8 @@ class Predictor:
         self._pooled: dict[tuple[str, str, int], int] = {}
 
     def speed(self, worker: WorkerState) -> float:
-        """Prompt tokens a second: the worker's own where it differs from what others do by more than measuring."""
+        """Prompt tokens a second: the worker's own where it differs from what others do by more
+        than measuring."""
         own = _measured_speed(worker)
         return own if own and not 1 / ALIKE <= own / self._typical <= ALIKE else self._typical
 
@@ -57,7 +68,9 @@ class Predictor:
         known = self._cached.get(worker.worker_id)
         if known is None:
             hello = worker.hello
-            known = self._prompt.num_cached_tokens(worker.cached, hello.model_fingerprint, hello.block_size, self._now)
+            known = self._prompt.num_cached_tokens(
+                worker.cached, hello.model_fingerprint, hello.block_size, self._now
+            )
             self._cached[worker.worker_id] = known
         return known
 
@@ -65,7 +78,8 @@ class Predictor:
         return self._num_prompt_tokens - self.cached_tokens(worker)
 
     def fetched_tokens(self, worker: WorkerState) -> int:
-        """Of the prompt, that the worker will take from its KV pool: it asks for no less than a chunk."""
+        """Of the prompt, that the worker will take from its KV pool: it asks for no less than a
+        chunk."""
         if self._prompt is None or worker.pooled is None:
             return 0
         hello = worker.hello
@@ -88,7 +102,11 @@ class Predictor:
     def compute_ms(self, worker: WorkerState) -> float:
         """Until the whole prompt's rows are there: fetched from the KV pool and computed."""
         meta = worker.kv_cache
-        size = meta.block_bytes * max(1, len(meta.ranks)) / meta.block_size if meta is not None else ASSUMED_BYTES
+        size = (
+            meta.block_bytes * max(1, len(meta.ranks)) / meta.block_size
+            if meta is not None
+            else ASSUMED_BYTES
+        )
         fetch_ms = 1000 * self.fetched_tokens(worker) * size / POOL_BYTES_PER_S
         return 1000 * self.computed_tokens(worker) / self.speed(worker) + fetch_ms
 
@@ -98,8 +116,15 @@ class Predictor:
         link = decode.peer_status(prefill)
         if meta is None:
             return 0.0
-        rate = link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S
-        num_bytes = self.uncached_tokens(decode) * meta.block_bytes * max(1, len(meta.ranks)) / meta.block_size
+        rate = (
+            link.bytes_per_s if link is not None and link.bytes_per_s > 0 else ASSUMED_BYTES_PER_S
+        )
+        num_bytes = (
+            self.uncached_tokens(decode)
+            * meta.block_bytes
+            * max(1, len(meta.ranks))
+            / meta.block_size
+        )
         return 1000 * num_bytes / rate
 
     def decode_load_ms(self, worker: WorkerState) -> float:
@@ -114,9 +139,11 @@ class Predictor:
         missing = needed - worker.snapshot.free_blocks
         return NO_BLOCKS_MS * missing / needed if missing > 0 else 0.0
 
-    def first_token(self, worker: WorkerState, share_ahead: float, unsent_tokens: float) -> Forecast:
-        """When that worker computes the prompt. share_ahead: of its queue, what the prompt does not overtake.
-        unsent_tokens: of prompts that will be sent there before this one."""
+    def first_token(
+        self, worker: WorkerState, share_ahead: float, unsent_tokens: float
+    ) -> Forecast:
+        """When that worker computes the prompt. share_ahead: of its queue, what the prompt does not
+        overtake. unsent_tokens: of prompts that will be sent there before this one."""
         ahead_ms = self.queue_ms(worker) + 1000 * unsent_tokens / self.speed(worker)
         wait_ms = share_ahead * ahead_ms + self.memory_ms(worker)
         return Forecast(wait_ms, self.compute_ms(worker), worker.worker_id)

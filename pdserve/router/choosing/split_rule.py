@@ -1,10 +1,12 @@
-"""Whether to split a request: the prompt computed at P and its rows moved, or all of it at D, beside D's decodes.
+"""Whether to split a request: the prompt computed at P and its rows moved, or all of it at D,
+beside D's decodes.
 
-    split: P's queue + computing + transfer + HANDOFF_MS + what D has to do
-    whole: D's queue + computing + STALL_WEIGHT of the computing for each sequence that waits for it meanwhile
+    split: P's queue + computing + transfer + HANDOFF_MS + what D has to do whole: D's queue +
+    computing + STALL_WEIGHT of the computing for each sequence that waits for it meanwhile
 
-The cheaper one, as long as prompts take no more of D's time than `StallBudget` grants. docs/routing.md says where the
-constants come from. Sends nothing; asked by `router.choosing.choose`.
+The cheaper one, as long as prompts take no more of D's time than `StallBudget` grants.
+docs/routing.md says where the constants come from. Sends nothing; asked by
+`router.choosing.choose`.
 """
 
 from typing import Literal
@@ -21,19 +23,31 @@ STALL_WEIGHT = 0.15
 
 def split_ms(prefill: WorkerState, decode: WorkerState, predictor: Predictor) -> float:
     """Until `decode` goes on with what `prefill` computes."""
-    at_prefill = predictor.queue_ms(prefill) + predictor.compute_ms(prefill) + predictor.memory_ms(prefill)
-    at_decode = predictor.queue_ms(decode) + predictor.decode_load_ms(decode) + predictor.memory_ms(decode)
+    at_prefill = (
+        predictor.queue_ms(prefill) + predictor.compute_ms(prefill) + predictor.memory_ms(prefill)
+    )
+    at_decode = (
+        predictor.queue_ms(decode) + predictor.decode_load_ms(decode) + predictor.memory_ms(decode)
+    )
     return at_prefill + predictor.transfer_ms(decode, prefill) + HANDOFF_MS + at_decode
 
 
 def whole_ms(worker: WorkerState, predictor: Predictor) -> float:
-    """Until it decodes the prompt that it computes itself, and what that costs those it decodes already."""
+    """Until it decodes the prompt that it computes itself, and what that costs those it decodes
+    already."""
     compute = predictor.compute_ms(worker)
-    own = predictor.queue_ms(worker) + compute + predictor.decode_load_ms(worker) + predictor.memory_ms(worker)
+    own = (
+        predictor.queue_ms(worker)
+        + compute
+        + predictor.decode_load_ms(worker)
+        + predictor.memory_ms(worker)
+    )
     return own + STALL_WEIGHT * worker.num_decodes * compute
 
 
-def compare(prefill: WorkerState, decode: WorkerState, whole: WorkerState, predictor: Predictor, now: float) -> Reason:
+def compare(
+    prefill: WorkerState, decode: WorkerState, whole: WorkerState, predictor: Predictor, now: float
+) -> Reason:
     """ "pays" or "budget": split; "cheaper": whole."""
     if split_ms(prefill, decode, predictor) <= whole_ms(whole, predictor):
         return "pays"

@@ -69,7 +69,9 @@ class Fleet:
         self._wakes = Wakes()
         self._introducer = introducer = Introducer(self.post, now)
         self.changes = Changes(self._wakes)
-        self.intake = Intake(self.router_id, introducer, self.changes, self.post, self._introduce, now)
+        self.intake = Intake(
+            self.router_id, introducer, self.changes, self.post, self._introduce, now
+        )
         self._sends = Sends(self._lose, self.intake.route)
         self._streams = WorkerStreams(self.router_id, self._enter, self.intake.take, self._forget)
         self.watch = Watch(
@@ -97,7 +99,9 @@ class Fleet:
 
     @property
     def decode_workers(self) -> list[WorkerState]:
-        return [worker for worker in self._workers.values() if worker.can_decode and not worker.draining]
+        return [
+            worker for worker in self._workers.values() if worker.can_decode and not worker.draining
+        ]
 
     async def until_decode_worker(self, timeout_s: float) -> bool:
         """Wait until requests can be placed, at most so long. Whether they can."""
@@ -240,7 +244,9 @@ class Fleet:
         self._forget(worker, f"it leaves, and was not done within {self._drain_s:g} s", "drained")
         self._streams.close(worker.worker_id)
 
-    def _forget(self, worker: WorkerState, reason: str, cause: Literal["lost", "drained"] = "lost") -> None:
+    def _forget(
+        self, worker: WorkerState, reason: str, cause: Literal["lost", "drained"] = "lost"
+    ) -> None:
         if self._workers.get(worker.worker_id) is not worker:
             return
         del self._workers[worker.worker_id]
@@ -250,7 +256,9 @@ class Fleet:
             self._tell(leg, Lost(reason, cause))
         self._introducer.lost(worker, self._workers.values())
         if worker.left_at is not None and cause == "drained":
-            self._introducer.drained(worker.worker_id, worker.left_at + self._drain_s + DRAIN_SLACK_S)
+            self._introducer.drained(
+                worker.worker_id, worker.left_at + self._drain_s + DRAIN_SLACK_S
+            )
         elif worker.draining:
             self._introducer.left(worker.worker_id, self._workers.values())
         self.changes.notify()

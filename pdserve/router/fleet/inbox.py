@@ -61,7 +61,8 @@ class Inbox(Generic[L]):
         self._account = account
         self.num_bytes = 0  # counted: of what was joined, or may be
         self.num_taken_bytes = 0  # counted: of what the reader has taken
-        self._last: dict[tuple[int, int], _Joined] = {}  # by attempt and choice: what more can be joined to
+        # by attempt and choice: what more can be joined to
+        self._last: dict[tuple[int, int], _Joined] = {}
         self._error: Exception | None = None
 
     def __len__(self) -> int:
@@ -70,7 +71,11 @@ class Inbox(Generic[L]):
     def put(self, leg: L, event: LegEvent) -> None:
         if self._error is not None:
             return
-        scores = event.logprobs if isinstance(event, Delta) else isinstance(event, PackedScores) and event.num_tokens
+        scores = (
+            event.logprobs
+            if isinstance(event, Delta)
+            else isinstance(event, PackedScores) and event.num_tokens
+        )
         if not scores and not self.num_bytes and len(self._items) < UNJOINED:
             self._items.append((leg, event))
         else:
@@ -197,7 +202,11 @@ class _Joined:
         parts = [part for part in self._parts if isinstance(part, Delta)]
         first = parts[0]
         last = parts[-1]
-        logprobs = None if first.logprobs is None else tuple(chain.from_iterable(p.logprobs or () for p in parts))
+        logprobs = (
+            None
+            if first.logprobs is None
+            else tuple(chain.from_iterable(p.logprobs or () for p in parts))
+        )
         return Delta(
             first.request_id,
             first.attempt,

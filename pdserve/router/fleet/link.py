@@ -1,4 +1,5 @@
-"""How the router reaches one worker, whatever carries the bytes: Serve handles (cluster/), zmq (tests, LocalLink).
+"""How the router reaches one worker, whatever carries the bytes: Serve handles (cluster/), zmq
+(tests, LocalLink).
 
 Knows no Ray, no tokens, no policies. `router.fleet.sends` and `router.fleet.streams` use the links.
 """
@@ -22,11 +23,13 @@ class WorkerLink(Protocol):
         ...
 
     async def send(self, command: Command) -> None:
-        """Deliver a command to the worker's engine. Raises WorkerLost. Two sends may arrive in either order."""
+        """Deliver a command to the worker's engine. Raises WorkerLost. Two sends may arrive in
+        either order."""
         ...
 
     def events(self, router_id: str, session: int) -> AsyncIterator[bytes]:
-        """The worker's one event stream to this router: encoded EventBatches, a message a step, the first holding a
-        Hello. Ends or raises WorkerLost when the worker is gone. Closing it makes the worker abort everything
-        (router_id, session) owns. session: higher for every stream the router opens to this worker."""
+        """The worker's one event stream to this router: encoded EventBatches, a message a step, the
+        first holding a Hello. Ends or raises WorkerLost when the worker is gone. Closing it makes
+        the worker abort everything (router_id, session) owns. session: higher for every stream the
+        router opens to this worker."""
         ...

@@ -1,14 +1,15 @@
-"""Introduces workers to each other: every decode worker connects to every KV cache it may pull from, before requests
-need it.
+"""Introduces workers to each other: every decode worker connects to every KV cache it may pull
+from, before requests need it.
 
     unknown -> asked (ConnectPeer sent) -> connected
                  ^  |                         |
                  |  +--- not connected <------+       asked again after a growing delay
 
-A lost stream may be this router's trouble alone, while other routers use the pair: only a worker that has left the
-running set is disconnected. One that this router is done with may still hand over to others' requests, for as long as a
-drain takes: only then is it. Knows no requests. Called by `router.fleet.fleet` when workers come and go, by `intake`
-when they report, and by `watch` at its tick.
+A lost stream may be this router's trouble alone, while other routers use the pair: only a worker
+that has left the running set is disconnected. One that this router is done with may still hand over
+to others' requests, for as long as a drain takes: only then is it. Knows no requests. Called by
+`router.fleet.fleet` when workers come and go, by `intake` when they report, and by `watch` at its
+tick.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +33,9 @@ class _Pair:
 
 
 class Introducer:
-    def __init__(self, send: Callable[[WorkerState, Command], None], now: Callable[[], float]) -> None:
+    def __init__(
+        self, send: Callable[[WorkerState, Command], None], now: Callable[[], float]
+    ) -> None:
         self._send = send
         self._now = now
         self._pairs: dict[PairKey, _Pair] = {}
@@ -42,11 +45,19 @@ class Introducer:
     def introduce(self, workers: Iterable[WorkerState]) -> None:
         """Ask every pair that is not connected and whose time has come."""
         workers = list(workers)
-        metas = [(worker, worker.kv_cache) for worker in workers if worker.can_prefill and not worker.draining]
+        metas = [
+            (worker, worker.kv_cache)
+            for worker in workers
+            if worker.can_prefill and not worker.draining
+        ]
         for decode in workers:
             if decode.can_decode and not decode.draining and decode.kv_cache is not None:
                 for prefill, meta in metas:
-                    if meta is not None and may_pair(prefill, decode) and not decode.is_connected_to(prefill):
+                    if (
+                        meta is not None
+                        and may_pair(prefill, decode)
+                        and not decode.is_connected_to(prefill)
+                    ):
                         self._ask(decode, meta)
 
     def reported(self, decode: WorkerState, status: PeerStatus) -> None:
@@ -72,15 +83,19 @@ class Introducer:
             for decode in remaining:
                 decode.peers.pop((meta.engine_id, meta.incarnation), None)
         engine = meta.engine_id if meta is not None else None
-        self._pairs = {k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine}
+        self._pairs = {
+            k: pair for k, pair in self._pairs.items() if k[0] != gone.worker_id and k[1] != engine
+        }
 
     def left(self, worker_id: str, remaining: Iterable[WorkerState]) -> None:
-        """A lost worker has left for good: nobody shall keep a connection to it, whatever its role is now."""
+        """A lost worker has left for good: nobody shall keep a connection to it, whatever its role
+        is now."""
         if worker_id not in self._drained:
             self._disconnect(worker_id, remaining)
 
     def drained(self, worker_id: str, until: float) -> None:
-        """A worker that leaves has nothing more of this router; until then it may have something of others."""
+        """A worker that leaves has nothing more of this router; until then it may have something of
+        others."""
         self._drained[worker_id] = until
 
     def disconnect_drained(self, remaining: Iterable[WorkerState]) -> None:
@@ -93,15 +108,22 @@ class Introducer:
         meta = self._lost.pop(worker_id, None)
         for peer in remaining:
             if meta is not None and peer.kv_cache is not None:
-                self._send(peer, DisconnectPeer(engine_id=meta.engine_id, incarnation=meta.incarnation))
+                self._send(
+                    peer, DisconnectPeer(engine_id=meta.engine_id, incarnation=meta.incarnation)
+                )
 
     def _ask(self, decode: WorkerState, meta: KVCacheMeta) -> None:
-        pair = self._pairs.setdefault((decode.worker_id, meta.engine_id, meta.incarnation), _Pair(0.0))
+        pair = self._pairs.setdefault(
+            (decode.worker_id, meta.engine_id, meta.incarnation), _Pair(0.0)
+        )
         if self._now() >= pair.ask_at:
-            pair.ask_at = self._now() + LAST_RETRY_S  # an unanswered question; an answer sets an earlier time
+            # an unanswered question; an answer sets an earlier time
+            pair.ask_at = self._now() + LAST_RETRY_S
             self._send(decode, ConnectPeer(meta=meta))
 
 
 def may_pair(prefill: WorkerState, decode: WorkerState) -> bool:
     """Two different workers of one model."""
-    return prefill is not decode and prefill.hello.model_fingerprint == decode.hello.model_fingerprint
+    return (
+        prefill is not decode and prefill.hello.model_fingerprint == decode.hello.model_fingerprint
+    )

@@ -1,12 +1,13 @@
-"""Which prefix of a prompt which worker holds: `CachedBlocks`, what one worker's cache was told to hold,
-`PooledChunks`, what a KV pool was, and `PromptBlocks`, the keys to look a prompt up by.
+"""Which prefix of a prompt which worker holds: `CachedBlocks`, what one worker's cache was told to
+hold, `PooledChunks`, what a KV pool was, and `PromptBlocks`, the keys to look a prompt up by.
 
     UNKNOWN --CacheState part 0--> FILLING --final part--> KNOWN --CacheChange number + 1--> KNOWN
        ^--------- a gap: missed change, part out of turn, Snapshot of another number ------'
                   (asks for a Resync)
 
-Keys are the first bytes of the digests that engines find their blocks by (docs/routing.md). A wrong or missing key
-costs a guess, never an answer. Filled by `router.fleet.intake`, read by `router.choosing.choose`.
+Keys are the first bytes of the digests that engines find their blocks by (docs/routing.md). A wrong
+or missing key costs a guess, never an answer. Filled by `router.fleet.intake`, read by
+`router.choosing.choose`.
 """
 
 from collections import OrderedDict
@@ -54,7 +55,8 @@ class CachedBlocks:
         return end
 
     def expect(self, keys: Iterable[int], now: float) -> None:
-        """A prompt was sent there whose blocks these are: they count as held until the worker must have said so."""
+        """A prompt was sent there whose blocks these are: they count as held until the worker must
+        have said so."""
         for key in keys:
             self._expected[key] = now + EXPECTED_S
             self._expected.move_to_end(key)
@@ -99,8 +101,8 @@ class CachedBlocks:
         self._check_size()
 
     def wants_resync(self, told_number: int | None, now: float) -> bool:
-        """Whether to ask for a new state now; True is a promise to. told_number: what the worker says its last change
-        was; None: nothing said."""
+        """Whether to ask for a new state now; True is a promise to. told_number: what the worker
+        says its last change was; None: nothing said."""
         if self._is_too_large:
             return False
         is_behind = told_number is not None and told_number != self._number
@@ -128,8 +130,8 @@ class CachedBlocks:
 
 
 class PooledChunks:
-    """Keys of the chunks that workers found in a KV pool they share. What the pool has dropped since is known once one
-    of them misses it."""
+    """Keys of the chunks that workers found in a KV pool they share. What the pool has dropped
+    since is known once one of them misses it."""
 
     def __init__(self) -> None:
         self._keys: OrderedDict[int, None] = OrderedDict()
@@ -148,8 +150,8 @@ class PooledChunks:
 
 
 class PromptBlocks:
-    """The keys of a prompt's full blocks, for each kind of worker, made as far as somebody asks. The last token is
-    always computed, so a block that ends with it does not count."""
+    """The keys of a prompt's full blocks, for each kind of worker, made as far as somebody asks.
+    The last token is always computed, so a block that ends with it does not count."""
 
     def __init__(self, token_ids: Sequence[int], salt: str) -> None:
         self.num_tokens = len(token_ids)
@@ -162,8 +164,11 @@ class PromptBlocks:
         self._token_ids = ()
         self._chains = {}
 
-    def num_cached_tokens(self, cached: CachedBlocks, fingerprint: str, block_size: int, now: float) -> int:
-        """Of the longest prefix that is held there. fingerprint, block_size: of the worker (Hello)."""
+    def num_cached_tokens(
+        self, cached: CachedBlocks, fingerprint: str, block_size: int, now: float
+    ) -> int:
+        """Of the longest prefix that is held there. fingerprint, block_size: of the worker
+        (Hello)."""
         last = (self.num_tokens - 1) // block_size
         found = 0
         while found < last:
@@ -174,12 +179,18 @@ class PromptBlocks:
                 break
         return found * block_size
 
-    def num_pooled_tokens(self, pooled: PooledChunks, fingerprint: str, block_size: int, chunk_tokens: int) -> int:
+    def num_pooled_tokens(
+        self, pooled: PooledChunks, fingerprint: str, block_size: int, chunk_tokens: int
+    ) -> int:
         """Of the longest prefix of whole chunks that the pool holds."""
         per_chunk = chunk_tokens // block_size
         found = 0
         last = (self.num_tokens - 1) // block_size // per_chunk
-        while found < last and self._chain(fingerprint, block_size, end := (found + 1) * per_chunk)[end - 1] in pooled:
+        while (
+            found < last
+            and self._chain(fingerprint, block_size, end := (found + 1) * per_chunk)[end - 1]
+            in pooled
+        ):
             found += 1
         return found * chunk_tokens
 

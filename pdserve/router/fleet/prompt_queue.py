@@ -1,13 +1,16 @@
-"""How many prompt tokens wait at a worker, between two of its reports. Owned by `router.fleet.worker_state`."""
+"""How many prompt tokens wait at a worker, between two of its reports. Owned by
+`router.fleet.worker_state`."""
 
 from collections import deque
 
-UNSEEN_S = 0.05  # a Snapshot may have been made before the worker read what was sent so short before it came
+# a Snapshot may have been made before the worker read what was sent so short before it came
+UNSEEN_S = 0.05
 
 
 class PromptQueue:
-    """Prompt tokens waiting at one worker: as it last reported, and since then a bucket that is filled by what this
-    router sends and drained at the worker's speed. Times are monotonic seconds."""
+    """Prompt tokens waiting at one worker: as it last reported, and since then a bucket that is
+    filled by what this router sends and drained at the worker's speed. Times are monotonic
+    seconds."""
 
     def __init__(self) -> None:
         self._tokens = 0.0

@@ -49,11 +49,19 @@ class Sends:
             await worker.link.send(command)
         except WorkerLost as error:
             self._lost(worker, f"cannot be reached: {error}")
-        except Exception as error:  # of this command, not of the worker: one that is too large must not cost workers
+        # of this command, not of the worker: one that is too large must not cost workers
+        except Exception as error:
             named = f" of {command.key.request_id}" if isinstance(command, Submit | Cancel) else ""
-            logger.exception("sending %s%s to worker %s failed", type(command).__name__, named, worker.worker_id)
+            logger.exception(
+                "sending %s%s to worker %s failed", type(command).__name__, named, worker.worker_id
+            )
             if isinstance(command, Submit):
-                kind: Literal["invalid", "internal"] = "invalid" if isinstance(error, ValueError) else "internal"
+                kind: Literal["invalid", "internal"] = (
+                    "invalid" if isinstance(error, ValueError) else "internal"
+                )
                 request_id = command.key.request_id
                 attempt = command.key.attempt
-                self._failed(worker, Failed(request_id=request_id, attempt=attempt, kind=kind, message=str(error)))
+                self._failed(
+                    worker,
+                    Failed(request_id=request_id, attempt=attempt, kind=kind, message=str(error)),
+                )

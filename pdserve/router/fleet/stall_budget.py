@@ -1,7 +1,9 @@
-"""How much of a decode worker's time whole prompts may take from the sequences it decodes: a leaky bucket.
+"""How much of a decode worker's time whole prompts may take from the sequences it decodes: a leaky
+bucket.
 
-Without it, the prompts that come while P's queue is long all go to D at once, and those that D decodes just then pay
-for all of them. Owned by `router.fleet.worker_state`, asked by `router.choosing.split_rule`.
+Without it, the prompts that come while P's queue is long all go to D at once, and those that D
+decodes just then pay for all of them. Owned by `router.fleet.worker_state`, asked by
+`router.choosing.split_rule`.
 """
 
 SHARE = 0.05  # of the worker's time

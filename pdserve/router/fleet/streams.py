@@ -23,7 +23,8 @@ from pdserve.router.fleet.worker_state import WorkerState
 logger = logging.getLogger(__name__)
 
 EVENTS_AT_ONCE = 64  # of a worker, in one turn of the event loop
-EVENT_BYTES = 4096  # more than nearly all events have: so much of a large one takes as long as one more
+# more than nearly all events have: so much of a large one takes as long as one more
+EVENT_BYTES = 4096
 
 
 class _ProtocolError(Exception):

@@ -1,8 +1,9 @@
-"""Wakes many requests that one cause concerns, a few in each turn of the event loop: all other work comes between.
+"""Wakes many requests that one cause concerns, a few in each turn of the event loop: all other work
+comes between.
 
-A worker that dies wakes every request that it computed; one that joins wakes every request that waits for a worker;
-each then chooses anew. Knows nobody who is woken: a wake is a function that wakes, and does nothing else. Used by
-`router.fleet.fleet`, one object per router.
+A worker that dies wakes every request that it computed; one that joins wakes every request that
+waits for a worker; each then chooses anew. Knows nobody who is woken: a wake is a function that
+wakes, and does nothing else. Used by `router.fleet.fleet`, one object per router.
 """
 
 import asyncio
@@ -11,7 +12,8 @@ from collections.abc import Callable
 
 from pdserve.background.tasks import keep
 
-WAKES_AT_ONCE = 16  # in one turn of the event loop: each of them chooses workers and sends its prompt
+# in one turn of the event loop: each of them chooses workers and sends its prompt
+WAKES_AT_ONCE = 16
 
 
 class Wakes:

@@ -95,7 +95,10 @@ class Watch:
 
     def _excuse(self, late_s: float, now: float) -> None:
         """This process stood still, and nobody can be blamed for what it has not read yet."""
-        logger.warning("this router stood still for %.1f s: workers and their legs have as much more time", late_s)
+        logger.warning(
+            "this router stood still for %.1f s: workers and their legs have as much more time",
+            late_s,
+        )
         for worker in self._workers.values():
             worker.last_seen = min(now, worker.last_seen + late_s)
             for leg in worker.legs.values():
@@ -105,6 +108,8 @@ class Watch:
         """Those of which the worker, when it last reported, had said nothing for the deadline. One
         that was handed off or only prepared need not say anything."""
         for leg in worker.legs.values():
-            if worker.reported_at - leg.last_sign > self._deadline_s and not (leg.handed_off or leg.prepared):
+            if worker.reported_at - leg.last_sign > self._deadline_s and not (
+                leg.handed_off or leg.prepared
+            ):
                 leg.last_sign = worker.last_seen  # said once per deadline
                 self._tell(leg, Silent(self._deadline_s))

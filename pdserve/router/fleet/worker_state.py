@@ -1,8 +1,9 @@
-"""What the router knows of one worker, and one leg: a Submit that the worker has, and the inbox of its events.
+"""What the router knows of one worker, and one leg: a Submit that the worker has, and the inbox of
+its events.
 
-State, and the small parts that keep some of it (`prefix_index`, `prompt_queue`, `stall_budget`): `router.fleet.intake`
-fills it with what the worker says, `router.choosing.choose` with what is sent there; `predict`, `choose` and `peers`
-read it.
+State, and the small parts that keep some of it (`prefix_index`, `prompt_queue`, `stall_budget`):
+`router.fleet.intake` fills it with what the worker says, `router.choosing.choose` with what is sent
+there; `predict`, `choose` and `peers` read it.
 """
 
 import math
@@ -20,9 +21,9 @@ from pdserve.router.fleet.stall_budget import StallBudget
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """One Submit at one worker. tokens: its weight in the worker's load. pending: choices the worker still works on.
-    last_sign: monotonic seconds of its Submit, its last event, or the worker's last word that it waits. prepared: only
-    announced yet.
+    """One Submit at one worker. tokens: its weight in the worker's load. pending: choices the
+    worker still works on. last_sign: monotonic seconds of its Submit, its last event, or the
+    worker's last word that it waits. prepared: only announced yet.
     """
 
     key: RequestKey
@@ -37,12 +38,13 @@ class Leg:
 
 @dataclass(slots=True, eq=False)
 class WorkerState:
-    """A worker that has said Hello on its current stream. peers: by (engine id, incarnation). outstanding_tokens:
-    weight of this router's legs there. last_seen: monotonic seconds of its last message, reported_at: of its last
-    Snapshot. cached: what its prefix cache holds. pooled: what the KV pool that it uses holds. queue: prompt tokens
-    that wait there. num_others: sequences of other routers there, as of the last Snapshot. stalls: what whole prompts
-    took from its decodes. num_expected: requests of this router that a P computes and hands to it. left_at: when it
-    left the running set (monotonic seconds); None: it is in it."""
+    """A worker that has said Hello on its current stream. peers: by (engine id, incarnation).
+    outstanding_tokens: weight of this router's legs there. last_seen: monotonic seconds of its last
+    message, reported_at: of its last Snapshot. cached: what its prefix cache holds. pooled: what
+    the KV pool that it uses holds. queue: prompt tokens that wait there. num_others: sequences of
+    other routers there, as of the last Snapshot. stalls: what whole prompts took from its decodes.
+    num_expected: requests of this router that a P computes and hands to it. left_at: when it left
+    the running set (monotonic seconds); None: it is in it."""
 
     link: WorkerLink
     session: int

@@ -1,8 +1,10 @@
-"""The operator's HTTP routes over `router.admin`: GET /admin/workers, POST /admin/workers/{worker}/role, /admin/scale.
+"""The operator's HTTP routes over `router.admin`: GET /admin/workers, POST
+/admin/workers/{worker}/role, /admin/scale.
 
-There when `router.admin_http` is set, and only for programs on the router's own machine, with an API key where keys are
-configured (docs/security.md): a client's key must not be enough to stop workers. Not for routers behind a proxy, to
-whom everybody seems to come from there. Used by `router.http.app`.
+There when `router.admin_http` is set, and only for programs on the router's own machine, with an
+API key where keys are configured (docs/security.md): a client's key must not be enough to stop
+workers. Not for routers behind a proxy, to whom everybody seems to come from there. Used by
+`router.http.app`.
 """
 
 import ipaddress
@@ -40,7 +42,9 @@ class Scaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def admin_routes(
-    admin: Admin, endpoint: Callable[[Endpoint], Endpoint], read: Callable[[Request], Awaitable[bytearray]]
+    admin: Admin,
+    endpoint: Callable[[Endpoint], Endpoint],
+    read: Callable[[Request], Awaitable[bytearray]],
 ) -> list[Route]:
     """endpoint: checks the key, and puts errors into their form. read: the body, under limits."""
 
@@ -66,12 +70,13 @@ def admin_routes(
 
 
 def _check_local(request: Request) -> None:
-    """The connection comes from here, and so does who made it: a page in a browser here that was given our address
-    under another name has that name in Host."""
+    """The connection comes from here, and so does who made it: a page in a browser here that was
+    given our address under another name has that name in Host."""
     client = request.client.host if request.client is not None else ""
     if not _is_loopback(client) or not _is_loopback(request.url.hostname or ""):
         message = (
-            "admin routes are for programs on the router's machine, by its loopback address; elsewhere use the pdserve "
+            "admin routes are for programs on the router's machine, by its loopback address; "
+            "elsewhere use the pdserve "
             "command or the Python handle on a node of the cluster"
         )
         raise ApiError(message, status=403, kind="permission_error", code="not_local")
@@ -88,8 +93,13 @@ def _is_loopback(host: str) -> bool:
 
 def _parsed(request: Request, body: bytearray, kind: type[T]) -> T:
     """The content type is one that a browser does not send elsewhere without asking there first."""
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ApiError("the body must be sent with content-type: application/json", status=415, code="not_json")
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
+        raise ApiError(
+            "the body must be sent with content-type: application/json", status=415, code="not_json"
+        )
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as error:

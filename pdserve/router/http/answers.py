@@ -28,7 +28,8 @@ from pdserve.router.request.request_log import log_of
 logger = logging.getLogger(__name__)
 
 CHUNKS_AT_ONCE = 4  # encoded between two looks at how much they are; each may repeat a long prompt
-COUNTED_BYTES = 1 << 12  # of a stream's events that count while they are being sent; fewer fit into any buffer
+# of a stream's events that count while they are being sent; fewer fit into any buffer
+COUNTED_BYTES = 1 << 12
 SEND_BYTES = 1 << 17  # a server is given so much before it may say that the client does not read
 
 
@@ -73,7 +74,12 @@ class _Answer(Response, ABC):
     too much is held for clients and most for this one. account: what is held for it."""
 
     def __init__(
-        self, request_id: str, account: Account, watch: ClientWatch, timeout_s: float, headers: dict[str, str]
+        self,
+        request_id: str,
+        account: Account,
+        watch: ClientWatch,
+        timeout_s: float,
+        headers: dict[str, str],
     ) -> None:
         super().__init__(headers=headers)
         self._request_id = request_id
@@ -111,20 +117,32 @@ class _Answer(Response, ABC):
         if self._sending and self._num_sends == num_sends:
             name = self._request_id
             limit = self._timeout_s
-            log_of(logger, logging.WARNING, name, "the client of %s read nothing for %g s", name, limit)
+            log_of(
+                logger, logging.WARNING, name, "the client of %s read nothing for %g s", name, limit
+            )
             self._watch.close()
             return
-        self._timer = asyncio.get_running_loop().call_later(self._timeout_s, self._look, self._num_sends)
+        self._timer = asyncio.get_running_loop().call_later(
+            self._timeout_s, self._look, self._num_sends
+        )
 
     def _cut(self) -> None:
         """Too much is held for slow readers, and most for this one."""
         name = self._request_id
-        log_of(logger, logging.WARNING, name, "the client of %s reads too slowly: cut off (max_held_bytes)", name)
+        log_of(
+            logger,
+            logging.WARNING,
+            name,
+            "the client of %s reads too slowly: cut off (max_held_bytes)",
+            name,
+        )
         self._watch.close()
 
     async def _begin(self, send: Send) -> None:
         self._sending = True
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
         self._sending = False
 
     async def _send(self, send: Send, body: bytes, more: bool) -> None:
@@ -228,9 +246,16 @@ class WholeAnswer(_Answer):
     media_type = "application/json"
 
     def __init__(
-        self, request_id: str, pieces: JsonPieces, account: Account, watch: ClientWatch, timeout_s: float
+        self,
+        request_id: str,
+        pieces: JsonPieces,
+        account: Account,
+        watch: ClientWatch,
+        timeout_s: float,
     ) -> None:
-        super().__init__(request_id, account, watch, timeout_s, {"content-length": str(pieces.num_bytes)})
+        super().__init__(
+            request_id, account, watch, timeout_s, {"content-length": str(pieces.num_bytes)}
+        )
         self._pieces = pieces
         account.on_cut = self._cut
         account.add(pieces.num_held)

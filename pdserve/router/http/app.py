@@ -42,7 +42,8 @@ from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
 R = TypeVar("R", CompletionRequest, ChatRequest)
-Admit = Callable[[Request, R, float], Awaitable[Generation]]  # the float: perf_counter() when the call came
+# the float: perf_counter() when the call came
+Admit = Callable[[Request, R, float], Awaitable[Generation]]
 
 # bodies that are decoded and made into prompts at once: larger ones one at a time, other long ones
 # a few
@@ -78,7 +79,9 @@ def build_app(
         Route("/health", endpoint(api.health, is_open=True), methods=["GET"]),
         # open by default, as with vLLM: scrapers have no keys, and the page has counts, but nothing
         # of any request
-        Route("/metrics", endpoint(api.metrics, is_open=not config.metrics_need_key), methods=["GET"]),
+        Route(
+            "/metrics", endpoint(api.metrics, is_open=not config.metrics_need_key), methods=["GET"]
+        ),
         Route("/openapi.json", endpoint(api.openapi, is_open=True), methods=["GET"]),
     ]
     if admin is not None:
@@ -92,7 +95,9 @@ class _Api:
     def __init__(self, service: Service, keys: ApiKeys) -> None:
         config = service.config
         self.service = service
-        self._bodies = Bodies(config.max_body_bytes, config.max_total_body_bytes, config.client_timeout_s)
+        self._bodies = Bodies(
+            config.max_body_bytes, config.max_total_body_bytes, config.client_timeout_s
+        )
         service.metrics.body_bytes.set_function(lambda: self._bodies.num_bytes)
         self._alone = asyncio.Semaphore(1)
         self._few = asyncio.Semaphore(LONG_AT_ONCE)
@@ -100,9 +105,13 @@ class _Api:
 
     async def completions(self, request: Request) -> Response:
         shows_timeline = _shows_timeline(request)
-        call, generation, watch = await self._admitted(request, CompletionRequest, self._admit_completion)
+        call, generation, watch = await self._admitted(
+            request, CompletionRequest, self._admit_completion
+        )
         with closing_on_error(generation, watch):
-            responder = CompletionResponder(call, generation, self.service.tokenizer, shows_timeline)
+            responder = CompletionResponder(
+                call, generation, self.service.tokenizer, shows_timeline
+            )
             call.prompt = ""  # which may be long, while the answer may take its time
             return await self._answer(watch, generation, responder, bool(call.stream))
 
@@ -114,7 +123,9 @@ class _Api:
             call.messages = []
             return await self._answer(watch, generation, responder, bool(call.stream))
 
-    async def _admitted(self, request: Request, kind: type[R], admit: Admit[R]) -> tuple[R, Generation, ClientWatch]:
+    async def _admitted(
+        self, request: Request, kind: type[R], admit: Admit[R]
+    ) -> tuple[R, Generation, ClientWatch]:
         """The request as it was sent, its generation, and who knows when its client goes away."""
         received = time.perf_counter()
         with await self._bodies.read(request) as body:
@@ -122,7 +133,9 @@ class _Api:
             try:
                 if len(body) > LONG_BODY:
                     admitting = self._admit_long(request, body, kind, admit, received)
-                    call, generation = await watch.unless_gone(admitting, lambda admitted: admitted[1].close())
+                    call, generation = await watch.unless_gone(
+                        admitting, lambda admitted: admitted[1].close()
+                    )
                     return call, generation, watch
                 await self.service.pacer.turn()
                 call = parse(body, kind)
@@ -141,7 +154,9 @@ class _Api:
                 call = await parse_long(body, kind, self.service.lengths(), pace)
             return call, await admit(request, call, received)
 
-    async def _admit_completion(self, request: Request, call: CompletionRequest, received: float) -> Generation:
+    async def _admit_completion(
+        self, request: Request, call: CompletionRequest, received: float
+    ) -> Generation:
         self._check_model(call.model)
         check_num_choices(self.service.config, call.n or 1)
         return await self.service.admit(
@@ -161,7 +176,10 @@ class _Api:
         check_num_choices(self.service.config, call.n or 1)
         sampling = call.sampling(self.service.sampling_defaults)
         prompt = await self.service.chat_prompt(
-            call.messages, call.add_generation_prompt is not False, call.tools, call.chat_template_kwargs
+            call.messages,
+            call.add_generation_prompt is not False,
+            call.tools,
+            call.chat_template_kwargs,
         )
         return await self.service.admit(
             [prompt],
@@ -201,14 +219,17 @@ class _Api:
 
     @cached_property
     def _openapi_json(self) -> bytes:
-        return msgspec.json.encode(openapi_document(self.service.config, self.service.model_name, self._keys.required))
+        return msgspec.json.encode(
+            openapi_document(self.service.config, self.service.model_name, self._keys.required)
+        )
 
     def _priority(self, given: int | None) -> int:
         priority = given or 0
         lowest = self.service.config.min_priority
         if lowest is not None and priority < lowest:
             message = (
-                f"priority must be at least {lowest} (the lowest runs first), not {priority}: send more, or lower "
+                f"priority must be at least {lowest} (the lowest runs first), not {priority}: send "
+                "more, or lower "
                 "router.min_priority"
             )
             raise ApiError(message, param="priority")
@@ -229,22 +250,36 @@ class _Api:
             generation.served()
             account = self.service.held.account()
             generation.close()  # what it held is in the pieces now
-            return WholeAnswer(generation.request_id, pieces, account, watch, self.service.config.client_timeout_s)
+            return WholeAnswer(
+                generation.request_id, pieces, account, watch, self.service.config.client_timeout_s
+            )
         batches = generation.stream()
         # the first tokens decide between an error status and a stream
         first = await watch.unless_gone(anext(batches))
-        return EventStream(generation, batches, first, responder, watch, self.service.config.client_timeout_s)
+        return EventStream(
+            generation, batches, first, responder, watch, self.service.config.client_timeout_s
+        )
 
     def _model_card(self) -> dict[str, Any]:
         workers = self.service.fleet.decode_workers
         length = max((worker.token_limit for worker in workers), default=None)
         name = self.service.model_name
-        return {"id": name, "object": "model", "created": 0, "owned_by": "pdserve", "max_model_len": length}
+        return {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "pdserve",
+            "max_model_len": length,
+        }
 
     def _check_model(self, name: str) -> None:
         if name != self.service.model_name:
-            message = f"the model {name!r} does not exist: this server has {self.service.model_name!r}"
-            raise ApiError(message, status=404, kind="not_found_error", param="model", code="model_not_found")
+            message = (
+                f"the model {name!r} does not exist: this server has {self.service.model_name!r}"
+            )
+            raise ApiError(
+                message, status=404, kind="not_found_error", param="model", code="model_not_found"
+            )
 
 
 def _request_id(request: Request, prefix: str) -> str:
@@ -261,7 +296,9 @@ def _shows_timeline(request: Request) -> bool:
     """Whether the answer is to say where its time and bytes went."""
     given = request.headers.get("x-pdserve-timeline", "0")
     if given not in ("0", "1"):
-        raise ApiError(f"x-pdserve-timeline must be 0 or 1, not {given!r}", param="x-pdserve-timeline")
+        raise ApiError(
+            f"x-pdserve-timeline must be 0 or 1, not {given!r}", param="x-pdserve-timeline"
+        )
     return given == "1"
 
 

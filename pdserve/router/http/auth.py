@@ -1,8 +1,9 @@
 """Who may ask: API keys from an environment variable or a file, compared in constant time.
 
-A key never leaves this file: not in errors, logs, timelines or metrics; what goes to workers is a one-way tag of it.
-The key file is looked at again once a second, so keys change without a restart. Knows no HTTP framework and no Ray.
-Made and asked by `router.http.app`; `pdserve up` reads once too, to complain early.
+A key never leaves this file: not in errors, logs, timelines or metrics; what goes to workers is a
+one-way tag of it. The key file is looked at again once a second, so keys change without a restart.
+Knows no HTTP framework and no Ray. Made and asked by `router.http.app`; `pdserve up` reads once
+too, to complain early.
 """
 
 import hashlib
@@ -33,10 +34,12 @@ class ApiKeys:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises ValueError, naming variable or file and line but no key, when the configuration asks for keys and
-        there are none, or one is malformed."""
+        """Raises ValueError, naming variable or file and line but no key, when the configuration
+        asks for keys and there are none, or one is malformed."""
         self._clock = clock
-        self._fixed = _from_environment(config.api_key_env, environment) if config.api_key_env else ()
+        self._fixed = (
+            _from_environment(config.api_key_env, environment) if config.api_key_env else ()
+        )
         self._path = Path(config.api_keys_file) if config.api_keys_file else None
         self._stamp: _Stamp | None = None
         self._looked = clock()
@@ -45,29 +48,33 @@ class ApiKeys:
             self._stamp = _stamp(self._path)
             self._digests = (*self._fixed, *_from_file(self._path))
             if self._path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-                logger.warning("%s can be read by other users of this machine: chmod 600", self._path)
+                logger.warning(
+                    "%s can be read by other users of this machine: chmod 600", self._path
+                )
 
     @property
     def required(self) -> bool:
         return bool(self._fixed) or self._path is not None
 
     def check(self, authorization: str | None) -> str:
-        """authorization: of the header. A tag of its key: the same on every router, and of no use to learn the key.
-        Empty when no keys are configured. Raises ApiError (401)."""
+        """authorization: of the header. A tag of its key: the same on every router, and of no use
+        to learn the key. Empty when no keys are configured. Raises ApiError (401)."""
         if not self.required:
             return ""
         self._reload()
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip())
         known = False
-        for digest in self._digests:  # all of them, always: the time says nothing about which one was near
+        # all of them, always: the time says nothing about which one was near
+        for digest in self._digests:
             known |= hmac.compare_digest(given, digest)
         if scheme.lower() != "bearer" or not known:
             raise _refusal("the API key is wrong" if authorization else "an API key is missing")
         return hashlib.sha256(b"pdserve cache salt" + given).hexdigest()[:32]
 
     def _reload(self) -> None:
-        """What cannot be read or understood leaves the keys as they were: a file is seldom replaced in one step."""
+        """What cannot be read or understood leaves the keys as they were: a file is seldom replaced
+        in one step."""
         now = self._clock()
         if self._path is None or now - self._looked < RELOAD_S:
             return
@@ -95,7 +102,8 @@ def _from_environment(name: str, environment: Mapping[str, str]) -> tuple[bytes,
     where = f"router.api_key_env: the environment variable {name}"
     if not any(keys):
         raise ValueError(
-            f"{where} is not set in this process: export it, with one or several keys separated by commas, before "
+            f"{where} is not set in this process: export it, with one or several keys separated by "
+            "commas, before "
             "`pdserve up`, or before `ray start` on each node that has routers (docs/security.md)"
         )
     return _digests((f"{where}, key {number}", key) for number, key in enumerate(keys, 1) if key)
@@ -108,9 +116,16 @@ def _from_file(path: Path) -> tuple[bytes, ...]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"router.api_keys_file: {path} cannot be read: {reason}") from None
     numbered = ((number, line.strip()) for number, line in enumerate(lines, 1))
-    keys = [(f"router.api_keys_file: {path}, line {n}", key) for n, key in numbered if key and not key.startswith("#")]
+    keys = [
+        (f"router.api_keys_file: {path}, line {n}", key)
+        for n, key in numbered
+        if key and not key.startswith("#")
+    ]
     if not keys:
-        raise ValueError(f"router.api_keys_file: {path} holds no key: write one a line; lines with # are comments")
+        raise ValueError(
+            f"router.api_keys_file: {path} holds no key: write one a line; lines with # are "
+            "comments"
+        )
     return _digests(keys)
 
 

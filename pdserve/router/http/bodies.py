@@ -1,9 +1,9 @@
 """Reads request bodies within a budget of bytes over all connections of a router.
 
-Bytes count from their arrival until the request's prompts are made, or it is refused. A body may take
-a quarter of what the others leave (as in switches that share a buffer, Choudhury and Hahne 1998): many
-long ones leave room for short ones, and what one client promises but does not send costs others nothing.
-Knows no JSON. Called by `router.http.app`.
+Bytes count from their arrival until the request's prompts are made, or it is refused. A body may
+take a quarter of what the others leave (as in switches that share a buffer, Choudhury and Hahne
+1998): many long ones leave room for short ones, and what one client promises but does not send
+costs others nothing. Knows no JSON. Called by `router.http.app`.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ class Bodies:
         self._timeout_s = timeout_s
 
     async def read(self, request: Request) -> "Body":
-        """The body, which counts until it is closed. ApiError: 408 too slow, 413 too large, 429 too much at
-        once; by its content-length, if it has one, before anything is read."""
+        """The body, which counts until it is closed. ApiError: 408 too slow, 413 too large, 429 too
+        much at once; by its content-length, if it has one, before anything is read."""
         body = Body(self)
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -38,7 +38,8 @@ class Bodies:
         except TimeoutError:
             body.close()
             message = (
-                f"the body did not come within {self._timeout_s:g} s: send it faster, or raise router.client_timeout_s"
+                f"the body did not come within {self._timeout_s:g} s: send it faster, or raise "
+                "router.client_timeout_s"
             )
             raise ApiError(message, status=408, code="body_timeout") from None
         except BaseException:
@@ -64,12 +65,16 @@ class Bodies:
     def _check(self, size: int, counted: int) -> None:
         """counted: bytes of this body that count already."""
         if size > self._max_bytes:
-            message = f"the body is larger than {self._max_bytes} bytes: send less, or raise router.max_body_bytes"
+            message = (
+                f"the body is larger than {self._max_bytes} bytes: send less, or raise "
+                "router.max_body_bytes"
+            )
             raise ApiError(message, status=413, code="body_too_large")
         others = self.num_bytes - counted
         if SHARE * size > self._max_total_bytes - others:
             message = (
-                f"the bodies of other requests take {others} of {self._max_total_bytes} bytes: try again later, or "
+                f"the bodies of other requests take {others} of {self._max_total_bytes} bytes: try "
+                "again later, or "
                 "raise router.max_total_body_bytes"
             )
             raise too_much(message, "too_many_body_bytes", RETRY_AFTER_S)
@@ -88,7 +93,10 @@ class Body:
         return self.data
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.close()
 

@@ -27,7 +27,9 @@ class ClientWatch:
         self._gone = asyncio.create_task(_wait_disconnect(receive))
 
     async def unless_gone(
-        self, work: Coroutine[Any, Any, T] | Awaitable[T], undo: Callable[[T], None] = lambda result: None
+        self,
+        work: Coroutine[Any, Any, T] | Awaitable[T],
+        undo: Callable[[T], None] = lambda result: None,
     ) -> T:
         """The result of work, which is cancelled, with ClientGone raised, when the client leaves
         before. undo: gets the result when there is one, but the caller was cancelled before it
@@ -39,7 +41,9 @@ class ClientWatch:
                 raise ClientGone
             return task.result()
         except BaseException:
-            task.add_done_callback(lambda ended: undo(ended.result()) if _has_result(ended) else None)
+            task.add_done_callback(
+                lambda ended: undo(ended.result()) if _has_result(ended) else None
+            )
             await _stop(task)
             raise
         finally:

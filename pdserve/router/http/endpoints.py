@@ -64,7 +64,15 @@ class Endpoints:
             except Exception:
                 path = request.url.path
                 name = request.state.name
-                log_of(logger, logging.ERROR, name, "%s failed, x-request-id %s", path, name, exc_info=True)
+                log_of(
+                    logger,
+                    logging.ERROR,
+                    name,
+                    "%s failed, x-request-id %s",
+                    path,
+                    name,
+                    exc_info=True,
+                )
                 return _error(internal_error())
 
         return call
@@ -79,11 +87,18 @@ class Endpoints:
         assert isinstance(error, HTTPException)
         kind = "not_found_error" if error.status_code == 404 else "invalid_request_error"
         message = f"{request.method} {request.url.path}: {error.detail}"
-        return self._named(_error(ApiError(message, status=error.status_code, kind=kind)), _name_of(request))
+        return self._named(
+            _error(ApiError(message, status=error.status_code, kind=kind)), _name_of(request)
+        )
 
 
 def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(data), status_code=status, headers=headers, media_type="application/json")
+    return Response(
+        msgspec.json.encode(data),
+        status_code=status,
+        headers=headers,
+        media_type="application/json",
+    )
 
 
 def _error(error: ApiError) -> Response:

@@ -1,9 +1,11 @@
-"""Cuts a long JSON object into its members before anything is made of them, in slices of an event loop's time.
+"""Cuts a long JSON object into its members before anything is made of them, in slices of an event
+loop's time.
 
-A JSON library decodes a body in one piece, with the GIL held: 32 MB take from 30 ms to 3 s and up to
-800 MB, which depends on what the client wrote. The outline says where each member's value is and how
-much a library would make of it, so that too much is refused and the rest can be decoded piece by piece.
-It does not check that values are valid JSON: their decoding does. Called by `router.http.openai.body_parsing`.
+A JSON library decodes a body in one piece, with the GIL held: 32 MB take from 30 ms to 3 s and up
+to 800 MB, which depends on what the client wrote. The outline says where each member's value is and
+how much a library would make of it, so that too much is refused and the rest can be decoded piece
+by piece. It does not check that values are valid JSON: their decoding does. Called by
+`router.http.openai.body_parsing`.
 """
 
 import re
@@ -81,7 +83,9 @@ class _Scanner:
             self._take(_COMMA, following)
             following = await self._skip(_SPACE)
         else:
-            raise ApiError(f"the body must have at most {MAX_MEMBERS} fields", code="too_many_fields")
+            raise ApiError(
+                f"the body must have at most {MAX_MEMBERS} fields", code="too_many_fields"
+            )
         self._at += 1
         if await self._skip(_SPACE) != _END:
             raise self._invalid()
@@ -93,7 +97,9 @@ class _Scanner:
         self._take(_QUOTE, following)
         await self._string()
         if self._at - start > MAX_NAME_BYTES:
-            raise ApiError(f"the name of a field has {self._at - start} bytes", code="unsupported_parameter")
+            raise ApiError(
+                f"the name of a field has {self._at - start} bytes", code="unsupported_parameter"
+            )
         name = _decoded_name(self._body[start : self._at])
         self._take(_COLON, await self._skip(_SPACE))
         await self._skip(_SPACE)
@@ -150,10 +156,16 @@ class _Scanner:
 
     def _check(self, name: str, member: Member, depth: int) -> None:
         if depth > MAX_DEPTH:
-            message = f"the body is not valid JSON for this server: {name} is nested deeper than {MAX_DEPTH}"
+            message = (
+                f"the body is not valid JSON for this server: {name} is nested deeper than "
+                f"{MAX_DEPTH}"
+            )
             raise ApiError(message, param=name, code="invalid_json")
         if member.num_values > MAX_VALUES:
-            message = f"{name} holds more than {MAX_VALUES} texts, lists and objects: send less in a request"
+            message = (
+                f"{name} holds more than {MAX_VALUES} texts, lists and objects: send less in a "
+                "request"
+            )
             raise ApiError(message, param=name, code="too_many_values")
 
     def _scalar(self) -> None:
@@ -203,8 +215,8 @@ class _Scanner:
 
 
 def arrays(body: bytearray, member: Member) -> Iterator[bytearray]:
-    """The value, which is an array, as shorter arrays that together have its items in order. Only an
-    item that is longer by itself makes one of more than PIECE_BYTES. Raises ApiError (400)."""
+    """The value, which is an array, as shorter arrays that together have its items in order. Only
+    an item that is longer by itself makes one of more than PIECE_BYTES. Raises ApiError (400)."""
     if body[member.end - 1] != _CLOSING[0]:
         raise _invalid(member.end - 1)
     begin = at = member.start + 1

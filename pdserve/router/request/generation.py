@@ -21,7 +21,8 @@ from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.request_run import RequestRun
 from pdserve.router.request.timeline import PromptTimeline
 
-MERGED_BATCHES = 64  # of several prompts, that wait for their reader: the others wait as single events
+# of several prompts, that wait for their reader: the others wait as single events
+MERGED_BATCHES = 64
 RUNS_AT_ONCE = 16  # prompts of one call that begin or end in one turn of the event loop
 
 
@@ -178,7 +179,9 @@ class Generation:
 
     async def _merged(self) -> AsyncGenerator[list[OutputChunk], None]:
         """Batches go through a queue; what they hold counts until the reader asks for the next."""
-        queue: asyncio.Queue[tuple[list[OutputChunk], int] | Exception | None] = asyncio.Queue(MERGED_BATCHES)
+        queue: asyncio.Queue[tuple[list[OutputChunk], int] | Exception | None] = asyncio.Queue(
+            MERGED_BATCHES
+        )
 
         async def pump(run: RequestRun) -> None:
             try:
@@ -187,7 +190,8 @@ class Generation:
                         await queue.put((batch, run.pass_on()))
                 await queue.put(None)
             except RequestFailed as error:
-                await queue.put(error.with_traceback(None))  # which refers to this queue, where others' errors stay
+                # which refers to this queue, where others' errors stay
+                await queue.put(error.with_traceback(None))
             except Exception as error:
                 await queue.put(error)
 
@@ -229,7 +233,8 @@ def _nothing() -> None:
 
 def _too_much_held() -> RequestFailed:
     message = (
-        "this router holds too much for its clients, and most for this request: read faster, ask for fewer tokens, "
+        "this router holds too much for its clients, and most for this request: read faster, ask "
+        "for fewer tokens, "
         "choices or log-probabilities, or raise router.max_held_bytes"
     )
     error = RequestFailed("unavailable", message)

@@ -128,7 +128,9 @@ class Legs:
         if before is not None:
             self._fleet.unexpect_leg(before)
 
-    def _submit(self, worker: WorkerState, phase: Phase, ticket: Ticket | None = None, overlap: bool = False) -> Leg:
+    def _submit(
+        self, worker: WorkerState, phase: Phase, ticket: Ticket | None = None, overlap: bool = False
+    ) -> Leg:
         make_command = partial(self._command, phase, ticket, overlap, self._record.starts())
         leg = self._open(worker, phase, make_command)
         self._timeline.submitted(leg.key.attempt, time.perf_counter())
@@ -146,12 +148,19 @@ class Legs:
         announced = self._open(worker, "decode", make_command)
         self._timeline.prepared(announced.key.attempt, time.perf_counter())
 
-    def _open(self, worker: WorkerState, phase: Phase, make_command: Callable[[RequestKey], Submit | Prepare]) -> Leg:
+    def _open(
+        self,
+        worker: WorkerState,
+        phase: Phase,
+        make_command: Callable[[RequestKey], Submit | Prepare],
+    ) -> Leg:
         attempt = self._record.open_leg()
         weight = self._weight(phase)
         note_sent(self._fleet.workers, worker, self._prompt, phase)
         self._timeline.opened(attempt, worker.worker_id, worker.role, phase)
-        leg = self._fleet.submit(worker, self._job.request_id, attempt, self._inbox, weight, make_command)
+        leg = self._fleet.submit(
+            worker, self._job.request_id, attempt, self._inbox, weight, make_command
+        )
         self.open.append(leg)
         return leg
 
@@ -162,7 +171,12 @@ class Legs:
         return prompt + sum(DECODE_WEIGHT + len(start.forced) for start in self._record.starts())
 
     def _command(
-        self, phase: Phase, ticket: Ticket | None, overlap: bool, starts: tuple[Start, ...], key: RequestKey
+        self,
+        phase: Phase,
+        ticket: Ticket | None,
+        overlap: bool,
+        starts: tuple[Start, ...],
+        key: RequestKey,
     ) -> Submit:
         sampling = self._job.sampling
         if self._record.is_scored:
@@ -183,7 +197,9 @@ class Legs:
         """cancel False: the worker has nothing left. A decode leg whose choices all ended there has
         nothing either."""
         ran_out = not leg.prepared and (self._record.finished or not leg.pending)
-        self._timeline.ended(leg.key.attempt, "finished" if ran_out else "cancelled", time.perf_counter())
+        self._timeline.ended(
+            leg.key.attempt, "finished" if ran_out else "cancelled", time.perf_counter()
+        )
         self.open.remove(leg)
         self._record.close_leg(leg.key.attempt)
         self._fleet.end(leg, cancel and (bool(leg.pending) or self.is_prefill(leg)))

@@ -1,8 +1,10 @@
-"""Prompts made into token ids: conversations rendered, texts tokenised, and one check of length for all of them.
+"""Prompts made into token ids: conversations rendered, texts tokenised, and one check of length for
+all of them.
 
 What is cheap happens at once. The rest happens in threads, in order of arrival, and little at a
 time, because tokenising takes 200 to 400 bytes of memory per character. A text that cannot fit is
-refused before it is tokenised as a whole. Knows no workers and no HTTP. Called by `router.request.service`.
+refused before it is tokenised as a whole. Knows no workers and no HTTP. Called by
+`router.request.service`.
 """
 
 import asyncio
@@ -36,7 +38,8 @@ LONGEST_PROBE = 65_536
 # A whole text may have this many tokens fewer than its prefix, which may end within a word.
 CUT_TOKENS = 512
 
-# A call of so few token ids keeps the integers that came: 32 bytes more for each, but the first token comes sooner.
+# A call of so few token ids keeps the integers that came: 32 bytes more for each, but the first
+# token comes sooner.
 FEW_IDS = 1024
 
 # A template takes 2 to 50 us per message.
@@ -54,7 +57,8 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class SharedIds:
-    """A prompt whose ids are shared and checked already (`Lengths.shared_ids`), against this size of the vocabulary."""
+    """A prompt whose ids are shared and checked already (`Lengths.shared_ids`), against this size
+    of the vocabulary."""
 
     ids: tuple[int, ...]
     vocab_size: int
@@ -68,8 +72,8 @@ Prompt = str | Sequence[int] | SharedIds
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """What a prompt's length may be. max_prompt_tokens: as in RouterConfig. longest_token: characters
-    that one token may stand for."""
+    """What a prompt's length may be. max_prompt_tokens: as in RouterConfig. longest_token:
+    characters that one token may stand for."""
 
     limits: Limits
     max_prompt_tokens: int | None
@@ -104,8 +108,8 @@ class Lengths:
             raise ApiError(message, param=named, code="context_length_exceeded")
 
     def shared_ids(self, ids: Sequence[int] | SharedIds, named: str) -> tuple[int, ...]:
-        """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError (400) when one is
-        outside the vocabulary."""
+        """The ids by integers that all prompts share: a token takes 8 bytes instead of 40. ApiError
+        (400) when one is outside the vocabulary."""
         vocab_size = self.limits.vocab_size
         if isinstance(ids, SharedIds):
             if ids.vocab_size <= vocab_size:
@@ -115,15 +119,17 @@ class Lengths:
         return tuple(map(_integers(vocab_size).__getitem__, ids))
 
     def own_ids(self, ids: Sequence[int], named: str) -> tuple[int, ...]:
-        """The ids by the integers that came. For few ids, since looking up a shared one takes 0.1 us. ApiError as in
-        `shared_ids`."""
+        """The ids by the integers that came. For few ids, since looking up a shared one takes 0.1
+        us. ApiError as in `shared_ids`."""
         self._check_ids(ids, named)
         return tuple(ids)
 
     def _check_ids(self, ids: Sequence[int], named: str) -> None:
         end = self.limits.vocab_size
         if ids and (min(ids) < 0 or max(ids) >= end):
-            raise ApiError(f"{named} holds token ids outside the vocabulary 0..{end - 1}", param=named)
+            raise ApiError(
+                f"{named} holds token ids outside the vocabulary 0..{end - 1}", param=named
+            )
 
 
 @lru_cache(maxsize=2)
@@ -157,7 +163,10 @@ class Prompts:
         if not messages:
             raise ApiError("messages is empty: send at least one message", param="messages")
         if len(messages) > MAX_MESSAGES:
-            message = f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out some"
+            message = (
+                f"messages must be at most {MAX_MESSAGES}, not {len(messages)}: join or leave out "
+                "some"
+            )
             raise ApiError(message, param="messages", code="too_many_messages")
         num_chars = sum(map(_num_chars, messages))
         self.lengths(limits).check_chars(num_chars, "messages")
@@ -166,7 +175,9 @@ class Prompts:
             is_short = len(messages) <= INLINE_MESSAGES and not tools and _is_short(messages)
             if is_short and all(map(_is_small, variables.values())):
                 return render(messages, add_generation_prompt, tools, **variables)
-            return await _run(self._long, render, messages, add_generation_prompt, tools, **variables)
+            return await _run(
+                self._long, render, messages, add_generation_prompt, tools, **variables
+            )
         except ValueError as error:
             raise ApiError(str(error), param="messages") from error
 
@@ -208,21 +219,33 @@ class Prompts:
         if not texts:
             return []
         if sum(map(_cost, texts)) <= INLINE_CHARS:
-            return [lengths.own_ids(ids, named) for ids in self._tokenizer.encode_batch(texts, add_special_tokens)]
+            return [
+                lengths.own_ids(ids, named)
+                for ids in self._tokenizer.encode_batch(texts, add_special_tokens)
+            ]
         encoded: list[tuple[int, ...]] = []
         for batch in _batches(texts):
             if sum(map(_cost, batch)) <= BATCH_CHARS:
-                encoded += await _run(self._short, self._encode, batch, add_special_tokens, lengths, named)
+                encoded += await _run(
+                    self._short, self._encode, batch, add_special_tokens, lengths, named
+                )
             else:
-                encoded += await _run(self._long, self._encode_long, batch[0], add_special_tokens, lengths, named)
+                encoded += await _run(
+                    self._long, self._encode_long, batch[0], add_special_tokens, lengths, named
+                )
         return encoded
 
     def _encode(
         self, texts: Sequence[str], add_special_tokens: bool, lengths: Lengths, named: str
     ) -> list[tuple[int, ...]]:
-        return [lengths.shared_ids(ids, named) for ids in self._tokenizer.encode_batch(texts, add_special_tokens)]
+        return [
+            lengths.shared_ids(ids, named)
+            for ids in self._tokenizer.encode_batch(texts, add_special_tokens)
+        ]
 
-    def _encode_long(self, text: str, add_special_tokens: bool, lengths: Lengths, named: str) -> list[tuple[int, ...]]:
+    def _encode_long(
+        self, text: str, add_special_tokens: bool, lengths: Lengths, named: str
+    ) -> list[tuple[int, ...]]:
         ids = _encode_within(self._tokenizer, text, add_special_tokens, lengths.max_tokens)
         if isinstance(ids, int):
             lengths.check(ids, named, "at least ")
@@ -230,7 +253,9 @@ class Prompts:
         return [lengths.shared_ids(ids, named)]
 
 
-def _encode_within(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int] | int:
+def _encode_within(
+    tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int
+) -> list[int] | int:
     """Token ids; for a text of more than `most` tokens a number above `most` instead, which it has
     at least. The tokens of a prefix say how long the next prefix must be to know."""
     end = min(max(LEAST_PROBE, PROBE_CHARS * most), LONGEST_PROBE)
@@ -269,7 +294,8 @@ def _num_chars(message: Any) -> int:
 
 
 def _is_short(messages: Sequence[Any]) -> bool:
-    """Whether all texts and items in them, keys too, are few enough for a template to show them at once."""
+    """Whether all texts and items in them, keys too, are few enough for a template to show them at
+    once."""
     left = INLINE_CHARS
     values = list(messages)
     while values and left >= 0:
@@ -286,19 +312,26 @@ def _is_short(messages: Sequence[Any]) -> bool:
 
 
 def _is_small(value: Any) -> bool:
-    return isinstance(value, bool | int | float | None) or (isinstance(value, str) and len(value) <= INLINE_CHARS)
+    return isinstance(value, bool | int | float | None) or (
+        isinstance(value, str) and len(value) <= INLINE_CHARS
+    )
 
 
-async def _run(threads: ThreadPoolExecutor, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+async def _run(
+    threads: ThreadPoolExecutor, work: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Do it in one of the threads, which take work in order. A cancelled caller leaves the queue;
     work that has begun keeps its thread until it is done."""
     return await asyncio.wrap_future(threads.submit(work, *args, **kwargs))
 
 
-def context_length_error(limit: int, num_prompt: int, num_generated: int, param: str, about: str = "") -> ApiError:
+def context_length_error(
+    limit: int, num_prompt: int, num_generated: int, param: str, about: str = ""
+) -> ApiError:
     """ApiError (400). about: stands before the prompt's length in the message."""
     message = (
-        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt and asks for "
+        f"a request may have {limit} tokens, but this one has {about}{num_prompt} in the prompt "
+        "and asks for "
         f"{num_generated}: shorten the prompt or lower max_tokens"
     )
     return ApiError(message, param=param, code="context_length_exceeded")

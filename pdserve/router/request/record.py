@@ -1,9 +1,9 @@
 """The request record: the only authority on which tokens a request has.
 
-Every Submit of the request (a leg) has its own number; what comes from a leg that is no longer live is dropped, the
-token at a position is the first one accepted for it, and what was accepted goes to the next leg as forced tokens.
-A prompt's log-probabilities are kept as they came, as msgpack.
-Pure bookkeeping: knows no workers, no text, no time. Owned by `router.request.request_run`.
+Every Submit of the request (a leg) has its own number; what comes from a leg that is no longer live
+is dropped, the token at a position is the first one accepted for it, and what was accepted goes to
+the next leg as forced tokens. A prompt's log-probabilities are kept as they came, as msgpack. Pure
+bookkeeping: knows no workers, no text, no time. Owned by `router.request.request_run`.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,8 @@ from pdserve.protocol.request_key import FinishReason
 
 
 class LegError(Exception):
-    """A leg said something that cannot follow what it said before (a lost message): it has failed."""
+    """A leg said something that cannot follow what it said before (a lost message): it has
+    failed."""
 
 
 @dataclass(slots=True)
@@ -73,14 +74,20 @@ class RequestRecord:
     @property
     def num_tokens_longest(self) -> int:
         """Tokens of the longest choice that is not finished; 0 when all are."""
-        return max((len(choice.tokens) for choice in self.choices if choice.finish_reason is None), default=0)
+        return max(
+            (len(choice.tokens) for choice in self.choices if choice.finish_reason is None),
+            default=0,
+        )
 
     def starts(self) -> tuple[Start, ...]:
         """The unfinished choices, each with its accepted tokens."""
-        return tuple(Start(i, tuple(c.tokens)) for i, c in enumerate(self.choices) if c.finish_reason is None)
+        return tuple(
+            Start(i, tuple(c.tokens)) for i, c in enumerate(self.choices) if c.finish_reason is None
+        )
 
     def accept(self, delta: Delta) -> Accepted | None:
-        """Take what is new in it; None when it is stale or brings nothing. LegError when it contradicts its leg."""
+        """Take what is new in it; None when it is stale or brings nothing. LegError when it
+        contradicts its leg."""
         if delta.attempt not in self._live:
             return None
         if not 0 <= delta.choice < len(self.choices):
@@ -90,14 +97,23 @@ class RequestRecord:
         if choice.finish_reason is not None:
             return None
         if known < 0:
-            raise LegError(f"choice {delta.choice}: position {delta.position} follows {len(choice.tokens)} tokens")
+            raise LegError(
+                f"choice {delta.choice}: position {delta.position} follows {len(choice.tokens)} "
+                "tokens"
+            )
         if delta.finish_reason is not None and len(delta.token_ids) < known:
-            raise LegError(f"choice {delta.choice}: finished at an earlier position than its accepted tokens")
+            raise LegError(
+                f"choice {delta.choice}: finished at an earlier position than its accepted tokens"
+            )
         tokens = delta.token_ids[known:]
         if not tokens and delta.finish_reason is None:
             return None
         accepted = Accepted(
-            delta.choice, tokens, self._logprobs_of(delta, known), delta.finish_reason, delta.stop_reason
+            delta.choice,
+            tokens,
+            self._logprobs_of(delta, known),
+            delta.finish_reason,
+            delta.stop_reason,
         )
         choice.tokens += tokens
         if delta.finish_reason is not None:
@@ -116,8 +132,8 @@ class RequestRecord:
         self._finish(record, "stop", stop_string)
 
     def score(self, scored: PackedScores) -> None:
-        """Take the prompt's cached tokens (the first report counts) and its log-probabilities, which may come in
-        parts."""
+        """Take the prompt's cached tokens (the first report counts) and its log-probabilities,
+        which may come in parts."""
         if scored.attempt not in self._live:
             return
         if self.cached_tokens is None:
@@ -128,23 +144,29 @@ class RequestRecord:
             self.forget_scores()
             self._num_scored = 0
         if scored.start != self._num_scored:
-            raise LegError(f"prompt log-probabilities from {scored.start} follow {self._num_scored}")
+            raise LegError(
+                f"prompt log-probabilities from {scored.start} follow {self._num_scored}"
+            )
         self._scores.append(scored)
         self._num_scored += scored.num_tokens
         self.num_score_bytes += scored.num_bytes
         self.is_scored = scored.final
 
     def prompt_logprobs(self) -> Iterator[TokenLogprob | None] | None:
-        """One a prompt token (the first is None), made as far as somebody iterates, an event's in a millisecond or two.
-        None before all are here."""
-        return chain.from_iterable(map(PackedScores.entries, self._scores)) if self.is_scored else None
+        """One a prompt token (the first is None), made as far as somebody iterates, an event's in a
+        millisecond or two. None before all are here."""
+        return (
+            chain.from_iterable(map(PackedScores.entries, self._scores)) if self.is_scored else None
+        )
 
     def forget_scores(self) -> None:
         """Nobody needs the prompt's log-probabilities any more."""
         self._scores = []
         self.num_score_bytes = 0
 
-    def _finish(self, choice: ChoiceRecord, reason: FinishReason, stop_reason: int | str | None) -> None:
+    def _finish(
+        self, choice: ChoiceRecord, reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
         self._num_unfinished -= choice.finish_reason is None
         choice.finish_reason = reason
         choice.stop_reason = stop_reason
@@ -153,5 +175,7 @@ class RequestRecord:
         if not self._wants_logprobs:
             return ()
         if delta.logprobs is None or len(delta.logprobs) != len(delta.token_ids):
-            raise LegError(f"choice {delta.choice}: logprobs were asked for, but not one a token came")
+            raise LegError(
+                f"choice {delta.choice}: logprobs were asked for, but not one a token came"
+            )
         return delta.logprobs[known:]

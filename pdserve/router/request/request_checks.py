@@ -12,8 +12,10 @@ from pdserve.router.request.prompts import context_length_error
 
 # far above what anyone needs; without them one body could keep the event loop busy for minutes
 MAX_CHOICES = 8192
-MAX_EDITS = 1 << 20  # entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
-MAX_SCORES = 1 << 19  # log-probabilities of prompt tokens in an answer: each takes 13 bytes here, 50 to 70 in JSON
+# entries of logit_bias and stop_token_ids, times choices: each has its own copy at a worker
+MAX_EDITS = 1 << 20
+# log-probabilities of prompt tokens in an answer: each takes 13 bytes here, 50 to 70 in JSON
+MAX_SCORES = 1 << 19
 MAX_SALT_CHARS = 256
 MAX_SESSION_CHARS = 256
 MAX_PRIORITY = 2**31 - 1  # and as far below zero
@@ -22,14 +24,21 @@ MAX_PRIORITY = 2**31 - 1  # and as far below zero
 def check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
     """Raises ApiError (400) when one of them is out of its range or too long."""
     if abs(priority) > MAX_PRIORITY:
-        message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, the lowest runs first, not {priority}"
+        message = (
+            f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, the lowest runs first, not "
+            f"{priority}"
+        )
         raise ApiError(message, param="priority")
     if len(cache_salt) > MAX_SALT_CHARS:
-        message = f"cache_salt must have at most {MAX_SALT_CHARS} characters, not {len(cache_salt)}: send a hash of it"
+        message = (
+            f"cache_salt must have at most {MAX_SALT_CHARS} characters, not {len(cache_salt)}: "
+            "send a hash of it"
+        )
         raise ApiError(message, param="cache_salt")
     if len(session_id) > MAX_SESSION_CHARS:
         message = (
-            f"x-session-id: a session's id must have at most {MAX_SESSION_CHARS} characters, not {len(session_id)}: "
+            f"x-session-id: a session's id must have at most {MAX_SESSION_CHARS} characters, not "
+            f"{len(session_id)}: "
             "send a hash of it"
         )
         raise ApiError(message, param="x-session-id")
@@ -43,7 +52,8 @@ def check_scores(sampling: SamplingParams, num_tokens: int) -> None:
     count = num_tokens * sampling.n * (sampling.prompt_logprobs + 1)
     if count > MAX_SCORES:
         message = (
-            f"prompt_logprobs (or logprobs with echo): {count} log-probabilities of prompt tokens, more than "
+            f"prompt_logprobs (or logprobs with echo): {count} log-probabilities of prompt tokens, "
+            "more than "
             f"{MAX_SCORES} (tokens x choices x alternatives): ask for fewer, or of shorter prompts"
         )
         raise ApiError(message, param="prompt_logprobs")
@@ -60,11 +70,15 @@ def check_room(sampling: SamplingParams, open_ended: bool, num_prompt: int, limi
 def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> None:
     """Raises ApiError (400) when n choices of each prompt are more than this router takes."""
     if n > config.max_n:
-        message = f"n must be at most {config.max_n}, not {n}: ask for fewer choices, or raise router.max_n"
+        message = (
+            f"n must be at most {config.max_n}, not {n}: ask for fewer choices, or raise "
+            "router.max_n"
+        )
         raise ApiError(message, param="n")
     if n * num_prompts > MAX_CHOICES:
         message = (
-            f"n ({n}) times the number of prompts ({num_prompts}) must be at most {MAX_CHOICES}: spread them over "
+            f"n ({n}) times the number of prompts ({num_prompts}) must be at most {MAX_CHOICES}: "
+            "spread them over "
             "several requests"
         )
         raise ApiError(message, param="n" if num_prompts == 1 else "prompt")
@@ -79,14 +93,17 @@ def check_sampling(config: RouterConfig, sampling: SamplingParams, num_prompts: 
     if num_ids * num_choices > MAX_EDITS:
         name = "logit_bias" if len(bias) > len(sampling.stop_token_ids) else "stop_token_ids"
         message = (
-            f"{name}: logit_bias and stop_token_ids hold {num_ids} ids for each of {num_choices} choices, and may "
-            f"hold {MAX_EDITS} for all of them: send fewer ids, or spread the choices over several requests"
+            f"{name}: logit_bias and stop_token_ids hold {num_ids} ids for each of {num_choices} "
+            "choices, and may "
+            f"hold {MAX_EDITS} for all of them: send fewer ids, or spread the choices over several "
+            "requests"
         )
         raise ApiError(message, param=name)
     for name in ("logprobs", "prompt_logprobs"):
         value = getattr(sampling, name)
         if value is not None and value > config.max_logprobs:
             message = (
-                f"{name} ({value}) must not exceed {config.max_logprobs}: ask for fewer, or raise router.max_logprobs"
+                f"{name} ({value}) must not exceed {config.max_logprobs}: ask for fewer, or raise "
+                "router.max_logprobs"
             )
             raise ApiError(message, param=name)

@@ -85,4 +85,8 @@ class RequestClock:
     def _means(self) -> list[float]:
         """Seconds a token behind the first, of each choice that has one."""
         timed = zip(self._first, self._last, self._counts, strict=True)
-        return [(last - first) / (count - 1) for first, last, count in timed if first is not None and count > 1]
+        return [
+            (last - first) / (count - 1)
+            for first, last, count in timed
+            if first is not None and count > 1
+        ]

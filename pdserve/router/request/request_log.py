@@ -1,10 +1,10 @@
-"""The log lines about requests: one for each prompt that ended and each call that was refused, and what else is said of
-a request, all with its id.
+"""The log lines about requests: one for each prompt that ended and each call that was refused, and
+what else is said of a request, all with its id.
 
-The id is a field `request_id` of the record, so that structured logs have it apart from the message; the record's other
-fields are the line's figures. No prompt, no text of an answer, no key and no message that may repeat one is in them.
-Knows no handlers: `cluster.deployments.logs` says where lines go and in which form. Called by
-`router.request.run_report` and `router.http.app`.
+The id is a field `request_id` of the record, so that structured logs have it apart from the
+message; the record's other fields are the line's figures. No prompt, no text of an answer, no key
+and no message that may repeat one is in them. Knows no handlers: `cluster.deployments.logs` says
+where lines go and in which form. Called by `router.request.run_report` and `router.http.app`.
 """
 
 import logging
@@ -21,9 +21,12 @@ from pdserve.router.times import rounded
 logger = logging.getLogger("pdserve.requests")
 
 
-def log_of(to: logging.Logger, level: int, request_id: str, message: str, *args: object, **options: Any) -> None:
-    """A line about a request; options: of `Logger.log`, where `extra` gives further fields. Written in a context of its
-    own: a server around this router (Serve) may put the id of its context over ours."""
+def log_of(
+    to: logging.Logger, level: int, request_id: str, message: str, *args: object, **options: Any
+) -> None:
+    """A line about a request; options: of `Logger.log`, where `extra` gives further fields. Written
+    in a context of its own: a server around this router (Serve) may put the id of its context over
+    ours."""
     if to.isEnabledFor(level):
         options["extra"] = {"request_id": request_id} | (options.get("extra") or {})
         Context().run(partial(to.log, level, message, *args, stacklevel=2, **options))
@@ -40,9 +43,11 @@ class RequestLog:
     def wanted(self) -> bool:
         return self._config.requests and logger.isEnabledFor(logging.INFO)
 
-    def ended(self, report: PromptTimeline, finish_reasons: Sequence[str | None], tpot_s: float | None) -> None:
-        """A prompt came to its end, whatever that was. finish_reasons: of its choices; None: it has none. tpot_s: mean
-        over its choices."""
+    def ended(
+        self, report: PromptTimeline, finish_reasons: Sequence[str | None], tpot_s: float | None
+    ) -> None:
+        """A prompt came to its end, whatever that was. finish_reasons: of its choices; None: it has
+        none. tpot_s: mean over its choices."""
         prefill = _last(report.legs, "prefill")
         decode = _last(report.legs, "decode", "full")
         first_s = report.first_token_s
@@ -65,19 +70,28 @@ class RequestLog:
             "attempts": len(report.legs),
             "failovers": report.failovers,
         }
-        self._write(report.request_id, f"request {report.request_id} ended: {report.outcome}", fields)
+        self._write(
+            report.request_id, f"request {report.request_id} ended: {report.outcome}", fields
+        )
 
     def refused(self, request_id: str, error: ApiError) -> None:
         """A call was answered with an error before it was a prompt that could end."""
         if self.wanted:
-            fields = {"model": self._model, "outcome": "refused", "status": error.status, "reason": error.reason}
+            fields = {
+                "model": self._model,
+                "outcome": "refused",
+                "status": error.status,
+                "reason": error.reason,
+            }
             if error.retry_after is not None:
                 fields["retry_after_s"] = error.retry_after
             self._write(request_id, f"request {request_id} refused", {**fields, **error.figures})
 
     def _write(self, request_id: str, message: str, fields: Mapping[str, object]) -> None:
         if self._config.format == "text":
-            message += " " + " ".join(f"{name}={_plain(value)}" for name, value in fields.items() if name != "outcome")
+            message += " " + " ".join(
+                f"{name}={_plain(value)}" for name, value in fields.items() if name != "outcome"
+            )
         log_of(logger, logging.INFO, request_id, "%s", message, extra=fields)
 
 

@@ -45,7 +45,9 @@ class _LegFailed(Exception):
 
 
 class RequestRun:
-    def __init__(self, dispatcher: Dispatcher, job: Job, seat: Seat, account: Account | None = None) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, job: Job, seat: Seat, account: Account | None = None
+    ) -> None:
         """account: where tokens count that wait for a reader who is slow."""
         self._shared = dispatcher
         self._job = job
@@ -83,7 +85,8 @@ class RequestRun:
                 if chunks:
                     yield chunks
                     if self._inbox:
-                        await asyncio.sleep(0)  # the reader was slow: others have a turn before the rest
+                        # the reader was slow: others have a turn before the rest
+                        await asyncio.sleep(0)
                 if failure is not None and not self.record.finished:
                     progressed = self.record.num_tokens > accepted_before
                     failures = (0 if progressed else failures) + (failure.reason != "drained")
@@ -155,7 +158,13 @@ class RequestRun:
         num_tokens = num_prompt + wanted
         resumed = self.record.num_tokens > 0
         return Demand(
-            num_prompt, num_tokens, resumed, frozenset(excluded), self._fingerprint, self._prompt, self._job.session_id
+            num_prompt,
+            num_tokens,
+            resumed,
+            frozenset(excluded),
+            self._fingerprint,
+            self._prompt,
+            self._job.session_id,
         )
 
     def _begin(self, assignment: Assignment) -> None:
@@ -171,7 +180,11 @@ class RequestRun:
         say of one choice becomes one OutputChunk."""
         chunks: dict[int, OutputChunk] = {}
         for _ in range(DRAINED_EVENTS):
-            if not self._inbox or self.record.finished or self._inbox.num_taken_bytes >= DRAINED_BYTES:
+            if (
+                not self._inbox
+                or self.record.finished
+                or self._inbox.num_taken_bytes >= DRAINED_BYTES
+            ):
                 break
             leg, event = self._inbox.pop()
             try:
@@ -179,7 +192,9 @@ class RequestRun:
                     self._handle(leg, event, chunks)
             except LegError as error:
                 self._timeline.ended(leg.key.attempt, "lost", time.perf_counter(), str(error))
-                return list(chunks.values()), _LegFailed(leg.worker, "internal", "protocol", str(error))
+                return list(chunks.values()), _LegFailed(
+                    leg.worker, "internal", "protocol", str(error)
+                )
             except _LegFailed as failure:
                 return list(chunks.values()), failure
         return list(chunks.values()), None
@@ -239,7 +254,9 @@ class RequestRun:
         if assignment.decode in workers and assignment.decode.is_connected_to(prefill_leg.worker):
             return assignment.decode
         try:
-            return self._shared.chooser.choose_decode(workers, self._demand(self._excluded), prefill_leg.worker)
+            return self._shared.chooser.choose_decode(
+                workers, self._demand(self._excluded), prefill_leg.worker
+            )
         except NoWorker as error:
             raise _LegFailed(prefill_leg.worker, "internal", "lost", str(error)) from error
 
@@ -259,7 +276,9 @@ class RequestRun:
         self._timeline.ended(leg.key.attempt, "lost", time.perf_counter(), reason)
         self._legs.end_early(leg, cancel=False)
         if leg.handed_off or leg.prepared:
-            return  # the decode worker notices by itself, and recomputes; another one is found at the hand-off
+            # the decode worker notices by itself, and recomputes; another one is found at the
+            # hand-off
+            return
         if isinstance(event, Lost):
             what = "its worker was lost" if event.cause == "lost" else "its worker was drained"
             raise _LegFailed(leg.worker, "unavailable", event.cause, f"{what} ({event.reason})")
@@ -295,13 +314,19 @@ class RequestRun:
         is lost and no other has more room than the choice has tokens, it has reached its length."""
         sampling = self._job.sampling
         workers = self._shared.fleet.decode_workers
-        limits = [worker.token_limit for worker in workers if worker.hello.model_fingerprint == self._fingerprint]
+        limits = [
+            worker.token_limit
+            for worker in workers
+            if worker.hello.model_fingerprint == self._fingerprint
+        ]
         if not self._job.open_ended or not limits:
             return []
         room = max(limits) - self._prompt.num_tokens
         chunks: dict[int, OutputChunk] = {}
         for choice, record in enumerate(self.record.choices):
-            if record.finish_reason is None and len(record.tokens) >= max(room, sampling.min_tokens, 1):
+            if record.finish_reason is None and len(record.tokens) >= max(
+                room, sampling.min_tokens, 1
+            ):
                 self._texts.show(self.record.fill(choice), chunks)
         return list(chunks.values())
 

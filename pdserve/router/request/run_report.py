@@ -69,7 +69,9 @@ class RunReport:
             total_s = time.perf_counter() - self._job.received
             self._shared.metrics.e2e.observe(total_s)
             if alone:
-                self._shared.metrics.took(total_s, self._admission_s, timeline.times, timeline.complete)
+                self._shared.metrics.took(
+                    total_s, self._admission_s, timeline.times, timeline.complete
+                )
 
     def judge(self, outcome: str) -> None:
         """The run has ended: count whether it met the SLO."""
@@ -77,7 +79,9 @@ class RunReport:
         assert clock.ended is not None
         first_s = None if clock.first_token_s is None else self._admission_s + clock.first_token_s
         elapsed_s = clock.ended - self._job.received
-        self._shared.goodput.ended(outcome, elapsed_s, first_s, clock.worst_tpot_s, self._record.num_tokens)
+        self._shared.goodput.ended(
+            outcome, elapsed_s, first_s, clock.worst_tpot_s, self._record.num_tokens
+        )
 
     def log(self) -> None:
         """The run has ended: write its lines, to those logs that want them."""

@@ -72,7 +72,8 @@ class Service:
         self.metrics.held_bytes.set_function(lambda: self.held.num_bytes)
         self.prompts = Prompts(tokenizer, config.max_prompt_tokens, self.pacer)
         chooser = Chooser(config.split_min_tokens, config.policy, config.split)
-        self._scout = Chooser(config.split_min_tokens, config.policy, config.split)  # what it picks takes nobody's turn
+        # what it picks takes nobody's turn
+        self._scout = Chooser(config.split_min_tokens, config.policy, config.split)
         slo = slo or SloConfig()
         self.admission = Admission(config.max_concurrent_prompts, config.max_queued_tokens, slo)
         self.metrics.caution.set_function(lambda: self.admission.caution)
@@ -80,7 +81,15 @@ class Service:
         self._goodput = Goodput(slo, self.metrics.registry)
         self.request_log = RequestLog(model_name, logs or LogConfig())
         self._dispatcher = Dispatcher(
-            fleet, chooser, tokenizer, config, self.metrics, self._goodput, self.request_log, self.pacer, resume_wait_s
+            fleet,
+            chooser,
+            tokenizer,
+            config,
+            self.metrics,
+            self._goodput,
+            self.request_log,
+            self.pacer,
+            resume_wait_s,
         )
         self._numbers = itertools.count()
 
@@ -136,7 +145,10 @@ class Service:
         except ValueError as error:
             raise value_error(error, SamplingParams.__struct_fields__) from error
         if not prompts:
-            raise ApiError("prompt is empty: send a text, a list of token ids, or a list of these", param="prompt")
+            raise ApiError(
+                "prompt is empty: send a text, a list of token ids, or a list of these",
+                param="prompt",
+            )
         with self._goodput.refusals(len(prompts)):
             seats = self.admission.enter(len(prompts))
             try:
@@ -211,7 +223,9 @@ class Service:
                 message = f"chat_template_kwargs must not set {name!r}: the server sets it"
                 raise ApiError(message, param="chat_template_kwargs")
         with self._goodput.refusals(1), self.admission.preparing():
-            return await self.prompts.render(messages, add_generation_prompt, tools, variables, self.limits())
+            return await self.prompts.render(
+                messages, add_generation_prompt, tools, variables, self.limits()
+            )
 
     def _check_lateness(self, run: RequestRun, priority: int, received: float) -> Forecast | None:
         """The forecast, if there can be one. ApiError (429) when the first token would come too
@@ -220,7 +234,9 @@ class Service:
         if not admission.foresees:
             return None
         try:
-            forecast = run.forecast(self._scout, admission.share_ahead(priority), admission.unsent_tokens)
+            forecast = run.forecast(
+                self._scout, admission.share_ahead(priority), admission.unsent_tokens
+            )
         except NoWorker:
             return None  # its run will say so
         if forecast is not None:

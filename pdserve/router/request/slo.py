@@ -23,19 +23,32 @@ class Goodput:
     def __init__(self, slo: SloConfig, registry: CollectorRegistry) -> None:
         self._slo = slo
         self._requests = Counter(
-            "pdserve_router_slo_requests", "Prompts by the SLO targets they missed.", ["missed"], registry=registry
+            "pdserve_router_slo_requests",
+            "Prompts by the SLO targets they missed.",
+            ["missed"],
+            registry=registry,
         )
-        self._tokens = Counter("pdserve_router_slo_tokens", "Their generated tokens.", ["missed"], registry=registry)
-        targets = Gauge("pdserve_router_slo_target_seconds", "What is promised.", ["target"], registry=registry)
+        self._tokens = Counter(
+            "pdserve_router_slo_tokens", "Their generated tokens.", ["missed"], registry=registry
+        )
+        targets = Gauge(
+            "pdserve_router_slo_target_seconds", "What is promised.", ["target"], registry=registry
+        )
         for name, target_ms in (("ttft", slo.ttft_ms), ("tpot", slo.tpot_ms)):
             if target_ms is not None:
                 targets.labels(name).set(target_ms / 1000)
 
     def ended(
-        self, outcome: str, elapsed_s: float, ttft_s: float | None, tpot_s: float | None, num_tokens: int
+        self,
+        outcome: str,
+        elapsed_s: float,
+        ttft_s: float | None,
+        tpot_s: float | None,
+        num_tokens: int,
     ) -> None:
-        """outcome: "ok", "cancelled" (by its client), or how it failed. elapsed_s: since the request came. ttft_s: to
-        the first token of any choice, None without one. tpot_s: of the slowest choice, None when none has two tokens.
+        """outcome: "ok", "cancelled" (by its client), or how it failed. elapsed_s: since the
+        request came. ttft_s: to the first token of any choice, None without one. tpot_s: of the
+        slowest choice, None when none has two tokens.
         """
         if not self._is_promised:
             return
@@ -63,7 +76,11 @@ class Goodput:
 
     def _missed(self, ttft_s: float, tpot_s: float | None) -> str:
         late = self._slo.ttft_ms is not None and 1000 * ttft_s > self._slo.ttft_ms
-        slow = self._slo.tpot_ms is not None and tpot_s is not None and 1000 * tpot_s > self._slo.tpot_ms
+        slow = (
+            self._slo.tpot_ms is not None
+            and tpot_s is not None
+            and 1000 * tpot_s > self._slo.tpot_ms
+        )
         if late:
             return "both" if slow else "ttft"
         return "tpot" if slow else "none"

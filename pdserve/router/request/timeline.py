@@ -1,8 +1,10 @@
-"""Where the time and the bytes of one prompt went: what was heard of its legs, and the report that is made of it.
+"""Where the time and the bytes of one prompt went: what was heard of its legs, and the report that
+is made of it.
 
 Pure bookkeeping, a few entries a leg and none a token: knows no workers and no metrics. Kept by
-`router.request.request_run`; `router.metrics` and the report read the same entries. All times are seconds of
-perf_counter(), or lengths; what workers say of theirs (LegTimes, Arrived) are lengths by their own clocks.
+`router.request.request_run`; `router.metrics` and the report read the same entries. All times are
+seconds of perf_counter(), or lengths; what workers say of theirs (LegTimes, Arrived) are lengths by
+their own clocks.
 """
 
 from dataclasses import dataclass, field
@@ -18,10 +20,12 @@ End = Literal["finished", "handed over", "cancelled", "lost"]
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of how a leg's worker came by the prompt's KV; see `protocol.Arrived`, whose fields these are.
+    """One event of how a leg's worker came by the prompt's KV; see `protocol.Arrived`, whose fields
+    these are.
 
-    transfer_s: of seconds, what was not waiting for blocks. read_s: how long reads of it were under way, also before
-    the Submit; gb_per_s: bytes over that, in 10^9 a second (None: nothing was read). lag_s: None but for "p2p".
+    transfer_s: of seconds, what was not waiting for blocks. read_s: how long reads of it were under
+    way, also before the Submit; gb_per_s: bytes over that, in 10^9 a second (None: nothing was
+    read). lag_s: None but for "p2p".
     """
 
     source: str
@@ -43,9 +47,10 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True):
 class LegReport(msgspec.Struct, frozen=True, kw_only=True):
     """One Submit. prepared_s, submitted_s, ended_s: since admission; None: did not happen (yet).
 
-    end: "finished" (all its choices have ended), "handed over" (the decode worker needs it no longer), "cancelled" or
-    "lost" (reason says why), or None while it runs. queue_s to device_s: LegTimes, as its worker told last (None: it
-    never did); queue_s holds the wait for blocks and transfer. complete: these are up to the leg's end.
+    end: "finished" (all its choices have ended), "handed over" (the decode worker needs it no
+    longer), "cancelled" or "lost" (reason says why), or None while it runs. queue_s to device_s:
+    LegTimes, as its worker told last (None: it never did); queue_s holds the wait for blocks and
+    transfer. complete: these are up to the leg's end.
     """
 
     attempt: int
@@ -66,12 +71,13 @@ class LegReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PromptTimeline(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt. admission_s: from the call until the prompt was checked and tokenised; all other times count from
-    there. outcome: "ok", "cancelled", or the kind of its failure; None while it runs.
+    """One prompt. admission_s: from the call until the prompt was checked and tokenised; all other
+    times count from there. outcome: "ok", "cancelled", or the kind of its failure; None while it
+    runs.
 
-    total_s: to the last token here, of which workers have told queue, prefill and decode of all legs; the rest is
-    transport_s (messages both ways, this event loop, text, the client's own pace), or unreported_s when some worker did
-    not tell all of its time: the other one is None.
+    total_s: to the last token here, of which workers have told queue, prefill and decode of all
+    legs; the rest is transport_s (messages both ways, this event loop, text, the client's own
+    pace), or unreported_s when some worker did not tell all of its time: the other one is None.
     """
 
     request_id: str
@@ -158,7 +164,9 @@ class Timeline:
     @property
     def is_troubled(self) -> bool:
         """Whether a worker or a pull failed."""
-        return self.failovers > 0 or any(e.source == "recompute" for leg in self._legs.values() for e in leg.arrivals)
+        return self.failovers > 0 or any(
+            e.source == "recompute" for leg in self._legs.values() for e in leg.arrivals
+        )
 
     def legs(self, admitted: float) -> list[LegReport]:
         """admitted: perf_counter() of what their times count from."""
@@ -192,7 +200,9 @@ def _leg_report(attempt: int, leg: _Leg, admitted: float) -> LegReport:
 def _times(told: LegTimes | None) -> tuple[float | None, ...]:
     if told is None:
         return None, None, None, None
-    return tuple(rounded(seconds) for seconds in (told.queue_s, told.prefill_s, told.decode_s, told.device_s))
+    return tuple(
+        rounded(seconds) for seconds in (told.queue_s, told.prefill_s, told.decode_s, told.device_s)
+    )
 
 
 def _kv_source(event: Arrived) -> KVSource:
@@ -208,7 +218,9 @@ def _kv_source(event: Arrived) -> KVSource:
         transfer_s=rounded(event.seconds - event.wait_s),
         read_s=rounded(event.read_s),
         lag_s=rounded(event.lag_s) if event.source == "p2p" else None,
-        gb_per_s=round(event.num_bytes / event.read_s / 1e9, 3) if event.num_bytes and event.read_s else None,
+        gb_per_s=round(event.num_bytes / event.read_s / 1e9, 3)
+        if event.num_bytes and event.read_s
+        else None,
         reason=event.reason,
         detail=event.detail,
     )

@@ -35,7 +35,10 @@ class Flights:
     """
 
     def __init__(
-        self, agent: TransferAgent, is_draining: Callable[[], bool], lost: Callable[[TransferError], None]
+        self,
+        agent: TransferAgent,
+        is_draining: Callable[[], bool],
+        lost: Callable[[TransferError], None],
     ) -> None:
         self._agent = agent
         self._is_draining = is_draining
@@ -50,7 +53,9 @@ class Flights:
         """Monotonic time at which the youngest flight began; there must be one."""
         return self._flights[-1].posted
 
-    def post(self, handle: Handle, done: Callable[[], None], prepared: tuple[Any, ...] = ()) -> None:
+    def post(
+        self, handle: Handle, done: Callable[[], None], prepared: tuple[Any, ...] = ()
+    ) -> None:
         """Start a read; `done` may be called before this returns. prepared: released when it
         ended."""
         release: list[Callable[[], None]] = [partial(self._agent.release, handle)]
@@ -60,7 +65,8 @@ class Flights:
         try:
             ended = self._agent.post(handle)
         except TransferError as error:
-            self._lost(error)  # some of it may be under way: the flight stays until `check` ends it too
+            # some of it may be under way: the flight stays until `check` ends it too
+            self._lost(error)
             return
         if ended:
             self._end(flight)

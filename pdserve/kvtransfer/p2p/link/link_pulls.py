@@ -89,7 +89,9 @@ class LinkPulls:
     @property
     def are_given_up(self) -> bool:
         """Reads may be under way that nobody waits for."""
-        return any(p.reported for p in self._pulls.values()) or any(p.pull.reported for p in self._staged)
+        return any(p.reported for p in self._pulls.values()) or any(
+            p.pull.reported for p in self._staged
+        )
 
     def begin(self, pull: Pull) -> None:
         self._pulls[pull.pull_id] = pull
@@ -160,7 +162,12 @@ class LinkPulls:
 
     def _next_piece(self, pull: Pull) -> Piece | None:
         ticket = pull.ticket
-        if not self._link.is_connected or pull.reported or ticket is None or not self._reread(pull, ticket):
+        if (
+            not self._link.is_connected
+            or pull.reported
+            or ticket is None
+            or not self._reread(pull, ticket)
+        ):
             return None
         staging = self._link.connection.staging
         first = pull.posted
@@ -189,7 +196,9 @@ class LinkPulls:
         if stale.is_named_by(ticket):
             if pull.is_complete:
                 blocks = f"{stale.first} to {stale.last - 1}"
-                self._fail(pull, "stale-generation", f"of the prompt's blocks {blocks} some were reused")
+                self._fail(
+                    pull, "stale-generation", f"of the prompt's blocks {blocks} some were reused"
+                )
             return False
         pull.posted = stale.first
         pull.pieces.clear()
@@ -206,7 +215,9 @@ class LinkPulls:
         handles: list[Handle] = []
         try:
             for source in connection.sources:
-                handles.append(self._agent.make_read(source.local, local_ids, source.remote, remote_ids))
+                handles.append(
+                    self._agent.make_read(source.local, local_ids, source.remote, remote_ids)
+                )
         except TransferError as error:
             release_all([partial(self._agent.release, handle) for handle in handles])
             if piece.ring_blocks is not None:
@@ -216,7 +227,9 @@ class LinkPulls:
         piece.reads = len(handles)
         for index, handle in enumerate(handles):
             if not self._link.is_connected:  # lost in the post of one before
-                release_all([partial(self._agent.release, unposted) for unposted in handles[index:]])
+                release_all(
+                    [partial(self._agent.release, unposted) for unposted in handles[index:]]
+                )
                 return
             self._flights.post(handle, lambda: self._data_done(piece))
 
@@ -297,7 +310,9 @@ class LinkPulls:
         settled = not pull.is_written
         if settled:
             del self._pulls[pull.pull_id]
-        self._link.emit(PullFailed(pull.pull_id, reason, detail, settled, pull.num_verified, pull.is_complete))
+        self._link.emit(
+            PullFailed(pull.pull_id, reason, detail, settled, pull.num_verified, pull.is_complete)
+        )
 
     def _settle(self, pull: Pull) -> None:
         del self._pulls[pull.pull_id]

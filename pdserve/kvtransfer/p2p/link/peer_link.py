@@ -83,7 +83,9 @@ class PeerLink:
     pulls: those of this link; for the link's thread, and for tests that look on.
     """
 
-    def __init__(self, agent: TransferAgent, own: OwnKVCache, owner: Owner, meta: KVCacheMeta) -> None:
+    def __init__(
+        self, agent: TransferAgent, own: OwnKVCache, owner: Owner, meta: KVCacheMeta
+    ) -> None:
         self.meta = meta
         self.status: PeerStatus | None = None
         self._agent = agent
@@ -138,13 +140,16 @@ class PeerLink:
     # The link's thread, from here on.
 
     def _run(self) -> None:
-        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)  # of this thread: its sleeps end 50 us late without
+        # of this thread: its sleeps end 50 us late without
+        ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
         if self._own.kv_cache.is_cuda:
             # UCX needs the KV cache's context current where it is called
             torch.cuda.set_device(self._own.kv_cache.device)
         try:
             self._turn()
-            while not (self._leaving and self._state is LinkState.IDLE and self._owner.retire(self)):
+            while not (
+                self._leaving and self._state is LinkState.IDLE and self._owner.retire(self)
+            ):
                 self._wait()
                 self._turn()
         except Exception as error:  # a bug here must not leave pulls without an answer
@@ -171,7 +176,9 @@ class PeerLink:
             deadline = self.pulls.next_deadline
             with self._changed:
                 if not self._commands:
-                    self._changed.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+                    self._changed.wait(
+                        None if deadline is None else max(0.0, deadline - time.monotonic())
+                    )
             return
         age = time.monotonic() - self._flights.last_began
         sleep = min(max(age * SLEEP_SHARE, MIN_SLEEP_S), MAX_SLEEP_S)
@@ -186,7 +193,9 @@ class PeerLink:
         is_open = self._state in (LinkState.CONNECTED, LinkState.PROBING) or self._reconnect
         self.pulls.begin(pull)
         if not is_open:
-            self.pulls.end(pull.pull_id, "not-connected", f"{self.meta.engine_id} is {self._state.value}")
+            self.pulls.end(
+                pull.pull_id, "not-connected", f"{self.meta.engine_id} is {self._state.value}"
+            )
 
     # Connecting and losing.
 
@@ -215,7 +224,9 @@ class PeerLink:
         self._report(connected=True, transport=transport, bytes_per_s=bytes_per_s)
         self.pulls.go_on()
 
-    def _report(self, connected: bool, transport: str = "", bytes_per_s: float = 0.0, detail: str = "") -> None:
+    def _report(
+        self, connected: bool, transport: str = "", bytes_per_s: float = 0.0, detail: str = ""
+    ) -> None:
         self.status = PeerStatus(
             engine_id=self.meta.engine_id,
             incarnation=self.meta.incarnation,

@@ -109,14 +109,18 @@ class Piece:
         """The prompt's rows that it moves, `(first, after the last)`."""
         pull = self.pull
         end = (pull.skip + len(pull.local_blocks)) * pull.sizes.ours
-        return max(self.first * pull.sizes.theirs, pull.skip * pull.sizes.ours), min(self.last * pull.sizes.theirs, end)
+        return max(self.first * pull.sizes.theirs, pull.skip * pull.sizes.ours), min(
+            self.last * pull.sizes.theirs, end
+        )
 
     @property
     def local_blocks(self) -> tuple[int, ...]:
         """Blocks of our size that it fills."""
         first, end = self.rows
         ours = self.pull.sizes.ours
-        return self.pull.local_blocks[first // ours - self.pull.skip : -(-end // ours) - self.pull.skip]
+        return self.pull.local_blocks[
+            first // ours - self.pull.skip : -(-end // ours) - self.pull.skip
+        ]
 
     @property
     def is_moving(self) -> bool:
@@ -135,4 +139,7 @@ class Piece:
     def is_named_by(self, ticket: Ticket) -> bool:
         """The ticket names the same blocks, of the same generations."""
         span = slice(self.first, self.last)
-        return (ticket.block_ids[span], ticket.generations[span]) == (self.remote_blocks, self.generations)
+        return (ticket.block_ids[span], ticket.generations[span]) == (
+            self.remote_blocks,
+            self.generations,
+        )

@@ -20,7 +20,9 @@ LONG_PROBE_READS = 16
 class SelfTest:
     """The self-test of one link. lost: called when a read cannot be made, or takes too long."""
 
-    def __init__(self, agent: TransferAgent, flights: Flights, lost: Callable[[TransferError], None]) -> None:
+    def __init__(
+        self, agent: TransferAgent, flights: Flights, lost: Callable[[TransferError], None]
+    ) -> None:
         self._agent = agent
         self._flights = flights
         self._lost = lost
@@ -40,9 +42,15 @@ class SelfTest:
     def check_deadline(self) -> None:
         """Give the connection up when the test takes too long; called only while it runs."""
         if time.monotonic() > self._deadline:
-            self._lost(TransferError("error", f"the self-test read did not end within {PROBE_DEADLINE_S:g} s"))
+            self._lost(
+                TransferError(
+                    "error", f"the self-test read did not end within {PROBE_DEADLINE_S:g} s"
+                )
+            )
 
-    def _probe(self, connection: Connection, probes: Sequence[Any], done: Callable[[float], None]) -> None:
+    def _probe(
+        self, connection: Connection, probes: Sequence[Any], done: Callable[[float], None]
+    ) -> None:
         """Read once by each of `probes`, one after another, then measure.
 
         The first read of each of the peer's ranks sets up endpoints; the last of all, from a rank
@@ -50,7 +58,9 @@ class SelfTest:
         follows.
         """
         if probes:
-            self._post(connection, probes[0], 1, lambda _: self._probe(connection, probes[1:], done))
+            self._post(
+                connection, probes[0], 1, lambda _: self._probe(connection, probes[1:], done)
+            )
             return
 
         def timed(rate: float) -> None:
@@ -61,7 +71,9 @@ class SelfTest:
 
         self._post(connection, connection.probes[0], 1, timed)
 
-    def _post(self, connection: Connection, remote: Any, count: int, done: Callable[[float], None]) -> None:
+    def _post(
+        self, connection: Connection, remote: Any, count: int, done: Callable[[float], None]
+    ) -> None:
         """Post `count` reads of the same bytes at once; done(bytes a second)."""
         ids = [0] * count
         try:

@@ -72,7 +72,9 @@ class Verification:
         table = connection.generations.numpy()
         now = time.monotonic()
         for piece in batch:
-            is_fresh = np.array_equal(table[list(piece.remote_blocks)], np.asarray(piece.generations))
+            is_fresh = np.array_equal(
+                table[list(piece.remote_blocks)], np.asarray(piece.generations)
+            )
             piece.state = "verified" if is_fresh else "stale"
             piece.pull.read_s += now - max(piece.posted, piece.pull.read_until)
             piece.pull.read_until = now

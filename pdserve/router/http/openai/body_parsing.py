@@ -25,14 +25,24 @@ LONG_BODY = 1 << 15  # bytes: a shorter body is decoded in about a millisecond, 
 MAX_OTHER_BYTES = 1 << 20  # of a value that is neither prompt nor messages
 MAX_ITEMS = 1 << 17  # texts, lists, objects and commas of such a value, and of messages
 MAX_PROMPTS = 1 << 14
-LONG_ITEM = 2 * PIECE_BYTES  # bytes of JSON: a prompt that is longer is looked at before it is decoded, alone
-ITEM_CHARS = 256  # of a text, list or object in messages, that need not be in the prompt: names, spaces
+# bytes of JSON: a prompt that is longer is looked at before it is decoded, alone
+LONG_ITEM = 2 * PIECE_BYTES
+# of a text, list or object in messages, that need not be in the prompt: names, spaces
+ITEM_CHARS = 256
 LONGEST_TYPO = 64
 LONGEST_PLACE = 400
 
 # asked of a platform, not of a model: accepted and ignored
 IGNORED = frozenset(
-    {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls"}
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "parallel_tool_calls",
+    }
 )
 
 # not supported, but these values ask for nothing
@@ -97,19 +107,26 @@ async def parse_long(body: bytearray, kind: type[R], lengths: Lengths, pace: Pac
     return call
 
 
-async def _check_size(body: bytearray, name: str, member: Member, lengths: Lengths, pace: Pace) -> None:
+async def _check_size(
+    body: bytearray, name: str, member: Member, lengths: Lengths, pace: Pace
+) -> None:
     if name == "messages":
         chars = await least_chars(body, member, pace)
         lengths.check_chars(max(0, chars - ITEM_CHARS * member.num_values), name)
     elif member.end - member.start > MAX_OTHER_BYTES:
-        message = f"{name} takes {member.end - member.start} bytes of the body, more than {MAX_OTHER_BYTES}: shorten it"
+        message = (
+            f"{name} takes {member.end - member.start} bytes of the body, more than "
+            f"{MAX_OTHER_BYTES}: shorten it"
+        )
         raise ApiError(message, param=name, code="too_long")
     if member.num_values + member.num_commas > MAX_ITEMS:
         message = f"{name} holds more than {MAX_ITEMS} values: send less in a request"
         raise ApiError(message, param=name, code="too_many_values")
 
 
-async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: Pace) -> str | list[Any] | None:
+async def _long_prompt(
+    body: bytearray, member: Member, lengths: Lengths, pace: Pace
+) -> str | list[Any] | None:
     first = bytes(body[member.start : member.start + 1])
     if first == b'"':
         await _check_text(body, member, lengths, pace)
@@ -118,7 +135,10 @@ async def _long_prompt(body: bytearray, member: Member, lengths: Lengths, pace: 
     if member.num_values == 1:
         lengths.check(member.num_commas + 1, "prompt")
     elif len(member.ends) > MAX_PROMPTS:
-        message = f"prompt holds {len(member.ends)} prompts, more than {MAX_PROMPTS}: spread them over several requests"
+        message = (
+            f"prompt holds {len(member.ends)} prompts, more than {MAX_PROMPTS}: spread them over "
+            "several requests"
+        )
         raise ApiError(message, param="prompt", code="too_many_prompts")
     kind = _kind_of_prompts(body, member)
     prompts: list[Any] = []

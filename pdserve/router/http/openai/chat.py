@@ -19,12 +19,18 @@ from pdserve.text.tokenizer import Tokenizer
 
 class ChatResponder(BaseResponder):
     def __init__(
-        self, request: ChatRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
+        self,
+        request: ChatRequest,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        shows_timeline: bool = False,
     ) -> None:
         kind = "chat.completion.chunk" if request.stream else "chat.completion"
         usage = request.include_usage
         shows_prompts = bool(request.return_token_ids)
-        super().__init__(generation, tokenizer, request.model, kind, usage, shows_timeline, shows_prompts)
+        super().__init__(
+            generation, tokenizer, request.model, kind, usage, shows_timeline, shows_prompts
+        )
         self._request = request
         self._begun: set[int] = set()
 
@@ -41,7 +47,12 @@ class ChatResponder(BaseResponder):
             self._begun.add(chunk.index)
             yield self._first(chunk.index)
         extra = self._extras(chunk.token_ids, chunk.logprobs)
-        if chunk.text or chunk.finish_reason or self._request.logprobs or self._request.return_token_ids:
+        if (
+            chunk.text
+            or chunk.finish_reason
+            or self._request.logprobs
+            or self._request.return_token_ids
+        ):
             delta = {"content": chunk.text} if chunk.text or not chunk.finish_reason else {}
             ended = {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
             yield self._event({"index": chunk.index, "delta": delta} | extra | ended)
@@ -52,7 +63,9 @@ class ChatResponder(BaseResponder):
             positions = map(self._position, result.logprobs)
             extras["logprobs"] = {"content": msgspec.Raw(await json_array(positions, pace))}
         choice = {"index": result.index, "message": {"role": "assistant", "content": result.text}}
-        choice |= extras | ({"token_ids": result.token_ids} if self._request.return_token_ids else {})
+        choice |= extras | (
+            {"token_ids": result.token_ids} if self._request.return_token_ids else {}
+        )
         ended = {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
         return [json_bytes(choice | ended)]
 
@@ -85,9 +98,16 @@ class ChatResponder(BaseResponder):
         return extra
 
     def _position(self, position: TokenLogprob) -> Json:
-        top = [self._entry(token, logprob) for token, logprob in position.top[: self._request.top_logprobs or 0]]
+        top = [
+            self._entry(token, logprob)
+            for token, logprob in position.top[: self._request.top_logprobs or 0]
+        ]
         return self._entry(position.token_id, position.logprob) | {"top_logprobs": top}
 
     def _entry(self, token: int, logprob: float) -> Json:
         data = self._tokenizer.token_bytes(token)
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+        return {
+            "token": data.decode("utf-8", "replace"),
+            "logprob": finite(logprob),
+            "bytes": list(data),
+        }

@@ -27,23 +27,31 @@ _NULL = msgspec.Raw(b"null")
 
 INLINE_IDS = 4096  # made into text within a millisecond or two
 SCORE_BYTES = 150  # of a token in _Scores, beside its alternatives
-PACED_POSITIONS = 64  # log-probabilities of tokens, each with its alternatives, between two looks at the clock
+# log-probabilities of tokens, each with its alternatives, between two looks at the clock
+PACED_POSITIONS = 64
 
 
 class CompletionResponder(BaseResponder):
     def __init__(
-        self, request: CompletionRequest, generation: Generation, tokenizer: Tokenizer, shows_timeline: bool = False
+        self,
+        request: CompletionRequest,
+        generation: Generation,
+        tokenizer: Tokenizer,
+        shows_timeline: bool = False,
     ) -> None:
         kind = "text_completion"
         include_usage = request.include_usage
         shows_prompts = bool(request.echo or request.return_token_ids)
-        super().__init__(generation, tokenizer, request.model, kind, include_usage, shows_timeline, shows_prompts)
+        super().__init__(
+            generation, tokenizer, request.model, kind, include_usage, shows_timeline, shows_prompts
+        )
         self._request = request
         given = request.prompts() if request.echo else []
         self._texts = [prompt for prompt in given if isinstance(prompt, str)]
         # by prompt: its text as JSON without the last quote, its tokens' log-probabilities
         self._echoes: dict[int, tuple[bytes, _Scores]] = {}
-        self._ends: dict[int, int] = {}  # by choice that has begun: characters of its tokens up to now
+        # by choice that has begun: characters of its tokens up to now
+        self._ends: dict[int, int] = {}
 
     @property
     def _varies_little(self) -> bool:
@@ -74,7 +82,9 @@ class CompletionResponder(BaseResponder):
         choice = self._choice(chunk.index, text, self._shown(chunk.token_ids), scores, first)
         shows = choice["text"] or chunk.finish_reason or self._request.return_token_ids
         if shows or self._request.logprobs is not None:
-            yield self._event(choice | {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason})
+            yield self._event(
+                choice | {"finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason}
+            )
 
     @property
     def prepares(self) -> bool:
@@ -88,7 +98,11 @@ class CompletionResponder(BaseResponder):
         text = self._texts[chunk.prompt] if self._texts else None
         if text is None:
             ids = self._generation.prompts[chunk.prompt]
-            text = await asyncio.to_thread(self._tokenizer.decode, ids) if len(ids) > INLINE_IDS else None
+            text = (
+                await asyncio.to_thread(self._tokenizer.decode, ids)
+                if len(ids) > INLINE_IDS
+                else None
+            )
             text = self._tokenizer.decode(ids) if text is None else text
         scores = _Scores()
         if self._request.logprobs is not None:
@@ -113,7 +127,9 @@ class CompletionResponder(BaseResponder):
         if self._request.logprobs is not None:
             scores = scores.copy()
             await self._add_paced(scores, prompt, self._shown(result.logprobs), pace)
-        choice = self._choice(result.index, self._shown(result.text), self._shown(result.token_ids), scores, True)
+        choice = self._choice(
+            result.index, self._shown(result.text), self._shown(result.token_ids), scores, True
+        )
         choice |= {"finish_reason": result.finish_reason, "stop_reason": result.stop_reason}
         begins = json_bytes({"index": choice.pop("index")})[:-1] + b',"text":'
         ends = json_bytes(choice.pop("text"))[1:] + b"," + json_bytes(choice)[1:-1]
@@ -127,7 +143,12 @@ class CompletionResponder(BaseResponder):
         return generated[:0] if self._request.scores_prompt_only else generated  # type: ignore[return-value]
 
     def _choice(
-        self, index: int, text: str | msgspec.Raw, token_ids: Sequence[int], scores: "_Scores", first: bool
+        self,
+        index: int,
+        text: str | msgspec.Raw,
+        token_ids: Sequence[int],
+        scores: "_Scores",
+        first: bool,
     ) -> Json:
         """first: nothing of this choice was sent before."""
         choice: Json = {"index": index, "text": text, "logprobs": None}
@@ -135,7 +156,9 @@ class CompletionResponder(BaseResponder):
             choice["logprobs"] = scores.shown()
         if self._request.return_token_ids:
             choice["token_ids"] = token_ids
-            choice["prompt_token_ids"] = self._prompt_ids(index // self._generation.n) if first else None
+            choice["prompt_token_ids"] = (
+                self._prompt_ids(index // self._generation.n) if first else None
+            )
         return choice
 
     async def _add_paced(
@@ -147,7 +170,9 @@ class CompletionResponder(BaseResponder):
             if pace.is_due:
                 await pace.rest()
 
-    def _add(self, scores: "_Scores", prompt: int, positions: Iterable[TokenLogprob | None]) -> None:
+    def _add(
+        self, scores: "_Scores", prompt: int, positions: Iterable[TokenLogprob | None]
+    ) -> None:
         """Completions' form. None stands for the prompt's first token."""
         for position in positions:
             token = self._generation.prompts[prompt][0] if position is None else position.token_id
@@ -155,11 +180,15 @@ class CompletionResponder(BaseResponder):
             scores.tokens.append(text)
             scores.offsets.append(scores.end)
             scores.values.append(None if position is None else finite(position.logprob))
-            scores.tops.append(_NULL if position is None else msgspec.Raw(json_bytes(self._top(position))))
+            scores.tops.append(
+                _NULL if position is None else msgspec.Raw(json_bytes(self._top(position)))
+            )
             scores.end += len(text)
 
     def _top(self, position: TokenLogprob) -> dict[str, float]:
-        top = {self._tokenizer.token_text(token): finite(logprob) for token, logprob in position.top}
+        top = {
+            self._tokenizer.token_text(token): finite(logprob) for token, logprob in position.top
+        }
         top.setdefault(self._tokenizer.token_text(position.token_id), finite(position.logprob))
         return top
 

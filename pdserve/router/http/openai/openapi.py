@@ -1,8 +1,10 @@
-"""The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers; GET /openapi.json.
+"""The server's description in OpenAPI 3.1: what is taken, within which limits, and how it answers;
+GET /openapi.json.
 
-Fields come from the request types of `router.http.openai.requests`, ranges from where they are checked, so that
-neither can be forgotten here. What depends on two fields (min_tokens <= max_tokens) or on the workers (context length)
-is in words. Knows no workers. Called by `router.http.app`.
+Fields come from the request types of `router.http.openai.requests`, ranges from where they are
+checked, so that neither can be forgotten here. What depends on two fields (min_tokens <=
+max_tokens) or on the workers (context length) is in words. Knows no workers. Called by
+`router.http.app`.
 """
 
 from collections.abc import Mapping
@@ -52,11 +54,15 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
     limits = _limits(config, model_name)
     for kind, own in ((CompletionRequest, {"max_tokens": (0, 1 << 31)}), (ChatRequest, {})):
         schema = schemas[kind.__name__]
-        schema["properties"] = _properties(schema["properties"], limits | {k: _range(*v) for k, v in own.items()})
+        schema["properties"] = _properties(
+            schema["properties"], limits | {k: _range(*v) for k, v in own.items()}
+        )
         schema["additionalProperties"] = False
     schemas |= _answers()
     security: Json = {"security": [{"key": []}]} if needs_key else {}
-    schemes: Json = {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}
+    schemes: Json = (
+        {"securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}} if needs_key else {}
+    )
     return {
         "openapi": "3.1.0",
         "info": {"title": "pdserve", "version": pdserve.__version__},
@@ -69,14 +75,22 @@ def _paths(security: Json, metrics_security: Json) -> Json:
     unauthorised = ("401",) if security else ()
     posts = ("400", *unauthorised, "404", "408", "413", "429", "500", "503")
     name: Json = {"name": "name", "in": "path", "required": True, "schema": STRING}
-    page: Json = {"description": "Prometheus text format.", "content": {"text/plain": {"schema": STRING}}}
-    document: Json = {"description": "This document.", "content": {"application/json": {"schema": {"type": "object"}}}}
+    page: Json = {
+        "description": "Prometheus text format.",
+        "content": {"text/plain": {"schema": STRING}},
+    }
+    document: Json = {
+        "description": "This document.",
+        "content": {"application/json": {"schema": {"type": "object"}}},
+    }
     return {
         "/v1/completions": {"post": security | _post("CompletionRequest", "Completion", posts)},
         "/v1/chat/completions": {"post": security | _post("ChatRequest", "ChatCompletion", posts)},
         "/v1/models": {"get": security | _get(_body("ModelList", "What is served."), unauthorised)},
         "/v1/models/{name}": {
-            "get": security | {"parameters": [name]} | _get(_body("Model", "The model."), (*unauthorised, "404", "405"))
+            "get": security
+            | {"parameters": [name]}
+            | _get(_body("Model", "The model."), (*unauthorised, "404", "405"))
         },
         "/health": {
             "get": _get({"description": "Requests can be answered."}, ())
@@ -93,20 +107,31 @@ def _paths(security: Json, metrics_security: Json) -> Json:
 
 
 def _post(request: str, answer: str, errors: tuple[str, ...]) -> Json:
-    success = _body(answer, "The answer; with stream: true, server-sent events, the last of which is [DONE].")
+    success = _body(
+        answer, "The answer; with stream: true, server-sent events, the last of which is [DONE]."
+    )
     success["content"]["text/event-stream"] = {}
     return {
         "parameters": [
-            {"name": "x-request-id", "in": "header", "schema": STRING | {"pattern": "^[!-~]{1,256}$"}},
+            {
+                "name": "x-request-id",
+                "in": "header",
+                "schema": STRING | {"pattern": "^[!-~]{1,256}$"},
+            },
             {"name": "x-pdserve-timeline", "in": "header", "schema": STRING | {"enum": ["0", "1"]}},
             {
                 "name": "x-session-id",
                 "in": "header",
-                "description": "Requests of one session go to one worker, where nothing speaks against it.",
+                "description": (
+                    "Requests of one session go to one worker, where nothing speaks against it."
+                ),
                 "schema": STRING | {"maxLength": MAX_SESSION_CHARS},
             },
         ],
-        "requestBody": {"required": True, "content": {"application/json": {"schema": _ref(request)}}},
+        "requestBody": {
+            "required": True,
+            "content": {"application/json": {"schema": _ref(request)}},
+        },
         "responses": {"200": success} | {status: _error(status) for status in errors},
     }
 
@@ -118,7 +143,9 @@ def _get(success: Json, errors: tuple[str, ...]) -> Json:
 def _error(status: str) -> Json:
     error = _body("Error", _ERRORS.get(status, "Not so."))
     name = _HEADERS.get(status)
-    return error | ({} if name is None else {"headers": {name: {"schema": STRING, "required": True}}})
+    return error | (
+        {} if name is None else {"headers": {name: {"schema": STRING, "required": True}}}
+    )
 
 
 def _body(name: str, description: str) -> Json:
@@ -142,7 +169,8 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
         "n": _range(1, config.max_n),
         "best_of": _range(1, config.max_n),
         "max_completion_tokens": limits["max_tokens"],
-        "priority": _range(_lowest_priority(config), MAX_PRIORITY) | {"description": "The lowest runs first."},
+        "priority": _range(_lowest_priority(config), MAX_PRIORITY)
+        | {"description": "The lowest runs first."},
         "cache_salt": {
             "maxLength": MAX_SALT_CHARS,
             "description": "Cached prefixes are shared between equal salts only.",
@@ -152,7 +180,12 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
             "propertyNames": {"pattern": "^[0-9]+$"},
             "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
         },
-        "stop": {"anyOf": [STRING | text, {"type": "array", "items": STRING | text, "maxItems": MAX_STOPS}]},
+        "stop": {
+            "anyOf": [
+                STRING | text,
+                {"type": "array", "items": STRING | text, "maxItems": MAX_STOPS},
+            ]
+        },
         "stop_token_ids": {"items": INTEGER | {"minimum": 0}, "maxItems": MAX_STOP_TOKEN_IDS},
         "prompt": {"anyOf": _prompts()},
         "messages": {"minItems": 1, "maxItems": MAX_MESSAGES},
@@ -179,15 +212,22 @@ def _range(low: int, high: int) -> Json:
 
 
 def _properties(found: Mapping[str, Json], limits: Mapping[str, Json]) -> dict[str, Json]:
-    """msgspec's own, bounded, and what is taken for compatibility alone. Null is the same as not given."""
+    """msgspec's own, bounded, and what is taken for compatibility alone. Null is the same as not
+    given."""
     named = {name: _bounded(schema, limits.get(name, {})) for name, schema in found.items()}
-    neutral = {name: {"enum": [value, None]} for name, value in NEUTRAL.items() if name not in found}
-    ignored: dict[str, Json] = {name: {"description": "Taken and ignored."} for name in sorted(IGNORED)}
+    neutral = {
+        name: {"enum": [value, None]} for name, value in NEUTRAL.items() if name not in found
+    }
+    ignored: dict[str, Json] = {
+        name: {"description": "Taken and ignored."} for name in sorted(IGNORED)
+    }
     return ignored | neutral | named
 
 
 def _bounded(schema: Json, limit: Json) -> Json:
-    schema = {name: value for name, value in schema.items() if name != "default" or value is not None}
+    schema = {
+        name: value for name, value in schema.items() if name != "default" or value is not None
+    }
     variants: list[Json] = schema.get("anyOf", [])
     if "anyOf" in limit:
         return {"anyOf": [*limit["anyOf"], *([NULL] if NULL in variants else [])]}
@@ -208,8 +248,12 @@ def _answers() -> dict[str, Json]:
     error = _object(message=STRING, type=STRING, param=text_or_null, code=text_or_null)
     return {
         "Completion": _object(object={"const": "text_completion"}, choices=_list(choice), **head),
-        "ChatCompletion": _object(object={"const": "chat.completion"}, choices=_list(chat_choice), **head),
-        "Model": _object(id=STRING, object={"const": "model"}, max_model_len={"type": ["integer", "null"]}),
+        "ChatCompletion": _object(
+            object={"const": "chat.completion"}, choices=_list(chat_choice), **head
+        ),
+        "Model": _object(
+            id=STRING, object={"const": "model"}, max_model_len={"type": ["integer", "null"]}
+        ),
         "ModelList": _object(object={"const": "list"}, data=_list(_ref("Model"))),
         "Error": _object(error=error),
     }

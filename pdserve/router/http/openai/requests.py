@@ -53,7 +53,9 @@ class BaseRequest(msgspec.Struct, kw_only=True):
 
 
 # parameters of the request's that are SamplingParams' too, by the same name and meaning
-_SHARED = tuple(name for name in SamplingParams.__struct_fields__ if name in BaseRequest.__struct_fields__)
+_SHARED = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in BaseRequest.__struct_fields__
+)
 
 
 class CompletionRequest(BaseRequest, kw_only=True):
@@ -77,7 +79,8 @@ class CompletionRequest(BaseRequest, kw_only=True):
             return cast(list[Prompt], self.prompt)
         what = "is an empty list" if not kinds else "mixes texts and token ids"
         raise ApiError(
-            f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these", param="prompt"
+            f"prompt {what}: send a text, a list of texts, a list of token ids or a list of these",
+            param="prompt",
         )
 
     @property
@@ -87,12 +90,19 @@ class CompletionRequest(BaseRequest, kw_only=True):
     def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names."""
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError("best_of must equal n: ask for n choices and pick the best yourself", param="best_of")
-        scored = self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+            raise ApiError(
+                "best_of must equal n: ask for n choices and pick the best yourself",
+                param="best_of",
+            )
+        scored = (
+            self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+        )
         _check_stream(self, self.prompt_logprobs)
         max_tokens = 1 if self.scores_prompt_only else self.max_tokens
         defaults = {**defaults, "max_tokens": 16}  # as with vLLM: the model's is for chat
-        return _sampling(self, defaults, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=scored)
+        return _sampling(
+            self, defaults, max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=scored
+        )
 
 
 class ChatRequest(BaseRequest, kw_only=True):
@@ -115,18 +125,26 @@ class ChatRequest(BaseRequest, kw_only=True):
 
     def sampling(self, defaults: Mapping[str, Any]) -> SamplingParams:
         """Raises ApiError naming the parameter. defaults: the model's, of SamplingParams' names."""
-        limit = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        limit = (
+            self.max_completion_tokens
+            if self.max_completion_tokens is not None
+            else self.max_tokens
+        )
         if self.max_tokens is not None and self.max_tokens != limit:
-            raise ApiError("max_tokens and max_completion_tokens differ: send one of them", param="max_tokens")
+            raise ApiError(
+                "max_tokens and max_completion_tokens differ: send one of them", param="max_tokens"
+            )
         if self.top_logprobs is not None and not self.logprobs:
             raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
         if not self.tools and self.tool_choice not in (None, "none"):
             raise ApiError(
-                "tool_choice is only for requests with tools: leave it out, or send 'none'", param="tool_choice"
+                "tool_choice is only for requests with tools: leave it out, or send 'none'",
+                param="tool_choice",
             )
         if self.tools and self.tool_choice != "none":
             raise ApiError(
-                "tools: tool calls in the answer are not parsed; send tool_choice 'none' to show the model the tools "
+                "tools: tool calls in the answer are not parsed; send tool_choice 'none' to show "
+                "the model the tools "
                 "and parse its text yourself",
                 param="tools",
             )
@@ -144,7 +162,9 @@ def _check_stream(request: BaseRequest, prompt_logprobs: int | None) -> None:
     if request.stream_options is not None and not request.stream:
         raise ApiError("stream_options is only for stream: true", param="stream_options")
     if request.stream and prompt_logprobs is not None:
-        raise ApiError("prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs")
+        raise ApiError(
+            "prompt_logprobs cannot be streamed: send stream: false", param="prompt_logprobs"
+        )
 
 
 def _sampling(request: BaseRequest, defaults: Mapping[str, Any], **values: Any) -> SamplingParams:

@@ -14,7 +14,14 @@ import msgspec
 
 from pdserve.background.pace import Pace
 from pdserve.protocol.events import TokenLogprob
-from pdserve.router.http.json_pieces import Json, JsonPieces, event_bytes, finite, json_array, json_bytes
+from pdserve.router.http.json_pieces import (
+    Json,
+    JsonPieces,
+    event_bytes,
+    finite,
+    json_array,
+    json_bytes,
+)
 from pdserve.router.request.chunks import OutputChunk
 from pdserve.router.request.generation import ChoiceResult, Generation
 from pdserve.text.tokenizer import Tokenizer
@@ -47,7 +54,12 @@ class BaseResponder(ABC):
         self._frames: dict[int, tuple[bytes, bytes | None, bytes]] = {}
         self._ids_of_prompts: dict[int, msgspec.Raw] = {}
         self._scores_of_prompts: dict[int, list[bytes]] = {}
-        self._head = {"id": generation.request_id, "object": kind, "created": int(time.time()), "model": model}
+        self._head = {
+            "id": generation.request_id,
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
 
     @abstractmethod
     def chunks(self, chunk: OutputChunk) -> Iterable[Json]:
@@ -71,7 +83,9 @@ class BaseResponder(ABC):
         if frame is not None and chunk.finish_reason is None:
             before, between, after = frame
             if between is not None:
-                return before + json_bytes(chunk.text) + between + json_bytes(chunk.token_ids) + after
+                return (
+                    before + json_bytes(chunk.text) + between + json_bytes(chunk.token_ids) + after
+                )
             return before + json_bytes(chunk.text) + after if chunk.text else b""
         data = b"".join([event_bytes(event) for event in self.chunks(chunk)])
         if self._varies_little and chunk.finish_reason is None:
@@ -81,7 +95,9 @@ class BaseResponder(ABC):
     def _frame(self, chunk: OutputChunk) -> tuple[bytes, bytes | None, bytes]:
         """What surrounds the text, and the token ids where they are shown: the same bytes as
         without frames."""
-        *_, event = self.chunks(OutputChunk(chunk.index, chunk.prompt, _MARK, (_MARK_ID,), (), None, None))
+        *_, event = self.chunks(
+            OutputChunk(chunk.index, chunk.prompt, _MARK, (_MARK_ID,), (), None, None)
+        )
         before, _, after = event_bytes(event).rpartition(json_bytes(_MARK))
         if not self._returns_token_ids:
             return before, None, after
