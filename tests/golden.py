@@ -305,7 +305,16 @@ def run_side(root: Path, out: Path, only: Sequence[str]) -> dict[str, Json]:
 def collected_tests(root: Path) -> Counter[str]:
     """How often each test is there, by its name and parameters without its file. The import test
     has one per file of the package, so its parameters do not count."""
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-o", "addopts=", "tests"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "-q",
+        "-o",
+        "addopts=--import-mode=importlib",
+        "tests",
+    ]
     environment = os.environ | {"PYTHONPATH": str(root), "RAY_AUTH_MODE": "disabled"}
     ran = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stdout[-2000:] + ran.stderr[-2000:]
