@@ -1,0 +1,266 @@
+"""Attention in plain torch, tile by tile: which queries are computed together, with which keys.
+
+Every tile's arithmetic has the same shape however a batch is composed: see reference.py, its only
+caller.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.linear.reference import ROW_MULTIPLE
+
+KV_CHUNK = 64
+TILE_ROWS = 128
+BATCH_SCORES = 2**16
+# Finite, so that a context of 0 yields zeros and not NaN. exp(MASKED - max) is exactly 0 after any
+# score.
+MASKED = -1e30
+
+
+class Ints(NamedTuple):
+    """An int32 tensor by value, to key a cache with."""
+
+    data: bytes
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, x: Tensor | np.ndarray) -> "Ints":
+        array = x if isinstance(x, np.ndarray) else x.to("cpu", torch.int32).numpy()
+        return cls(array.tobytes(), array.shape)
+
+    def array(self) -> np.ndarray:
+        return np.frombuffer(self.data, np.int32).reshape(self.shape)
+
+
+def rows_in_use(block_tables: Tensor, table_rows: Tensor, lens: Ints, block_size: int) -> Ints:
+    """The sequences' rows of a table of all slots, no wider than the longest context."""
+    width = -(-int(lens.array().max(initial=0)) // block_size)
+    return Ints.of(block_tables[:, :width].cpu().numpy()[table_rows.cpu().numpy()])
+
+
+class _Tile(NamedTuple):
+    """Neighbouring queries of one sequence, the first in row `row` of q and at `position` of the
+    sequence."""
+
+    seq: int
+    row: int
+    num_queries: int
+    position: int
+
+    def num_scores(self, group: int, head_dim: int) -> int:
+        """Scores that the tile computes in each KV head when it is a batch of its own."""
+        rows = _round_up(self.num_queries * group, _exact_rows(head_dim))
+        return rows * _round_up(self.position + self.num_queries, KV_CHUNK)
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Where the inputs of n tiles lie, each padded to P queries and L keys (G = query heads per KV
+    head).
+
+    rows: rows of q, int64 [n * P]; a shorter tile has its last query several times. kv_rows: rows
+    of _rows_of(kv), int64 [2 * n * Hk * L / block_size]. Every query of the batch sees the keys
+    before `tail`. Of those from there on, `written` [n, 1, L - tail, 1] has -1 (all bits) for those
+    in the context, else 0, and `bias` [n, 1, P * G, L - tail] 0 for those that a query sees, else
+    MASKED.
+    """
+
+    num_tiles: int
+    rows: Tensor
+    kv_rows: Tensor
+    tail: int
+    written: Tensor
+    bias: Tensor
+
+
+@lru_cache(maxsize=4)
+def plan_tiles(
+    block_tables: Ints,
+    context_lens: Ints,
+    query_starts: Ints,
+    num_heads: int,
+    kv_shape: torch.Size,
+    kv_strides: tuple[int, ...],
+    device: torch.device,
+) -> list[_Batch]:
+    """The batches of one call of paged_prefill. Cached, since the layers of a step all need the
+    same."""
+    group = num_heads // kv_shape[1]
+    lens = context_lens.array().tolist()
+    starts = query_starts.array().tolist()
+    tile_len = max(TILE_ROWS // group, 1)
+    tiles = [
+        _Tile(seq, row, min(tile_len, end - row), lens[seq] - end + row)
+        for seq, (start, end) in enumerate(pairwise(starts))
+        for row in range(start, end, tile_len)
+    ]
+    tables = block_tables.array().astype(np.int64)
+    batches = _similar(tiles, group, kv_shape[4])
+    return [_make_batch(some, tables, group, kv_shape, kv_strides, device) for some in batches]
+
+
+def _similar(tiles: list[_Tile], group: int, head_dim: int) -> Iterator[list[_Tile]]:
+    """Tiles to compute together: few enough for the CPU's cache, and not much smaller than the
+    largest of them."""
+
+    def size(tile: _Tile) -> int:
+        return tile.num_scores(group, head_dim)
+
+    tiles = sorted(tiles, key=size, reverse=True)
+    while tiles:
+        largest = size(tiles[0])
+        padding = 0
+        count = 1
+        for tile in tiles[1:]:
+            padding += largest - size(tile)
+            if (count + 1) * largest > BATCH_SCORES or padding > BATCH_SCORES // 4:
+                break
+            count += 1
+        yield tiles[:count]
+        tiles = tiles[count:]
+
+
+def _make_batch(
+    tiles: list[_Tile],
+    tables: np.ndarray,
+    group: int,
+    kv_shape: torch.Size,
+    kv_strides: tuple[int, ...],
+    device: torch.device,
+) -> _Batch:
+    """tables: int64 [S, max_blocks]."""
+    seqs, first_rows, num_queries, first_positions = np.array(tiles).T[:, :, None]  # each [n, 1]
+    offsets = np.minimum(np.arange(num_queries.max()), num_queries - 1)  # [n, P]
+    lens = first_positions + num_queries
+    block_size = kv_shape[3]
+    num_keys = _round_up(int(lens.max()), max(KV_CHUNK, block_size))
+    # Keys past a context come from the null block 0: their table entries may be anything.
+    first_keys = np.arange(0, num_keys, block_size)
+    blocks = np.zeros((len(tiles), len(first_keys)), dtype=np.int64)
+    known = tables[seqs[:, 0], : len(first_keys)]
+    blocks[:, : known.shape[1]] = known
+    blocks[first_keys >= lens] = 0
+    tail = int(first_positions.min()) + 1
+    keys = np.arange(tail, num_keys)
+    last_seen = np.repeat(first_positions + offsets, group, axis=1)  # [n, P * G]
+    arrays = {
+        "rows": (first_rows + offsets).ravel(),
+        "kv_rows": _kv_rows(blocks, kv_shape, kv_strides),
+        "written": -(keys < lens).astype(np.int32)[:, None, :, None],
+        "bias": np.where(keys <= last_seen[:, :, None], 0, MASKED).astype(np.float32)[:, None],
+    }
+    tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+    return _Batch(num_tiles=len(tiles), tail=tail, **tensors)
+
+
+def attend(q: Tensor, kv: Tensor, batch: _Batch, scale: float) -> Tensor:
+    """Attention of the batch's queries q [n * P, Hq, D]; returns the same shape in float32."""
+    (_, num_heads, head_dim) = q.shape
+    num_kv_heads = kv.shape[1]
+    n = batch.num_tiles
+    group = num_heads // num_kv_heads
+    rows_kv = (
+        _rows_of(kv).index_select(0, batch.kv_rows).float().view(2, n, num_kv_heads, -1, head_dim)
+    )
+    # Unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing
+    # their bits is several times faster than masked_fill_ or where.
+    rows_kv[:, :, :, batch.tail :].view(torch.int32).bitwise_and_(batch.written)
+    keys, values = rows_kv.flatten(1, 2)  # each [n * Hk, L, D]
+
+    queries = (q.float() * scale).view(n, -1, num_kv_heads, group, head_dim).transpose(1, 2)
+    queries = queries.reshape(n * num_kv_heads, -1, head_dim)  # [n * Hk, P * G, D]
+    num_rows = queries.shape[1]
+    exact_rows = _exact_rows(head_dim)
+    scores = torch.bmm(_pad_rows(queries, exact_rows), keys.transpose(1, 2))[:, :num_rows]
+    scores.view(n, num_kv_heads, num_rows, -1)[..., batch.tail :].add_(batch.bias)
+    probs = _pad_rows(torch.softmax(scores, dim=-1), exact_rows)
+    out = torch.zeros_like(queries)
+    for chunk_probs, chunk_values in zip(
+        probs.split(KV_CHUNK, dim=2), values.split(KV_CHUNK, dim=1), strict=True
+    ):
+        out += torch.bmm(chunk_probs, chunk_values)[:, :num_rows]
+    return out.view(n, num_kv_heads, -1, group, head_dim).transpose(1, 2).reshape(q.shape)
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
+def _pad_rows(x: Tensor, multiple: int) -> Tensor:
+    """x [n, rows, width] with zero rows appended up to a multiple of so many."""
+    return functional.pad(x, (0, 0, 0, -x.shape[1] % multiple))
+
+
+@lru_cache
+def _exact_rows(head_dim: int) -> int:
+    """The fewest rows, of 4, 8 and 16, whose float32 bmm gives every row the bits it has among
+    many, on this CPU.
+
+    Decoding has few rows a KV head, so padding them to 16 is most of its arithmetic; but some CPUs'
+    libraries compute small products in another order, which small ones depends on the head's size.
+    (Xeons with AVX-512 and AMX: 4 rows agree up to heads of 80, 8 up to 160, 16 always.) Tried once
+    per size, in a millisecond.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for rows in (4, 8):
+        if all(_rows_agree(rows, head_dim, num_keys, generator) for num_keys in (64, 192, 320)):
+            return rows
+    return ROW_MULTIPLE
+
+
+def _rows_agree(rows: int, head_dim: int, num_keys: int, generator: torch.Generator) -> bool:
+    many = torch.randn(3, 64, head_dim, generator=generator)
+    keys = torch.randn(3, num_keys, head_dim, generator=generator)
+    probs = torch.randn(3, 64, KV_CHUNK, generator=generator)
+    scores = torch.bmm(many, keys.transpose(1, 2))
+    values = torch.bmm(probs, keys[:, :KV_CHUNK])
+    return all(
+        torch.equal(
+            torch.bmm(many[:, at : at + rows].contiguous(), keys.transpose(1, 2)),
+            scores[:, at : at + rows],
+        )
+        and torch.equal(
+            torch.bmm(probs[:, at : at + rows].contiguous(), keys[:, :KV_CHUNK]),
+            values[:, at : at + rows],
+        )
+        for at in (0, 5, 48)
+    )
+
+
+def _rows_of(kv: Tensor) -> Tensor:
+    """The memory of `kv`, a layer of a KV cache, as a matrix with one row a (block, head, layer,
+    plane).
+
+    index_select of such rows is three times faster than indexing `kv` by (block, head).
+    """
+    num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
+    width = block_size * head_dim
+    num_rows = ((num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)) // width + 2
+    return kv.as_strided((num_rows, width), (width, 1))
+
+
+def _kv_rows(blocks: np.ndarray, kv_shape: torch.Size, kv_strides: tuple[int, ...]) -> np.ndarray:
+    """Rows of _rows_of(kv) that hold K, then V, of `blocks` [n, b], head by head: int64 [2 * n * Hk
+    * b]."""
+    _, num_kv_heads, _, block_size, head_dim = kv_shape
+    width = block_size * head_dim
+    if kv_strides[2:] != (width, head_dim, 1) or kv_strides[0] % width or kv_strides[1] % width:
+        raise ValueError(
+            f"kv must be a layer of a contiguous KV cache, not a view with strides {kv_strides}: "
+            "pass kv_cache[:, :, i]"
+        )
+    if KV_CHUNK % block_size and block_size % KV_CHUNK:
+        raise ValueError(
+            f"block_size must be 16, 32, 64 or 128 for the CPU attention, not {block_size}"
+        )
+    heads = np.arange(num_kv_heads)[:, None] * (kv_strides[1] // width)
+    planes = np.arange(2)[:, None, None, None]
+    return ((blocks * (kv_strides[0] // width))[:, None] + heads + planes).ravel()
