@@ -215,7 +215,7 @@ class DecodePhase:
                 self._engine.cancel_reservation(reservation, settled=True)
                 del self._waiting[item.key]
                 continue
-            content = self._engine.content(item.request)
+            content = item.request.content_digest(self._engine.hasher)
             del self._waiting[item.key]
             pull_id = self.pulls.begin(item, reservation)
             item.is_hint = True
@@ -328,7 +328,7 @@ class DecodePhase:
         """Whether the ticket's rows are those of this prompt, and the ticket is well-formed."""
         num_blocks = -(-request.num_prompt_tokens // max(ticket.block_size, 1))
         return (
-            ticket.content == self._engine.content(request)
+            ticket.content == request.content_digest(self._engine.hasher)
             and ticket.num_tokens == request.num_prompt_tokens
             and len(ticket.block_ids) == len(ticket.generations) == num_blocks
         )

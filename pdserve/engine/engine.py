@@ -150,10 +150,6 @@ class Engine:
         request is not here."""
         return self._requests.num_prompt_rows(key)
 
-    def content(self, request: Request) -> bytes:
-        """Digest of the prompt and its salt: what a hand-off ticket's rows hold."""
-        return request.content_digest(self.hasher)
-
     # --- blocks that others read or fill ---
 
     def keep_finished_rows(self) -> None:

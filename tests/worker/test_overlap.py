@@ -318,7 +318,9 @@ def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
     pair.d.until(lambda: all(pull.pieces == type(pull.pieces)() for pull in links(pair)))
     pair.p.faults.dead = True
     pair.p.sender.publish_part(
-        request.p_key, list(range(1, 9)), engine.content(decode._imports[request.d_key].request)
+        request.p_key,
+        list(range(1, 9)),
+        decode._imports[request.d_key].request.content_digest(engine.hasher),
     )
     pair.until(lambda: not decode.pulls.under_way)
     cancel(pair.d, request.d_key)
