@@ -205,7 +205,7 @@ async def test_a_killed_router_process_is_a_lost_router(members: Members, journa
         import asyncio, sys, ray
         from ray import serve
         from pdserve.cluster.links.serve_links import ServeLink
-        from pdserve.protocol.events import decode_batch
+        from pdserve.protocol.codec import decode_batch
         ray.init(address=sys.argv[1], log_to_driver=False, namespace="serve")
         async def main():
             handle = serve.get_deployment_handle("Decode", "workers")
