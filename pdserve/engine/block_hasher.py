@@ -28,7 +28,7 @@ class BlockHasher:
         parent = hashes[-1] if hashes else self._root(salt)
         # all at once: an array of its own for each block would take longer than the hashing
         ids = np.asarray(tokens[first * self.block_size : end * self.block_size], dtype="<i4").tobytes()
-        size = 4 * self.block_size
+        size = 4 * self.block_size  # bytes of a block's ids
         for start in range(0, len(ids), size):
             parent = blake2b(parent + ids[start : start + size], digest_size=16, key=self._key).digest()
             hashes.append(parent)

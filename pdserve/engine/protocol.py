@@ -467,7 +467,8 @@ class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
 
     @property
     def num_tokens(self) -> int:
-        """How many have an entry; 0 when there are no log-probabilities. Read from the head of msgpack's array."""
+        """How many have an entry; 0 when there are no log-probabilities. Read from the head of
+        msgpack's array."""
         data = memoryview(self.logprobs)
         if data[0] == 0xDC or data[0] == 0xDD:  # the array's length comes after its first byte
             return int.from_bytes(data[1 : 3 if data[0] == 0xDC else 5])

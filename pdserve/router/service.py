@@ -117,7 +117,8 @@ class Generation:
         self.prompts = ()
 
     def hold(self, num_bytes: int) -> None:
-        """Count num_bytes more as held for the client, until `close`. RequestFailed when that was too much."""
+        """Count num_bytes more as held for the client, until `close`. RequestFailed when that was
+        too much."""
         self.account.add(num_bytes)
         if self._is_cut:
             raise _too_much_held()

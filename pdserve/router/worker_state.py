@@ -124,7 +124,8 @@ class Inbox:
             self._account.add(-num_bytes)
 
     def pass_on(self) -> int:
-        """The bytes of what was taken. They count on, until the caller takes them off the account."""
+        """The bytes of what was taken. They count on, until the caller takes them off the
+        account."""
         num_bytes = self.num_taken_bytes
         self.num_taken_bytes = 0
         return num_bytes

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import ray
-from lines import whole_lines
+from lines import json_lines
 from ray import serve
 from waiting import until
 
@@ -38,14 +38,17 @@ def running(local_ray: None) -> Iterator[None]:
 
 
 def ask(url: str, name: str, prompt: list[int]) -> dict[str, str]:
-    """The answer's headers, once there is one: Serve's proxy and the router hear of new replicas a moment late."""
+    """The answer's headers, once there is one: Serve's proxy and the router hear of new replicas a
+    moment late."""
     data = json.dumps({"model": "fake", "prompt": prompt, "max_tokens": 3}).encode()
     headers = {"content-type": "application/json", "x-request-id": name}
+    request = urllib.request.Request(url, data, headers)
     answers: list[dict[str, str]] = []
 
     def is_answered() -> bool:
         try:
-            with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert answer.status == 200
                 answers.append({name.lower(): value for name, value in answer.headers.items()})
                 return True
         except urllib.error.HTTPError as error:
@@ -64,7 +67,7 @@ def log_folder() -> Path:
 def lines(pattern: str) -> list[dict[str, Any]]:
     """All lines of these files; each must be JSON."""
     files = sorted(log_folder().glob(pattern))
-    return [json.loads(line) for file in files for line in whole_lines(file) if line.strip()]
+    return [line for file in files for line in json_lines(file)]
 
 
 def test_a_requests_line_is_in_the_routers_file(running: None) -> None:

@@ -1,7 +1,6 @@
 """Workers behind Serve, with a fake engine: delivery to the named replica, and every way in which one end can go."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -14,7 +13,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import ray
-from lines import whole_lines
+from lines import json_lines
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from waiting import until_async
@@ -90,7 +89,7 @@ def submit(session: int, max_tokens: int, request_id: str = "a", first: int = 7)
 def received(journal: Path, link: WorkerLink, kind: str) -> list[dict[str, Any]]:
     """Journal lines of one worker's engine for one type of command."""
     path = journal / link.worker_id.replace("#", "-")
-    lines = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+    lines = json_lines(path) if path.exists() else []
     return [line for line in lines if line["command"]["type"] == kind]
 
 
