@@ -35,7 +35,7 @@ class BlockHasher:
         ids = np.asarray(
             tokens[first * self.block_size : end * self.block_size], dtype="<i4"
         ).tobytes()
-        size = 4 * self.block_size
+        size = 4 * self.block_size  # bytes of a block's ids
         for start in range(0, len(ids), size):
             parent = blake2b(
                 parent + ids[start : start + size], digest_size=16, key=self._key

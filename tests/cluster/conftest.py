@@ -22,7 +22,7 @@ def journal(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def local_ray(journal: Path) -> Iterator[None]:
     # Ray's processes inherit these; Serve's token authentication would write into the home folder.
     os.environ["RAY_AUTH_MODE"] = "disabled"
-    # Serve kills a proxy that is not ready in 5 s
+    # Serve kills a proxy that is not ready in 5 s.
     os.environ["RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S"] = "120"
     os.environ["WORKER_JOURNAL"] = str(journal)
     os.environ["PYTHONPATH"] = os.pathsep.join(

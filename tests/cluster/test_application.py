@@ -17,7 +17,7 @@ import pytest
 import ray
 from fake_engine_host import held
 from ray import serve
-from support.lines import whole_lines
+from support.lines import json_lines
 from support.waiting import until
 
 from pdserve.cluster import app as cluster_app
@@ -67,9 +67,9 @@ def post(port: int, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any
         return error.code, json.load(error)
 
 
-def submits(journal: Path) -> list[dict[str, Any]]:
-    lines = [json.loads(line) for path in journal.iterdir() for line in whole_lines(path)]
-    return [line for line in lines if line["command"]["type"] == "submit"]
+def commands(journal: Path, kind: str = "submit") -> list[dict[str, Any]]:
+    lines = [line for path in journal.iterdir() for line in json_lines(path)]
+    return [line for line in lines if line["command"]["type"] == kind]
 
 
 def test_generate_answers_every_prompt_in_order(client: Client) -> None:
@@ -120,7 +120,7 @@ def test_priority_and_session_go_with_a_prompt(client: Client, journal: Path) ->
     for token in range(600, 606):
         client.generate([[token]], SamplingParams(max_tokens=2), priority=-4, session_id="a")
     sent = [
-        line for line in submits(journal) if 600 <= line["command"]["prompt_token_ids"][0] < 606
+        line for line in commands(journal) if 600 <= line["command"]["prompt_token_ids"][0] < 606
     ]
     assert [line["command"]["priority"] for line in sent] == [-4] * 6
     assert len({line["pid"] for line in sent}) == 1, "two idle workers, one session"
@@ -171,13 +171,11 @@ def test_a_closed_stream_cancels_at_the_worker(client: Client, journal: Path) ->
     stream = client.stream([41], SamplingParams(max_tokens=900))
     next(stream)
     stream.close()  # type: ignore[attr-defined]
-    [submit] = [line for line in submits(journal) if line["command"]["prompt_token_ids"] == [41]]
+    [submit] = [line for line in commands(journal) if line["command"]["prompt_token_ids"] == [41]]
     request_id = submit["command"]["key"][2]
 
     def cancelled() -> list[str]:
-        written = [line for path in journal.iterdir() for line in whole_lines(path)]
-        cancels = [json.loads(line)["command"] for line in written if '"type":"cancel"' in line]
-        return [cancel["key"][2] for cancel in cancels]
+        return [line["command"]["key"][2] for line in commands(journal, "cancel")]
 
     until(lambda: request_id in cancelled(), pause_s=0.02)
 
@@ -227,11 +225,11 @@ def test_a_worker_killed_in_mid_answer_costs_a_pause_only(client: Client, journa
     tokens = list(next(stream).token_ids)
     with held(journal):
         [submit] = [
-            line for line in submits(journal) if line["command"]["prompt_token_ids"] == [60]
+            line for line in commands(journal) if line["command"]["prompt_token_ids"] == [60]
         ]
         os.kill(submit["pid"], signal.SIGKILL)
     tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tokens == list(range(60, 160))
-    legs = [line for line in submits(journal) if line["command"]["prompt_token_ids"] == [60]]
+    legs = [line for line in commands(journal) if line["command"]["prompt_token_ids"] == [60]]
     assert len(legs) == 2
     assert legs[0]["pid"] != legs[1]["pid"]

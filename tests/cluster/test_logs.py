@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import ray
 from ray import serve
-from support.lines import whole_lines
+from support.lines import json_lines
 from support.waiting import until
 
 from pdserve.cluster import app as cluster_app
@@ -48,13 +48,13 @@ def ask(url: str, name: str, prompt: list[int]) -> dict[str, str]:
     moment late."""
     data = json.dumps({"model": "fake", "prompt": prompt, "max_tokens": 3}).encode()
     headers = {"content-type": "application/json", "x-request-id": name}
+    request = urllib.request.Request(url, data, headers)
     answers: list[dict[str, str]] = []
 
     def is_answered() -> bool:
         try:
-            with urllib.request.urlopen(
-                urllib.request.Request(url, data, headers), timeout=60
-            ) as answer:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                assert answer.status == 200
                 answers.append({name.lower(): value for name, value in answer.headers.items()})
                 return True
         except urllib.error.HTTPError as error:
@@ -73,7 +73,7 @@ def log_folder() -> Path:
 def lines(pattern: str) -> list[dict[str, Any]]:
     """All lines of these files; each must be JSON."""
     files = sorted(log_folder().glob(pattern))
-    return [json.loads(line) for file in files for line in whole_lines(file) if line.strip()]
+    return [line for file in files for line in json_lines(file)]
 
 
 def test_a_requests_line_is_in_the_routers_file(running: None) -> None:

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 import pytest
 import yaml
+from support.lines import json_lines
 
 from pdserve.cluster.operate.ray_settings import has_haproxy
 
@@ -255,12 +256,8 @@ def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> N
         while common - exported(session):
             assert time.monotonic() < deadline, f"Ray does not export {common - exported(session)}"
             time.sleep(2)
-        told = [
-            line
-            for log in session.glob("logs/serve/*Router*.log")
-            for line in log.read_text().splitlines()
-        ]
-        [line] = [line for line in map(json.loads, told) if line.get("outcome")]
+        told = [line for log in session.glob("logs/serve/*Router*.log") for line in json_lines(log)]
+        [line] = [line for line in told if line.get("outcome")]
         assert line["request_id"].startswith("cmpl-seen-") and line["kv_source"] == "p2p"
         engines = [log.read_text() for log in session.glob("logs/worker-*.err")]
         ours = [

@@ -2,7 +2,6 @@
 one end can go."""
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import pytest
 import ray
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from support.lines import whole_lines
+from support.lines import json_lines
 from support.waiting import until_async
 
 from pdserve.cluster import app as cluster_app
@@ -88,7 +87,7 @@ def submit(session: int, max_tokens: int, request_id: str = "a", first: int = 7)
 def received(journal: Path, link: WorkerLink, kind: str) -> list[dict[str, Any]]:
     """Journal lines of one worker's engine for one type of command."""
     path = journal / link.worker_id.replace("#", "-")
-    lines = [json.loads(line) for line in whole_lines(path)] if path.exists() else []
+    lines = json_lines(path) if path.exists() else []
     return [line for line in lines if line["command"]["type"] == kind]
 
 

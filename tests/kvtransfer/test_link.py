@@ -137,7 +137,7 @@ def test_new_incarnation_supersedes_the_connected_one(sink: Engine, source: Loca
         until(lambda: {PeerStatus, PullFailed} <= set(map(type, events_of(sink))))
         [status] = [event for event in sink.events if isinstance(event, PeerStatus)]
         assert status.connected and status.incarnation == 2
-        # not before the old link knows that it is superseded: its read might end well
+        # Not before the old link knows that it is superseded: its read might end well.
         source.thaw()
         sink.wait_for(PullSettled, pull_id=1)
         sink.receiver.pull(2, successor.publish(key("b"), [3]), [4], 0, 300.0)

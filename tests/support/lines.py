@@ -1,9 +1,12 @@
-"""Lines of files that other processes write meanwhile."""
+"""JSON lines of files that other processes write meanwhile."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 
-def whole_lines(path: Path) -> list[str]:
-    """Without a last one that has no end yet: its writer may be in the middle of it."""
+def json_lines(path: Path) -> list[dict[str, Any]]:
+    """Without a last line that has no end yet: its writer may be in the middle of it."""
     text = path.read_text()
-    return text[: text.rfind("\n") + 1].splitlines()
+    whole = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in whole.splitlines() if line.strip()]

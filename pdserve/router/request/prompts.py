@@ -119,8 +119,8 @@ class Lengths:
         return tuple(map(_integers(vocab_size).__getitem__, ids))
 
     def own_ids(self, ids: Sequence[int], named: str) -> tuple[int, ...]:
-        """The ids by the integers that came. For few ids, since looking up a shared one takes 0.1
-        us. ApiError as in `shared_ids`."""
+        """The ids by the integers that came. For few ids, since looking up a shared one takes
+        0.1 us. ApiError as in `shared_ids`."""
         self._check_ids(ids, named)
         return tuple(ids)
 
