@@ -171,6 +171,16 @@ def test_every_room_is_listed() -> None:
     assert rooms == set(ALLOWED)
 
 
+def test_every_room_has_a_page_top() -> None:
+    folders = {path.parent for path in files()}
+    tops = {folder: folder / "__init__.py" for folder in folders}
+    missing = [str(folder.relative_to(ROOT)) for folder, top in tops.items() if not top.is_file()]
+    assert not missing, "rooms without an __init__.py that says what they do"
+    for folder, top in tops.items():
+        page = ast.get_docstring(ast.parse(top.read_text())) or ""
+        assert len(page) > 80, f"{folder.relative_to(ROOT)}/__init__.py says little"
+
+
 def modules(*rooms: str) -> list[str]:
     return [name_of(path) for room in rooms for path in sorted((ROOT / room).rglob("*.py"))]
 

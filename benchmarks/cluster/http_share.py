@@ -5,10 +5,10 @@ Puts a closed-loop load on a running server for each number of clients and takes
 the router's own counters (`pdserve_router_request_time_seconds`) before and behind it. Needs a
 server with one router replica.
 
-    .venv/bin/python -m benchmarks.cluster.http_share --url http://127.0.0.1:8000 --out
-    benchmarks/results/http-share.jsonl .venv/bin/python -m benchmarks.cluster.http_share --url ...
-    --clients 1 32 128
-    --input-len 1024 --output-len 128
+    python -m benchmarks.cluster.http_share --url http://127.0.0.1:8000 \\
+        --out benchmarks/results/http-share.jsonl
+    python -m benchmarks.cluster.http_share --url ... --clients 1 32 128 \\
+        --input-len 1024 --output-len 128
 
     outside   client, network, and what stands before the router: HAProxy, Serve's HTTP server
     admission reading the body, checks, tokenising, choosing a worker

@@ -1,9 +1,9 @@
 """Minutes of mixed requests through one engine: random lengths, choices, sampling, seeds, aborts;
 nothing may go wrong.
 
-    python -m benchmarks.engine.soak --minutes 8 --model benchmarks/shapes/llama-3.1-8b
-    --load-format dummy
-    python -m benchmarks.engine.soak --minutes 0.2  # the demo model on CPU
+    python -m benchmarks.engine.soak --minutes 8 --model benchmarks/shapes/llama-3.1-8b \\
+        --load-format dummy
+    python -m benchmarks.engine.soak --minutes 0.2    # the demo model on CPU
 
 Keeps the engine full, checks its books often, and ends with an empty pool. Prints throughput and
 memory a window; exits 1 when a request got a token too many or too few, when blocks or memory leak,

@@ -6,9 +6,9 @@ worker loop, but for the model: a step takes the time that its rows would take o
 gives logits that say nothing. A real router in this process. Workloads are open: requests come at
 random moments, whatever the workers do. Policies take turns, each with fresh workers.
 
-    .venv/bin/python -m benchmarks.router.choosing --out benchmarks/results/choosing-cpu.jsonl
-    .venv/bin/python -m benchmarks.router.choosing --workloads shared --policies round-robin default
-    --repeats 1
+    python -m benchmarks.router.choosing --out benchmarks/results/choosing-cpu.jsonl
+    python -m benchmarks.router.choosing --workloads shared --policies round-robin default \\
+        --repeats 1
 """
 
 import argparse

@@ -1,8 +1,8 @@
 """Whether one client can make a router stand still for all others, or take its memory.
 
-    .venv/bin/python -m benchmarks.router.router_stall --out
-    benchmarks/results/router-stall-cpu.jsonl .venv/bin/python -m benchmarks.router.router_stall
-    --only chat-10mb stops .venv/bin/python -m benchmarks.router.router_stall --list
+    python -m benchmarks.router.router_stall --out benchmarks/results/router-stall-cpu.jsonl
+    python -m benchmarks.router.router_stall --only chat-10mb stops
+    python -m benchmarks.router.router_stall --list
 
 A router as `pdserve up` starts it (its own HTTP server, application and fleet, under uvloop) in a
 process of its own, with an engine on paper in another. A third process reads 8 streams of 50 tokens

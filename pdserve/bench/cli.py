@@ -1,9 +1,9 @@
 """`pdserve bench latency|throughput|serve`: options, printed lines, JSON lines of `--out`.
 
-    pdserve bench latency --model MODEL --batch-size 1 8 --input-len 128 --output-len 256 pdserve
-    bench throughput --model MODEL --shape 64x1024x256 --shape 200x128-2048x64-256 pdserve bench
-    serve --url http://127.0.0.1:8000 --clients 32 --num-requests 128 --input-len 1024 --output-len
-    128
+    pdserve bench latency --model MODEL --batch-size 1 8 --input-len 128 --output-len 256
+    pdserve bench throughput --model MODEL --shape 64x1024x256 --shape 200x128-2048x64-256
+    pdserve bench serve --url http://127.0.0.1:8000 --clients 32 --num-requests 128 \\
+        --input-len 1024 --output-len 128
 
 Options have vllm bench's names as well where that has one. Knows no Ray. `serve` never imports
 torch. Called by cluster.cli; benchmarks/ shares the options.

@@ -3,9 +3,7 @@
 from pathlib import Path
 from typing import Literal
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 import pdserve
 from pdserve.configs.base import Config

@@ -3,9 +3,7 @@
 import re
 from typing import Annotated
 
-from pydantic import (
-    AfterValidator,
-)
+from pydantic import AfterValidator
 
 # What Ray takes: Kubernetes' label syntax, and selectors `value`, `!value`, `in(a, b)`, `!in(a,
 # b)`.

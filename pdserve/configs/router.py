@@ -4,10 +4,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from pdserve.configs.base import Config
 from pdserve.configs.labels import Labels

@@ -7,12 +7,7 @@ of Ray.
 
 from typing import Any, Literal
 
-from pydantic import (
-    BaseModel,
-    Field,
-    ValidationError,
-    model_validator,
-)
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from pdserve.configs.base import Config
 from pdserve.configs.engine import Device, EngineConfig, ModelConfig

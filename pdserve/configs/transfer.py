@@ -2,10 +2,7 @@
 
 from typing import Literal
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from pdserve.configs.base import Config
 

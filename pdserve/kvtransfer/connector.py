@@ -9,14 +9,16 @@ and receiver over a transport, `pool/` the KV pool over a server; nothing here n
 
     pull:      BEGUN -follows parts, reads and verifies them- COMPLETED
                                                    -> PullDone | PullFailed(settled=True)
-               deadline, cancel or loss while bytes may still land: PullFailed(settled=False) ... ->
-               PullSettled After PullFailed(settled=False) the blocks that are not verified stay
-               quarantined until PullSettled.
+               deadline, cancel or loss while bytes may still land:
+                   PullFailed(settled=False) ... -> PullSettled
 
     retrieve:  waiting -> copying -> PoolDone | PoolFailed(settled=True)
-               deadline or cancel while rows are being copied: PoolFailed(settled=False) ... ->
-               PoolSettled
+               deadline or cancel while rows are being copied:
+                   PoolFailed(settled=False) ... -> PoolSettled
     store:     waiting -> copying -> PoolStored | PoolFailed, as above
+
+After PullFailed(settled=False) the destination blocks that are not verified stay quarantined until
+PullSettled.
 
 Any error of the KV pool is a miss for the request. Only our own threads copy, between KV blocks and
 memory shared with the server. So blocks are touched exactly while such a copy runs (a chunk at a

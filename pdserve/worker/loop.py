@@ -31,15 +31,7 @@ from pdserve.protocol.commands import (
     Submit,
     Subscribe,
 )
-from pdserve.protocol.events import (
-    Arrived,
-    Delta,
-    Event,
-    Failed,
-    Handoff,
-    PromptScored,
-    Snapshot,
-)
+from pdserve.protocol.events import Arrived, Delta, Event, Failed, Handoff, PromptScored, Snapshot
 from pdserve.protocol.request_key import RequestKey
 from pdserve.worker.cache_report import CacheReport
 from pdserve.worker.legs import WorkerLegs

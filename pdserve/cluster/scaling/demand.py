@@ -6,10 +6,10 @@ present load would keep at their targets; `Scaler` and `LeastInterval` keep what
 between two moments (delays, so that neither a burst nor a lull moves anything). Called by
 `cluster.scaling.autoscaler` once a second. docs/elasticity.md says where the numbers come from.
 
-    demand > workers for up_delay_s -> up to the demand, at most doubling demand < SPARE x (workers
-    - 1) for down_delay_s -> one worker fewer not all there yet (starting, dead, leaving) ->
-    neither, for STUCK_S; then from those that run, and what does not
-        start and is not needed for down_delay_s is given up
+    demand > workers for up_delay_s                 -> up to the demand, at most doubling
+    demand < SPARE x (workers - 1) for down_delay_s -> one worker fewer
+    not all there yet (starting, dead, leaving)     -> neither, for STUCK_S; then from those that
+        run, and what does not start and is not needed for down_delay_s is given up
 """
 
 import math

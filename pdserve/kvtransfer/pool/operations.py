@@ -1,8 +1,8 @@
 """The operations of one KV pool connector: which there are, what was reported of them, and who may
 touch which block.
 
-    waiting -> touching (a copy runs) -> waiting ... -> over: its one result was reported ->
-    settled: no copy of it runs
+    waiting -> touching (a copy runs) -> waiting ... -> over: its one result was reported
+            -> settled: no copy of it runs
 
 An operation is ended by its lane, by the clock or by `cancel`, whoever is first. While it is over
 and still touching, its blocks are not quiet, and one PoolSettled follows. Knows no threads, server

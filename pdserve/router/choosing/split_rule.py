@@ -1,8 +1,9 @@
 """Whether to split a request: the prompt computed at P and its rows moved, or all of it at D,
 beside D's decodes.
 
-    split: P's queue + computing + transfer + HANDOFF_MS + what D has to do whole: D's queue +
-    computing + STALL_WEIGHT of the computing for each sequence that waits for it meanwhile
+    split: P's queue + computing + transfer + HANDOFF_MS + what D has to do
+    whole: D's queue + computing
+           + STALL_WEIGHT of the computing for each sequence that waits for it meanwhile
 
 The cheaper one, as long as prompts take no more of D's time than `StallBudget` grants.
 docs/routing.md says where the constants come from. Sends nothing; asked by
