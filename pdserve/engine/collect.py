@@ -162,7 +162,7 @@ class StepCollector:
             return
         scored = request.prompt_logprobs if request.wants_prompt_logprobs else []
         request.prompt_reported = True
-        # positions
+        # positions in an event
         step = max(1, SCORES_PER_EVENT // (1 + (request.sampling.prompt_logprobs or 0)))
         for start in range(0, max(len(scored), 1), step):
             event = PromptScored(

@@ -72,9 +72,8 @@ class StepDispatcher:
         output = self.runner.execute(plan, siblings)
         for seq in plan.num_tokens:
             if seq.request.prefill_only:
-                seq.request.content_digest(
-                    self._hasher
-                )  # now, beside the device's work: its tickets shall not wait for it
+                # now, beside the device's work: its tickets shall not wait for it
+                seq.request.content_digest(self._hasher)
         scored = self._score_prompts(plan, output)
         sampled = self._sample(output, [member for members in siblings for member in members])
         self._stats.num_steps += 1
