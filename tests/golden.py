@@ -5,7 +5,7 @@ no behaviour.
     python tests/golden.py OLD --only split   # one kind of cases
 
 Both sides run this file as they have it, so that what it imports may move, on the same machine:
-tokens, texts and the bits of every log-probability, engines alone (families, chunks, preemption,
+tokens, texts and the bits of every log-probability, engines alone (siblings, chunks, preemption,
 prefix hits, asynchronous steps), P and D with a router, workers that die, and what users write and
 read (errors, schemas, help, metrics' names). A side's cases are a file of JSON lines, {"case",
 "digest", "shows"}: shows is what a person is told when the digests differ. Tests may move to other

@@ -1,7 +1,7 @@
 """CPU time that a streamed token costs the processes of a server, by kind of process.
 
 A server is a process and all that descend from it; the clients are in this process and do not
-count. Used by cluster_cpu.py and yardstick.py.
+count. Used by cluster_cpu.py.
 """
 
 import re

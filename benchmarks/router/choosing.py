@@ -82,7 +82,7 @@ class PacedRunner:
 
     def __init__(self, engine: Engine) -> None:
         self.ops = engine.runner.ops
-        self.pool = engine.kv_cache
+        self.kv_cache = engine.kv_cache
         self._vocab_size = engine.spec.vocab_size
         self._seconds = 0.0
 

@@ -1,6 +1,6 @@
 """A `pdserve up` in a process of its own, for as long as a benchmark needs it.
 
-Used by targets.py and cluster_cpu.py, and for its small parts by others.
+Used by targets/measure.py and cluster/cluster_cpu.py, and for its small parts by others.
 """
 
 import contextlib

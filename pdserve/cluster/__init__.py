@@ -2,7 +2,7 @@
 client.
 
 `app.py` builds the application, `client.py` speaks to a running one, `cli.py` is the command
-`pdserve`. Below them `operate` is what a person calls, `deployments` what runs, `links` how their
-processes reach each other, `scaling` how many workers run, `placement` where. Knows no tokens:
+`pdserve`. `operate` is what a person calls, `deployments` what runs, `links` how their processes
+reach each other, `scaling` how many workers run, `placement` where. Decides nothing about tokens:
 routers and workers are given their links and do the rest.
 """

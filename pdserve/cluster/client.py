@@ -2,7 +2,7 @@
 
 Every prompt is one call to a router replica through a Serve handle; Serve spreads them. All calls
 run on one background event loop, so the same client serves plain scripts and asyncio programs.
-Torch-free. For users; nothing in pdserve calls it.
+Torch-free. For users, and for `pdserve workers | role | scale`.
 """
 
 import asyncio

@@ -104,7 +104,7 @@ class StartConfig(Config):
     Hub. config_s: its configuration and samples of its weights are read. device_s: the device
     wakes. weights_s: until the next tensor is loaded. compile_s: the first full step. kv_memory_s:
     the KV cache is allocated. graphs_s: until the next CUDA graph is captured. warm_up_s: until the
-    next warm-up request is done. registration_s: the transport registers the KV pool. pool_s:
+    next warm-up request is done. registration_s: the transport registers the KV cache. pool_s:
     beyond transfer.pool.start_deadline_s. connection_s: the replica reaches the engine.
     """
 

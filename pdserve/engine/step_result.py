@@ -34,7 +34,7 @@ class WrittenPrompt:
 @dataclass(frozen=True)
 class FinishedRows:
     """The full blocks of a sequence that has ended, with the tokens that they hold rows of and
-    their digests; whoever asked for them (`Engine.keeps_finished_rows`) releases the blocks.
+    their digests; whoever asked for them (`Engine.keep_finished_rows`) releases the blocks.
     """
 
     token_ids: tuple[int, ...]

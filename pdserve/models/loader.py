@@ -2,7 +2,7 @@
 
 All or nothing: a weight that stays unfilled, or a checkpoint tensor nobody takes, is an error that
 names it. Knows no architecture (models/registry.py) and no fused matrices (models/weights.py).
-Called by the engine's model runner.
+Called by `engine.components`.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """Errors as an OpenAI client expects them, and the reasons a request ends without an answer.
 
-Knows no HTTP framework. Raised by parsing, admission and dispatch; `router.http.app` turns them
-into responses or stream events.
+Knows no HTTP framework. Raised by parsing, admission and requests' runs;
+`router.http.endpoints` and `router.http.answers` turn them into responses or stream events.
 """
 
 from collections.abc import Iterable, Mapping

@@ -2,6 +2,7 @@
 process around it.
 
 `loop.py` is the loop, `host.py` its process, `engine_client.py` the replica's end of the wire
-between them; the other files keep what the loop tells routers. Knows the messages of `protocol`;
-no Ray, no HTTP, and nothing of how routers choose.
+between them. `pool_phase.py` asks the KV pool and fills it; the other files keep legs, peers and
+what routers are told. Knows the messages of `protocol`; no Ray, no HTTP, and nothing of how routers
+choose.
 """

@@ -6,7 +6,7 @@ device's part of it.
 
 Differences of this process's monotonic clock; nothing is compared between processes. The device's
 part is what steps took it between first plan and last token, whoever's rows they computed; the rest
-of that time is the engine's host. Knows no engine. Used by worker.loop, a few calls a request and
+of that time is the engine's host. Knows no engine. Used by `worker.legs`, a few calls a request and
 none a token.
 """
 

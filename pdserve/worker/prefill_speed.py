@@ -3,7 +3,7 @@ prompt.
 
 A step takes fixed time and time for each token; the latter is what a queue of prompts costs, and
 the same for workers that happened to get short prompts and those that got long ones, so a line is
-fitted through the steps. Fed and read by `worker.loop`; routers predict queues with it.
+fitted through the steps. Fed and read by `worker.status`; routers predict queues with it.
 """
 
 KEPT = 0.95  # of the sums at each step: the latest 20 count

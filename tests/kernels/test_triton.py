@@ -396,7 +396,7 @@ def test_wrong_layouts_are_refused() -> None:
         triton_ops.paged_decode(q, kv.transpose(3, 4), *rest)
     with pytest.raises(ValueError, match="q has stride"):
         triton_ops.paged_decode(q.transpose(1, 2).contiguous().transpose(1, 2), kv, *rest)
-    with pytest.raises(ValueError, match="pool must be contiguous"):
+    with pytest.raises(ValueError, match="kv_cache must be contiguous"):
         triton_ops.copy_blocks(kv, rows, rows)
     for wrong in (q.half(), q[:0], torch.empty(1, 32, 4, device=DEVICE).transpose(1, 2)):
         with pytest.raises(ValueError, match="out must be contiguous"):

@@ -123,7 +123,7 @@ def hosts(
 
 
 class LocalLink:
-    """router.link.WorkerLink over zmq; make it inside the event loop that uses it."""
+    """router.fleet.link.WorkerLink over zmq; make it inside the event loop that uses it."""
 
     def __init__(self, host: Host) -> None:
         self._host = host

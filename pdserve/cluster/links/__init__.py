@@ -1,5 +1,6 @@
 """How processes of a cluster reach each other through Serve: addressed calls, batches of messages,
 who is there.
 
-Carries bytes; knows messages only by their frames.
+Knows what the Python handle and a router say to each other (`handle_api`); of all other messages
+only their bytes.
 """

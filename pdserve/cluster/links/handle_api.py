@@ -1,6 +1,6 @@
 """What the Python client and a router's handle methods say to each other, as msgspec types.
 
-One call a prompt: an `GenerateCall` goes in, a stream of answers comes out; one call an operator's
+One call a prompt: a `GenerateCall` goes in, a stream of answers comes out; one call an operator's
 `Order`, with one `Outcome`. Bytes on the wire, so that both ends need only agree on these types.
 Used by `cluster.client` and `cluster.deployments.router_replica`. Torch-free, knows no Ray.
 """

@@ -1,5 +1,6 @@
 """The engine's memory: which KV block belongs to whom, and the bytes behind the blocks.
 
-The block manager is bookkeeping without tensors; the other files allocate. Knows nothing of
-requests or steps.
+`block_manager.py` and `blank_blocks.py` are bookkeeping without tensors, `kv_cache.py` and
+`device_memory.py` allocate, `cpu_memory.py` keeps memory that torch frees. Knows that steps are in
+flight, not what they compute; nothing of requests.
 """

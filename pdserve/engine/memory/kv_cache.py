@@ -1,7 +1,7 @@
 """The KV cache's memory: sized, allocated once, and never moved (a connector registers it).
 
 Knows the layout and the device; not who owns which block (block_manager) nor what is in them.
-Called by the engine.
+Called by `engine.components`.
 """
 
 import torch

@@ -3,8 +3,8 @@ global token id) and of nothing else.
 
 So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id
 has its own number, and a rank that holds part of the vocabulary computes just its part. The host
-knows all of a row's coordinates and makes its key here; kernels (reference.gumbel) turn keys and
-token ids into noise. Called by the sampler.
+knows all of a row's coordinates and makes its key here; kernels (`kernels.sampling.reference.gumbel`)
+turn keys and token ids into noise. Called by the sampler.
 """
 
 from enum import IntEnum
@@ -23,7 +23,7 @@ class Purpose(IntEnum):
 
 
 def _mix(h: np.ndarray) -> np.ndarray:
-    """reference.mix_32: the low 32 bits of wrapped int64 products are exact."""
+    """`kernels.sampling.reference.mix_32`: the low 32 bits of wrapped int64 products are exact."""
     h = (h ^ (h >> 16)) * 0x7FEB352D & MASK_32
     h = (h ^ (h >> 15)) * 0x846CA68B & MASK_32
     return h ^ (h >> 16)

@@ -1,8 +1,8 @@
 """What sender and receiver need from a transport: one-sided reads between registered memories.
 
-Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local.LocalAgent` (one process,
-faults on demand), so the ticket, lease, deadline and quarantine logic exists once, in `sender.py`
-and `rank_receiver.py`. Knows no blocks of requests. An agent is shared by one sender and one
+Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local_agent.LocalAgent` (one
+process, faults on demand), so the ticket, lease, deadline and quarantine logic exists once, in
+`p2p/sender.py` and `p2p/rank_receiver.py`. Knows no blocks of requests. An agent is shared by one sender and one
 receiver; each attaches, and the last to detach closes it.
 """
 

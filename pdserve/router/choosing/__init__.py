@@ -1,4 +1,4 @@
 """Which workers a request goes to: filter, score, pick, and whether its prompt is split off.
 
-Pure decisions over `fleet.worker_state`; sends nothing.
+Decides over `fleet.worker_state`, and notes there what was sent; sends nothing itself.
 """

@@ -1,5 +1,6 @@
 """The HTTP server of a router: bodies in, server-sent events and JSON out, API keys, operators'
 routes.
 
-Knows no workers: everything about a request is `router.request.service`.
+Speaks to no worker: requests go through `router.request.service`, operators' routes through
+`router.admin`; `/health` and `/v1/models` look at the fleet.
 """

@@ -1,8 +1,8 @@
 """The OpenAI-compatible HTTP server: Starlette routes over `router.request.service`.
 
 Reads bodies, has their calls admitted, and stops what is being made as soon as the client is gone;
-`endpoints` turns errors into OpenAI's form, `answers` sends what was made. Knows no workers. Built
-by `cluster/` (Serve ingress) and by tests.
+`endpoints` turns errors into OpenAI's form, `answers` sends what was made. Speaks to no worker.
+Built by `cluster/` (Serve ingress) and by tests.
 """
 
 import asyncio

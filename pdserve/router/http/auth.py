@@ -2,8 +2,8 @@
 
 A key never leaves this file: not in errors, logs, timelines or metrics; what goes to workers is a
 one-way tag of it. The key file is looked at again once a second, so keys change without a restart.
-Knows no HTTP framework and no Ray. Made and asked by `router.http.app`; `pdserve up` reads once
-too, to complain early.
+Knows no HTTP framework and no Ray. Made by `router.http.app`, asked by `router.http.endpoints`;
+`pdserve up` reads once too, to complain early.
 """
 
 import hashlib

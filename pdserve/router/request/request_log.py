@@ -4,7 +4,8 @@ what else is said of a request, all with its id.
 The id is a field `request_id` of the record, so that structured logs have it apart from the
 message; the record's other fields are the line's figures. No prompt, no text of an answer, no key
 and no message that may repeat one is in them. Knows no handlers: `cluster.deployments.logs` says
-where lines go and in which form. Called by `router.request.run_report` and `router.http.app`.
+where lines go and in which form. Called by `router.request.run_report`,
+`router.http.endpoints` and `router.http.answers`.
 """
 
 import logging
