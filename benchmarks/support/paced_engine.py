@@ -3,8 +3,8 @@ whatever they cost.
 
 It speaks what a worker's engine speaks, as P, as D or as both: what is measured around it is the
 router, Ray and the wires. First tokens come at once while MAX_SEQS choices have room; prompts
-beyond that wait. Used by router_cpu.py and watched_router.py (a socket) and by cluster_cpu.py (as an
-engine host under Ray).
+beyond that wait. Used by router_cpu.py and watched_router.py (a socket) and by cluster_cpu.py (as
+an engine host under Ray).
 """
 
 import time

@@ -1,10 +1,11 @@
 """The engine: requests in, protocol events out, one `step()` at a time.
 
 Owns scheduler, block manager, KV cache, model runner and sampler; `dispatch` queues a step,
-`collect` turns its tokens into events. The host plans and queues a step while the device computes the one before it
-(docs/engine-step.md). Serves both phases: a prefill-only request ends with its prompt's blocks held
-for a hand-off; a reserved request joins with blocks that somebody else filled. Knows no connector,
-no router, no text. Driven by `LLM` (in process) or by worker.loop (with hand-off).
+`collect` turns its tokens into events. The host plans and queues a step while the device computes
+the one before it (docs/engine-step.md). Serves both phases: a prefill-only request ends with its
+prompt's blocks held for a hand-off; a reserved request joins with blocks that somebody else filled.
+Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with
+hand-off).
 """
 
 import time

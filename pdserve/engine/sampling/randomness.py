@@ -3,8 +3,8 @@ global token id) and of nothing else.
 
 So a request resumes anywhere, in any batch, on any TP degree, with the same draws: every token id
 has its own number, and a rank that holds part of the vocabulary computes just its part. The host
-knows all of a row's coordinates and makes its key here; kernels (`kernels.sampling.reference.gumbel`)
-turn keys and token ids into noise. Called by the sampler.
+knows all of a row's coordinates and makes its key here; kernels
+(`kernels.sampling.reference.gumbel`) turn keys and token ids into noise. Called by the sampler.
 """
 
 from enum import IntEnum

@@ -3,8 +3,8 @@ import lmcache.
 
 Speaks the "engine-driven" protocol itself (tried with 0.5.6): the server reserves or locks buffers
 of a shared memory and names them, we copy, we commit. So the server never touches our memory, and
-LMCache's own gather and scatter, which want to know the layout of a KV cache, are not needed: a chunk
-is registered as one opaque row of bytes.
+LMCache's own gather and scatter, which want to know the layout of a KV cache, are not needed: a
+chunk is registered as one opaque row of bytes.
 
 What was found about that server, and what is done about it:
 

@@ -2,8 +2,8 @@
 
 Implemented by `nixl_agent.NixlAgent` (processes, hosts, GPUs) and `local_agent.LocalAgent` (one
 process, faults on demand), so the ticket, lease, deadline and quarantine logic exists once, in
-`p2p/sender.py` and `p2p/rank_receiver.py`. Knows no blocks of requests. An agent is shared by one sender and one
-receiver; each attaches, and the last to detach closes it.
+`p2p/sender.py` and `p2p/rank_receiver.py`. Knows no blocks of requests. An agent is shared by one
+sender and one receiver; each attaches, and the last to detach closes it.
 """
 
 from collections.abc import Sequence

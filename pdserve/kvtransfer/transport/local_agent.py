@@ -2,8 +2,8 @@
 is a torch copy.
 
 For setups of one process and for tests, which can make an agent slow, frozen or dead
-(`LocalFaults`) and so drive every branch of `p2p/rank_receiver.py`: a read from a frozen agent stays in
-flight and its bytes land after the thaw, as over NIXL.
+(`LocalFaults`) and so drive every branch of `p2p/rank_receiver.py`: a read from a frozen agent
+stays in flight and its bytes land after the thaw, as over NIXL.
 """
 
 import threading

@@ -20,8 +20,8 @@ End = Literal["finished", "handed over", "cancelled", "lost"]
 
 
 class KVSource(msgspec.Struct, frozen=True, kw_only=True):
-    """One event of how a leg's worker came by the prompt's KV; see `protocol.events.Arrived`, whose fields
-    these are.
+    """One event of how a leg's worker came by the prompt's KV; see `protocol.events.Arrived`, whose
+    fields these are.
 
     transfer_s: of seconds, what was not waiting for blocks. read_s: how long reads of it were under
     way, also before the Submit; gb_per_s: bytes over that, in 10^9 a second (None: nothing was
