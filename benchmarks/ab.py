@@ -23,6 +23,7 @@ not shown to be not slower, and 2 when something could not be measured.
 import argparse
 import shlex
 import signal
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -31,6 +32,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from benchmarks.support.markdown import table
 from benchmarks.support.places import BENCHMARKS
 from benchmarks.targets.comparison import GOOD, Comparison, Figure, compared, figures_of, half_width
 from benchmarks.targets.sides import Side, pack, unpack
@@ -100,9 +102,9 @@ class Comparer:
     def medians(self, work: Work, name: str) -> tuple[float, float]:
         """Of a figure's values on the old and on the new side."""
         pairs = self._pairs[work]
-        return _median([p.old[name].value for p in pairs]), _median(
-            [p.new[name].value for p in pairs]
-        )
+        old = statistics.median(pair.old[name].value for pair in pairs)
+        new = statistics.median(pair.new[name].value for pair in pairs)
+        return old, new
 
     def _read(self, rows: Sequence[Json]) -> dict[str, Figure]:
         figures: dict[str, Figure] = {}
@@ -115,11 +117,6 @@ class Comparer:
             figures |= mine
             self._half_widths |= dict.fromkeys(mine, half_width(row, self._device))
         return figures
-
-
-def _median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    return (ordered[len(ordered) // 2] + ordered[(len(ordered) - 1) // 2]) / 2
 
 
 def plan(rows: Sequence[str], targets: Mapping[str, Row], repeats: int) -> list[Work]:
@@ -162,10 +159,8 @@ def report(
     comparer: Comparer, works: Sequence[Work], out: Path | None, sides: Sequence[Side]
 ) -> bool:
     """Print the table and append a row a figure. Whether every figure is not slower."""
-    lines = [
-        "| figure | old | new | ratio | from - to | 95 % interval | pairs | |",
-        "|---" * 8 + "|",
-    ]
+    head = ["figure", "old", "new", "ratio", "from - to", "95 % interval", "pairs", ""]
+    lines = []
     all_good = True
     for work in works:
         for name, comparison in comparer.comparisons(work).items():
@@ -173,11 +168,9 @@ def report(
             low, high = comparison.interval
             ratios = comparison.ratios
             all_good &= comparison.verdict in GOOD
-            lines.append(
-                f"| {name} | {old:,.4g} | {new:,.4g} | {comparison.median:.4f} "
-                f"| {min(ratios):.4f} - {max(ratios):.4f} | {low:.4f} - {high:.4f} "
-                f"| {len(ratios)} | {comparison.verdict} |"
-            )
+            cells = [name, f"{old:,.4g}", f"{new:,.4g}", f"{comparison.median:.4f}"]
+            cells += [f"{min(ratios):.4f} - {max(ratios):.4f}", f"{low:.4f} - {high:.4f}"]
+            lines.append([*cells, str(len(ratios)), comparison.verdict])
             row = {
                 "benchmark": "ab",
                 "figure": name,
@@ -191,9 +184,8 @@ def report(
             }
             labels = {"old_commit": sides[0].label, "new_commit": sides[1].label}
             append(out, row | labels | circumstances(sides[1].label))
-    print(
-        "\n".join([f"\n{sides[0].label} (old) and {sides[1].label} (new), {gpu_name()}\n", *lines])
-    )
+    print(f"\n{sides[0].label} (old) and {sides[1].label} (new), {gpu_name()}\n")
+    print(table(head, lines))
     return all_good
 
 

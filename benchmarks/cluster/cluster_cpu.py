@@ -2,8 +2,8 @@
 token: `pdserve up` with engines on paper (paced_engine.py: a token every 20 ms, first tokens at
 once), HTTP clients in this process.
 
-    .venv/bin/python -m benchmarks.cluster.cluster_cpu --out benchmarks/results/cluster-cpu.jsonl
-    .venv/bin/python -m benchmarks.cluster.cluster_cpu --mode aggregated --haproxy
+    python -m benchmarks.cluster.cluster_cpu --out benchmarks/results/cluster-cpu.jsonl
+    python -m benchmarks.cluster.cluster_cpu --mode aggregated --haproxy
 
 All processes count that descend from `pdserve up`: Ray's, routers, replicas, engines; the clients
 do not. A second figure leaves out what the same processes take when idle. Between the rounds a bare
@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cluster.token_cost import DEMO, PROMPT_TOKENS, cpu_seconds, spent, stream_round
-from benchmarks.support.served_cluster import Server, free_port, serving
+from benchmarks.cluster.token_cost import PROMPT_TOKENS, cpu_seconds, spent, stream_round
+from benchmarks.support.places import DEMO
+from benchmarks.support.served_cluster import Server, cluster_yaml, free_port, serving
 from benchmarks.support.yardstick import bare_server
 from pdserve.bench.load import LoadConfig, run_load
 from pdserve.bench.option_values import POSITIVE, integer
@@ -40,13 +41,7 @@ WANTED_MS = 5.0
 def document(mode: str, port: int, split: str) -> dict[str, Any]:
     """cluster.yaml of 1P + 1D, or of one aggregated worker."""
     args = {"mode": mode, "model": {"path": str(DEMO)}, "router": {"split": split}}
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}
-        ],
-    }
+    return cluster_yaml(args, port)
 
 
 def measure(server: Server, bare: Server, options: argparse.Namespace) -> Json:

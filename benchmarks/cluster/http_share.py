@@ -32,6 +32,7 @@ from pathlib import Path
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.support.markdown import table
 from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
 from pdserve.bench.option_values import integer
@@ -102,22 +103,16 @@ def share_of(load: LoadConfig) -> tuple[LoadResult, Json | None]:
     }
 
 
-def table(rows: Sequence[Json]) -> str:
-    """Markdown: a line a load, milliseconds and share by part."""
+def report(rows: Sequence[Json]) -> str:
+    """A table, as Markdown: a line a load, milliseconds and share by part."""
     names = list(rows[0]["share"])
-    lines = [
-        "| load | in/out | request, ms | "
-        + " | ".join(name.replace("_", " ") for name in names)
-        + " |",
-        "|" + "---|" * (3 + len(names)),
-    ]
+    lines = []
     for row in rows:
-        cells = [f"{row['ms'][name]:.1f} ({row['share'][name]:.1%})" for name in names]
+        shares = [f"{row['ms'][name]:.1f} ({row['share'][name]:.1%})" for name in names]
         lengths = f"{row['input_len']}/{row['output_len']}"
-        lines.append(
-            f"| {row['load']} | {lengths} | {row['request_ms']:.1f} | " + " | ".join(cells) + " |"
-        )
-    return "\n".join(lines)
+        lines.append([str(row["load"]), lengths, f"{row['request_ms']:.1f}", *shares])
+    parts = [name.replace("_", " ") for name in names]
+    return table(["load", "in/out", "request, ms", *parts], lines)
 
 
 def main() -> None:
@@ -152,7 +147,7 @@ def main() -> None:
             rows.append(row)
     except (ValueError, OSError, httpx.HTTPError) as error:
         parser.error(str(error))
-    print(f"{table(rows)}\n\n{beside(bare)}")
+    print(f"{report(rows)}\n\n{beside(bare)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What an idle cluster costs: the CPU share of each worker (replica and engine process) over half a
 minute without requests.
 
-    .venv/bin/python -m benchmarks.cluster.idle_cpu            # beside a running `make serve`
+    python -m benchmarks.cluster.idle_cpu            # beside a running `make serve`
 
 After it, a bare uvicorn says how fast this machine is today. Exit code 1 when a worker takes 5 % of
 a core or more. Finds the processes of this machine by the titles Ray gives them.

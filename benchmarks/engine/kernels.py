@@ -66,7 +66,7 @@ class Result:
 
 @dataclass(frozen=True)
 class PagedInputs:
-    """Sequences in shuffled blocks of a pool; kv: one of its layers."""
+    """Sequences in shuffled blocks of a KV cache; kv: one of its layers."""
 
     pool: torch.Tensor
     block_tables: torch.Tensor

@@ -5,7 +5,7 @@ nothing may go wrong.
         --load-format dummy
     python -m benchmarks.engine.soak --minutes 0.2    # the demo model on CPU
 
-Keeps the engine full, checks its books often, and ends with an empty pool. Prints throughput and
+Keeps the engine full, checks its books often, and ends with all blocks free. Prints throughput and
 memory a window; exits 1 when a request got a token too many or too few, when blocks or memory leak,
 or when throughput falls. Drives the public Engine.
 """

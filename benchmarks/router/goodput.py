@@ -1,11 +1,11 @@
 """What refusing late requests gives: requests a second that keep their TTFT target, for several
 `slo.refuse_beyond`.
 
-Two workers of `benchmarks.router.choosing` (a step takes the time that its rows would take on some
+Two workers of support/paced_worker.py (a step takes the time that its rows would take on some
 device), a real router, prompts of 100 to 900 tokens at random moments: fewer than the workers can
 do, and more. Refused ones do not come again.
 
-    .venv/bin/python -m benchmarks.router.goodput --out benchmarks/results/goodput-cpu.jsonl
+    python -m benchmarks.router.goodput --out benchmarks/results/goodput-cpu.jsonl
 """
 
 import argparse
@@ -19,13 +19,13 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.router.choosing import DEMO, FIRST_TOKEN, NUM_TOKENS, VOCAB, Arrival, PacedWorker
+from benchmarks.support.paced_worker import FIRST_TOKEN, NUM_TOKENS, VOCAB, Arrival, running
+from benchmarks.support.places import DEMO
 from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, check_writable, circumstances
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.errors import ApiError
-from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.request.service import Service
 from pdserve.text.tokenizer import Tokenizer
 
@@ -48,25 +48,13 @@ async def measure(
 ) -> dict[str, float]:
     """Of all requests: a second in time, the shares in time, late and refused, and the others' TTFT
     in ms."""
-    workers = [PacedWorker(f"w{i}", 4096) for i in range(2)]
-    fleet = Fleet()
     slo = SloConfig(ttft_ms=TTFT_MS, refuse_beyond=refuse_beyond)
-    service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(), "demo", slo=slo)
-    for worker in workers:
-        worker.start()
-        fleet.join(worker)
-    while len(fleet.workers) < len(workers):
-        await asyncio.sleep(0.01)
-    try:
+    async with running(2, 4096) as (fleet, _):
+        service = Service(fleet, Tokenizer.load(DEMO), RouterConfig(), "demo", slo=slo)
         for arrival in arrivals(random.Random(99), 1.0, 2 * WARM_UP)[:WARM_UP]:
             await _ask(service, arrival.prompt)
         await asyncio.sleep(1.5)
         answers = await asyncio.gather(*(_after(arrival, service) for arrival in asked))
-    finally:
-        await fleet.close()
-        for worker in workers:
-            worker.stop()
-            await asyncio.to_thread(worker.join)
     waits = sorted(answer for answer in answers if answer is not None)
     in_time = sum(wait <= TTFT_MS for wait in waits)
     return {

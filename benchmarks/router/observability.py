@@ -5,7 +5,7 @@ One process, no Ray cluster: the bridge's calls end in Ray's recorder, which sen
 node's agent pays is in docs/metrics.md. Beside it, what a streamed token costs a bare uvicorn on
 this machine.
 
-    .venv/bin/python -m benchmarks.router.observability
+    python -m benchmarks.router.observability
 """
 
 import argparse

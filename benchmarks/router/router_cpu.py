@@ -5,8 +5,8 @@ The engine sends what a worker sends, one batch a step with one Delta a stream, 
 clients read raw bytes. What Serve and HAProxy add is not in it, and neither is the engine. Beside
 the figures stands what a token costs a bare uvicorn on this machine.
 
-    .venv/bin/python -m benchmarks.router.router_cpu --out benchmarks/results/router-cpu.jsonl
-    .venv/bin/python -m benchmarks.router.router_cpu --streams 128 --profile /tmp/router.prof
+    python -m benchmarks.router.router_cpu --out benchmarks/results/router-cpu.jsonl
+    python -m benchmarks.router.router_cpu --streams 128 --profile /tmp/router.prof
 """
 
 import argparse
@@ -27,33 +27,17 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from tqdm import tqdm
 
-from benchmarks.support.paced_engine import PacedEngine
+from benchmarks.support.paced_engine import PacedEngine, PacedLink
 from benchmarks.support.places import DEMO
+from benchmarks.support.served_cluster import await_ready, free_port
 from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import append, git_commit
 from pdserve.configs.router import RouterConfig
-from pdserve.protocol.commands import Command
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.http.app import build_app
 from pdserve.text.tokenizer import Tokenizer
-from pdserve.worker.engine_client import EngineClient
 
 MODEL = "pdserve-demo"
-
-
-class Link:
-    """`router.fleet.link.WorkerLink` over the worker's own wire."""
-
-    worker_id = "paced"
-
-    def __init__(self, address: str) -> None:
-        self._client = EngineClient(address)
-
-    async def send(self, command: Command) -> None:
-        self._client.send(command)
-
-    def events(self, router_id: str, session: int) -> Any:
-        return self._client.subscribe(router_id, session)
 
 
 def run_engine(address: str, step_s: float) -> None:
@@ -88,7 +72,7 @@ async def _serve(address: str, port: int) -> None:
         return PlainTextResponse("")
 
     app.router.routes += [Route("/cpu", cpu), Route("/stop", stop)]
-    fleet.join(Link(address))
+    fleet.join(PacedLink(address))
     await server.serve()
     await fleet.close()
 
@@ -147,22 +131,7 @@ async def measure(
     }
 
 
-async def wait_until_ready(port: int) -> None:
-    async with (
-        httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client,
-        asyncio.timeout(60),
-    ):
-        while True:
-            try:
-                if (await client.get("/health")).status_code == 200:
-                    return
-            except httpx.ConnectError:
-                pass
-            await asyncio.sleep(0.1)
-
-
 async def run_all(args: argparse.Namespace) -> list[dict[str, Any]]:
-    await wait_until_ready(args.port)
     await measure(args.port, args.api, 2, 50, args.token_ids)
     rows = []
     for num_streams in tqdm(args.streams, desc="router", unit="load"):
@@ -193,7 +162,7 @@ def main() -> None:
         "--token-ids", action="store_true", help="ask for token ids, as load generators do"
     )
     parser.add_argument("--rounds", type=int, default=3, help="the median counts")
-    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--port", type=int, default=free_port(), help="default: a free one")
     parser.add_argument(
         "--profile", type=Path, help="write the router's cProfile here (slows it down)"
     )
@@ -208,6 +177,7 @@ def main() -> None:
         )
         engine.start()
         router.start()
+        await_ready(router.is_alive, f"http://127.0.0.1:{args.port}", 60)
         rows = asyncio.run(run_all(args))
         router.join(10)
         engine.terminate()

@@ -5,7 +5,7 @@ The hardware is three numbers (prefill tokens a second, a decode step's millisec
 with rows), the router knows all state at once, and the hand-off takes a constant time; so this
 compares rules, and predicts no server.
 
-    .venv/bin/python -m benchmarks.router.split_rule --rate 15 --prompt 2048 --tokens 128
+    python -m benchmarks.router.split_rule --rate 15 --prompt 2048 --tokens 128
 """
 
 import argparse

@@ -12,8 +12,7 @@ from typing import Any
 import uvloop
 
 from benchmarks.router.hostile.sending import CONTEXT, MODEL
-from benchmarks.router.router_cpu import Link
-from benchmarks.support.paced_engine import STEP_S, PacedEngine
+from benchmarks.support.paced_engine import STEP_S, PacedEngine, PacedLink
 from benchmarks.support.places import DEMO
 from pdserve.background.garbage import GarbageCollector
 from pdserve.cluster.deployments.http_server import Address, HttpServer
@@ -60,7 +59,7 @@ async def _serve(address: str, port: int) -> None:
     fleet = Fleet(config.worker_silence_s, drain_s=config.drain_s)
     app = build_app(fleet, Tokenizer.load(DEMO), config, MODEL)
     server = HttpServer(app, Address("127.0.0.1", port), config.client_timeout_s)
-    fleet.join(Link(address))
+    fleet.join(PacedLink(address))
     GarbageCollector().start()
     server.start()
     await asyncio.Event().wait()

@@ -43,6 +43,7 @@ from pdserve.protocol.events import (
 from pdserve.protocol.handoff import KVCacheMeta, Ticket
 from pdserve.protocol.request_key import FinishReason, RequestKey
 from pdserve.protocol.start_progress import StartProgress
+from pdserve.worker.engine_client import EngineClient
 
 STEP_S = 0.02
 SNAPSHOT_PERIOD_S = 1.0
@@ -313,6 +314,21 @@ def _scores(submit: Submit) -> Iterator[PromptScored]:
             logprobs=tuple(scored),
             final=end == len(prompt),
         )
+
+
+class PacedLink:
+    """A router's `WorkerLink` to an engine on paper, over the engine's own wire."""
+
+    worker_id = "paced"
+
+    def __init__(self, address: str) -> None:
+        self._client = EngineClient(address)
+
+    async def send(self, command: Command) -> None:
+        self._client.send(command)
+
+    def events(self, router_id: str, session: int) -> Any:
+        return self._client.subscribe(router_id, session)
 
 
 class PacedEngineHost(PacedEngine):

@@ -54,6 +54,16 @@ def environment(haproxy: bool = False) -> dict[str, str]:
     return settings(haproxy) | os.environ | own
 
 
+def cluster_yaml(args: Mapping[str, Any], port: int) -> dict[str, Any]:
+    """A cluster.yaml with these `args`, served on this port of 127.0.0.1."""
+    application = {"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}
+    return {
+        "proxy_location": "HeadOnly",
+        "http_options": {"host": "127.0.0.1", "port": port},
+        "applications": [application],
+    }
+
+
 @contextmanager
 def serving(
     document: Mapping[str, Any],

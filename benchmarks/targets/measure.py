@@ -32,10 +32,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster.http_share import report as share_report
 from benchmarks.cluster.http_share import share_of
-from benchmarks.cluster.http_share import table as share_table
 from benchmarks.support.places import BENCHMARKS, SHAPES
-from benchmarks.support.served_cluster import CLI, environment, free_port, serving
+from benchmarks.support.served_cluster import CLI, cluster_yaml, environment, free_port, serving
 from benchmarks.support.stand_in_tokenizer import servable_folder
 from benchmarks.targets.table import (
     HttpRow,
@@ -125,7 +125,7 @@ def main() -> int:
     ]:
         print(
             "\nWhere the time of these requests went (benchmarks.cluster.http_share)\n\n"
-            + share_table(shares)
+            + share_report(shares)
         )
     for failure in failures:
         print(f"targets: {failure}", file=sys.stderr)
@@ -348,10 +348,4 @@ def cluster_document(
         "prefill": {"replicas": 1, "num_gpus": num_gpus},
         "decode": {"replicas": 2 if is_pair and options.replicas else 1, "num_gpus": num_gpus},
     }
-    return {
-        "proxy_location": "HeadOnly",
-        "http_options": {"host": "127.0.0.1", "port": port},
-        "applications": [
-            {"name": "pdserve", "import_path": "pdserve.cluster.app:build", "args": args}
-        ],
-    }
+    return cluster_yaml(args, port)

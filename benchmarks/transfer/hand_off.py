@@ -34,6 +34,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from benchmarks.support.markdown import table
 from benchmarks.transfer.engine_pair import Answer, EngineProcess, Pair, connected, engine_processes
 from benchmarks.transfer.hand_off_plan import PARTS, Plan, batch_tokens, greedy, summary
 from benchmarks.transfer.hand_off_steps import measure_steps
@@ -168,17 +169,6 @@ def hand_over_figures(handed: Sequence[tuple[float, float, Arrived]]) -> Json:
 
 
 # --- tables ---
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    return "\n".join(
-        [
-            "| " + " | ".join(head) + " |",
-            "|" + "---|" * len(head),
-            *("| " + " | ".join(r) + " |" for r in rows),
-        ]
-    )
 
 
 def request_table(rows: Sequence[Json]) -> str:

@@ -1,5 +1,5 @@
-"""Bandwidth and latency of KV hand-overs between two engines' pools, beside a plain copy of as many
-bytes.
+"""Bandwidth and latency of KV hand-overs between two engines' KV caches, beside a plain copy of as
+many bytes.
 
     python -m benchmarks.transfer.kv_transfer --out benchmarks/results/kv-transfer-h200.jsonl
     python -m benchmarks.transfer.kv_transfer --device cpu --tokens 512 2048 --tls default tcp --ray
@@ -7,9 +7,9 @@ bytes.
 
 The first takes two GPUs, the others none; the last runs in two namespaces of `ip netns`.
 
-A source and a sink process, each with a pool and a connector, as engines have them. A hand-over is
-timed from `pull` to the event that says its bytes are there and its generations were verified.
-"aged" pools have served 2,000 random requests before, so that a prompt's blocks are scattered. The
+A source and a sink process, each with a KV cache and a connector, as engines have them. A hand-over
+is timed from `pull` to the event that says its bytes are there and its generations were verified.
+"aged" ones have served 2,000 random requests before, so that a prompt's blocks are scattered. The
 bytes of the first hand-over of every case are checked. Between blocks of different sizes
 (--sink-block-sizes) they pass through the sink's staging ring. With --ray the same bytes also go
 through Ray's object store: gathered, returned by one actor, scattered by another.
@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from benchmarks.support.markdown import table
 from benchmarks.support.places import SHAPES
 from benchmarks.transfer.transfer_sides import Case, sink, source
 from pdserve.bench.option_values import integer
@@ -124,8 +125,8 @@ def object_store_ms(num_blocks: int, block_bytes: int, repeats: int) -> float:
         ray.shutdown()
 
 
-def table(rows: list[Json]) -> str:
-    """Markdown."""
+def report(rows: list[Json]) -> str:
+    """A table, as Markdown."""
     head = [
         "tokens",
         "MiB",
@@ -140,10 +141,7 @@ def table(rows: list[Json]) -> str:
         "GB/s",
     ]
     more = [name for name in ("plain copy", "object store") if any(name in row for row in rows)]
-    lines = [
-        "| " + " | ".join([*head, *(f"{name}, GB/s" for name in more)]) + " |",
-        "|" + "---|" * (len(head) + len(more)),
-    ]
+    lines = []
     for row in rows:
         cells = [
             f"{row['tokens']:,}",
@@ -163,8 +161,8 @@ def table(rows: list[Json]) -> str:
             f"{row['gb_per_s']:.1f}",
             *(f"{row['bytes'] / row[name] / 1e6:.1f}" for name in more),
         ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table([*head, *(f"{name}, GB/s" for name in more)], lines)
 
 
 def main() -> int:
@@ -188,7 +186,11 @@ def main() -> int:
         help="each with each (default: the same)",
     )
     parser.add_argument(
-        "--ages", nargs="+", default=list(AGES), choices=AGES, help="of the pools, in this order"
+        "--ages",
+        nargs="+",
+        default=list(AGES),
+        choices=AGES,
+        help="of the KV caches, in this order",
     )
     parser.add_argument(
         "--tls", nargs="+", default=["default"], help="values of UCX_TLS; default leaves it to UCX"
@@ -268,7 +270,7 @@ def main() -> int:
             except ValueError as error:
                 print(f"kv_transfer: UCX_TLS {case.tls or 'default'}: {error}", file=sys.stderr)
                 return 1
-    print(table(rows))
+    print(report(rows))
     return 0
 
 

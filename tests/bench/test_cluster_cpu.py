@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from benchmarks.cluster.token_cost import spent
-from benchmarks.support.served_cluster import REPOSITORY
+from benchmarks.support.places import REPOSITORY
 
 
 def test_time_is_counted_by_kind_and_from_a_process_s_start() -> None:

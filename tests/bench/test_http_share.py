@@ -47,5 +47,5 @@ async def test_the_parts_of_a_request_add_up(monkeypatch: pytest.MonkeyPatch) ->
     assert six["share"]["queue"] > 0.4 > one["share"]["queue"], (
         "two of six clients are served at a time"
     )
-    lines = http_share.table([one, six]).splitlines()
+    lines = http_share.report([one, six]).splitlines()
     assert len(lines) == 4 and all(line.count("|") == 11 for line in lines)

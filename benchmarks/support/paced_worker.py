@@ -1,0 +1,178 @@
+"""Workers without a model, for benchmarks of a router: real engines and worker loops whose steps
+take the time that their rows would take on some device, and give logits that say nothing.
+
+Each runs in a thread of this process, over the demo model's configuration. Used by
+router/choosing.py and router/goodput.py.
+"""
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from benchmarks.support.places import DEMO
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.transfer import TransferConfig
+from pdserve.engine.build import build_engine
+from pdserve.engine.engine import Engine
+from pdserve.engine.execution.model_runner import StepOutput
+from pdserve.engine.scheduling.sequence import Sequence as EngineSequence
+from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.protocol.codec import encode
+from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
+from pdserve.protocol.events import EventBatch
+from pdserve.router.fleet.fleet import Fleet
+from pdserve.router.fleet.link import WorkerLost
+from pdserve.worker.loop import WorkerLoop
+from pdserve.worker.metrics import WorkerMetrics
+
+# of the demo model: plain ones
+FIRST_TOKEN = 100
+VOCAB = 1500
+STEP_S = 0.02
+TOKENS_PER_S = 10_000.0  # of prompts
+NUM_TOKENS = 8  # generated for each request
+
+
+class _Fence:
+    """A step ends so long after it began."""
+
+    def __init__(self, ends: float) -> None:
+        self._ends = ends
+
+    def ready(self) -> bool:
+        return time.monotonic() >= self._ends
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._ends - time.monotonic()))
+
+    def seconds_since(self, earlier: "_Fence") -> float:
+        return self._ends - earlier._ends
+
+
+class PacedRunner:
+    """Stands for model_runner.ModelRunner: takes time, computes nothing."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.ops = engine.runner.ops
+        self.kv_cache = engine.kv_cache
+        self._vocab_size = engine.spec.vocab_size
+        self._seconds = 0.0
+
+    def execute(self, plan: StepPlan, siblings: Sequence[Sequence[EngineSequence]]) -> StepOutput:
+        counts = list(plan.num_tokens.values())
+        self._seconds = STEP_S + sum(counts) / TOKENS_PER_S
+        first_row = dict(zip(plan.num_tokens, itertools.accumulate([0, *counts]), strict=False))
+        slots = [member.slot for members in siblings for member in members]
+        hidden = torch.empty(sum(counts), 0)
+        return StepOutput(
+            hidden, first_row, self.logits(hidden, slots), torch.tensor(slots, dtype=torch.int32)
+        )
+
+    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
+        return torch.zeros(len(rows), self._vocab_size)
+
+    def feed_back(self, output: StepOutput, token_ids: Tensor) -> None: ...
+
+    def fence(self) -> _Fence:
+        seconds = self._seconds
+        self._seconds = 0.0
+        return _Fence(time.monotonic() + seconds)
+
+
+class PacedWorker(threading.Thread):
+    """A worker loop in a thread of its own, and a router's link to it."""
+
+    def __init__(self, worker_id: str, num_kv_blocks: int) -> None:
+        super().__init__(daemon=True)
+        self.worker_id = worker_id
+        self.engine = build_engine(
+            ModelConfig(path=str(DEMO), load_format="dummy"),
+            EngineConfig(device="cpu", num_kv_blocks=num_kv_blocks),
+        )
+        self.engine.runner = PacedRunner(self.engine)  # type: ignore[assignment]
+        self._worker = WorkerLoop(
+            self.engine,
+            WorkerMetrics(self.engine),
+            TransferConfig(),
+            "both",
+            worker_id,
+            time.time_ns(),
+            None,
+            None,
+            self._told,
+        )
+        self._commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self._loop = asyncio.get_running_loop()
+        self._stream: asyncio.Queue[bytes | None] = asyncio.Queue()
+
+    def run(self) -> None:
+        while not self._worker.stopped:
+            timeout = self._worker.turn()
+            try:
+                self._worker.handle(
+                    self._commands.get(timeout=timeout) if timeout else self._commands.get_nowait()
+                )
+                while True:
+                    self._worker.handle(self._commands.get_nowait())
+            except queue.Empty:
+                pass
+        self._loop.call_soon_threadsafe(self._stream.put_nowait, None)
+
+    def stop(self) -> None:
+        self._commands.put(Stop())
+
+    def _told(self, target: str, batch: EventBatch) -> None:
+        self._loop.call_soon_threadsafe(self._stream.put_nowait, encode(batch))
+
+    async def send(self, command: Command) -> None:
+        self._commands.put(command)
+
+    async def events(self, router_id: str, session: int) -> AsyncIterator[bytes]:
+        self._commands.put(Subscribe(router_id=router_id, session=session))
+        try:
+            while (batch := await self._stream.get()) is not None:
+                yield batch
+        finally:
+            self._commands.put(RouterLost(router_id=router_id, session=session))
+        raise WorkerLost("it stopped")
+
+
+@asynccontextmanager
+async def running(
+    num_workers: int, num_kv_blocks: int
+) -> AsyncIterator[tuple[Fleet, list[PacedWorker]]]:
+    """So many workers, and a fleet that has heard of all of them; both end with the context.
+    RuntimeError when a worker ended before it said Hello."""
+    workers = [PacedWorker(f"w{i}", num_kv_blocks) for i in range(num_workers)]
+    fleet = Fleet()
+    try:
+        for worker in workers:
+            worker.start()
+            fleet.join(worker)
+        while len(fleet.workers) < num_workers:
+            if not all(worker.is_alive() for worker in workers):
+                raise RuntimeError("a worker's thread has ended: its error was printed above")
+            await asyncio.sleep(0.01)
+        yield fleet, workers
+    finally:
+        await fleet.close()
+        for worker in workers:
+            worker.stop()
+            await asyncio.to_thread(worker.join)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """at: seconds from the start."""
+
+    at: float
+    prompt: tuple[int, ...]
+    session: str = ""
