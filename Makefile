@@ -7,7 +7,8 @@ BIN := .venv/bin
 venv: .venv/installed
 
 .venv/installed: pyproject.toml
-	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || (echo "pdserve needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
+	$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11))" || \
+		(echo "pdserve needs Python 3.11 or newer: make PYTHON=python3.12 ..." && false)
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable ".[dev]"
@@ -28,7 +29,8 @@ test-fast: venv
 test-all: venv
 	$(BIN)/python -m pytest -m "not soak"
 
-# PDSERVE_SOAK_MINUTES (30), PDSERVE_SOAK_REQUESTS (10000 at least), PDSERVE_SOAK_SEED (1), PDSERVE_SOAK_TLS (UCX_TLS): length, course, transport.
+# PDSERVE_SOAK_MINUTES (30), PDSERVE_SOAK_REQUESTS (10000 at least), PDSERVE_SOAK_SEED (1),
+# PDSERVE_SOAK_TLS (UCX_TLS): length, course, transport.
 soak: venv
 	$(BIN)/python -m pytest -m soak -s
 
@@ -36,7 +38,8 @@ soak: venv
 mutate: venv
 	$(BIN)/python tests/mutations.py --out benchmarks/results/mutations.md
 
-# Does this tree answer as an earlier commit does, bit for bit? make golden OLD=main~1; five minutes.
+# Does this tree answer as an earlier commit does, bit for bit? make golden OLD=main~1;
+# five minutes.
 golden: venv
 	$(BIN)/python tests/golden.py $(OLD)
 

@@ -35,15 +35,15 @@ class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
     everything."""
 
-    def __init__(self, parts: EngineComponents) -> None:
-        self.config = parts.config
-        self.device = parts.device
-        self.spec = parts.spec
-        self.layout = parts.layout
-        self.sampler = parts.sampler
-        self.model_fingerprint = parts.fingerprint
-        self.max_model_len = parts.max_model_len
-        self.blocks = BlockManager(parts.num_blocks, self.config.enable_prefix_caching)
+    def __init__(self, components: EngineComponents) -> None:
+        self.config = components.config
+        self.device = components.device
+        self.spec = components.spec
+        self.layout = components.layout
+        self.sampler = components.sampler
+        self.model_fingerprint = components.fingerprint
+        self.max_model_len = components.max_model_len
+        self.blocks = BlockManager(components.num_blocks, self.config.enable_prefix_caching)
         self.hasher = BlockHasher(self.model_fingerprint, self.config.block_size)
         self.scheduler = Scheduler(
             self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
@@ -63,7 +63,7 @@ class Engine:
             self.blocks, self.hasher, self.layout, self._requests, self.scheduler
         )
         self._dispatcher = StepDispatcher(
-            parts.runner,
+            components.runner,
             self.sampler,
             self.scheduler,
             self.blocks,

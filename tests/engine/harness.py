@@ -1,10 +1,10 @@
-"""Drives an Engine by hand, and a runner on paper that stands in for model and pool.
+"""Drives an Engine by hand, and a runner on paper that stands in for model and KV cache.
 
-`PaperRunner` keeps, instead of KV, which prefix each row of the pool was computed for, and checks
-on every step that a sequence reads exactly its own rows and writes into no block that others own.
-Rows move only when the engine completes the step: a device that lags as far as it can. Its logits
-are a function of the whole prefix, so what a request must generate is known without any batch
-(`alone`).
+`PaperRunner` keeps, instead of KV, which prefix each row of the KV cache was computed for, and
+checks on every step that a sequence reads exactly its own rows and writes into no block that others
+own. Rows move only when the engine completes the step: a device that lags as far as it can. Its
+logits are a function of the whole prefix, so what a request must generate is known without any
+batch (`alone`).
 """
 
 import functools
@@ -116,7 +116,7 @@ class Driver:
 
 
 Work = Callable[[np.ndarray], None]
-"""Reads and writes the rows of the pool that it is given, `[blocks, block_size]`."""
+"""Reads and writes the rows of the KV cache that it is given, `[blocks, block_size]`."""
 
 
 class PaperFence:
@@ -204,7 +204,7 @@ class PaperRunner:
             fence.wait()
 
     def rows_when_done(self) -> np.ndarray:
-        """The pool as it will be when everything that is queued has been done."""
+        """The KV cache as it will be when everything that is queued has been done."""
         rows = self.rows.copy()
         for fence in self._fences:
             fence.play(rows)

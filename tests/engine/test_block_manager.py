@@ -204,7 +204,7 @@ def pool_with_free(num_blocks: int, free: list[int]) -> BlockManager:
         ([2, 4, 5, 8, 9, 10], 5, None, [8, 9, 10, 4, 5]),
         ([1, 3, 5], 3, None, [1, 3, 5]),
         ([11], 1, 10, [11]),
-        ([1], 1, 11, [1]),  # the pool ends there
+        ([1], 1, 11, [1]),  # the KV cache ends there
     ],
 )
 def test_neighbours_where_possible(

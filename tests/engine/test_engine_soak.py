@@ -1,5 +1,5 @@
-"""The soak of benchmarks/engine/soak.py for a moment: it ends with an empty pool; its verdict sees
-what is wrong."""
+"""The soak of benchmarks/engine/soak.py for a moment: it ends with all blocks free; its verdict
+sees what is wrong."""
 
 from pathlib import Path
 

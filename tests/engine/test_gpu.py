@@ -220,7 +220,7 @@ def test_padding_rows_write_to_the_null_block_alone(folder: Path) -> None:
         driver.add(
             prompt, SamplingParams(temperature=0, seed=0, max_tokens=3 + 2 * i, ignore_eos=True)
         )
-    # nobody's: the pool is much larger than the work
+    # nobody's: the KV cache is much larger than the work
     engine.kv_cache[engine.blocks.num_blocks // 2 :] = 7.0
     driver.run()
     assert (engine.kv_cache[engine.blocks.num_blocks // 2 :] == 7.0).all()
@@ -359,7 +359,7 @@ def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
 
 
 def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:
-    gc.collect()  # the pools of other tests
+    gc.collect()  # the KV caches of other tests
     engine = make_engine(folder, device="cuda", num_kv_blocks=None, kv_memory_fraction=0.3)
     free, total = torch.cuda.mem_get_info()
     pool_bytes = engine.kv_cache.numel() * engine.kv_cache.element_size()

@@ -2,7 +2,7 @@
 nothing is leaked.
 
 Most tests run the model on paper (engine/harness.py), which knows for which prefix each row of the
-pool was written: a block that is found in the prefix cache and was never written fails the step
+KV cache was written: a block that is found in the prefix cache and was never written fails the step
 that reads it.
 """
 

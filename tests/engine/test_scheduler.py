@@ -518,7 +518,7 @@ REQUESTS = st.lists(
 
 
 class Workload:
-    """Random requests that come, are handed over, cancelled and finished in a tiny pool."""
+    """Random requests that come, are handed over, cancelled and finished in a tiny KV cache."""
 
     def __init__(self, engine: Engine, requests: list[dict]) -> None:
         self.engine = engine

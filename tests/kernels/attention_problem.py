@@ -20,8 +20,8 @@ NO_BLOCK = -(2**20)  # table entries past the context: following one is a wild r
 class PagedProblem:
     """Sequences whose last query_lens[s] of context_lens[s] positions are queries.
 
-    kv: one layer [num_blocks, Hk, 2, block_size, D] of a pool; q [T, Hq, D]. keys[s] and values[s]:
-    [context, Hk, D].
+    kv: one layer [num_blocks, Hk, 2, block_size, D] of a KV cache; q [T, Hq, D]. keys[s] and
+    values[s]: [context, Hk, D].
     """
 
     q: Tensor

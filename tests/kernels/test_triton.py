@@ -325,8 +325,8 @@ def test_batch_state(num_rows: int, block_size: int) -> None:
 
 
 def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All the KV of a sequence lies past 2 ** 31 elements of a pool, of which only those pages are
-    ever touched."""
+    """All the KV of a sequence lies past 2 ** 31 elements of a KV cache, of which only those pages
+    are ever touched."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     num_blocks = 2**31 // (2 * 16 * 64) + 4
     pool = torch.empty(num_blocks, 1, 1, 2, 16, 64, dtype=torch.float16, device=DEVICE)

@@ -39,7 +39,7 @@ def heads_of(rank: int, degree: int) -> tuple[int, ...]:
 
 
 class Ranks:
-    """A tensor parallel engine whose ranks all live in this process. filled: its pools hold
+    """A tensor parallel engine whose ranks all live in this process. filled: its KV caches hold
     `content`."""
 
     def __init__(

@@ -141,7 +141,7 @@ def two_hosts(rate_mbit: int) -> Iterator[Net]:
 
 
 def contents(seed: int) -> torch.Tensor:
-    """A pool in which every word of every block differs."""
+    """A KV cache in which every word of every block differs."""
     words = NUM_BLOCKS * LAYOUT.block_bytes // 4
     numbers = torch.arange(words, dtype=torch.int32) + seed * 7919
     return numbers.view(torch.float32).view(NUM_BLOCKS, *LAYOUT.block_shape)
@@ -155,7 +155,7 @@ def own_address() -> str:
 
 
 class NetEngine:
-    """An engine's memory and connector. seed: of a pool that has contents."""
+    """An engine's memory and connector. seed: of a KV cache that has contents."""
 
     def __init__(
         self, engine_id: str, config: TransferConfig, incarnation: int = 1, seed: int | None = None
@@ -212,14 +212,14 @@ class NetEngine:
         return self._receiver._ranks[0]._agent.sever(agent_name)
 
     def num_equal(self, seed: int) -> int:
-        """How many blocks hold what those of the same number do in a pool of this seed."""
+        """How many blocks hold what those of the same number do in a KV cache of this seed."""
         ours, theirs = (
             pool.view(torch.int32).view(NUM_BLOCKS, -1) for pool in (self._pool, contents(seed))
         )
         return int((ours == theirs).all(dim=1).sum())
 
     def digest(self) -> int:
-        """Of every byte of the pool."""
+        """Of every byte of the KV cache."""
         return zlib.crc32(self._pool.numpy().data)
 
     def clear(self) -> None:

@@ -1,5 +1,6 @@
-"""Pulls between pools of different block sizes, through the staging ring: over both transports what
-arrives, in process what goes wrong. A ring here has eight runs of 64 tokens, a KV cache has 1,024.
+"""Pulls between KV caches of different block sizes, through the staging ring: over both transports
+what arrives, in process what goes wrong. A ring here has eight runs of 64 tokens, a KV cache has
+1,024.
 """
 
 import itertools
@@ -505,7 +506,7 @@ def test_a_ticket_in_blocks_of_another_size_than_the_pools_is_an_error(
 @pytest.mark.gpu
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 def test_rows_arrive_on_a_device(sizes: tuple[int, int]) -> None:
-    """Both pools on one; repacks on streams of their own."""
+    """Both KV caches on one; repacks on streams of their own."""
     source = Engine(
         f"p{next(_names)}", LOCAL, kv_cache=pattern(5, sizes[0]).cuda(), block_size=sizes[0]
     )

@@ -1,4 +1,4 @@
-"""Hypothesis drives two workers over tiny pools through every order of what can happen to a
+"""Hypothesis drives two workers over tiny KV caches through every order of what can happen to a
 hand-off.
 
 The engines run a model on paper (engine/harness.py): its rows are functions of the tokens before

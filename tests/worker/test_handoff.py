@@ -322,7 +322,7 @@ def test_tiny_decode_pool_makes_progress(tiny_llama: Path, llm: LLM) -> None:
 
 
 def test_waiting_imports_get_blocks_by_priority(tiny_llama: Path) -> None:
-    """The pool holds one prompt and what it generates; the urgent one is submitted last."""
+    """The KV cache holds one prompt and what it generates; the urgent one is submitted last."""
     pair = Pair(tiny_llama, d={"num_kv_blocks": 9})
     params = SamplingParams(temperature=0, max_tokens=8, seed=1, ignore_eos=True)
     commands = []
@@ -347,7 +347,7 @@ def test_waiting_imports_get_blocks_by_priority(tiny_llama: Path) -> None:
 def test_imports_behind_a_more_urgent_one_are_given_up_in_time_too(
     clock: Clock, tiny_llama: Path
 ) -> None:
-    """The pool is full; the urgent one is new, the other has waited for longer than a pull may
+    """The KV cache is full; the urgent one is new, the other has waited for longer than a pull may
     take."""
     pair = Pair(tiny_llama, d={"num_kv_blocks": 9}, pull_deadline_s=10.0)
     params = SamplingParams(temperature=0, max_tokens=20, seed=1, ignore_eos=True)
