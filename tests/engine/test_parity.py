@@ -213,7 +213,7 @@ MUTANTS: dict[str, Callable[..., AttentionBatch]] = {
         shape=lambda shape: replace(shape, max_decode_context=shape.max_decode_context + 1),
     ),
     "context one too short": with_batch(context_lens=lambda lens: (lens - 1).clamp(min=1)),
-    "KV row one too far": with_batch(slots=lambda slots: slots + 1),
+    "KV row one too far": with_batch(slot_mapping=lambda slots: slots + 1),
     "positions spread": with_batch(positions=lambda positions: positions + positions // 8),
     "wrong block": with_batch(block_tables=lambda tables: tables.roll(1, dims=1)),
 }
