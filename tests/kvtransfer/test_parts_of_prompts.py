@@ -369,15 +369,16 @@ def test_a_word_about_a_prompt_that_is_still_computed_ends_nothing(
     computed = request_key()
     over = request_key()
     sender = local.engine.sender
+    there = Party(local.meta.engine_id, local.meta.incarnation, local.meta.mailbox)
     sender.publish_part(computed, [3], b"content")
     local.publish(over, [4])
     peer = Mailbox("peer", 1, None)
     peer.attach()
     for request in (computed, over):
-        peer.send(sender._mailbox.party, notice(request))
+        peer.send(there, notice(request))
     assert [event.key for event in local.unpinned()] == [over], "letters keep their order"
     local.publish(computed, [3])
-    peer.send(sender._mailbox.party, notice(computed))
+    peer.send(there, notice(computed))
     assert [event.key for event in local.unpinned()] == [computed]
     peer.detach()
 

@@ -208,7 +208,7 @@ def test_a_block_reused_during_a_store_is_not_found(engines: tuple[Engine, Engin
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(tokens, range(8))
-    until(lambda: writer.pool._operations.unsettled[op_id].touching)
+    writer.until_copying(op_id)
     writer.generations[6] += 1
     writer.blocks[6] = 0.5
     gate.copies_frozen = False

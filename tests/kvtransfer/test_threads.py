@@ -11,6 +11,7 @@ import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, key
 from kvtransfer.pool_peers import CHUNK, CONFIG, prompt
 from kvtransfer.pool_peers import Engine as PoolEngine
+from support.failures import Faulty, from_now
 from support.local_transfer import LocalTransferConfig
 from support.waiting import until
 
@@ -36,32 +37,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def failures() -> Callable[[str], float]:
     """Errors of a thread since the test began."""
-
-    def total(name: str) -> float:
-        [family] = FAILURES.collect()
-        return sum(
-            s.value
-            for s in family.samples
-            if s.labels["thread"] == name and s.name.endswith("_total")
-        )
-
-    [family] = FAILURES.collect()
-    before = {sample.labels["thread"]: total(sample.labels["thread"]) for sample in family.samples}
-    return lambda name: total(name) - before.get(name, 0.0)
-
-
-class Faulty:
-    """Raises at its first call, and then does what it is for."""
-
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self._work = work
-        self.has_raised = threading.Event()
-
-    def __call__(self, *args: Any) -> Any:
-        if not self.has_raised.is_set():
-            self.has_raised.set()
-            raise KeyError("by test")
-        return self._work(*args)
+    return from_now(FAILURES)
 
 
 def inject(target: Any, method: str) -> Faulty:
@@ -95,7 +71,7 @@ def test_letters_go_on_coming(failures: Callable[[str], float]) -> None:
     broken: Any = SimpleNamespace(recv=Faulty(inbox.recv), close=inbox.close)
     box._inbox = broken
     box.send(box.party, Done(key("wakes the old socket's recv")))
-    until(broken.recv.has_raised.is_set)
+    until(lambda: broken.recv.num_calls)
     box.send(box.party, Done(key("a")))
     until(lambda: len(got) == 2)
     assert failures("kv mailbox") == 1

@@ -58,8 +58,7 @@ async def test_a_lost_stream_alone_disconnects_nobody(make: Make) -> None:
     """Another router may be using the pair; the same goes for a router that stops."""
     harness = await make(1, 1).start()
     prefill = harness.prefills[0]
-    for queue in prefill._streams.values():
-        queue.put_nowait(None)
+    prefill.cut()
     await until(lambda: "p0" not in harness.fleet.worker_ids)
     assert harness.connected_pairs() == set()
     harness.fleet.join(prefill)
@@ -471,8 +470,7 @@ async def test_an_error_while_a_worker_is_forgotten_keeps_it_from_nothing(
 
     with monkeypatch.context() as patch:
         patch.setattr(harness.fleet._introducer, "lost", fails)
-        for queue in busy._streams.values():
-            queue.put_nowait(None)
+        busy.cut()
         await until(lambda: busy.worker_id not in harness.fleet.worker_ids)
     harness.check(await task, PROMPT, sampling())
     assert "background task worker stream failed" in caplog.text
