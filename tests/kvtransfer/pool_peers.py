@@ -113,7 +113,7 @@ class Engine:
     def gated_copies(self) -> PoolFaults:
         """From now on copies wait while `.copies_frozen` of the result is set."""
         faults = PoolFaults()
-        self.pool._copier = LocalBlockCopier(self.memory, faults)
+        self.pool.copier = LocalBlockCopier(self.memory, faults)
         return faults
 
     def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:

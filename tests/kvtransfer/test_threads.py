@@ -83,7 +83,7 @@ def test_a_link_answers_and_connects_again(failures: Callable[[str], float]) -> 
     sink = Engine("d", config)
     source = LocalSource("p", config)
     assert sink.connect(source.meta).connected
-    [link] = sink.receiver._ranks[0]._links.values()
+    [link] = sink.receiver.ranks[0].links
     inject(link, "_wait")
     link._enqueue(lambda: None)
     assert not sink.wait_for(PeerStatus).connected
@@ -145,7 +145,7 @@ def test_deadlines_of_the_pool_go_on(
     release = threading.Event()
     # so that the clock alone can end what comes behind
     engine.pool._lanes["retrieve"].put(release.wait)
-    inject(engine.pool if method == "_next_alarm" else engine.pool._operations, method)
+    inject(engine.pool if method == "_next_alarm" else engine.pool.operations, method)
     ids = [engine.begin_retrieve(prompt(CHUNK), range(4), deadline_s=0.1) for _ in range(2)]
     ended: list[Any] = []
     until(lambda: len(ended) == 2, doing=lambda: ended.extend(engine.pool.poll()))

@@ -116,7 +116,7 @@ class Worker:
     @property
     def faults(self) -> LocalFaults:
         """What the in-process transport is to do wrong."""
-        agent = self.sender._agent
+        agent = self.sender.agent
         assert isinstance(agent, LocalAgent)
         return agent.faults
 

@@ -107,7 +107,7 @@ def test_a_cached_prefix_may_end_inside_a_block_of_p(unequal: Pair, llm: LLM) ->
 def test_a_frozen_peer_of_another_block_size_costs_no_quarantine(unequal: Pair, llm: LLM) -> None:
     """Its bytes may land in the ring alone."""
     prompt = prompt_of(50)
-    unequal.d.decode._deadline_s = 0.2
+    unequal.d.decode.deadline_s = 0.2
     handoff, first = unequal.prefill(prompt, GREEDY)
     unequal.p.faults.frozen = True
     key = unequal.decode(handoff, prompt, GREEDY, first)

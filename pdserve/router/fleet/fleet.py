@@ -67,7 +67,7 @@ class Fleet:
         # The KV pools by name; each is kept as long as a worker uses it.
         self._pools: WeakValueDictionary[str, PooledChunks] = WeakValueDictionary()
         self._wakes = Wakes()
-        self._introducer = introducer = Introducer(self.post, now)
+        self.introducer = introducer = Introducer(self.post, now)
         self.changes = Changes(self._wakes)
         self.intake = Intake(
             self.router_id, introducer, self.changes, self.post, self._introduce, now
@@ -133,7 +133,7 @@ class Fleet:
         worker = self._workers.get(worker_id)
         if worker is None:
             self._streams.close(worker_id)
-            self._introducer.left(worker_id, self._workers.values())
+            self.introducer.left(worker_id, self._workers.values())
             self._streams.forgive(worker_id)
         elif not worker.draining:
             worker.left_at = self._now()
@@ -218,12 +218,12 @@ class Fleet:
             worker.pooled = self._pools.setdefault(hello.kv_pool, PooledChunks())
         worker.peers = {(peer.engine_id, peer.incarnation): peer for peer in hello.peers}
         self._workers[link.worker_id] = worker
-        self._introducer.joined(worker, self._workers.values())
+        self.introducer.joined(worker, self._workers.values())
         self.changes.notify()
         return worker
 
     def _introduce(self) -> None:
-        self._introducer.introduce(self._workers.values())
+        self.introducer.introduce(self._workers.values())
         self.changes.notify()
 
     def _tell(self, leg: Leg, event: Lost | Silent) -> None:
@@ -254,13 +254,13 @@ class Fleet:
         worker.legs = {}
         for leg in legs:
             self._tell(leg, Lost(reason, cause))
-        self._introducer.lost(worker, self._workers.values())
+        self.introducer.lost(worker, self._workers.values())
         if worker.left_at is not None and cause == "drained":
-            self._introducer.drained(
+            self.introducer.drained(
                 worker.worker_id, worker.left_at + self._drain_s + DRAIN_SLACK_S
             )
         elif worker.draining:
-            self._introducer.left(worker.worker_id, self._workers.values())
+            self.introducer.left(worker.worker_id, self._workers.values())
         self.changes.notify()
 
     def _retire_when_idle(self, worker: WorkerState) -> None:
