@@ -15,6 +15,12 @@ import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS
 from prometheus_client import CollectorRegistry
+from support.local_pool_backend import (
+    LocalBlockCopier,
+    LocalPoolServer,
+    PoolFaults,
+    local_pool,
+)
 from support.pool_operations import copying, expire
 from support.waiting import until
 
@@ -23,12 +29,6 @@ from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolEvent, PoolFailed, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
-from pdserve.kvtransfer.pool.local_backend import (
-    LocalBlockCopier,
-    LocalPoolServer,
-    PoolFaults,
-    local_pool,
-)
 from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 
 SIZE = LAYOUT.block_size

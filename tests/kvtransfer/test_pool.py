@@ -28,6 +28,7 @@ from kvtransfer.pool_peers import (
     left_behind,
     prompt,
 )
+from support.local_pool_backend import LocalBlockCopier, LocalPoolServer, PoolFaults
 from support.processes import freeze
 from support.waiting import stays, until
 
@@ -45,7 +46,6 @@ from pdserve.kvtransfer.pool.breaker import Breaker
 from pdserve.kvtransfer.pool.chunks import Chunks, Shard, runs
 from pdserve.kvtransfer.pool.lmcache_connection import ServerConnection
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
-from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults
 
 pytestmark = pytest.mark.processes
 

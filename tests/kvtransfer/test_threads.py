@@ -12,6 +12,7 @@ from kvtransfer.kv_peers import Engine, LocalSource, key
 from kvtransfer.pool_peers import CHUNK, CONFIG, prompt
 from kvtransfer.pool_peers import Engine as PoolEngine
 from support.failures import Faulty, from_now
+from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
 from support.waiting import until
 
@@ -23,7 +24,6 @@ from pdserve.kvtransfer.p2p.letters import Done
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.pool import lmcache_server
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.events import PeerStatus
 
 SHORT_LEASES = LocalTransferConfig(lease_s=0.05)

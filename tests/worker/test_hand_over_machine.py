@@ -34,6 +34,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
 from support.pair import Worker, owned, submit
 
@@ -44,7 +45,6 @@ from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import (
     Cancel,
     ConnectPeer,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.local_pool_backend import LocalPoolServer
 from support.pair import (
     ROUTER,
     SESSION,
@@ -22,7 +23,6 @@ from support.pool_operations import copying, expire
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import RouterLost
 from pdserve.protocol.events import Arrived, PromptScored
 from pdserve.protocol.request_key import RequestKey

@@ -3,8 +3,7 @@ operation does.
 
 A thread (lane) for each kind of operation and one for the breaker's probe, so that a probe never
 waits behind a copy, and a clock that ends what is late. Which operations there are and when one is
-over is `operations.py`. Knows no server and no requests. Made by `local_backend.py` and
-`lmcache_backend.py`.
+over is `operations.py`. Knows no server and no requests. Made by `lmcache_backend.py`.
 """
 
 import logging
