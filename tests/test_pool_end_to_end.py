@@ -7,13 +7,13 @@ import asyncio
 import os
 import random
 import signal
-import socket
 from collections.abc import Iterator
 from typing import Any
 
 import psutil
 import pytest
 from support.hosts import Host, hosts
+from support.ports import free_port
 from support.served import DEMO, Cluster, cluster
 
 from pdserve.configs.transfer import PoolConfig
@@ -128,9 +128,7 @@ async def test_a_server_that_dies_costs_nothing_else(
 
 async def test_workers_of_one_host_share_the_server_that_one_of_them_starts() -> None:
     """It dies with that one, and another starts the next."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     pool = {
         "mode": "start",
         "address": address,

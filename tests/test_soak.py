@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import random
-import socket
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.bad_input import BAD, Bad
 from support.hosts import hosts
 from support.leaks import Holdings, MemoryWatch, holdings
+from support.ports import free_port
 from support.routers import RouterProcess
 from support.served import DEMO, MODEL
 from support.victims import LONGEST_FREEZE_S, Chaos, PoolVictim, RouterVictim, Victim, WorkerVictim
@@ -339,12 +339,6 @@ async def until_drained(clients: Clients, routers: list[RouterProcess]) -> float
         await asyncio.sleep(0.2)
 
 
-def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 @pytest.mark.soak
 @pytest.mark.slow
 async def test_soak() -> None:
@@ -358,7 +352,9 @@ async def test_soak() -> None:
     ):
         folder = Path(name)
         shared = PoolVictim(
-            PoolConfig(mode="start", address=free_address(), chunk_tokens=64, l1_gib=0.25)
+            PoolConfig(
+                mode="start", address=f"127.0.0.1:{free_port()}", chunk_tokens=64, l1_gib=0.25
+            )
         )
         stack.callback(shared.close)
         pool = {"mode": "connect", "address": shared.address, "chunk_tokens": 64, "breaker_s": 1.0}

@@ -166,7 +166,6 @@ class _Parser:
     def __init__(self, outcome: Outcome) -> None:
         self._outcome = outcome
         self._rest = b""
-        self._num_events = 0
         self._has_ids = False
 
     def feed(self, piece: bytes, now: float) -> None:

@@ -42,7 +42,7 @@ Events = list[tuple[RequestKey, Event]]
 class DecodePhase:
     """max_reserved_blocks, max_quarantined_blocks: see `Pulls`. deadline_s: of each pull, and of
     waiting for blocks. compute_here: gives a request whose rows could not be pulled to the engine.
-    pulls: their blocks; for tests too.
+    pulls: their blocks; for tests too, as are deadline_s and imports.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class DecodePhase:
         self._compute_here = compute_here
         self._receiver = receiver
         self.pulls = Pulls(engine, max_reserved_blocks, max_quarantined_blocks)
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._imports: OrderedDict[RequestKey, KVImport] = OrderedDict()
         self._waiting: OrderedDict[RequestKey, KVImport] = OrderedDict()
         self._renewed = 0.0
@@ -66,6 +66,11 @@ class DecodePhase:
     @property
     def waits_for_blocks(self) -> bool:
         return any(item.ticket is not None for item in self._waiting.values())
+
+    @property
+    def imports(self) -> dict[RequestKey, KVImport]:
+        """All that are under way."""
+        return dict(self._imports)
 
     @property
     def owned(self) -> list[list[int]]:
@@ -113,7 +118,7 @@ class DecodePhase:
         self._imports[item.key] = item
         if item.pull_id is not None and item.source == source_of(ticket):
             if not item.is_revoked:
-                self._receiver.complete(item.pull_id, ticket, self._deadline_s)
+                self._receiver.complete(item.pull_id, ticket, self.deadline_s)
             return []
         if item.pull_id is not None:  # prepared for another source
             self._detach(item)
@@ -184,10 +189,10 @@ class DecodePhase:
             reservation = None if lacks_blocks else self.pulls.reserve(item)
             if reservation is not None:
                 events += self._start(item, reservation)
-            elif now - item.started > self._deadline_s:
+            elif now - item.started > self.deadline_s:
                 detail = (
                     f"{self.pulls.num_blocks(item)} blocks were not to be had within "
-                    f"{self._deadline_s:g} s"
+                    f"{self.deadline_s:g} s"
                 )
                 events += self._give_up(item, "no-blocks", detail)
             else:
@@ -222,7 +227,7 @@ class DecodePhase:
             room -= self.pulls.num_blocks(item)
             blocks = reservation.destination
             skip = reservation.num_cached
-            self._receiver.follow(pull_id, item.source, content, blocks, skip, self._deadline_s)
+            self._receiver.follow(pull_id, item.source, content, blocks, skip, self.deadline_s)
 
     def _end_forgotten(self) -> None:
         limit = time.monotonic() - PREPARED_S
@@ -257,7 +262,7 @@ class DecodePhase:
         del self._waiting[item.key]
         pull_id = self.pulls.begin(item, reservation)
         blocks = reservation.destination
-        self._receiver.pull(pull_id, item.ticket, blocks, reservation.num_cached, self._deadline_s)
+        self._receiver.pull(pull_id, item.ticket, blocks, reservation.num_cached, self.deadline_s)
         if blocks:
             return []
         self.pulls.forget(pull_id)  # it only tells P

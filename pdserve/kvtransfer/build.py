@@ -81,15 +81,13 @@ def build_rank(
     incarnation: int,
     rank: int,
     wake: Wake,
-    *,
-    registry: CollectorRegistry | None = None,
 ) -> tuple[RankMemory, RankReceiver]:
     """What a tensor parallel engine's other ranks have: a KV cache that peers may read, which rank
     0 adds to its sender's description (`Sender.add_ranks`), and a receiver, which it adds to its
     own (`EngineReceiver.add_ranks`).
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
-    metrics = TransferMetrics(registry if registry is not None else CollectorRegistry())
+    metrics = TransferMetrics(CollectorRegistry())
     return meta.ranks[0], RankReceiver(agent, own, wake, metrics)
 
 

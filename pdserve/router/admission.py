@@ -87,21 +87,17 @@ class Admission:
     the queued ones, those that no worker has heard of."""
 
     def __init__(
-        self,
-        max_prompts: int,
-        max_queued_tokens: int,
-        slo: SloConfig | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, max_prompts: int, max_queued_tokens: int, slo: SloConfig | None = None
     ) -> None:
         self.num_prompts = 0
         self.queued_tokens = 0
         self.unsent_tokens = 0
         self._by_priority: dict[int, int] = {}  # of the queued tokens
         self._slo = slo or SloConfig()
-        self.clock = clock
+        self.clock: Callable[[], float] = time.monotonic
         self.caution = 1.0  # forecasts are multiplied by it
-        self.prompt_rate = Rate(clock)
-        self.token_rate = Rate(clock)
+        self.prompt_rate = Rate(self.clock)
+        self.token_rate = Rate(self.clock)
         self._max_prompts = max_prompts
         self._max_queued_tokens = max_queued_tokens
 

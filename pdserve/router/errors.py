@@ -12,7 +12,7 @@ FailureKind = Literal["invalid", "unavailable", "internal"]
 LONGEST_MESSAGE = 2000
 LONGEST_PARAM = 200
 
-_STATUS: dict[str, tuple[int, str, str | None]] = {
+STATUS: dict[str, tuple[int, str, str | None]] = {
     "invalid": (400, "invalid_request_error", None),
     "unavailable": (503, "service_unavailable_error", "no_workers"),
     "internal": (500, "internal_error", None),
@@ -68,7 +68,7 @@ class RequestFailed(ApiError):
     """A request that was admitted, or ready to be, and got no complete answer."""
 
     def __init__(self, failure: FailureKind, message: str) -> None:
-        status, kind, code = _STATUS[failure]
+        status, kind, code = STATUS[failure]
         super().__init__(
             message, status=status, kind=kind, code=code, retry_after=1 if status == 503 else None
         )

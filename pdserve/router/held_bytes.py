@@ -45,7 +45,7 @@ class Held:
 
     def __init__(self, max_bytes: int, count: Callable[[float], None]) -> None:
         self.num_bytes = 0
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._count = count
         self._holders: set[Account] = set()
 
@@ -59,7 +59,7 @@ class Held:
             self._holders.add(account)
         else:
             self._holders.discard(account)
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self.max_bytes:
             self._count(1)
             max(self._holders, key=lambda each: each.num_bytes).cut()
 

@@ -166,13 +166,12 @@ class Tokenizer:
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         **kwargs: Any,
     ) -> list[int]:
         """Token ids of a conversation; the template writes its own special tokens. Raises as
         `render_chat`."""
         return self.encode(
-            self.render_chat(messages, add_generation_prompt, tools, **kwargs),
+            self.render_chat(messages, add_generation_prompt, **kwargs),
             add_special_tokens=False,
         )
 

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from support.failures import counts
 
 import pdserve
 from pdserve.background import tasks
@@ -29,10 +30,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count(name: str) -> float:
-    [family] = FAILURES.collect()
-    return next(
-        s.value for s in family.samples if s.labels == {"task": name} and s.name.endswith("_total")
-    )
+    return counts(FAILURES)[name]
 
 
 def test_nothing_runs_in_the_background_but_by_this_module() -> None:

@@ -15,7 +15,6 @@ from support.waiting import until_async
 
 from pdserve.cluster.scaling import autoscaler
 from pdserve.cluster.scaling.autoscaler import Autoscaler
-from pdserve.cluster.scaling.demand import Scaler
 from pdserve.configs.schema import ClusterConfig
 from pdserve.router.admin import CannotScale, Count
 from pdserve.router.fleet.worker_state import WorkerState
@@ -134,8 +133,8 @@ async def test_the_controller_is_asked_every_few_seconds_and_before_a_decision()
         made("Prefill#a", "prefill", queue_tokens=8000),
         made("Decode#b", "decode"),
         slo={"ttft_ms": 1000},
+        prefill={},
     )
-    stage.scaler._scalers.pop("prefill")
     await stage.seconds(20)
     assert stage.counts.num_asked == 4
     stage = Stage(
@@ -157,11 +156,8 @@ async def test_it_never_stops_the_only_worker_that_decodes(max_prefill: int) -> 
         made("Prefill#2", "prefill"),
         made("Decode#1", "prefill"),
     ]
-    stage = Stage(*workers)
-    stage.scaler._bounds["prefill"] = stage.scaler._bounds["prefill"].model_copy(
-        update={"max": max_prefill}
-    )
-    stage.scaler._scalers["prefill"] = Scaler(stage.scaler._bounds["prefill"])
+    bounds = {"autoscaling": {**BOUNDS["autoscaling"], "max": max_prefill}}
+    stage = Stage(*workers, prefill=bounds)
     assert await stage.seconds(40) == {"prefill": 2, "decode": 1}
     stage.fleet.workers.append(made("Prefill#3", "decode"))
     stage.counts.targets["prefill"] = stage.counts.running["prefill"] = 3

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from router.harness import until
 from router.workers import made
+from support.failures import Faulty, from_now
 
 from pdserve.background import tasks
 from pdserve.background.tasks import FAILURES
@@ -39,41 +40,7 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def failures() -> Callable[[str], float]:
     """Of a task, since the test began."""
-
-    def total(name: str) -> float:
-        [family] = FAILURES.collect()
-        return sum(
-            s.value
-            for s in family.samples
-            if s.labels["task"] == name and s.name.endswith("_total")
-        )
-
-    names = (
-        "membership watcher",
-        "autoscaler",
-        "decode guard",
-        "metrics bridge",
-        "batcher",
-        "http server",
-        "overhear",
-    )
-    before = {name: total(name) for name in (*names, "engine watch")}
-    return lambda name: total(name) - before[name]
-
-
-class Faulty:
-    """Raises at its first call, or at those that it is told."""
-
-    def __init__(self, work: Callable[..., Any] = lambda *_: None, faults: int = 1) -> None:
-        self._work = work
-        self._faults = faults
-        self.num_calls = 0
-
-    def __call__(self, *args: Any) -> Any:
-        self.num_calls += 1
-        if self.num_calls <= self._faults:
-            raise KeyError("by test")
-        return self._work(*args)
+    return from_now(FAILURES)
 
 
 class Members:

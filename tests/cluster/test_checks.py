@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from support.ports import free_port
 
 from pdserve.cluster import cli
 from pdserve.cluster.operate import checks
@@ -30,12 +31,6 @@ def here(**resources: float) -> Place:
 def configured(**args: Any) -> ClusterConfig:
     model = {"path": str(DEMO)} | args.pop("model", {})
     return ClusterConfig.model_validate({"model": model} | args)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def found(config: ClusterConfig, place: Place, **http: object) -> list[tuple[str, str]]:

@@ -69,6 +69,16 @@ class Scene:
         del self.board[worker_id]
 
 
+class WithoutBoard(Scene):
+    """Its board is out of reach."""
+
+    def _post(self, record: StartRecord) -> None:
+        raise RuntimeError("no GCS")
+
+    def _remove(self, worker_id: str) -> None:
+        raise RuntimeError("no GCS")
+
+
 async def failure(scene: Scene) -> str:
     with pytest.raises(StartError) as caught:
         async with asyncio.timeout(60):
@@ -185,12 +195,7 @@ async def test_an_engine_that_nobody_reaches_fails_by_name(monkeypatch: pytest.M
 async def test_a_board_out_of_reach_keeps_nobody_from_starting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    scene = Scene(monkeypatch)
-
-    def fail(_: object) -> None:
-        raise RuntimeError("no GCS")
-
-    scene.watch._post = scene.watch._remove = fail
+    scene = WithoutBoard(monkeypatch)
     scene.result.set_result({"device": "cpu"})
     assert await scene.serving() == {"device": "cpu"}
 

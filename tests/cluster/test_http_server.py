@@ -169,9 +169,9 @@ async def test_requests_in_one_piece_are_parsed_as_answers_go_out() -> None:
     reader, writer = await opened(server)
     writer.write(REQUEST * 3000 + LAST)
     async with asyncio.timeout(60):
-        while not any(map(pipelined, server._server.server_state.connections)):
+        while not any(map(pipelined, server.connections)):
             await asyncio.sleep(0.01)
-    (connection,) = server._server.server_state.connections
+    (connection,) = server.connections
     assert pipelined(connection) <= http_server.SLICE_BYTES / len(REQUEST)
     gate.set()
     answers = await asyncio.wait_for(reader.read(), 60)
@@ -259,12 +259,12 @@ async def test_what_was_parsed_is_kept_by_nobody() -> None:
     _, writer = await opened(server)
     writer.write(b"GET / HTTP/1.1\r\nx-filler: " + b"a" * 60_000)
     async with asyncio.timeout(60):
-        while not server._server.server_state.connections:
+        while not server.connections:
             await asyncio.sleep(0.01)
-        (connection,) = server._server.server_state.connections
-        while connection._num_head_bytes < 60_000:  # type: ignore[union-attr]
+        (connection,) = server.connections
+        while connection._num_head_bytes < 60_000:
             await asyncio.sleep(0.01)
-    assert not connection._rest.obj  # type: ignore[union-attr]
+    assert not connection._rest.obj
     writer.close()
     await server.close()
 
@@ -281,12 +281,10 @@ async def test_trailers_have_a_limit_and_are_kept_by_nobody(method: str, filler:
     reader, writer = await opened(server)
     writer.write(head + filler * (http_server.MAX_HEAD_BYTES // len(filler)))
     async with asyncio.timeout(30):
-        while not (connections := server._server.server_state.connections) or not _nearly(
-            *connections
-        ):
+        while not (connections := server.connections) or not _nearly(*connections):
             await asyncio.sleep(0.001)
     (connection,) = connections
-    assert len(connection.headers) == 2, "what it says of itself at its end is dropped"  # type: ignore[union-attr]
+    assert len(connection.headers) == 2, "what it says of itself at its end is dropped"
     writer.write(filler * (2 * http_server.MAX_HEAD_BYTES // len(filler)))
     answer = await asyncio.wait_for(_read_all(reader), 30)
     assert b" 200 OK" not in answer or method == "GET"

@@ -11,11 +11,10 @@ import httpx
 import pytest
 from router.fake_worker import FakeWorker, World
 
-from pdserve.cluster.client import _call
 from pdserve.cluster.deployments import router_replica
 from pdserve.cluster.deployments.http_server import Address
 from pdserve.cluster.deployments.router_replica import RouterReplica
-from pdserve.cluster.links.handle_api import Whole, decode_answer, encode
+from pdserve.cluster.links.handle_api import GenerateCall, Whole, decode_answer, encode
 from pdserve.configs.schema import ClusterConfig
 from pdserve.protocol.sampling_params import SamplingParams
 
@@ -117,10 +116,8 @@ async def test_the_models_sampling_defaults_are_named_and_taken(
         "max_tokens=3"
     )
     assert (said in caplog.text) == (generation_config == "auto")
-    [answer] = [
-        decode_answer(data[1:])
-        async for data in router.generate(encode(_call([5, 6], None, False, {})))
-    ]
+    call = GenerateCall(prompt=[5, 6], sampling=None, stream=False)
+    [answer] = [decode_answer(data[1:]) async for data in router.generate(encode(call))]
     assert isinstance(answer, Whole)
     sampling = worker.submits()[-1].sampling
     expected = (0.6, 20, 3) if generation_config == "auto" else (1.0, 0, 16)
@@ -136,13 +133,12 @@ async def test_scores_of_a_prompt_come_whole_and_are_held_no_longer_than_the_ans
     router._fleet.join(FakeWorker(World(), "d0", "both"))
     await asyncio.wait_for(starting, 60)
     prompt = list(range(5, 205))
-    [answer] = [
-        decode_answer(data[1:])
-        async for data in router.generate(encode(_call(prompt, sampling, False, {})))
-    ]
+    call = GenerateCall(prompt=prompt, sampling=sampling, stream=False)
+    [answer] = [decode_answer(data[1:]) async for data in router.generate(encode(call))]
     assert isinstance(answer, Whole) and answer.prompt_logprobs is not None
     assert [scored and scored.token_id for scored in answer.prompt_logprobs] == [None, *prompt[1:]]
     assert router._service.held.num_bytes == 0
-    async for _ in router.generate(encode(_call(prompt, sampling, True, {}))):
+    call = GenerateCall(prompt=prompt, sampling=sampling, stream=True)
+    async for _ in router.generate(encode(call)):
         assert router._service.held.num_bytes > 0
     assert router._service.held.num_bytes == 0

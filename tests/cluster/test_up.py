@@ -5,7 +5,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ import psutil
 import pytest
 import yaml
 from support.lines import json_lines
+from support.ports import free_port
 
 from pdserve.cluster.operate.ray_settings import has_haproxy
 
@@ -57,12 +57,6 @@ def up(
             process.stdout.read()
 
 
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
-
-
 def seconds_to_stop(process: subprocess.Popen[str]) -> float:
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
@@ -74,7 +68,7 @@ def seconds_to_stop(process: subprocess.Popen[str]) -> float:
 
 @pytest.mark.skipif(not has_haproxy(), reason="no haproxy")
 def test_behind_haproxy_it_stops_soon() -> None:
-    port = free_port()
+    port = str(free_port())
     with up("cluster.yaml", "--haproxy", "--port", port) as (process, said):
         assert f"http://127.0.0.1:{port}/v1" in said
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models", timeout=10) as answer:
@@ -84,7 +78,7 @@ def test_behind_haproxy_it_stops_soon() -> None:
 
 def test_options_of_serves_server_are_named_and_work(tmp_path: Path) -> None:
     document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
-    document["http_options"] |= {"request_timeout_s": 30, "port": int(free_port())}
+    document["http_options"] |= {"request_timeout_s": 30, "port": free_port()}
     document["applications"][0]["route_prefix"] = "/llm"
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
@@ -124,7 +118,7 @@ def test_api_keys_of_the_environment_and_rays_token_by_default(tmp_path: Path) -
     document: dict[str, Any] = yaml.safe_load((ROOT / "cluster.yaml").read_text())
     document["applications"][0]["args"]["router"] = {"api_key_env": "KEYS_OF_THE_TEST"}
     path = tmp_path / "cluster.yaml"
-    port = free_port()
+    port = str(free_port())
     path.write_text(yaml.safe_dump(document))
     # Ray's sockets want a short name
     with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
@@ -170,7 +164,7 @@ def test_api_keys_of_the_environment_and_rays_token_by_default(tmp_path: Path) -
 
 @pytest.mark.parametrize("name", ["cpu-demo", "aggregated", "cpu-2p2d", "cpu-pool"])
 def test_every_shipped_cluster_for_cpus_serves(name: str) -> None:
-    port = free_port()
+    port = str(free_port())
     body = (
         b'{"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 8, '
         b'"temperature": 0}'
@@ -192,7 +186,8 @@ def test_a_file_that_this_machine_has_no_room_for_is_refused_at_once(tmp_path: P
     }
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", free_port()]
+    port = str(free_port())
+    command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", port]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60
     )
@@ -228,7 +223,7 @@ def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> N
         "slo": {"ttft_ms": 9000, "tpot_ms": 900},
     }
     path = tmp_path / "cluster.yaml"
-    port = free_port()
+    port = str(free_port())
     path.write_text(yaml.safe_dump(document))
     with (
         tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
@@ -276,7 +271,8 @@ def test_keys_that_are_not_there_are_missed_at_once(tmp_path: Path) -> None:
     document["applications"][0]["args"]["router"] = {"api_key_env": "KEYS_OF_THE_TEST"}
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", free_port()]
+    port = str(free_port())
+    command = [sys.executable, "-m", "pdserve.cluster.cli", "up", str(path), "--port", port]
     done = subprocess.run(
         command, cwd=ROOT, env=os.environ | ISOLATED, capture_output=True, text=True, timeout=60
     )
@@ -295,7 +291,7 @@ def test_a_start_that_hangs_ends_with_its_stage(tmp_path: Path) -> None:
     document["applications"][0]["args"]["start"] = {"registration_s": 1}
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump(document))
-    command = [sys.executable, "-c", WITH_FAKES, "up", str(path), "--port", free_port()]
+    command = [sys.executable, "-c", WITH_FAKES, "up", str(path), "--port", str(free_port())]
     fakes = {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
         "WORKER_JOURNAL": str(tmp_path),

@@ -110,7 +110,7 @@ class Engine:
 
 def pull_of(sink: Engine, pull_id: int) -> Any:
     """As the link knows it; None before it does."""
-    links = list(sink.receiver._ranks[0]._links.values())
+    links = sink.receiver.ranks[0].links
     pulls = [pull for link in links for pull in link.pulls.under_way if pull.pull_id == pull_id]
     return next(iter(pulls), None)
 
@@ -119,7 +119,7 @@ def expire(receiver: Any, pull_id: int, rank: int = 0) -> None:
     """The deadline of a pull comes for this rank as soon as reads of it are under way there."""
 
     def reading() -> list[Any]:
-        links = list(receiver._ranks[rank]._links.values())
+        links = receiver.ranks[rank].links
         pulls = [pull for link in links for pull in link.pulls.under_way]
         return [pull for pull in pulls if pull.pull_id == pull_id and pull.pieces]
 
@@ -174,7 +174,7 @@ class LocalSource:
 
     def lease(self, seconds: float) -> None:
         """Of what is published or renewed from now on."""
-        self.engine.sender._lease_s = seconds
+        self.engine.sender.lease_s = seconds
 
     def unpinned(self, timeout_s: float = 60.0) -> list[Unpinned]:
         """What was unpinned, as soon as something is."""
@@ -193,7 +193,7 @@ class LocalSource:
 
     @property
     def faults(self) -> LocalFaults:
-        agent = self.engine.sender._agent
+        agent = self.engine.sender.agent
         assert isinstance(agent, LocalAgent)
         return agent.faults
 

@@ -15,6 +15,13 @@ import pytest
 import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS
 from prometheus_client import CollectorRegistry
+from support.local_pool_backend import (
+    LocalBlockCopier,
+    LocalPoolServer,
+    PoolFaults,
+    local_pool,
+)
+from support.pool_operations import copying, expire
 from support.waiting import until
 
 from pdserve.configs.transfer import PoolConfig
@@ -22,12 +29,6 @@ from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolEvent, PoolFailed, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
-from pdserve.kvtransfer.pool.local_backend import (
-    LocalBlockCopier,
-    LocalPoolServer,
-    PoolFaults,
-    local_pool,
-)
 from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 
 SIZE = LAYOUT.block_size
@@ -112,7 +113,7 @@ class Engine:
     def gated_copies(self) -> PoolFaults:
         """From now on copies wait while `.copies_frozen` of the result is set."""
         faults = PoolFaults()
-        self.pool._copier = LocalBlockCopier(self.memory, faults)
+        self.pool.copier = LocalBlockCopier(self.memory, faults)
         return faults
 
     def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
@@ -190,13 +191,11 @@ class Engine:
         assert type(event).__name__ == "PoolStored", event
 
     def until_copying(self, *op_ids: int | None) -> None:
-        until(lambda: all(self.pool._operations.unsettled[op_id].touching for op_id in op_ids))
+        until(lambda: copying(self.pool).issuperset(op_ids))
 
     def expire(self, op_id: int) -> None:
         """The deadline of an operation is now."""
-        with self.pool._lock:
-            self.pool._operations.unsettled[op_id].deadline = 0.0
-            self.pool._lock.notify_all()
+        expire(self.pool, op_id)
 
     def counted(self, name: str, **labels: str) -> float:
         return self.registry.get_sample_value(f"pdserve_kv_pool_{name}", labels) or 0.0

@@ -154,8 +154,9 @@ def test_waiting_costs_no_thread_per_past_incarnation(sink: Engine) -> None:
         source = LocalSource("q", CONFIG, incarnation=incarnation)
         assert sink.connect(source.meta).connected
         source.close()
-    until(lambda: len(sink.receiver._ranks[0]._links) == 1)
-    assert list(sink.receiver._ranks[0]._links) == [("q", 3)]
+    until(lambda: len(sink.receiver.ranks[0].links) == 1)
+    [link] = sink.receiver.ranks[0].links
+    assert (link.meta.engine_id, link.meta.incarnation) == ("q", 3)
 
 
 def test_a_bug_in_a_transport_fails_the_pull_instead_of_hanging(

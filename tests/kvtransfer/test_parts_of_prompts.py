@@ -305,7 +305,7 @@ def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sin
     local.bump(32)
     local.engine.kv_cache[30:33] = 9.0
     local.publish_part(request, [40, 41, 42])
-    agent = local_sink.receiver._ranks[0]._agent
+    agent = local_sink.receiver.ranks[0].agent
     assert isinstance(agent, LocalAgent)
     agent._in_flight[-1].ready_at = time.monotonic() + 0.3
     local.thaw()
@@ -369,15 +369,16 @@ def test_a_word_about_a_prompt_that_is_still_computed_ends_nothing(
     computed = request_key()
     over = request_key()
     sender = local.engine.sender
+    there = Party(local.meta.engine_id, local.meta.incarnation, local.meta.mailbox)
     sender.publish_part(computed, [3], b"content")
     local.publish(over, [4])
     peer = Mailbox("peer", 1, None)
     peer.attach()
     for request in (computed, over):
-        peer.send(sender._mailbox.party, notice(request))
+        peer.send(there, notice(request))
     assert [event.key for event in local.unpinned()] == [over], "letters keep their order"
     local.publish(computed, [3])
-    peer.send(sender._mailbox.party, notice(computed))
+    peer.send(there, notice(computed))
     assert [event.key for event in local.unpinned()] == [computed]
     peer.detach()
 

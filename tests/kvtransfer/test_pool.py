@@ -28,6 +28,7 @@ from kvtransfer.pool_peers import (
     left_behind,
     prompt,
 )
+from support.local_pool_backend import LocalBlockCopier, LocalPoolServer, PoolFaults
 from support.processes import freeze
 from support.waiting import stays, until
 
@@ -45,7 +46,6 @@ from pdserve.kvtransfer.pool.breaker import Breaker
 from pdserve.kvtransfer.pool.chunks import Chunks, Shard, runs
 from pdserve.kvtransfer.pool.lmcache_connection import ServerConnection
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
-from pdserve.kvtransfer.pool.local_backend import LocalBlockCopier, LocalPoolServer, PoolFaults
 
 pytestmark = pytest.mark.processes
 
@@ -208,7 +208,7 @@ def test_a_block_reused_during_a_store_is_not_found(engines: tuple[Engine, Engin
     gate = writer.gated_copies()
     gate.copies_frozen = True
     op_id = writer.begin_store(tokens, range(8))
-    until(lambda: writer.pool._operations.unsettled[op_id].touching)
+    writer.until_copying(op_id)
     writer.generations[6] += 1
     writer.blocks[6] = 0.5
     gate.copies_frozen = False
@@ -434,13 +434,13 @@ def test_a_slot_that_changes_under_the_copy_is_noticed(
     tokens = prompt(CHUNK)
     engine.keep(tokens, range(4))
     gate = engine.gated_copies()
-    real = engine.pool._copier._copy
+    real = engine.pool.copier._copy
 
     def copy_and_overwrite(*args: object, **kwargs: object) -> None:
         real(*args, **kwargs)
         next(iter(server.chunks.values())).zero_()
 
-    engine.pool._copier._copy = copy_and_overwrite
+    engine.pool.copier._copy = copy_and_overwrite
     event = engine.retrieve(tokens, range(10, 14))
     assert isinstance(event, PoolFailed) and event.reason == "miss"
     assert not gate.copies_frozen
@@ -485,7 +485,7 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
     config = CONFIG.model_copy(update={"request_deadline_ms": 30, "breaker_s": 0.05})
     server = LocalPoolServer()
     engine = Engine(server, config=config)
-    engine.pool._copier = LocalBlockCopier(engine.memory, server.faults)
+    engine.pool.copier = LocalBlockCopier(engine.memory, server.faults)
     prompts = [prompt(n * CHUNK) for n in (1, 2, 3)]
     prompts.append(prompt(4 * CHUNK, like=prompts[1]))
     free = [[*range(i, i + 4)] for i in range(0, 64, 4)]
@@ -557,7 +557,7 @@ def test_any_order_of_operations_and_faults(seed: int) -> None:
     for events in results.values():
         unsettled = isinstance(events[0], PoolFailed) and not events[0].settled
         assert [type(e) for e in events[1:]] == [PoolSettled] * unsettled, events
-    assert engine.pool._operations.num_stored_blocks == 0 and not engine.pool._operations.unsettled
+    assert engine.pool.operations.num_stored_blocks == 0 and not engine.pool.operations.unsettled
     engine.close()
 
 

@@ -110,7 +110,7 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
 
 
 def faults_of(side: Ranks, rank: int) -> LocalFaults:
-    agent = side.receiver._ranks[rank]._agent
+    agent = side.receiver.ranks[rank].agent
     assert isinstance(agent, LocalAgent)
     return agent.faults
 

@@ -11,6 +11,8 @@ import pytest
 from kvtransfer.kv_peers import Engine, LocalSource, key
 from kvtransfer.pool_peers import CHUNK, CONFIG, prompt
 from kvtransfer.pool_peers import Engine as PoolEngine
+from support.failures import Faulty, from_now
+from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
 from support.waiting import until
 
@@ -22,7 +24,6 @@ from pdserve.kvtransfer.p2p.letters import Done
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.pool import lmcache_server
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.events import PeerStatus
 
 SHORT_LEASES = LocalTransferConfig(lease_s=0.05)
@@ -36,32 +37,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def failures() -> Callable[[str], float]:
     """Errors of a thread since the test began."""
-
-    def total(name: str) -> float:
-        [family] = FAILURES.collect()
-        return sum(
-            s.value
-            for s in family.samples
-            if s.labels["thread"] == name and s.name.endswith("_total")
-        )
-
-    [family] = FAILURES.collect()
-    before = {sample.labels["thread"]: total(sample.labels["thread"]) for sample in family.samples}
-    return lambda name: total(name) - before.get(name, 0.0)
-
-
-class Faulty:
-    """Raises at its first call, and then does what it is for."""
-
-    def __init__(self, work: Callable[..., Any]) -> None:
-        self._work = work
-        self.has_raised = threading.Event()
-
-    def __call__(self, *args: Any) -> Any:
-        if not self.has_raised.is_set():
-            self.has_raised.set()
-            raise KeyError("by test")
-        return self._work(*args)
+    return from_now(FAILURES)
 
 
 def inject(target: Any, method: str) -> Faulty:
@@ -95,7 +71,7 @@ def test_letters_go_on_coming(failures: Callable[[str], float]) -> None:
     broken: Any = SimpleNamespace(recv=Faulty(inbox.recv), close=inbox.close)
     box._inbox = broken
     box.send(box.party, Done(key("wakes the old socket's recv")))
-    until(broken.recv.has_raised.is_set)
+    until(lambda: broken.recv.num_calls)
     box.send(box.party, Done(key("a")))
     until(lambda: len(got) == 2)
     assert failures("kv mailbox") == 1
@@ -107,7 +83,7 @@ def test_a_link_answers_and_connects_again(failures: Callable[[str], float]) -> 
     sink = Engine("d", config)
     source = LocalSource("p", config)
     assert sink.connect(source.meta).connected
-    [link] = sink.receiver._ranks[0]._links.values()
+    [link] = sink.receiver.ranks[0].links
     inject(link, "_wait")
     link._enqueue(lambda: None)
     assert not sink.wait_for(PeerStatus).connected
@@ -169,7 +145,7 @@ def test_deadlines_of_the_pool_go_on(
     release = threading.Event()
     # so that the clock alone can end what comes behind
     engine.pool._lanes["retrieve"].put(release.wait)
-    inject(engine.pool if method == "_next_alarm" else engine.pool._operations, method)
+    inject(engine.pool if method == "_next_alarm" else engine.pool.operations, method)
     ids = [engine.begin_retrieve(prompt(CHUNK), range(4), deadline_s=0.1) for _ in range(2)]
     ended: list[Any] = []
     until(lambda: len(ended) == 2, doing=lambda: ended.extend(engine.pool.poll()))

@@ -9,7 +9,7 @@ from router.harness import Harness
 from support.clock import Clock
 from text.backends import TEMPLATE, byte_level_backend
 
-from pdserve.configs.router import RouterConfig, SloConfig
+from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.router.choosing import choose
 from pdserve.router.http import app
 from pdserve.router.request import legs, request_clock, request_run, run_report, service
@@ -37,9 +37,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
-    """make(num_prefill, num_decode, slo={...}, **RouterConfig fields) -> a running Harness, closed
-    after the test. Its workers are silent only where a test says so: they report when they are told
-    to."""
+    """make(num_prefill, num_decode, slo={...}, logs={...}, **RouterConfig fields) -> a running
+    Harness, closed after the test. Its workers are silent only where a test says so: they report
+    when they are told to."""
     made: list[Harness] = []
 
     def build(
@@ -49,6 +49,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
         slo: dict[str, Any] | None = None,
         now: Callable[[], float] = time.monotonic,
         sampling_defaults: dict[str, Any] | None = None,
+        logs: dict[str, Any] | None = None,
         **config: Any,
     ) -> Harness:
         router = RouterConfig(**{"split": "always", "worker_silence_s": 600.0, **config})
@@ -62,6 +63,7 @@ async def make(tokenizer: Tokenizer) -> AsyncIterator[Callable[..., Harness]]:
             promise,
             now,
             sampling_defaults,
+            LogConfig(**logs or {}),
         )
         made.append(harness)
         return harness

@@ -158,7 +158,7 @@ class FakeWorker:
         self._world = world
         self._streams: dict[tuple[str, int], asyncio.Queue[bytes | None]] = {}
         self._runs: dict[RequestKey, set[int]] = {}
-        self._queued: set[RequestKey] = set()
+        self.queued: set[RequestKey] = set()  # legs that wait there
         self._tombstones: set[RequestKey] = set()
         self._closed: set[tuple[str, int]] = set()
         self.meta = self._meta() if pool else None
@@ -186,6 +186,10 @@ class FakeWorker:
         self.alive = False
         self._runs.clear()
         self.prepared.clear()
+        self.cut()
+
+    def cut(self) -> None:
+        """Every stream ends."""
         for queue in self._streams.values():
             queue.put_nowait(None)
 
@@ -271,7 +275,7 @@ class FakeWorker:
         for (router_id, session), queue in self._streams.items():
             keys = [
                 key
-                for key in self._queued & self._runs.keys()
+                for key in self.queued & self._runs.keys()
                 if (key.router_id, key.session) == (router_id, session)
             ]
             waiting = LegsWaiting(legs=tuple((key.request_id, key.attempt) for key in keys))
@@ -399,9 +403,9 @@ class FakeWorker:
     async def _run(self, submit: Submit) -> None:
         key = submit.key
         if self.gate is not None:
-            self._queued.add(key)
+            self.queued.add(key)
             await self.gate.wait()
-            self._queued.discard(key)
+            self.queued.discard(key)
         await self._pause()
         if submit.phase == "decode":
             self.push(key, [self._pull(submit)])

@@ -11,7 +11,7 @@ from router.fake_worker import FakeWorker, World, expected_tokens
 from support.clock import Clock
 from support.waiting import Condition, until_async
 
-from pdserve.configs.router import RouterConfig, SloConfig
+from pdserve.configs.router import LogConfig, RouterConfig, SloConfig
 from pdserve.protocol.codec import decode_routed, encode
 from pdserve.protocol.events import EventBatch, PackedScores, PromptScored
 from pdserve.protocol.sampling_params import SamplingParams
@@ -36,6 +36,7 @@ class Harness:
         slo: SloConfig | None = None,
         now: Callable[[], float] = time.monotonic,
         sampling_defaults: dict[str, Any] | None = None,
+        logs: LogConfig | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.world = World()
@@ -46,7 +47,14 @@ class Harness:
             now=now,
         )
         self.service = Service(
-            self.fleet, tokenizer, config, MODEL, wait_s, slo, sampling_defaults=sampling_defaults
+            self.fleet,
+            tokenizer,
+            config,
+            MODEL,
+            wait_s,
+            slo,
+            logs=logs,
+            sampling_defaults=sampling_defaults,
         )
         self.service.admission.clock = now
         self.app = build_app(self.fleet, tokenizer, config, MODEL, self.service)

@@ -58,8 +58,7 @@ async def test_a_lost_stream_alone_disconnects_nobody(make: Make) -> None:
     """Another router may be using the pair; the same goes for a router that stops."""
     harness = await make(1, 1).start()
     prefill = harness.prefills[0]
-    for queue in prefill._streams.values():
-        queue.put_nowait(None)
+    prefill.cut()
     await until(lambda: "p0" not in harness.fleet.worker_ids)
     assert harness.connected_pairs() == set()
     harness.fleet.join(prefill)
@@ -436,7 +435,7 @@ async def test_an_error_in_the_tick_ends_neither_silence_nor_introductions(
     monkeypatch.setattr(watch, "TICK_S", 0.01)
     harness = make(0, 2, worker_silence_s=1.0, now=clock)
     num_ticks = 0
-    introduce = harness.fleet._introducer.introduce
+    introduce = harness.fleet.introducer.introduce
 
     def sometimes(workers: Iterable[WorkerState]) -> None:
         nonlocal num_ticks
@@ -447,7 +446,7 @@ async def test_an_error_in_the_tick_ends_neither_silence_nor_introductions(
                 raise KeyError("by test")
         introduce(workers)
 
-    monkeypatch.setattr(harness.fleet._introducer, "introduce", sometimes)
+    monkeypatch.setattr(harness.fleet.introducer, "introduce", sometimes)
     await harness.start()
     await until(lambda: num_ticks > 5)
     assert len(harness.fleet.workers) == 2
@@ -470,9 +469,8 @@ async def test_an_error_while_a_worker_is_forgotten_keeps_it_from_nothing(
         raise KeyError("by test")
 
     with monkeypatch.context() as patch:
-        patch.setattr(harness.fleet._introducer, "lost", fails)
-        for queue in busy._streams.values():
-            queue.put_nowait(None)
+        patch.setattr(harness.fleet.introducer, "lost", fails)
+        busy.cut()
         await until(lambda: busy.worker_id not in harness.fleet.worker_ids)
     harness.check(await task, PROMPT, sampling())
     assert "background task worker stream failed" in caplog.text

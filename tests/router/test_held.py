@@ -499,7 +499,7 @@ async def test_whole_answers_that_nobody_reads_are_cut_off(make: Make) -> None:
     num_cut = int(counted(harness) or 0)
     assert 2 << 20 < most <= 4 << 20 and num_cut > 5
     num_ended = sum(client.call.done() for client in clients)
-    held._max_bytes = held.num_bytes
+    held.max_bytes = held.num_bytes
     held.account().add(1)
     assert counted(harness) == num_cut + 1
     await until(lambda: sum(client.call.done() for client in clients) == num_ended + 1, 10)

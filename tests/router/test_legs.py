@@ -137,10 +137,10 @@ async def test_a_leg_that_went_back_to_the_queue_waits_again(
     running = asyncio.create_task(harness.collect(PROMPT, PARAMS))
     await _decoding(harness)
     [submit] = decode.submits()
-    decode._queued.add(submit.key)
+    decode.queued.add(submit.key)
     await harness.pass_time(clock, LONG_S)
     assert not running.done() and failovers(harness) == {}
-    decode._queued.clear()
+    decode.queued.clear()
     decode.hangs_at = None
     await harness.pass_time(clock, DEADLINE_S + 1)
     harness.check(await running, PROMPT, PARAMS)

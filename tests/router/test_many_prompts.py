@@ -135,8 +135,7 @@ async def test_they_end_a_few_at_a_time_too(make: Make, monkeypatch: pytest.Monk
     ]
     turns = Turns()
     noted(turns, monkeypatch, "_drain")
-    for queue in harness.decodes[0]._streams.values():
-        queue.put_nowait(harness.decodes[0]._batch(ends))
+    harness.decodes[0].push(None, ends)
     await asyncio.wait_for(reading, 60)
     assert sum(turns.counts) == len(PROMPTS) and max(turns.counts) <= EVENTS_AT_ONCE
     turns.close()
@@ -163,8 +162,7 @@ async def test_what_has_ended_keeps_no_prompt_though_others_of_its_call_go_on(ma
     [worker] = harness.fleet.workers
     name, attempt = list(worker.legs)[1]
     end = Delta(name, attempt, 0, 0, tuple(range(3, 203)), "length")
-    for queue in harness.decodes[0]._streams.values():
-        queue.put_nowait(harness.decodes[0]._batch([end]))
+    harness.decodes[0].push(None, [end])
     await until(lambda: kept() == [True, False, True], 5)
     assert generation.num_prompt_tokens == 6 and [
         line.prompt_tokens for line in generation.timelines()

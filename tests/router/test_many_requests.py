@@ -96,8 +96,7 @@ async def test_requests_that_one_message_ends(make: Make, monkeypatch: pytest.Mo
     ]
     turns = Turns()
     noting(turns, monkeypatch, RunReport, "log")
-    for queue in harness.decodes[0]._streams.values():
-        queue.put_nowait(harness.decodes[0]._batch(ends))
+    harness.decodes[0].push(None, ends)
     answers = await asyncio.gather(*asked)
     turns.close()
     assert {answer.status_code for answer in answers} == {200} and COUNT < EVENTS_AT_ONCE

@@ -197,9 +197,9 @@ async def test_long_conversations_are_rendered_beside_the_loop(make: Make) -> No
         seen.append(threading.current_thread() is threading.main_thread())
         return render(*args, **kwargs)
 
-    service = made(harness.tokenizer)
-    service._tokenizer = Watched(harness.tokenizer)
-    service._tokenizer.render_chat = watching  # type: ignore[method-assign]
+    watched = Watched(harness.tokenizer)
+    watched.render_chat = watching  # type: ignore[method-assign]
+    service = made(watched)
     small = [{"role": "user", "content": "hi"}]
     for messages, tools, variables in (
         (small, None, {"not_thinking": True}),

@@ -12,8 +12,6 @@ from router.harness import Harness
 from support.clock import Clock
 
 from pdserve.cluster.deployments.logs import JsonFormatter
-from pdserve.configs.router import LogConfig
-from pdserve.router.request.request_log import RequestLog
 
 Make = Callable[..., Harness]
 
@@ -50,12 +48,6 @@ def lines() -> Iterator[Lines]:
     ours.setLevel(before)
 
 
-def log_as(harness: Harness, **config: Any) -> None:
-    log = RequestLog("demo", LogConfig.model_validate(config))
-    harness.service.request_log = log
-    object.__setattr__(harness.service._dispatcher, "request_log", log)
-
-
 async def ask(harness: Harness, name: str, **body: Any) -> Any:
     json_body = {
         "model": harness.service.model_name,
@@ -69,8 +61,7 @@ async def ask(harness: Harness, name: str, **body: Any) -> Any:
 
 
 async def test_a_finished_request_has_one_line_of_json(make: Make, lines: Lines) -> None:
-    harness = await make(1, 1).start()
-    log_as(harness, format="json")
+    harness = await make(1, 1, logs={"format": "json"}).start()
     answer = await ask(harness, "one")
     assert answer.headers["x-request-id"] == "one" and answer.json()["id"] == "cmpl-one"
     [line] = [line for line in lines.of("cmpl-one-") if "outcome" in line]
@@ -94,8 +85,7 @@ async def test_a_finished_request_has_one_line_of_json(make: Make, lines: Lines)
 
 
 async def test_text_has_the_same_in_the_message(make: Make, lines: Lines) -> None:
-    harness = await make(0, 1).start()
-    log_as(harness, format="text")
+    harness = await make(0, 1, logs={"format": "text"}).start()
     await ask(harness, "two", n=2)
     [line] = [line for line in lines.of("cmpl-two-") if "outcome" in line]
     said = line["message"]
@@ -111,8 +101,7 @@ def die_once(harness: Harness, worker: FakeWorker, when: int, number: int) -> No
 
 
 async def test_a_failover_is_told_with_the_requests_id(make: Make, lines: Lines) -> None:
-    harness = await make(0, 2).start()
-    log_as(harness, format="json")
+    harness = await make(0, 2, logs={"format": "json"}).start()
     for worker in harness.decodes:
         worker.before_batch = partial(die_once, harness, worker, 3)
     await ask(harness, "three")
@@ -134,8 +123,7 @@ async def test_a_failover_is_told_with_the_requests_id(make: Make, lines: Lines)
 async def test_a_refused_call_has_a_line(
     make: Make, lines: Lines, body: dict[str, Any], status: int, reason: str
 ) -> None:
-    harness = await make(0, 1).start()
-    log_as(harness, format="json")
+    harness = await make(0, 1, logs={"format": "json"}).start()
     answer = await ask(harness, "four", **body)
     assert answer.status_code == status and answer.headers["x-request-id"] == "four"
     [line] = [line for line in lines.of("four") if "outcome" in line]
@@ -146,22 +134,24 @@ async def test_a_refused_call_has_a_line(
 async def test_the_line_of_a_late_prompt_says_why(make: Make, clock: Clock, lines: Lines) -> None:
     """In both forms: what was before it, its own time, the caution, the worker; and for how long to
     stay away."""
-    harness = make(1, 2, slo={"ttft_ms": 200}, now=clock)
-    prefill = harness.prefills[0]
-    for worker in [prefill, *harness.decodes]:
-        worker.prefill_tokens_per_s = 1000.0
-    prefill.queue_tokens = 5000
-    await harness.start()
-    harness.service.admission.caution = 1.5
-    log_as(harness, format="json")
-    answer = await ask(harness, "late", prompt=list(range(10, 30)))
+
+    async def refused(name: str, **logs: Any) -> Any:
+        harness = make(1, 2, slo={"ttft_ms": 200}, now=clock, logs=logs)
+        prefill = harness.prefills[0]
+        for worker in [prefill, *harness.decodes]:
+            worker.prefill_tokens_per_s = 1000.0
+        prefill.queue_tokens = 5000
+        await harness.start()
+        harness.service.admission.caution = 1.5
+        return await ask(harness, name, prompt=list(range(10, 30)))
+
+    answer = await refused("late", format="json")
     assert answer.status_code == 429
     [line] = [line for line in lines.of("late") if "outcome" in line]
     assert (line["outcome"], line["reason"], line["caution"]) == ("refused", "predicted_late", 1.5)
     assert line["worker"] == "p0" and line["retry_after_s"] == int(answer.headers["retry-after"])
     assert line["wait_s"] == 5.0 and line["own_s"] == 0.02, "before the caution"
-    log_as(harness, format="text")
-    await ask(harness, "late-too", prompt=list(range(10, 30)))
+    await refused("late-too", format="text")
     [told] = [line["message"] for line in lines.of("late-too") if "outcome" in line]
     assert (
         "reason=predicted_late retry_after_s=" in told
@@ -170,8 +160,7 @@ async def test_the_line_of_a_late_prompt_says_why(make: Make, clock: Clock, line
 
 
 async def test_a_request_that_fails_has_one_line_and_no_second(make: Make, lines: Lines) -> None:
-    harness = await make(0, 1, max_attempts=1).start()
-    log_as(harness, format="json")
+    harness = await make(0, 1, max_attempts=1, logs={"format": "json"}).start()
     harness.decodes[0].fail_submit = lambda submit: "internal"
     answer = await ask(harness, "five")
     assert answer.status_code == 500
@@ -179,8 +168,7 @@ async def test_a_request_that_fails_has_one_line_and_no_second(make: Make, lines
 
 
 async def test_who_wants_no_lines_gets_none(make: Make, lines: Lines) -> None:
-    harness = await make(0, 1).start()
-    log_as(harness, requests=False)
+    harness = await make(0, 1, logs={"requests": False}).start()
     await ask(harness, "six")
     await ask(harness, "six", top_p=7)
     assert not [line for line in lines.of("six") if "outcome" in line]

@@ -43,7 +43,7 @@ def test_the_table_has_every_code_and_no_other() -> None:
 
 
 def test_there_is_no_other_429() -> None:
-    assert 429 not in {status for status, _, _ in errors._STATUS.values()}
+    assert 429 not in {status for status, _, _ in errors.STATUS.values()}
     made = [
         path.name
         for path, node in calls()

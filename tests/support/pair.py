@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.local_pool_backend import LocalPoolServer, local_pool
 from support.local_transfer import LocalTransferConfig
 from support.waiting import until
 
@@ -24,7 +25,6 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer, local_pool
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
 from pdserve.prefill.prefill_phase import PrefillPhase
 from pdserve.protocol.codec import decode_batch, decode_command, encode
@@ -116,7 +116,7 @@ class Worker:
     @property
     def faults(self) -> LocalFaults:
         """What the in-process transport is to do wrong."""
-        agent = self.sender._agent
+        agent = self.sender.agent
         assert isinstance(agent, LocalAgent)
         return agent.faults
 

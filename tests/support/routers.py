@@ -15,6 +15,7 @@ import uvicorn
 from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.routing import Route
+from support.ports import free_port
 from support.processes import die_with_parent
 from support.shell import watch
 
@@ -63,9 +64,7 @@ class RouterProcess:
         self, model: Path, config: RouterConfig, resume_wait_s: float, folder: Path
     ) -> None:
         self._settings = model, config, resume_wait_s, folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.num_kills = 0
         self.start()
 

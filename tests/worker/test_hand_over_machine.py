@@ -34,6 +34,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
 from support.pair import Worker, owned, submit
 
@@ -44,7 +45,6 @@ from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import (
     Cancel,
     ConnectPeer,
@@ -302,7 +302,7 @@ class HandOver(RuleBasedStateMachine):
         else:
             engine = (self.p if kind.endswith("P") else self.d).engine
             if engine.scheduler.running and not engine._in_flight:
-                engine.scheduler._preempt(engine.scheduler.running[-1], StepPlan())
+                engine.scheduler.preempt(engine.scheduler.running[-1], StepPlan())
 
     def _give_up(self, asked: Asked, p_first: bool) -> None:
         asked.given_up = True
@@ -397,7 +397,7 @@ class HandOver(RuleBasedStateMachine):
     def _letters(self, fate: str) -> None:
         """All that are sent from here on."""
         for worker in (self.p, self.d):
-            mailbox = worker.sender._mailbox
+            mailbox = worker.sender.mailbox
             send = type(mailbox).send.__get__(mailbox)
             past: list[Any] = []
 
@@ -480,7 +480,7 @@ class HandOver(RuleBasedStateMachine):
             for pull in decode.pulls.under_way.values()
             for block in pull.reservation.destination
         }
-        for link in list(self.d.receiver._ranks[0]._links.values()):
+        for link in self.d.receiver.ranks[0].links:
             for pull in link.pulls.under_way:
                 for piece in list(pull.pieces):
                     if piece.is_written:
@@ -523,7 +523,7 @@ class HandOver(RuleBasedStateMachine):
         limit = time.monotonic() + REST_S
         decode = self.d.loop.decode
         sender = self.p.sender
-        ring = self.d.receiver._ranks[0]._own.ring
+        ring = self.d.receiver.ranks[0].own.ring
         assert decode is not None
         while True:
             self.work(2, 2, 0)
@@ -532,13 +532,13 @@ class HandOver(RuleBasedStateMachine):
             ):
                 self._hand_over(asked)
             rests = not any(w.engine.has_work or owned(w) for w in (self.p, self.d))
-            is_empty = not decode._imports and not sender._prompts and len(ring._free) == NUM_RUNS
+            is_empty = not decode.imports and not sender.newest and len(ring._free) == NUM_RUNS
             if rests and not self._open() and is_empty:
                 break
             assert time.monotonic() < limit, (
                 self._open(),
-                decode._imports,
-                sender._prompts,
+                decode.imports,
+                sender.newest,
                 owned(self.p),
                 owned(self.d),
                 ring._held,

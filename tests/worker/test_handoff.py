@@ -107,7 +107,7 @@ def test_a_cached_prefix_may_end_inside_a_block_of_p(unequal: Pair, llm: LLM) ->
 def test_a_frozen_peer_of_another_block_size_costs_no_quarantine(unequal: Pair, llm: LLM) -> None:
     """Its bytes may land in the ring alone."""
     prompt = prompt_of(50)
-    unequal.d.decode._deadline_s = 0.2
+    unequal.d.decode.deadline_s = 0.2
     handoff, first = unequal.prefill(prompt, GREEDY)
     unequal.p.faults.frozen = True
     key = unequal.decode(handoff, prompt, GREEDY, first)
@@ -253,9 +253,8 @@ def test_pin_budget_revokes_the_oldest_ticket(tiny_llama: Path, llm: LLM) -> Non
     prompts = [prompt_of(64, seed) for seed in range(4)]
     handed = [pair.prefill(prompt, GREEDY) for prompt in prompts]
     assert pair.p.prefill.num_revoked == 2
-    assert list(pair.p.prefill._published) == [
-        handoff.ticket.key for handoff, _ in handed[2:] if handoff
-    ]
+    kept = {handoff.ticket.key for handoff, _ in handed[2:] if handoff}
+    assert pair.p.prefill.keys() == kept
     for prompt, (handoff, first) in zip(prompts, handed, strict=True):
         rest = pair.finish(pair.decode(handoff, prompt, GREEDY, first))
         assert {0: first[0] + rest[0]} == expected(llm, prompt, GREEDY)

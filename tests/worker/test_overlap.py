@@ -71,16 +71,13 @@ class Overlapped:
 
     def until_a_part_arrives(self) -> None:
         """P stands still behind its first part: it still has work when D has read that."""
-        published = self.pair.p.sender._prompts
-        self.pair.until(
-            lambda: self.p_key in published and published[self.p_key].ticket is not None
-        )
+        self.pair.until(lambda: self.pair.p.sender.newest.get(self.p_key) is not None)
         self.pair.d.until(lambda: max_verified(self.pair) > 2)
 
     @property
     def num_published(self) -> int:
         """Blocks of the newest part."""
-        ticket = self.pair.p.sender._prompts[self.p_key].ticket
+        ticket = self.pair.p.sender.newest[self.p_key]
         return 0 if ticket is None else len(ticket.block_ids)
 
     @property
@@ -213,7 +210,7 @@ def test_the_last_chunk_is_the_short_one(pair: Pair, monkeypatch: pytest.MonkeyP
 def lose(pair: Pair, monkeypatch: pytest.MonkeyPatch, kinds: tuple[type, ...]) -> None:
     """Letters of these kinds never arrive."""
     for worker in (pair.p, pair.d):
-        mailbox = worker.sender._mailbox
+        mailbox = worker.sender.mailbox
         send = mailbox.send
 
         def lossy(to: object, notice: Notice, send: Callable = send) -> None:
@@ -239,7 +236,7 @@ def test_letters_twice_and_in_any_order(
 ) -> None:
     rng = random.Random(3)
     kept: list[tuple[Party, Notice]] = []
-    mailbox = pair.p.sender._mailbox
+    mailbox = pair.p.sender.mailbox
     send = mailbox.send
 
     def shuffled(to: Party, notice: Notice) -> None:
@@ -285,7 +282,7 @@ def test_cancel_at_any_turn_leaves_nothing(pair: Pair, turns: int) -> None:
     cancel(pair.d, request.d_key)
     cancel(pair.p, request.p_key)
     pair.assert_empty()
-    assert not pair.d.decode._imports and not pair.p.sender._prompts
+    assert not pair.d.decode.imports and not pair.p.sender.newest
 
 
 @pytest.mark.parametrize("turns", [1, 3, 6])
@@ -296,14 +293,14 @@ def test_a_lost_router_leaves_nothing(pair: Pair, turns: int) -> None:
     for worker in (pair.p, pair.d):
         worker.command(RouterLost(router_id=ROUTER, session=SESSION))
     pair.assert_empty()
-    assert not pair.d.decode._imports and not pair.p.sender._prompts
+    assert not pair.d.decode.imports and not pair.p.sender.newest
 
 
 def test_a_prompt_that_ends_at_p_is_forgotten_there(pair: Pair) -> None:
     request = Overlapped(pair, prompt_of(150), SamplingParams(temperature=0, max_tokens=1, seed=1))
     pair.until(lambda: bool(request.first()))
     assert request.handoff is None
-    pair.until(lambda: not pair.p.sender._prompts)
+    pair.until(lambda: not pair.p.sender.newest)
     cancel(pair.d, request.d_key)  # the router's, which has all tokens
     pair.assert_empty()
 
@@ -320,7 +317,7 @@ def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
     pair.p.sender.publish_part(
         request.p_key,
         list(range(1, 9)),
-        decode._imports[request.d_key].request.content_digest(engine.hasher),
+        decode.imports[request.d_key].request.content_digest(engine.hasher),
     )
     pair.until(lambda: not decode.pulls.under_way)
     cancel(pair.d, request.d_key)
@@ -333,7 +330,7 @@ def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
 
 
 def all_links(pair: Pair) -> list:
-    return list(pair.d.receiver._ranks[0]._links.values())
+    return pair.d.receiver.ranks[0].links
 
 
 def links(pair: Pair) -> list:
@@ -367,7 +364,7 @@ def test_p_is_preempted_behind_its_first_parts(tiny_llama: Path, llm: LLM) -> No
     request = Overlapped(pair, prompt_of(180), GREEDY)
     request.until_a_part_arrives()
     engine = pair.p.engine
-    engine.scheduler._preempt(engine.scheduler.running[0], StepPlan())
+    engine.scheduler.preempt(engine.scheduler.running[0], StepPlan())
     other = RequestKey(ROUTER, SESSION, "first-in-line", 1)
     pair.p.command(submit(other, "prefill", prompt_of(100, 1), GREEDY, priority=-1))
     pair.until(lambda: any(isinstance(e, Handoff) for e in of(pair.p, other)))
@@ -438,7 +435,7 @@ def test_a_peer_whose_reads_do_not_end_is_left_alone(tiny_llama: Path, llm: LLM)
     assert 0 < pair.d.engine.blocks.num_quarantined <= 8
     pair.p.faults.frozen = False
     pair.until(lambda: pair.d.engine.blocks.num_quarantined == 0)
-    pair.d.decode._deadline_s = 300.0
+    pair.d.decode.deadline_s = 300.0
     request = Overlapped(pair, prompt_of(120, 9), GREEDY)
     assert request.run() == expected(llm, request.prompt, GREEDY)
     assert request.arrived.source == "p2p"
@@ -506,7 +503,7 @@ def test_a_stream_of_hints_keeps_nobody_out(tiny_llama: Path, llm: LLM, runs: bo
     pair.d.command(submit(whole, "full", prompt_of(350, 5), GREEDY))
     pair.until(turn)
     assert len(deltas(pair.d, running)) < 60
-    assert len(pair.d.decode._imports) >= 3, "hints that wait go on waiting"
+    assert len(pair.d.decode.imports) >= 3, "hints that wait go on waiting"
     pair.lose_router()
     pair.assert_empty()
     pair.close()
@@ -536,7 +533,7 @@ def test_the_hint_of_a_frozen_peer_holds_up_no_other(tiny_llama: Path) -> None:
     good = announce(pair, "good", prompt_of(100, 4), second)
     for _ in range(5):
         pair.turn()
-    assert decode._imports[good].pull_id is not None and decode._imports[bad].pull_id is None
+    assert decode.imports[good].pull_id is not None and decode.imports[bad].pull_id is None
     pair.p.faults.frozen = False
     pair.lose_router()
     pair.assert_empty()
@@ -571,10 +568,10 @@ def test_a_hint_that_failed_unseen_costs_no_recompute(pair: Pair, llm: LLM) -> N
 def test_parts_of_what_was_aborted_are_forgotten_without_a_step(pair: Pair) -> None:
     request = Overlapped(pair, prompt_of(180), GREEDY)
     pair.turn()
-    assert pair.p.sender._prompts
+    assert pair.p.sender.newest
     cancel(pair.p, request.p_key, (0,))
     cancel(pair.d, request.d_key)
-    pair.until(lambda: not pair.p.sender._prompts)
+    pair.until(lambda: not pair.p.sender.newest)
     pair.assert_empty()
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from support.local_pool_backend import LocalPoolServer
 from support.pair import (
     ROUTER,
     SESSION,
@@ -18,11 +19,10 @@ from support.pair import (
     prompt_of,
     submit,
 )
+from support.pool_operations import copying, expire
 
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
-from pdserve.kvtransfer.pool.threaded_pool import ThreadedKVPool
 from pdserve.protocol.commands import RouterLost
 from pdserve.protocol.events import Arrived, PromptScored
 from pdserve.protocol.request_key import RequestKey
@@ -66,14 +66,6 @@ def computed(worker: Worker) -> int:
 def stored(server: LocalPoolServer, pair: Pair, count: int) -> None:
     pair.until(lambda: len(server.chunks) >= count)
     pair.assert_empty()
-
-
-def expire(pool: ThreadedKVPool) -> None:
-    """The deadline of all that is under way is now."""
-    with pool._lock:
-        for operation in pool._operations.unsettled.values():
-            operation.deadline = 0.0
-        pool._lock.notify_all()
 
 
 def whole(
@@ -223,9 +215,7 @@ def test_blocks_wait_for_a_copy_that_does_not_end(
     key = whole(second, prompt)
     pool = second.d.pool
     assert pool is not None
-    second.until(
-        lambda: any(operation.touching for operation in pool._operations.unsettled.values())
-    )
+    second.until(lambda: copying(pool))
     expire(pool)
     assert second.finish(key, 1) == expected(llm, prompt, GREEDY), "computed on other blocks"
     assert second.d.engine.blocks.num_quarantined == 6

@@ -4,10 +4,10 @@ looks prompts up."""
 from pathlib import Path
 
 import pytest
+from support.local_pool_backend import LocalPoolServer
 from support.pair import ROUTER, SESSION, Pair, Worker, prompt_of
 from worker.test_pool_phase import CHUNK, POOL, whole
 
-from pdserve.kvtransfer.pool.local_backend import LocalPoolServer
 from pdserve.protocol.commands import Subscribe
 from pdserve.protocol.events import Hello, PoolChange
 from pdserve.router.fleet.prefix_index import PooledChunks, PromptBlocks

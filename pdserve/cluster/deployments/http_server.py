@@ -330,6 +330,11 @@ class HttpServer:
         return int(self._socket.getsockname()[1])
 
     @property
+    def connections(self) -> list[_Guarded]:
+        """Those that are open."""
+        return cast(list[_Guarded], list(self._server.server_state.connections))
+
+    @property
     def running(self) -> bool:
         return self._task is not None and not self._task.done()
 

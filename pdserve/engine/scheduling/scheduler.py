@@ -185,7 +185,7 @@ class Scheduler:
                 if not may_preempt:
                     plan.blocked = True
                     return 0
-                given_back += self._preempt(self.running[-1], plan)
+                given_back += self.preempt(self.running[-1], plan)
             else:
                 plan.num_tokens[seq] = count
                 return count - given_back
@@ -290,8 +290,9 @@ class Scheduler:
         index = seq.num_computed // self.hasher.block_size
         return index < len(seq.block_table) and self.blocks.num_owners(seq.block_table[index]) > 1
 
-    def _preempt(self, seq: Sequence, plan: StepPlan) -> int:
-        """Returns how many of its tokens were in the plan, which it leaves."""
+    def preempt(self, seq: Sequence, plan: StepPlan) -> int:
+        """The sequence waits again, without blocks, and leaves the plan. Returns how many of its
+        tokens were in it."""
         planned = plan.num_tokens.pop(seq, 0)
         plan.copies = [
             (source, target) for source, target in plan.copies if target not in seq.block_table

@@ -49,10 +49,11 @@ class _Followed:
 
 
 class EngineReceiver:
-    """See `connector.KVReceiver`; an engine without tensor parallelism has one rank."""
+    """See `connector.KVReceiver`; an engine without tensor parallelism has one rank.
+    ranks: for tests too."""
 
     def __init__(self, rank: RankReceiver, mailbox: Mailbox) -> None:
-        self._ranks = [rank]
+        self.ranks = [rank]
         self._mailbox = mailbox
         self._block_size = rank.block_size
         self._pulls: dict[int, _Pull] = {}
@@ -66,16 +67,16 @@ class EngineReceiver:
 
     def add_ranks(self, ranks: Sequence[RankReceiver]) -> None:
         """The receivers of the engine's other ranks, before anybody connects."""
-        self._ranks += ranks
+        self.ranks += ranks
 
     def connect(self, meta: KVCacheMeta) -> None:
         party = Party(meta.engine_id, meta.incarnation, meta.mailbox)
         self._parties[meta.engine_id, meta.incarnation] = party
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.connect(meta)
 
     def disconnect(self, engine_id: str, incarnation: int) -> None:
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.disconnect(engine_id, incarnation)
         party = self._parties.pop((engine_id, incarnation), None)
         if party is not None:
@@ -108,7 +109,7 @@ class EngineReceiver:
                     f"ticket must fill {pull.num_blocks} blocks, not {self._num_blocks(ticket)}"
                 )
             pull.ticket = ticket
-            for rank in self._ranks:
+            for rank in self.ranks:
                 rank.complete(pull_id, ticket, deadline_s)
 
     def pull(
@@ -143,12 +144,12 @@ class EngineReceiver:
 
     def cancel(self, pull_id: int) -> None:
         self._unfollow(pull_id)
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.cancel(pull_id)
 
     def poll(self) -> list[ReceiverEvent]:
         events: list[ReceiverEvent] = []
-        for index, rank in enumerate(self._ranks):
+        for index, rank in enumerate(self.ranks):
             for event in rank.poll():
                 if isinstance(event, PeerStatus):
                     events += self._peer(index, event)
@@ -160,7 +161,7 @@ class EngineReceiver:
         if self._closed:
             return
         self._closed = True
-        for rank in self._ranks:
+        for rank in self.ranks:
             rank.close()
         self._mailbox.detach()
 
@@ -177,9 +178,9 @@ class EngineReceiver:
     def _begin(
         self, pull_id: int, peer: Peer, blocks: tuple[int, ...], skip: int, deadline_s: float
     ) -> None:
-        for rank in self._ranks:  # arguments that one refuses, the first refuses
+        for rank in self.ranks:  # arguments that one refuses, the first refuses
             rank.begin(pull_id, *peer, blocks, skip, deadline_s)
-        self._pulls[pull_id] = _Pull(peer, skip + len(blocks), set(range(len(self._ranks))))
+        self._pulls[pull_id] = _Pull(peer, skip + len(blocks), set(range(len(self.ranks))))
 
     def _part(self, sender: Party, notice: Part) -> None:
         """On the mailbox's thread."""
@@ -194,7 +195,7 @@ class EngineReceiver:
             and ticket.content == followed.content
             and (len(ticket.block_ids) - 1) * ticket.block_size < followed.num_tokens
         ):
-            for rank in self._ranks:
+            for rank in self.ranks:
                 rank.extend(followed.pull_id, ticket)
 
     def _unfollow(self, pull_id: int) -> None:
@@ -231,7 +232,7 @@ class EngineReceiver:
         self.cancel(event.pull_id)
         if pull.ticket is not None:
             self._send(pull.peer, Rejected(pull.ticket.key))
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             return event
         # What the others have verified is not known yet.
         return replace(
@@ -241,9 +242,9 @@ class EngineReceiver:
     def _peer(self, rank: int, status: PeerStatus) -> list[ReceiverEvent]:
         """Connected when every rank is; a rank that is not speaks for all."""
         key = status.engine_id, status.incarnation
-        known = self._statuses.setdefault(key, [None] * len(self._ranks))
+        known = self._statuses.setdefault(key, [None] * len(self.ranks))
         known[rank] = status
-        if len(self._ranks) == 1:
+        if len(self.ranks) == 1:
             return [status]
         if not status.connected:
             return [msgspec.structs.replace(status, detail=f"rank {rank}: {status.detail}")]

@@ -30,13 +30,14 @@ written."""
 
 
 class RankReceiver:
-    """The methods are those of `connector.KVReceiver`, as far as they concern one rank's memory."""
+    """The methods are those of `connector.KVReceiver`, as far as they concern one rank's memory.
+    agent, own, links: for tests too."""
 
     def __init__(
         self, agent: TransferAgent, own: OwnKVCache, wake: Wake, metrics: TransferMetrics
     ) -> None:
-        self._agent = agent
-        self._own = own
+        self.agent = agent
+        self.own = own
         self._wake = wake
         self._metrics = metrics
         self._lock = threading.RLock()
@@ -48,11 +49,17 @@ class RankReceiver:
         agent.attach()
 
     @property
+    def links(self) -> list[PeerLink]:
+        """Those that have not retired."""
+        with self._lock:
+            return list(self._links.values())
+
+    @property
     def block_size(self) -> int:
-        return self._own.layout.block_size
+        return self.own.layout.block_size
 
     def connect(self, meta: KVCacheMeta) -> None:
-        detail = check_compatible(self._own, self._agent.kind, meta)
+        detail = check_compatible(self.own, self.agent.kind, meta)
         if detail:
             status = PeerStatus(
                 engine_id=meta.engine_id,
@@ -71,7 +78,7 @@ class RankReceiver:
             self._living[meta.engine_id] = meta.incarnation
             key = (meta.engine_id, meta.incarnation)
             if key not in self._links:
-                self._links[key] = PeerLink(self._agent, self._own, self, meta)
+                self._links[key] = PeerLink(self.agent, self.own, self, meta)
             self._links[key].connect()
 
     def disconnect(self, engine_id: str, incarnation: int) -> None:
@@ -93,9 +100,9 @@ class RankReceiver:
         `complete` say where from. deadline_s: see `KVReceiver.follow`. ValueError when a block does
         not exist.
         """
-        if any(not 0 <= block < self._own.kv_cache.shape[0] for block in local_blocks):
+        if any(not 0 <= block < self.own.kv_cache.shape[0] for block in local_blocks):
             raise ValueError(
-                f"local_blocks must lie in [0, {self._own.kv_cache.shape[0]}), not {local_blocks}"
+                f"local_blocks must lie in [0, {self.own.kv_cache.shape[0]}), not {local_blocks}"
             )
         with self._lock:
             refusal = self._refusal(engine_id, incarnation)
@@ -164,10 +171,10 @@ class RankReceiver:
         for link in links:
             link.thread.join(max(0.0, deadline - time.monotonic()))
         if any(link.thread.is_alive() for link in links):
-            logger.warning("a read is still in flight at close: agent %s is kept", self._agent.name)
+            logger.warning("a read is still in flight at close: agent %s is kept", self.agent.name)
             _abandoned.append(self)
         else:
-            self._agent.detach()
+            self.agent.detach()
 
     def emit(self, event: LinkEvent, transport: str) -> None:
         """Called by links from their threads."""

@@ -44,7 +44,8 @@ class _Prompt:
 
 
 class Sender:
-    """See `connector.KVSender`. generations: the engine's table, read when a ticket is made."""
+    """See `connector.KVSender`. generations: the engine's table, read when a ticket is made.
+    agent, mailbox, lease_s: for tests too."""
 
     def __init__(
         self,
@@ -56,11 +57,11 @@ class Sender:
         wake: Wake,
         metrics: TransferMetrics,
     ) -> None:
-        self._agent = agent
-        self._mailbox = mailbox
+        self.agent = agent
+        self.mailbox = mailbox
         self._meta = meta
         self._generations = generations
-        self._lease_s = lease_s
+        self.lease_s = lease_s
         self._wake = wake
         self._metrics = metrics
         self._changed = threading.Condition()
@@ -77,6 +78,12 @@ class Sender:
         mailbox.on(Rejected, lambda _, notice: self._finish(notice.key, "rejected"))
         mailbox.on(Renew, lambda _, notice: self._renew(notice.keys))
         self._thread = KeptThread("kv leases", self._watch_leases)
+
+    @property
+    def newest(self) -> dict[RequestKey, Ticket | None]:
+        """The newest ticket of each prompt that is known here; for tests."""
+        with self._changed:
+            return {key: prompt.ticket for key, prompt in self._prompts.items()}
 
     def meta(self) -> KVCacheMeta:
         return self._meta
@@ -97,7 +104,7 @@ class Sender:
         """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not
         exist."""
         ticket = self._ticket(key, block_ids, num_tokens, content, written_at)
-        deadline = time.monotonic() + self._lease_s
+        deadline = time.monotonic() + self.lease_s
         with self._changed:
             prompt = self._prompt(key)
             if prompt.deadline is not None:
@@ -150,8 +157,8 @@ class Sender:
             self._closed = True
             self._changed.notify()
         self._thread.finish()
-        self._mailbox.detach()
-        self._agent.detach()
+        self.mailbox.detach()
+        self.agent.detach()
 
     def _ticket(
         self,
@@ -173,7 +180,7 @@ class Sender:
             block_ids=blocks,
             generations=tuple(self._generations[list(blocks)].tolist()),
             num_tokens=num_tokens,
-            lease_s=self._lease_s,
+            lease_s=self.lease_s,
             written_at=time.time() if written_at is None else written_at,
         )
 
@@ -187,7 +194,7 @@ class Sender:
 
     def _tell(self, followers: Sequence[Party], ticket: Ticket) -> None:
         for follower in followers:
-            self._mailbox.send(follower, Part(ticket))
+            self.mailbox.send(follower, Part(ticket))
 
     def _follow(self, follower: Party, notice: Follow) -> None:
         with self._changed:
@@ -199,7 +206,7 @@ class Sender:
                 ticket = None
                 self._follow_early(follower, notice.key)
         if ticket is not None:
-            self._mailbox.send(follower, Part(ticket))
+            self.mailbox.send(follower, Part(ticket))
 
     def _follow_early(self, follower: Party, key: RequestKey) -> None:
         now = time.monotonic()
@@ -209,7 +216,7 @@ class Sender:
             self._early.popitem(last=False)
 
     def _renew(self, keys: Sequence[RequestKey]) -> None:
-        deadline = time.monotonic() + self._lease_s
+        deadline = time.monotonic() + self.lease_s
         with self._changed:
             for key in keys:
                 prompt = self._prompts.get(key)

@@ -1,7 +1,7 @@
 """What the KV pool's operations need from a server: blocking calls with a deadline, in chunks.
 
-`lmcache_backend.py` and `local_backend.py` implement it; nothing here names a server. Called by
-`threaded_pool.py` from the pool's threads.
+Implemented by `lmcache_backend.py`, and by `tests/support/local_pool_backend.py` for tests; nothing
+here names a server. Called by `threaded_pool.py` from the pool's threads.
 """
 
 from contextlib import AbstractContextManager

@@ -1,7 +1,6 @@
 """Counters of the KV pool, in a registry that the caller owns and exposes.
 
-Made by `local_backend.py` and `lmcache_backend.py`; `threaded_pool.py` and `operations.py` count in
-it.
+Made by `lmcache_backend.py`; `threaded_pool.py` and `operations.py` count in it.
 """
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram

@@ -3,8 +3,7 @@ operation does.
 
 A thread (lane) for each kind of operation and one for the breaker's probe, so that a probe never
 waits behind a copy, and a clock that ends what is late. Which operations there are and when one is
-over is `operations.py`. Knows no server and no requests. Made by `local_backend.py` and
-`lmcache_backend.py`.
+over is `operations.py`. Knows no server and no requests. Made by `lmcache_backend.py`.
 """
 
 import logging
@@ -45,7 +44,7 @@ Run = Callable[[Operation, Prefix], None]
 
 
 class ThreadedKVPool:
-    """See `connector.KVPool`. copier: of the engine's blocks."""
+    """See `connector.KVPool`. copier: of the engine's blocks. operations: for tests too."""
 
     def __init__(
         self,
@@ -56,7 +55,7 @@ class ThreadedKVPool:
         metrics: PoolMetrics,
     ) -> None:
         self._backend = backend
-        self._copier = copier
+        self.copier = copier
         self._config = config
         self._metrics = metrics
         self._chunks = backend.chunks
@@ -64,7 +63,7 @@ class ThreadedKVPool:
         self._store_cap = int(config.max_store_fraction * copier.num_blocks)
         self._breaker = Breaker(config.breaker_s)
         self._lock = threading.Condition()
-        self._operations = Operations(self._lock, wake, metrics)
+        self.operations = Operations(self._lock, wake, metrics)
         self._lanes: dict[Lane, queue.SimpleQueue[Callable[[], None] | None]] = {
             kind: queue.SimpleQueue() for kind in ("retrieve", "store", "probe")
         }
@@ -122,11 +121,11 @@ class ThreadedKVPool:
             refusal = self._refusal()
             if (
                 refusal is None
-                and self._operations.num_stored_blocks + len(blocks) > self._store_cap
+                and self.operations.num_stored_blocks + len(blocks) > self._store_cap
             ):
                 refusal = "over-cap"
             if refusal is None and num_chunks:
-                self._operations.num_stored_blocks += len(blocks)
+                self.operations.num_stored_blocks += len(blocks)
         if refusal is not None:
             self._metrics.requests.labels("store", refusal).inc()
         if refusal is not None or not num_chunks:
@@ -138,23 +137,23 @@ class ThreadedKVPool:
         return True
 
     def cancel(self, op_id: int) -> None:
-        operation = self._operations.get(op_id)
+        operation = self.operations.get(op_id)
         if operation is not None:
-            self._operations.end(operation, PoolFailed(op_id, "cancelled", "", settled=True))
+            self.operations.end(operation, PoolFailed(op_id, "cancelled", "", settled=True))
 
     def poll(self) -> list[PoolEvent]:
-        return self._operations.poll()
+        return self.operations.poll()
 
     def close(self) -> None:
         """Ends all operations and waits briefly for copies. Memory that is still being copied is
         kept by its thread."""
         with self._lock:
-            if self._operations.is_closed:
+            if self.operations.is_closed:
                 return
-            operations = self._operations.close()
+            operations = self.operations.close()
             self._lock.notify_all()
         for operation in operations:
-            self._operations.end(operation, PoolFailed(operation.op_id, "closed", "", settled=True))
+            self.operations.end(operation, PoolFailed(operation.op_id, "closed", "", settled=True))
         for lane in self._lanes.values():
             lane.put(None)
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
@@ -182,13 +181,13 @@ class ThreadedKVPool:
     def _checked(self, block_ids: Sequence[int]) -> np.ndarray:
         """The ids as int64 `[n]`. ValueError when one is not a block of ours."""
         ids = np.array(block_ids, np.int64)
-        bad = ids[(ids < 0) | (ids >= self._copier.num_blocks)]
+        bad = ids[(ids < 0) | (ids >= self.copier.num_blocks)]
         if len(bad):
-            raise ValueError(f"blocks must lie in [0, {self._copier.num_blocks}), not {bad[0]}")
+            raise ValueError(f"blocks must lie in [0, {self.copier.num_blocks}), not {bad[0]}")
         return ids
 
     def _refusal(self) -> str | None:
-        if self._operations.is_closed:
+        if self.operations.is_closed:
             return "closed"
         if not self._backend.connected:
             return "not-connected"
@@ -196,13 +195,13 @@ class ThreadedKVPool:
 
     def _submit(self, operation: Operation, run: Run) -> None:
         with self._lock:
-            self._operations.add(operation)
+            self.operations.add(operation)
             refusal = self._refusal()
             self._lock.notify_all()  # the clock has a new earliest deadline
         if refusal is not None:
-            self._operations.end(operation, PoolFailed(operation.op_id, refusal, "", settled=True))
+            self.operations.end(operation, PoolFailed(operation.op_id, refusal, "", settled=True))
         elif not operation.tokens:
-            self._operations.end(
+            self.operations.end(
                 operation, PoolFailed(operation.op_id, "miss", "no whole chunk", settled=True)
             )
         else:
@@ -227,12 +226,12 @@ class ThreadedKVPool:
             pass
         except PoolError as error:
             self._count_error(error)
-            self._operations.end(
+            self.operations.end(
                 operation, PoolFailed(operation.op_id, error.reason, str(error), settled=True)
             )
         except Exception as error:
             logger.exception("KV pool: %s failed", operation.kind)
-            self._operations.end(
+            self.operations.end(
                 operation, PoolFailed(operation.op_id, "error", repr(error), settled=True)
             )
 
@@ -258,10 +257,10 @@ class ThreadedKVPool:
     def _watch_clock(self) -> None:
         while True:
             with self._lock:
-                if self._operations.is_closed:
+                if self.operations.is_closed:
                     return
                 now = time.monotonic()
-                late = self._operations.late(now)
+                late = self.operations.late(now)
                 probe = self._breaker.probe_at <= now
                 if probe:
                     self._breaker.begin_probe()
@@ -269,12 +268,12 @@ class ThreadedKVPool:
                 if not late and not probe:
                     self._lock.wait(self._next_alarm(now))
             for operation in late:
-                self._operations.end(
+                self.operations.end(
                     operation, PoolFailed(operation.op_id, "deadline", "", settled=True)
                 )
 
     def _next_alarm(self, now: float) -> float | None:
-        first = min(self._operations.next_deadline, self._breaker.probe_at)
+        first = min(self.operations.next_deadline, self._breaker.probe_at)
         return None if first == float("inf") else first - now
 
     def _probe(self) -> None:
@@ -301,8 +300,8 @@ class ThreadedKVPool:
                 begin = max(index * per_chunk - operation.skip_blocks, 0)
                 end = min((index + 1) * per_chunk - operation.skip_blocks, len(operation.blocks))
                 row = max(operation.skip_blocks - index * per_chunk, 0)
-                with self._operations.touching(operation):
-                    good = self._copier.load(
+                with self.operations.touching(operation):
+                    good = self.copier.load(
                         buffer, operation.blocks[begin:end], row, prefix.seals[index]
                     )
                 if not good:
@@ -310,12 +309,12 @@ class ThreadedKVPool:
                     logger.warning("KV pool: a chunk is not what its key says; taken for missing")
                     break
                 done = end
-            self._operations.end(operation, self._retrieved(operation, done))
+            self.operations.end(operation, self._retrieved(operation, done))
 
     def _retrieved(self, operation: Operation, done: int) -> PoolDone | PoolFailed:
         if not done:
             return PoolFailed(operation.op_id, "miss", "", settled=True)
-        num_bytes = done * self._copier.block_bytes
+        num_bytes = done * self.copier.block_bytes
         self._metrics.bytes.labels("retrieve").inc(num_bytes)
         num_tokens = (operation.skip_blocks + done) * self._chunks.block_size
         return PoolDone(
@@ -329,22 +328,22 @@ class ThreadedKVPool:
             last = min(first + step, prefix.num_chunks)
             with self._backend.writing(prefix, first, last, self._until(operation)) as writing:
                 copied += self._fill(operation, prefix, writing)
-        self._operations.end(operation, PoolStored(operation.op_id, len(prefix.tokens), copied))
+        self.operations.end(operation, PoolStored(operation.op_id, len(prefix.tokens), copied))
 
     def _fill(self, operation: Operation, prefix: Prefix, writing: Writing) -> int:
         """Copy, then ask whether the sources were still the same, then seal and commit. Returns the
         bytes."""
         per_chunk = self._chunks.blocks_per_chunk
         for index, buffer in writing.buffers.items():
-            with self._operations.touching(operation):
-                self._copier.save(
+            with self.operations.touching(operation):
+                self.copier.save(
                     buffer, operation.blocks[index * per_chunk : (index + 1) * per_chunk]
                 )
         if not writing.buffers:
             return 0
         assert operation.still_valid is not None
         if not operation.still_valid():
-            self._operations.end(
+            self.operations.end(
                 operation,
                 PoolFailed(operation.op_id, "reused", "a source block was reused", settled=True),
             )
@@ -352,6 +351,6 @@ class ThreadedKVPool:
         for index, buffer in writing.buffers.items():
             set_seal(buffer, prefix.seals[index])
         writing.commit()
-        num_bytes = len(writing.buffers) * per_chunk * self._copier.block_bytes
+        num_bytes = len(writing.buffers) * per_chunk * self.copier.block_bytes
         self._metrics.bytes.labels("store").inc(num_bytes)
         return num_bytes

@@ -57,7 +57,6 @@ class Assignment:
     reason: Reason
 
 
-Filter = Callable[[WorkerState, Demand], bool]
 Picker = Callable[[Sequence[WorkerState], Sequence[float]], WorkerState]
 
 

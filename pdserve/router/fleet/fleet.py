@@ -51,23 +51,22 @@ class Fleet:
     def __init__(
         self,
         worker_silence_s: float = 15.0,
-        router_id: str | None = None,
         drain_s: float = 60.0,
         attempt_deadline_s: float = 300.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        """worker_silence_s: a worker that pushes nothing for so long is lost. router_id: unique per
-        process by default. drain_s: so long may the legs of a worker that leaves go on there.
-        attempt_deadline_s: a leg that neither waits nor has events for so long at a living worker
-        is told that it is Silent."""
-        self.router_id = router_id or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        """worker_silence_s: a worker that pushes nothing for so long is lost. drain_s: so long may
+        the legs of a worker that leaves go on there. attempt_deadline_s: a leg that neither waits
+        nor has events for so long at a living worker is told that it is Silent."""
+        # no other process has it, nor had
+        self.router_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         self._drain_s = drain_s
         self._now = now
         self._workers: dict[str, WorkerState] = {}
         # The KV pools by name; each is kept as long as a worker uses it.
         self._pools: WeakValueDictionary[str, PooledChunks] = WeakValueDictionary()
         self._wakes = Wakes()
-        self._introducer = introducer = Introducer(self.post, now)
+        self.introducer = introducer = Introducer(self.post, now)
         self.changes = Changes(self._wakes)
         self.intake = Intake(
             self.router_id, introducer, self.changes, self.post, self._introduce, now
@@ -133,7 +132,7 @@ class Fleet:
         worker = self._workers.get(worker_id)
         if worker is None:
             self._streams.close(worker_id)
-            self._introducer.left(worker_id, self._workers.values())
+            self.introducer.left(worker_id, self._workers.values())
             self._streams.forgive(worker_id)
         elif not worker.draining:
             worker.left_at = self._now()
@@ -218,12 +217,12 @@ class Fleet:
             worker.pooled = self._pools.setdefault(hello.kv_pool, PooledChunks())
         worker.peers = {(peer.engine_id, peer.incarnation): peer for peer in hello.peers}
         self._workers[link.worker_id] = worker
-        self._introducer.joined(worker, self._workers.values())
+        self.introducer.joined(worker, self._workers.values())
         self.changes.notify()
         return worker
 
     def _introduce(self) -> None:
-        self._introducer.introduce(self._workers.values())
+        self.introducer.introduce(self._workers.values())
         self.changes.notify()
 
     def _tell(self, leg: Leg, event: Lost | Silent) -> None:
@@ -254,13 +253,13 @@ class Fleet:
         worker.legs = {}
         for leg in legs:
             self._tell(leg, Lost(reason, cause))
-        self._introducer.lost(worker, self._workers.values())
+        self.introducer.lost(worker, self._workers.values())
         if worker.left_at is not None and cause == "drained":
-            self._introducer.drained(
+            self.introducer.drained(
                 worker.worker_id, worker.left_at + self._drain_s + DRAIN_SLACK_S
             )
         elif worker.draining:
-            self._introducer.left(worker.worker_id, self._workers.values())
+            self.introducer.left(worker.worker_id, self._workers.values())
         self.changes.notify()
 
     def _retire_when_idle(self, worker: WorkerState) -> None:

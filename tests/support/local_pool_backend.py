@@ -1,9 +1,8 @@
 """The KV pool inside one process: `LocalPoolServer` keeps the chunks, `local_pool` makes a
 ThreadedKVPool over it.
 
-For setups of one process and for tests, which can make the server slow, frozen, dead or wrong
-(`PoolFaults`) and so drive every branch of `threaded_pool.py`. Pools of one process share chunks
-when they share the server.
+Tests can make the server slow, frozen, dead or wrong (`PoolFaults`) and so drive every branch of
+`kvtransfer/pool/threaded_pool.py`. Pools share chunks when they share the server.
 """
 
 import threading
@@ -65,7 +64,7 @@ class _LocalWriting:
 
 
 class LocalPoolBackend:
-    """See `backend.PoolBackend`."""
+    """See `kvtransfer.pool.backend.PoolBackend`."""
 
     def __init__(self, server: LocalPoolServer, chunks: Chunks) -> None:
         self._server = server
