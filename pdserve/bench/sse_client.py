@@ -155,12 +155,12 @@ class CompletionClient:
             if answer.status != 200:
                 outcome.error = _refusal(answer.status, await answer.read())
                 return
-            parser = _Parser(outcome)
+            parser = StreamParser(outcome)
             async for piece in answer.content.iter_any():
                 parser.feed(piece, time.perf_counter())
 
 
-class _Parser:
+class StreamParser:
     """Server-sent events into an Outcome; pieces may end anywhere, lines end in LF or CRLF."""
 
     def __init__(self, outcome: Outcome) -> None:

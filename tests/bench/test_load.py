@@ -8,7 +8,7 @@ import pytest
 from sse_server import Behaviour, served
 
 from pdserve.bench.load import LoadConfig, LoadResult, run_load
-from pdserve.bench.sse_client import Outcome, ServerError, _Parser
+from pdserve.bench.sse_client import Outcome, ServerError, StreamParser
 from pdserve.bench.workload import Lengths, Shape
 
 FIVE = Lengths(5, 5)
@@ -159,7 +159,7 @@ def test_events_cut_anywhere_and_several_tokens_an_event() -> None:
         ]
     )
     outcome = Outcome()
-    parser = _Parser(outcome)
+    parser = StreamParser(outcome)
     for i in range(len(stream)):
         parser.feed(stream[i : i + 1], float(i))
     assert outcome.error is None
