@@ -109,8 +109,7 @@ class Bench:
             if shape.max_tokens > limit:
                 raise ValueError(
                     f"shape {shape} has requests of {shape.max_tokens} tokens, but the engine "
-                    f"takes {limit} "
-                    "(max_model_len, or what the KV cache holds)"
+                    f"takes {limit} (max_model_len, or what the KV cache holds)"
                 )
 
     def _repeats(

@@ -17,8 +17,7 @@ def _check_labels(labels: dict[str, str]) -> dict[str, str]:
         if not _LABEL_KEY.fullmatch(key) or not _LABEL_SELECTOR.fullmatch(value):
             raise ValueError(
                 f"{key}: {value!r} is no label selector: write a node's label, as zone: a, or one "
-                "of zone: '!a', "
-                "zone: 'in(a, b)', zone: '!in(a, b)'"
+                "of zone: '!a', zone: 'in(a, b)', zone: '!in(a, b)'"
             )
     # Ray 2.60 takes a space, and then looks for a value that begins with it.
     return {key: value.replace(" ", "") for key, value in labels.items()}

@@ -79,10 +79,9 @@ class RouterConfig(Config):
         if not is_name or any(key in given for key in ("api_key", "api_keys")):
             raise ValueError(
                 "API keys do not belong into this file, which Ray's dashboard shows: export them "
-                "in an environment "
-                "variable and write its name in router.api_key_env, or put them into a file on "
-                "each router's node, one "
-                "a line, and write its path in router.api_keys_file"
+                "in an environment variable and write its name in router.api_key_env, or put them "
+                "into a file on each router's node, one a line, and write its path in "
+                "router.api_keys_file"
             )
         return data
 

@@ -66,8 +66,7 @@ class DeploymentConfig(Config):
         if bounds is not None and not bounds.min <= self.replicas <= bounds.max:
             raise ValueError(
                 f"replicas ({self.replicas}) must be from autoscaling.min ({bounds.min}) to "
-                "autoscaling.max "
-                f"({bounds.max})"
+                f"autoscaling.max ({bounds.max})"
             )
         return self
 
@@ -183,8 +182,7 @@ class ClusterConfig(Config):
         if not engine.enable_prefix_caching:
             raise ValueError(
                 f"{key}.engine.enable_prefix_caching (from engine, unless set there) must be true "
-                "with transfer.pool: "
-                "its rows are cached"
+                "with transfer.pool: its rows are cached"
             )
         device = self.device(key)
         try:

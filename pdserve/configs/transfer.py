@@ -47,14 +47,12 @@ class PoolConfig(Config):
             if self.mode == "start" and host != "localhost" and not host.startswith("127."):
                 raise ValueError(
                     f"pool.address of a started server must be on loopback, as 127.0.0.1:{port}, "
-                    f"not {host}: it is for "
-                    "this host, and believes whoever reaches it"
+                    f"not {host}: it is for this host, and believes whoever reaches it"
                 )
         if self.disk_folder is not None and self.mode != "start":
             raise ValueError(
                 "pool.disk_folder belongs to a server started here: set pool.mode: start, or give "
-                "the folder to the "
-                "running server (--l2-adapter)"
+                "the folder to the running server (--l2-adapter)"
             )
         return self
 
@@ -68,8 +66,7 @@ class PoolConfig(Config):
             near = max(1, self.chunk_tokens // block_size) * block_size
             raise ValueError(
                 f"pool.chunk_tokens ({self.chunk_tokens}) must be a multiple of engine.block_size "
-                f"({block_size}): "
-                f"set it to {near}"
+                f"({block_size}): set it to {near}"
             )
         return self.chunk_tokens // block_size
 

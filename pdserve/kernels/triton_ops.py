@@ -420,7 +420,6 @@ def _check_kv(kv: Tensor) -> None:
     block_size, head_dim = kv.shape[3:]
     if kv.stride()[2:] != (block_size * head_dim, head_dim, 1) or block_size & (block_size - 1):
         raise ValueError(
-            "kv must be kv_cache[:, :, layer] of a contiguous KV cache whose block_size is a power "
-            "of two, "
-            f"not {tuple(kv.shape)} with strides {kv.stride()}"
+            "kv must be kv_cache[:, :, layer] of a contiguous KV cache whose block_size is a "
+            f"power of two, not {tuple(kv.shape)} with strides {kv.stride()}"
         )

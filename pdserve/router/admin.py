@@ -163,8 +163,7 @@ class Admin:
         if decoders_left(self._fleet.workers, targets, without=worker) < 1:
             message = (
                 f"{worker.worker_id} is the only worker that can decode, or may soon be (Serve "
-                "chooses which workers "
-                "stop): give another one that role first, or force it"
+                "chooses which workers stop): give another one that role first, or force it"
             )
             raise ApiError(message, status=409, param="role", code="last_decode_worker")
 
@@ -177,8 +176,7 @@ class Admin:
         ):
             message = (
                 "nobody might be left who can decode: Serve chooses which workers stop. Keep more, "
-                "or give "
-                "others the role decode or both first, or force it"
+                "or give others the role decode or both first, or force it"
             )
             raise ApiError(message, status=409, code="last_decode_worker")
 

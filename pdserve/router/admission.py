@@ -124,8 +124,7 @@ class Admission:
         if num_prompts > self._max_prompts:
             message = (
                 f"prompt: {num_prompts} prompts in a call, but this router takes "
-                f"{self._max_prompts} at once: send "
-                "fewer, or raise router.max_concurrent_prompts"
+                f"{self._max_prompts} at once: send fewer, or raise router.max_concurrent_prompts"
             )
             raise ApiError(message, param="prompt", code="too_many_prompts")
         over = self.num_prompts + num_prompts - self._max_prompts
@@ -148,8 +147,7 @@ class Admission:
         if over > 0 and self.queued_tokens:
             message = (
                 f"{self.queued_tokens} prompt tokens wait at this router, which takes "
-                f"{self._max_queued_tokens}: try "
-                "again later, or raise router.max_queued_tokens"
+                f"{self._max_queued_tokens}: try again later, or raise router.max_queued_tokens"
             )
             raise too_much(message, "too_many_queued_tokens", self.token_rate.seconds_for(over))
 
@@ -170,9 +168,8 @@ class Admission:
         if over_ms > 0:
             message = (
                 f"the first token would come after about {wait_ms + alone_ms:.0f} ms, but this "
-                "server "
-                f"promises {self._slo.ttft_ms:g} ms (slo.ttft_ms; more than {latest_ms:g} are "
-                "refused): try again later"
+                f"server promises {self._slo.ttft_ms:g} ms (slo.ttft_ms; more than {latest_ms:g} "
+                "are refused): try again later"
             )
             figures = {
                 "wait_s": rounded(forecast.wait_ms / 1000),

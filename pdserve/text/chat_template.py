@@ -97,8 +97,7 @@ def _check_arguments(messages: Sequence[Mapping[str, Any]]) -> None:
         if num_values > MAX_ARGUMENT_VALUES:
             raise ValueError(
                 f"messages[{index}].tool_calls: function.arguments up to here hold more than "
-                f"{MAX_ARGUMENT_VALUES} "
-                "values: leave out old calls"
+                f"{MAX_ARGUMENT_VALUES} values: leave out old calls"
             )
 
 

@@ -96,8 +96,7 @@ def make_pieces(backend: tokenizers.Tokenizer) -> BytePieces | TextPieces:
         }:
             raise ValueError(
                 f"the tokenizer's decoder {stage['type']!r} cannot be streamed: ByteLevel, "
-                "Metaspace, WordPiece and "
-                "sequences of Replace, ByteFallback, Fuse, Strip can"
+                "Metaspace, WordPiece and sequences of Replace, ByteFallback, Fuse, Strip can"
             )
         if stage["type"] == "Strip" and stage["stop"]:
             raise ValueError(

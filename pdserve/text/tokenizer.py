@@ -65,8 +65,7 @@ class Tokenizer:
         if not file.is_file():
             raise ValueError(
                 f"tokenizer path {str(path)!r} holds no tokenizer.json: give a local folder in "
-                "Hugging Face format; "
-                "a slow tokenizer is converted by transformers' "
+                "Hugging Face format; a slow tokenizer is converted by transformers' "
                 "AutoTokenizer.from_pretrained(...).save_pretrained(...)"
             )
         try:

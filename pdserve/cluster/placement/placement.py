@@ -164,7 +164,6 @@ def _complaint(need: Need, missing: int, nodes: Sequence[Node]) -> str:
     )
     return (
         f"{need.deployment}: {need.replicas} replicas, each on one node with "
-        f"{wanted or 'next to nothing'}; there is "
-        f"room for {need.replicas - missing} ({found}{large} could hold one if nothing else used "
-        "them)"
+        f"{wanted or 'next to nothing'}; there is room for {need.replicas - missing} "
+        f"({found}{large} could hold one if nothing else used them)"
     )

@@ -45,10 +45,8 @@ def num_blocks_for(
     budget = int(total * config.kv_memory_fraction) - (total - free) - reserved_bytes
     cure = (
         f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} less "
-        f"{_gib(total - free)} in use and "
-        f"{_gib(reserved_bytes)} reserved for steps; raise kv_memory_fraction, lower "
-        "max_num_batched_tokens, or end "
-        "what else uses the device"
+        f"{_gib(total - free)} in use and {_gib(reserved_bytes)} reserved for steps; raise "
+        "kv_memory_fraction, lower max_num_batched_tokens, or end what else uses the device"
     )
     return _at_least_two(budget, layout, cure)
 
@@ -58,8 +56,7 @@ def _at_least_two(budget: int, layout: KVLayout, cure: str) -> int:
     if count < 2:
         raise ValueError(
             f"the KV cache needs at least 2 blocks of {layout.block_bytes} bytes "
-            f"({layout.block_size} tokens each), "
-            f"but gets {max(budget, 0)} bytes: {cure}"
+            f"({layout.block_size} tokens each), but gets {max(budget, 0)} bytes: {cure}"
         )
     return count
 
@@ -85,8 +82,7 @@ def _does_not_fit(
     return ValueError(
         f"{name} asks for a KV cache of {num_blocks} blocks of {layout.block_bytes} bytes, "
         f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available "
-        "beside what steps "
-        f"need: lower {name} ({cure})"
+        f"beside what steps need: lower {name} ({cure})"
     )
 
 

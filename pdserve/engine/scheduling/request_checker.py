@@ -44,8 +44,7 @@ class RequestChecker:
             if len(start.forced) >= request.max_tokens:
                 raise ValueError(
                     f"choice {start.choice} has {len(start.forced)} forced tokens of at most "
-                    f"{request.max_tokens}: "
-                    "nothing is left to do"
+                    f"{request.max_tokens}: nothing is left to do"
                 )
         return request
 
@@ -60,8 +59,7 @@ class RequestChecker:
         if submit.sampling.min_tokens > room:
             raise ValueError(
                 f"min_tokens is {submit.sampling.min_tokens}, but only {room} fit after this "
-                "prompt: lower it, or "
-                "shorten the prompt"
+                "prompt: lower it, or shorten the prompt"
             )
         return min(asked, room)
 

@@ -126,8 +126,7 @@ class EngineReceiver:
         if not 0 <= skip <= num_blocks or len(blocks) != num_blocks - skip:
             raise ValueError(
                 f"local_blocks must hold the ticket's {ticket.num_tokens} tokens behind the first "
-                f"{skip} blocks: "
-                f"{num_blocks - skip} blocks, not {len(blocks)}"
+                f"{skip} blocks: {num_blocks - skip} blocks, not {len(blocks)}"
             )
         self._begin(pull_id, (ticket.engine_id, ticket.incarnation), blocks, skip, deadline_s)
         self.complete(pull_id, ticket, deadline_s)

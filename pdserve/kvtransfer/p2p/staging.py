@@ -61,8 +61,7 @@ class StagingRing:
             raise TransferError(
                 "error",
                 f"transfer.staging_bytes ({self._num_bytes}) is too little for blocks of "
-                f"{block_size} and "
-                f"{self.layout.block_size} tokens: set it to {needed} at least",
+                f"{block_size} and {self.layout.block_size} tokens: set it to {needed} at least",
             )
         with self._lock:
             if self._memory is None:

@@ -225,8 +225,7 @@ def _check_room(config: PoolConfig) -> None:
     if config.l1_gib > free:
         raise ValueError(
             f"pool.l1_gib is {config.l1_gib:g}, but {SHARED_MEMORY} has {free:.1f} GiB free: lower "
-            "it, or enlarge "
-            f"{SHARED_MEMORY} (in a container: --shm-size)"
+            f"it, or enlarge {SHARED_MEMORY} (in a container: --shm-size)"
         )
 
 
@@ -241,8 +240,7 @@ def _check_address(config: PoolConfig) -> None:
         except OSError as error:
             raise ValueError(
                 f"pool.address {config.address} cannot be served here ({error}): use the server "
-                "that runs there "
-                "(pool.mode: connect), or another address"
+                "that runs there (pool.mode: connect), or another address"
             ) from error
 
 

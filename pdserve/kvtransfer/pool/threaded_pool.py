@@ -96,8 +96,7 @@ class ThreadedKVPool:
         if not len(blocks) or end - size >= len(token_ids):
             raise ValueError(
                 f"local_blocks must belong to tokens behind skip_tokens: {len(blocks)} blocks of "
-                f"{size} from token "
-                f"{skip_tokens} on do not fit {len(token_ids)} tokens"
+                f"{size} from token {skip_tokens} on do not fit {len(token_ids)} tokens"
             )
         num_chunks = min(-(-end // self.chunk_tokens), len(token_ids) // self.chunk_tokens)
         operation = self._operation(op_id, "retrieve", token_ids, salt, num_chunks, deadline_s)

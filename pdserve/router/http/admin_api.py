@@ -76,8 +76,7 @@ def _check_local(request: Request) -> None:
     if not _is_loopback(client) or not _is_loopback(request.url.hostname or ""):
         message = (
             "admin routes are for programs on the router's machine, by its loopback address; "
-            "elsewhere use the pdserve "
-            "command or the Python handle on a node of the cluster"
+            "elsewhere use the pdserve command or the Python handle on a node of the cluster"
         )
         raise ApiError(message, status=403, kind="permission_error", code="not_local")
 

@@ -229,8 +229,7 @@ class _Api:
         if lowest is not None and priority < lowest:
             message = (
                 f"priority must be at least {lowest} (the lowest runs first), not {priority}: send "
-                "more, or lower "
-                "router.min_priority"
+                "more, or lower router.min_priority"
             )
             raise ApiError(message, param="priority")
         return priority

@@ -74,8 +74,7 @@ class Bodies:
         if SHARE * size > self._max_total_bytes - others:
             message = (
                 f"the bodies of other requests take {others} of {self._max_total_bytes} bytes: try "
-                "again later, or "
-                "raise router.max_total_body_bytes"
+                "again later, or raise router.max_total_body_bytes"
             )
             raise too_much(message, "too_many_body_bytes", RETRY_AFTER_S)
 

@@ -38,8 +38,7 @@ def check_scheduling(priority: int, cache_salt: str, session_id: str) -> None:
     if len(session_id) > MAX_SESSION_CHARS:
         message = (
             f"x-session-id: a session's id must have at most {MAX_SESSION_CHARS} characters, not "
-            f"{len(session_id)}: "
-            "send a hash of it"
+            f"{len(session_id)}: send a hash of it"
         )
         raise ApiError(message, param="x-session-id")
 
@@ -78,8 +77,7 @@ def check_num_choices(config: RouterConfig, n: int, num_prompts: int = 1) -> Non
     if n * num_prompts > MAX_CHOICES:
         message = (
             f"n ({n}) times the number of prompts ({num_prompts}) must be at most {MAX_CHOICES}: "
-            "spread them over "
-            "several requests"
+            "spread them over several requests"
         )
         raise ApiError(message, param="n" if num_prompts == 1 else "prompt")
 
@@ -94,9 +92,8 @@ def check_sampling(config: RouterConfig, sampling: SamplingParams, num_prompts: 
         name = "logit_bias" if len(bias) > len(sampling.stop_token_ids) else "stop_token_ids"
         message = (
             f"{name}: logit_bias and stop_token_ids hold {num_ids} ids for each of {num_choices} "
-            "choices, and may "
-            f"hold {MAX_EDITS} for all of them: send fewer ids, or spread the choices over several "
-            "requests"
+            f"choices, and may hold {MAX_EDITS} for all of them: send fewer ids, or spread the "
+            "choices over several requests"
         )
         raise ApiError(message, param=name)
     for name in ("logprobs", "prompt_logprobs"):

@@ -144,8 +144,7 @@ class ChatRequest(BaseRequest, kw_only=True):
         if self.tools and self.tool_choice != "none":
             raise ApiError(
                 "tools: tool calls in the answer are not parsed; send tool_choice 'none' to show "
-                "the model the tools "
-                "and parse its text yourself",
+                "the model the tools and parse its text yourself",
                 param="tools",
             )
         _check_stream(self, self.prompt_logprobs)
