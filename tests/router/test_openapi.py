@@ -199,6 +199,13 @@ def test_the_document_names_every_field_and_the_configured_limits() -> None:
         ]
 
 
+def test_descriptions_are_prose_without_the_breaks_of_a_docstring() -> None:
+    schemas = openapi_document(RouterConfig(), MODEL, needs_key=False)["components"]["schemas"]
+    for kind in (CompletionRequest, ChatRequest):
+        assert "\n" in (kind.__doc__ or ""), "it is long enough to tell"
+        assert "\n" not in schemas[kind.__name__]["description"]
+
+
 def test_parameters_that_a_chat_template_is_given_anyway_cannot_be_set(server: _Server) -> None:
     for name in ("messages", "tools", "self", "add_generation_prompt"):
         body = {

@@ -54,6 +54,7 @@ def openapi_document(config: RouterConfig, model_name: str, needs_key: bool) -> 
     limits = _limits(config, model_name)
     for kind, own in ((CompletionRequest, {"max_tokens": (0, 1 << 31)}), (ChatRequest, {})):
         schema = schemas[kind.__name__]
+        schema["description"] = " ".join(schema["description"].split())
         schema["properties"] = _properties(
             schema["properties"], limits | {k: _range(*v) for k, v in own.items()}
         )
