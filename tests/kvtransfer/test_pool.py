@@ -772,24 +772,6 @@ def test_late_answers_go_on_being_paid_after_one_that_cannot_be(
     assert asked.count("broken") == 1 and asked[-1] == "late" and not link._thread.is_alive()
 
 
-# -- a device
-
-
-@pytest.mark.gpu
-def test_blocks_of_a_device() -> None:
-    server = LocalPoolServer()
-    writer = Engine(server, device="cuda")
-    reader = Engine(server, device="cuda")
-    tokens = prompt(3 * CHUNK)
-    writer.keep(tokens, [40, 3, 2, 1, 17, 18, 19, 20, 60, 59, 5, 6])
-    torch.cuda.synchronize()
-    assert isinstance(reader.retrieve(tokens, range(20, 30), skip=2 * SIZE), PoolDone)
-    assert reader.holds(tokens, range(20, 30), first=2)
-    assert reader.untouched([*range(20), *range(30, 64)])
-    writer.close()
-    reader.close()
-
-
 # -- the server process
 
 
