@@ -56,9 +56,10 @@ ORDER: dict[str, list[str]] = {
     "engine": [
         "memory sampling step_result",
         "scheduling",
-        "execution requests",
-        "components dispatch reservations",
-        "collect",
+        "requests",
+        "stepping reservations",
+        "execution",
+        "components",
         "engine",
         "warm_up",
         "build",

@@ -3,7 +3,7 @@ single logits.
 
     python -m benchmarks.engine.sampling_host [--rows 64] [--ids 1024]
 
-Steps of `RowStaging`, which needs no device, over rows that go on by one token. Prints the
+Steps of `RowStaging`, which touches no device, over rows that go on by one token. Prints the
 milliseconds of a later step and the bytes that it sends to the device (median of many), and the
 first step, in which all rows join, beside it: for rows that are greedy and no more, with
 `logit_bias`, and with stop tokens masked by min_tokens.
@@ -12,9 +12,13 @@ first step, in which all rows join, beside it: for rows that are greedy and no m
 import argparse
 import statistics
 import time
-from dataclasses import replace
 
-from pdserve.engine.sampling.sample_rows import RowStaging, SampleRow, max_edits
+import torch
+
+from pdserve.engine.sampling.row_staging import RowStaging
+from pdserve.engine.sampling.rules.registry import logit_rules
+from pdserve.engine.sampling.sample_row import SampleRow
+from pdserve.kernels import torch_ops
 from pdserve.protocol.sampling_params import SamplingParams
 
 VOCAB = 128256
@@ -23,21 +27,25 @@ STEPS = 200
 
 def rows_of(params: SamplingParams, num_rows: int) -> list[SampleRow]:
     stops = frozenset(params.stop_token_ids)
-    return [SampleRow(params, i, i + 1, 0, [1] * 8, 8, stops) for i in range(num_rows)]
+    return [SampleRow(params, i, i + 1, [1] * 8, 8, stops) for i in range(num_rows)]
 
 
 def measure(params: SamplingParams, num_rows: int) -> tuple[list[float], list[int]]:
     """Milliseconds and bytes of each step, the first included."""
-    staging = RowStaging(VOCAB, num_rows, max_edits(0))
+    rules = logit_rules(torch_ops, VOCAB, num_rows, 0, torch.device("cpu"))
+    staging = RowStaging(rules, VOCAB, num_rows)
     rows = rows_of(params, num_rows)
     times = []
     sizes = []
-    for _ in range(STEPS):
+    for step in range(STEPS):
         began = time.perf_counter()
-        arrays = staging.stage(rows)
+        if step == 0:
+            for row in rows:
+                staging.join(row)
+        staged = staging.stage(rows, [step] * num_rows)
         times.append(1000 * (time.perf_counter() - began))
-        sizes.append(sum(array.nbytes for array in arrays.values()))
-        rows = [replace(row, position=row.position + 1) for row in rows]
+        arrays = [staged.draws, *staged.rules.values()]
+        sizes.append(sum(array.nbytes for named in arrays for array in named.values()))
     return times, sizes
 
 

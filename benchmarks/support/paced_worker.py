@@ -1,12 +1,11 @@
 """Workers without a model, for benchmarks of a router: real engines and worker loops whose steps
-take the time that their rows would take on some device, and give logits that say nothing.
+take the time that their rows would take on some device, and sample the same token always.
 
 Each runs in a thread of this process, over the demo model's configuration. Used by
 router/choosing.py and router/goodput.py.
 """
 
 import asyncio
-import itertools
 import queue
 import threading
 import time
@@ -14,20 +13,18 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from benchmarks.support.places import DEMO
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.model_runner import StepOutput
-from pdserve.engine.scheduling.sequence import Sequence as EngineSequence
-from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.sampling.sampled_tokens import Sampled
+from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.work import ForwardWork, SampleWork
 from pdserve.protocol.codec import encode
 from pdserve.protocol.commands import Command, RouterLost, Stop, Subscribe
-from pdserve.protocol.events import EventBatch
+from pdserve.protocol.events import EventBatch, TokenLogprob
+from pdserve.protocol.start_progress import Report
 from pdserve.router.fleet.fleet import Fleet
 from pdserve.router.fleet.link import WorkerLost
 from pdserve.worker.loop import WorkerLoop
@@ -41,11 +38,13 @@ TOKENS_PER_S = 10_000.0  # of prompts
 NUM_TOKENS = 8  # generated for each request
 
 
-class _Fence:
-    """A step ends so long after it began."""
+class _Step:
+    """Ends so many seconds after it began; samples the same token always."""
 
-    def __init__(self, ends: float) -> None:
-        self._ends = ends
+    def __init__(self, seconds: float, num_samples: int) -> None:
+        self._seconds = seconds
+        self._ends = time.monotonic() + seconds
+        self._num_samples = num_samples
 
     def ready(self) -> bool:
         return time.monotonic() >= self._ends
@@ -53,38 +52,36 @@ class _Fence:
     def wait(self) -> None:
         time.sleep(max(0.0, self._ends - time.monotonic()))
 
-    def seconds_since(self, earlier: "_Fence") -> float:
-        return self._ends - earlier._ends
+    def seconds(self) -> float:
+        return self._seconds
+
+    def samples(self) -> list[Sampled]:
+        return [Sampled((FIRST_TOKEN,), None)] * self._num_samples
+
+    def scores(self) -> list[list[TokenLogprob]]:
+        return []
 
 
-class PacedRunner:
-    """Stands for model_runner.ModelRunner: takes time, computes nothing."""
+class PacedExecutor:
+    """Takes time, computes nothing."""
 
     def __init__(self, engine: Engine) -> None:
-        self.ops = engine.runner.ops
         self.kv_cache = engine.kv_cache
-        self._vocab_size = engine.spec.vocab_size
-        self._seconds = 0.0
 
-    def execute(self, plan: StepPlan, siblings: Sequence[Sequence[EngineSequence]]) -> StepOutput:
-        counts = list(plan.num_tokens.values())
-        self._seconds = STEP_S + sum(counts) / TOKENS_PER_S
-        first_row = dict(zip(plan.num_tokens, itertools.accumulate([0, *counts]), strict=False))
-        slots = [member.slot for members in siblings for member in members]
-        hidden = torch.empty(sum(counts), 0)
-        return StepOutput(
-            hidden, first_row, self.logits(hidden, slots), torch.tensor(slots, dtype=torch.int32)
-        )
+    def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
+        return Padding(0, num_rows, num_sequences)
 
-    def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
-        return torch.zeros(len(rows), self._vocab_size)
+    def forward(self, work: ForwardWork) -> _Step:
+        num_rows = work.lengths[0]
+        return _Step(STEP_S + num_rows / TOKENS_PER_S, work.num_samples)
 
-    def feed_back(self, output: StepOutput, token_ids: Tensor) -> None: ...
+    def sample(self, work: SampleWork) -> None: ...
 
-    def fence(self) -> _Fence:
-        seconds = self._seconds
-        self._seconds = 0.0
-        return _Fence(time.monotonic() + seconds)
+    def warm_prefill(self, num_rows: int) -> None: ...
+
+    def compile(self, graph_sizes: Sequence[int], report: Report) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class PacedWorker(threading.Thread):
@@ -97,7 +94,7 @@ class PacedWorker(threading.Thread):
             ModelConfig(path=str(DEMO), load_format="dummy"),
             EngineConfig(device="cpu", num_kv_blocks=num_kv_blocks),
         )
-        self.engine.runner = PacedRunner(self.engine)  # type: ignore[assignment]
+        self.engine.executor = PacedExecutor(self.engine)
         self._worker = WorkerLoop(
             self.engine,
             WorkerMetrics(self.engine),

@@ -1,4 +1,4 @@
-"""What an engine is made of: device, model, KV cache, runner and sampler, put together in the order
+"""What an engine is made of: device, model, KV cache, executor, put together in the order that
 their memory asks for.
 
 Weights first, then a profiling step, then the KV cache from what is left. Knows no requests. Called
@@ -14,12 +14,15 @@ import torch
 from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.execution.cuda_graphs import graph_sizes
+from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_blocks_for
-from pdserve.engine.sampling.sample_rows import max_edits
+from pdserve.engine.sampling.row_staging import RowStaging
+from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.scheduler import num_slots_for
+from pdserve.engine.stepping.executor import Executor
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec
@@ -37,8 +40,8 @@ class EngineComponents:
     device: torch.device
     spec: ModelSpec
     layout: KVLayout
-    runner: ModelRunner
-    sampler: Sampler
+    executor: Executor
+    staging: RowStaging
     num_blocks: int
     fingerprint: str
     max_model_len: int
@@ -93,36 +96,24 @@ def make_components(
     runner = ModelRunner(
         weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device
     )
-    sampler = Sampler(ops, spec.vocab_size, num_slots, max_edits(len(spec.eos_token_ids)), device)
+    rules = logit_rules(ops, spec.vocab_size, num_slots, len(spec.eos_token_ids), device)
+    sampler = Sampler(ops, spec.vocab_size, rules, device)
     if _is_profiled(resolved, device):
         progress.enter("compile")
     reserved = _reserved_bytes(resolved, runner, sampler)
     progress.enter("kv_memory")
     num_blocks = num_blocks_for(resolved, layout, device, reserved)
     runner.use_kv_cache(allocate_kv_cache(layout, num_blocks, device))
+    executor = LocalExecutor(runner, sampler)
     if device.type == "cuda":
         progress.enter("graphs")
-        _compile(resolved, runner, sampler, TORCH_DTYPES[dtype], progress)
+        sizes = graph_sizes(resolved.max_num_seqs) if resolved.cuda_graphs else []
+        executor.compile(sizes, progress.report)
     fingerprint = f"{spec.fingerprint()}/{dtype}"
+    staging = RowStaging(rules, spec.vocab_size, num_slots)
     return EngineComponents(
-        resolved, device, spec, layout, runner, sampler, num_blocks, fingerprint, max_len
+        resolved, device, spec, layout, executor, staging, num_blocks, fingerprint, max_len
     )
-
-
-def _compile(
-    config: ResolvedEngineConfig,
-    runner: ModelRunner,
-    sampler: Sampler,
-    dtype: torch.dtype,
-    progress: StartProgress,
-) -> None:
-    """Capture the decode graphs; meanwhile the sampler's kernels are compiled, which leaves Python
-    to others."""
-    with ThreadPoolExecutor(1) as beside:
-        sampling = beside.submit(sampler.warm_up, dtype)
-        if config.cuda_graphs:
-            runner.capture_graphs(graph_sizes(config.max_num_seqs), progress.report)
-        sampling.result()
 
 
 def _is_profiled(config: ResolvedEngineConfig, device: torch.device) -> bool:

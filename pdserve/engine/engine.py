@@ -1,11 +1,11 @@
 """The engine: requests in, protocol events out, one `step()` at a time.
 
-Owns scheduler, block manager, KV cache, model runner and sampler; `dispatch` queues a step,
-`collect` turns its tokens into events. The host plans and queues a step while the device computes
-the one before it (docs/engine-step.md). Serves both phases: a prefill-only request ends with its
-prompt's blocks held for a hand-off; a reserved request joins with blocks that somebody else filled.
-Knows no connector, no router, no text. Driven by `LLM` (in process) or by worker.loop (with
-hand-off).
+Owns scheduler and block manager; the planner turns a plan into messages, the executor carries them
+out on the device, the collector turns its tokens into events. The host plans and sends a step while
+the device computes the one before it (docs/engine-step.md). Serves both phases: a prefill-only
+request ends with its prompt's blocks held for a hand-off; a reserved request joins with blocks that
+somebody else filled. Knows no connector, no router, no text. Driven by `LLM` (in process) or by
+worker.loop (with hand-off).
 """
 
 import time
@@ -14,10 +14,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
-from pdserve.engine.collect import StepCollector
 from pdserve.engine.components import EngineComponents
-from pdserve.engine.dispatch import StepDispatcher, StepInFlight
-from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.requests import Requests
 from pdserve.engine.reservations import Reservation, Reservations
@@ -25,6 +22,9 @@ from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.engine.step_result import EngineStats, StepResult
+from pdserve.engine.stepping.collector import StepCollector
+from pdserve.engine.stepping.executor import Executor
+from pdserve.engine.stepping.planner import PlannedStep, StepPlanner
 from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.commands import Start, Submit
@@ -40,7 +40,6 @@ class Engine:
         self.device = components.device
         self.spec = components.spec
         self.layout = components.layout
-        self.sampler = components.sampler
         self.model_fingerprint = components.fingerprint
         self.max_model_len = components.max_model_len
         self.blocks = BlockManager(components.num_blocks, self.config.enable_prefix_caching)
@@ -62,9 +61,9 @@ class Engine:
         self._reservations = Reservations(
             self.blocks, self.hasher, self.layout, self._requests, self.scheduler
         )
-        self._dispatcher = StepDispatcher(
-            components.runner,
-            self.sampler,
+        self._planner = StepPlanner(
+            components.executor,
+            components.staging,
             self.scheduler,
             self.blocks,
             self.hasher,
@@ -75,7 +74,7 @@ class Engine:
             self.blocks, self.hasher, self.layout, self.scheduler, self._requests, self.stats
         )
         self._max_in_flight = 2 if self.config.async_scheduling else 1
-        self._in_flight: deque[StepInFlight] = deque()
+        self._in_flight: deque[PlannedStep] = deque()
         self._is_blocked = False
         self._is_torn = False  # True during a step: whatever ends it early leaves it so
         self._late_compiles: LateCompiles | None = None
@@ -91,16 +90,16 @@ class Engine:
         return self._late_compiles.count if self._late_compiles else 0
 
     @property
-    def runner(self) -> ModelRunner:
-        return self._dispatcher.runner
+    def executor(self) -> Executor:
+        return self._planner.executor
 
-    @runner.setter
-    def runner(self, runner: ModelRunner) -> None:
-        self._dispatcher.runner = runner
+    @executor.setter
+    def executor(self, executor: Executor) -> None:
+        self._planner.executor = executor
 
     @property
     def kv_cache(self) -> Tensor:
-        return self.runner.kv_cache
+        return self.executor.kv_cache
 
     @property
     def has_work(self) -> bool:
@@ -206,7 +205,7 @@ class Engine:
         num_out = self._reservations.num_out
         assert not num_out, f"{num_out} reservations are out: cannot reset"
         self._is_torn = True
-        self.runner.synchronize()
+        self.executor.reset()
         self._in_flight.clear()
         self._is_blocked = False
         self._requests.clear()
@@ -220,7 +219,7 @@ class Engine:
         any more.
         """
         self._is_torn = True
-        self.runner.synchronize()
+        self.executor.reset()
 
     def _require_whole(self) -> None:
         if self._is_torn:
@@ -228,14 +227,32 @@ class Engine:
 
     def _advance_steps(self) -> StepResult:
         in_flight = self._in_flight
+        late: PlannedStep | None = None
         while len(in_flight) < self._max_in_flight and not (self._is_blocked and in_flight):
             began = time.perf_counter()
             plan = self.scheduler.schedule(may_preempt=not in_flight)
             self._is_blocked = plan.blocked
             if not plan:
                 break
-            in_flight.append(self._dispatcher.dispatch(plan, began))
-        return self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
+            step = self._planner.plan(plan)
+            step.handle = self.executor.forward(step.forward)
+            in_flight.append(step)
+            self._planner.digest_prompts(step)
+            step.host_seconds = time.perf_counter() - began
+            if step.forward.is_late:
+                late = step
+                break
+            self._sample(step)
+        result = self._collector.collect(in_flight.popleft()) if in_flight else StepResult()
+        if late is not None:
+            self._sample(late)
+        return result
+
+    def _sample(self, step: PlannedStep) -> None:
+        if step.forward.num_samples:
+            began = time.perf_counter()
+            self.executor.sample(self._planner.sample_work(step))
+            step.host_seconds += time.perf_counter() - began
 
     def check_integrity(self, others: Iterable[list[int]] = ()) -> None:
         """AssertionError when blocks, owners and queues disagree; for tests and for idle moments.

@@ -32,7 +32,7 @@ def warm_up(engine: Engine, report: Report) -> None:
     engine.blocks.enable_caching = False
     room = engine.max_request_tokens - 4
     longest = min(engine.config.max_num_batched_tokens, room)
-    engine.runner.warm_dense_prefill(max(longest, 1))
+    engine.executor.warm_prefill(max(longest, 1))
     # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are
     # copied.
     requests = ((longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED))

@@ -1,10 +1,10 @@
-"""Drives an Engine by hand, and a runner on paper that stands in for model and KV cache.
+"""Drives an Engine by hand, and an executor on paper that stands in for model and KV cache.
 
-`PaperRunner` keeps, instead of KV, which prefix each row of the KV cache was computed for, and
-checks on every step that a sequence reads exactly its own rows and writes into no block that others
-own. Rows move only when the engine completes the step: a device that lags as far as it can. Its
-logits are a function of the whole prefix, so what a request must generate is known without any
-batch (`alone`).
+`PaperExecutor` keeps, instead of KV, which prefix each row of the KV cache was computed for, and
+checks on every step that its message says what its sequences are, that a sequence reads exactly its
+own rows and writes into no block that others own. Rows move only when the engine completes the
+step: a device that lags as far as it can. Its logits are a function of the whole prefix, so what a
+request must generate is known without any batch (`alone`).
 """
 
 import functools
@@ -17,22 +17,27 @@ from typing import Any
 
 import numpy as np
 import torch
+from engine.whole_sampler import WholeSampler
 from torch import Tensor
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.model_runner import StepOutput
-from pdserve.engine.execution.step_inputs import table_changes
-from pdserve.engine.sampling.sample_rows import SampleRow
-from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.execution.local_executor import LocalExecutor
+from pdserve.engine.sampling.sample_row import SampleRow
+from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.engine.step_result import StepResult
+from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.packing import Arrays, unpack
+from pdserve.engine.stepping.planner import PlannedStep
+from pdserve.engine.stepping.work import ForwardWork, SampleWork
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, PromptScored, TokenLogprob
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
+from pdserve.protocol.start_progress import Report
 
 _names = itertools.count()
 
@@ -49,12 +54,17 @@ def paper_engine(folder: Path | str, **config: Any) -> Engine:
 
 
 def put_on_paper(engine: Engine) -> None:
-    engine.runner = PaperRunner(engine)  # type: ignore[assignment]  # all that an engine calls, and no more
+    engine.executor = PaperExecutor(engine)
 
 
-def paper_of(engine: Engine) -> "PaperRunner":
-    assert isinstance(engine.runner, PaperRunner)
-    return engine.runner
+def paper_of(engine: Engine) -> "PaperExecutor":
+    assert isinstance(engine.executor, PaperExecutor)
+    return engine.executor
+
+
+def local(engine: Engine) -> LocalExecutor:
+    assert isinstance(engine.executor, LocalExecutor)
+    return engine.executor
 
 
 def submit_of(prompt: SequenceOf[int], sampling: SamplingParams, **more: Any) -> Submit:
@@ -119,95 +129,126 @@ Work = Callable[[np.ndarray], None]
 """Reads and writes the rows of the KV cache that it is given, `[blocks, block_size]`."""
 
 
-class PaperFence:
+class PaperStep:
     """A step of the paper model: its rows are read and written when somebody waits for it, as late
-    as a device may."""
+    as a device may. logits, slots: of its samples."""
 
-    def __init__(self, work: list[Work], rows: np.ndarray) -> None:
-        self._work: list[Work] | None = work
+    def __init__(self, rows: np.ndarray, logits: Tensor, slots: list[int]) -> None:
+        self.logits = logits
+        self.slots = slots
+        self.work: list[Work] | None = []
+        self.sampled: SampledTokens | None = None
+        self.scored: list[Scores] = []
         self._rows = rows
 
     def ready(self) -> bool:
-        return self._work is None
+        return self.work is None
 
     def wait(self) -> None:
         self.play(self._rows)
-        self._work = None
+        self.work = None
 
     def play(self, rows: np.ndarray) -> None:
         """Do what is left to do, on these rows."""
-        for work in self._work or ():
+        for work in self.work or ():
             work(rows)
 
-    def seconds_since(self, earlier: "PaperFence") -> float:
+    def seconds(self) -> float:
         return 0.0
 
+    def samples(self) -> list[Sampled]:
+        assert self.sampled is not None or not self.slots, "collected, but never sampled"
+        return self.sampled.fetch() if self.sampled is not None else []
 
-class PaperRunner:
+    def scores(self) -> list[list[TokenLogprob]]:
+        return [scores.fetch() for scores in self.scored]
+
+
+class PaperExecutor:
     def __init__(self, engine: Engine) -> None:
+        self._real = local(engine)
+        self.sampler = self._real.sampler
+        self.kv_cache = engine.kv_cache
         self.blocks = engine.blocks
         self.block_size = engine.config.block_size
         self.vocab_size = engine.spec.vocab_size
-        self.ops = engine.runner.ops
-        self.kv_cache = engine.kv_cache
         self.rows = np.full((engine.blocks.num_blocks, self.block_size), -1, dtype=np.int64)
         self.plans: list[dict[Sequence, int]] = []
         self.num_copies = 0
+        self.num_late = 0
         # by slot, from the changes a step sends
         self.tables: dict[int, list[int]] = defaultdict(list)
         self.last_token: dict[int, int] = {}
-        self._queue: list[Work] = []
-        self._fences: list[PaperFence] = []
+        self.steps: list[PaperStep] = []  # that nobody waited for yet
+        self._open: tuple[int, PaperStep] | None = None
+        self._planned: dict[int, tuple[dict[Sequence, int], PlannedStep]] = {}
+        self._plan = engine._planner.plan
+        engine._planner.plan = self._noted  # type: ignore[method-assign]
 
-    def execute(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
-        self.plans.append(dict(plan.num_tokens))
-        self.num_copies += len(plan.copies)
-        self._queue.append(functools.partial(self._copy, list(plan.copies)))
-        self._sync(plan, siblings)
-        hidden: list[int] = []
-        first_row = {}
-        for seq, count in plan.num_tokens.items():
-            tokens = seq.token_ids[: seq.num_computed]
-            if seq.num_computed > len(tokens):
-                tokens = [*tokens, self.last_token[seq.slot]]
-            digests = prefix_digests(tokens)
-            first_row[seq] = len(hidden)
-            hidden += digests[-count:]
-            self._queue.append(
-                functools.partial(self._compute, list(self.tables[seq.slot]), digests, count)
-            )
-        last = [
-            first_row[members[0]] + plan.num_tokens[members[0]] - 1
-            for members in siblings
-            for _ in members
-        ]
-        slots = [member.slot for members in siblings for member in members]
-        states = torch.tensor(hidden, dtype=torch.int64)
-        return StepOutput(
-            states, first_row, self.logits(states, last), torch.tensor(slots, dtype=torch.int32)
-        )
+    def _noted(self, plan: StepPlan) -> PlannedStep:
+        """What a step's message is about, for the checks alone."""
+        chunks = {seq: chunk.num_rows for seq, chunk in plan.chunks.items()}
+        step = self._plan(plan)
+        self._planned[step.forward.number] = chunks, step
+        return step
 
-    def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
-        self.last_token.update(zip(output.sample_slots.tolist(), token_ids.tolist(), strict=True))
+    def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
+        return self._real.padding(num_rows, num_sequences, is_decode)
 
-    def fence(self) -> PaperFence:
-        queue = self._queue
-        self._queue = []
-        fence = PaperFence(queue, self.rows)
-        self._fences = [*(f for f in self._fences if not f.ready()), fence]
-        return fence
+    def forward(self, work: ForwardWork) -> PaperStep:
+        assert self._open is None, "the step before lacks its samples"
+        chunks, planned = self._planned.pop(work.number)
+        self.plans.append(chunks)
+        arrays = unpack(torch.from_numpy(work.packed), work.lengths)
+        queue: list[Work] = []
+        for copies in work.copies:
+            pairs = list(zip(copies.sources.tolist(), copies.targets.tolist(), strict=True))
+            self.num_copies += len(pairs)
+            queue.append(functools.partial(self._copy, pairs))
+        self._update_tables(work)
+        self._check_owners(chunks, planned)
+        digests = torch.tensor(self._forward(chunks, arrays, queue), dtype=torch.int64)
+        if work.logit_rows is None:
+            rows, slots = list(range(work.num_samples)), arrays.slots[: work.num_samples].tolist()
+        else:
+            rows, slots = work.logit_rows.rows.tolist(), work.logit_rows.slots.tolist()
+        assert len(rows) == len(slots) == work.num_samples
+        step = PaperStep(self.rows, self.logits(digests, rows), slots)
+        step.work = queue
+        for scored in work.scores:
+            rows = list(range(scored.first_row, scored.first_row + len(scored.targets)))
+            logits = self.logits(digests, rows)
+            step.scored.append(self.sampler.score(logits, scored.targets, scored.num_top))
+        self.num_late += work.is_late
+        self.steps = [*(s for s in self.steps if not s.ready()), step]
+        if work.num_samples:
+            self._open = work.number, step
+        return step
 
-    def synchronize(self) -> None:
+    def sample(self, work: SampleWork) -> None:
+        assert self._open is not None and self._open[0] == work.number
+        step = self._open[1]
+        self._open = None
+        step.sampled = self.sampler.sample(step.logits, work.rows)
+        tokens = step.sampled.token_ids.tolist()
+        self.last_token.update(zip(step.slots, tokens, strict=True))
+
+    def warm_prefill(self, num_rows: int) -> None: ...
+
+    def compile(self, graph_sizes: SequenceOf[int], report: Report) -> None: ...
+
+    def reset(self) -> None:
         """Everything that was queued moves now, in order."""
-        self.fence()
-        for fence in self._fences:
-            fence.wait()
+        self._open = None
+        self._planned.clear()
+        for step in self.steps:
+            step.wait()
 
     def rows_when_done(self) -> np.ndarray:
         """The KV cache as it will be when everything that is queued has been done."""
         rows = self.rows.copy()
-        for fence in self._fences:
-            fence.play(rows)
+        for step in self.steps:
+            step.play(rows)
         return rows
 
     def fill(self, blocks: SequenceOf[int], prompt: SequenceOf[int], first_block: int = 0) -> None:
@@ -224,19 +265,42 @@ class PaperRunner:
             [prefix_logits(digest, self.vocab_size) for digest in hidden[rows].tolist()]
         )
 
-    def _sync(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> None:
-        changes = table_changes(
-            [*plan.num_tokens, *(seq for members in siblings for seq in members)]
-        )
-        for slot, index, block in changes.T.tolist() if changes is not None else ():
+    def _forward(
+        self, chunks: dict[Sequence, int], arrays: Arrays[Tensor], queue: list[Work]
+    ) -> list[int]:
+        """The digest behind each row, in the message's order: decodes first."""
+        hidden: list[int] = []
+        for seq, count in sorted(chunks.items(), key=lambda item: item[1] > 1):
+            known = seq.token_ids[: seq.num_computed]
+            tokens = (
+                known if seq.num_computed == len(known) else [*known, self.last_token[seq.slot]]
+            )
+            rows = slice(len(hidden), len(hidden) + count)
+            first = seq.num_computed - count
+            ids = [self.last_token[seq.slot] if i < 0 else i for i in arrays.ids[rows].tolist()]
+            assert ids == tokens[first:], "the message has other tokens"
+            assert arrays.positions[rows].tolist() == list(range(first, seq.num_computed))
+            assert arrays.slots[rows].tolist() == [seq.slot] * count
+            digests = prefix_digests(tokens)
+            hidden += digests[-count:]
+            table = list(self.tables[seq.slot])
+            queue.append(functools.partial(self._compute, table, digests, count))
+        return hidden
+
+    def _update_tables(self, work: ForwardWork) -> None:
+        for slot, index, block in (
+            work.table_changes.T.tolist() if work.table_changes is not None else ()
+        ):
             table = self.tables[slot]
             table[index : index + 1] = [block]
             assert table[index] == block, "a table has a hole"
             if index == 0:
                 del table[1:]
+
+    def _check_owners(self, chunks: dict[Sequence, int], planned: PlannedStep) -> None:
         # choices that fork off here share the blocks
-        widths = {members[0]: len(members) for members in siblings}
-        for seq, count in plan.num_tokens.items():
+        widths = {members[0]: len(members) for members in planned.siblings}
+        for seq, count in chunks.items():
             for position in range(seq.num_computed - count, seq.num_computed):
                 block = seq.block_table[position // self.block_size]
                 assert self.blocks.num_owners(block) == widths.get(seq, 1), (
@@ -318,26 +382,17 @@ def alone(
     tokens = [*prompt, *forced]
     digest = prefix_digests(tokens)[-1]
     request = engine.make_request(submit_of(prompt, sampling))
-    vocab = engine.spec.vocab_size
-    sampler = Sampler(engine.runner.ops, vocab, 1, vocab, torch.device("cpu"))
+    sampler = WholeSampler(engine.spec.vocab_size, 1, num_eos=len(engine.spec.eos_token_ids))
     while True:
-        row = SampleRow(
-            sampling,
-            choice,
-            1,
-            len(tokens) - len(prompt),
-            tokens,
-            len(prompt),
-            request.stop_token_ids,
-        )
-        sampler.release(1)
-        [sampled] = sampler.sample(
-            prefix_logits(digest, engine.spec.vocab_size)[None], [row]
-        ).fetch()
-        tokens.append(sampled.token_id)
-        digest = _extend(digest, sampled.token_id)
+        known = list(tokens)
+        position = len(tokens) - len(prompt)
+        row = SampleRow(sampling, choice, 1, known, len(prompt), request.stop_token_ids, position)
+        logits = prefix_logits(digest, engine.spec.vocab_size)[None]
+        [token] = sampler.sample(logits, [row]).fetch()[0].token_ids
+        tokens.append(token)
+        digest = _extend(digest, token)
         generated = len(tokens) - len(prompt)
-        stops = sampled.token_id in request.stop_token_ids and generated > sampling.min_tokens
+        stops = token in request.stop_token_ids and generated > sampling.min_tokens
         if stops or generated >= request.max_tokens:
             return tokens[len(prompt) :]
 

@@ -7,11 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from engine.harness import Driver, alone, make_engine, paper_engine, paper_of, submit_of
+from engine.harness import Driver, alone, local, make_engine, paper_engine, paper_of, submit_of
 
-from pdserve.engine import collect
-from pdserve.engine.dispatch import sample_row
-from pdserve.engine.scheduling.sequence import Sequence
+from pdserve.engine.stepping import collector
 from pdserve.protocol import block_digests
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import Delta
@@ -229,7 +227,7 @@ def test_forced_tokens_across_block_borders(tiny_llama: Path, num_forced: int) -
 def test_long_prompt_logprobs_come_in_several_events(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(collect, "SCORES_PER_EVENT", 48)
+    monkeypatch.setattr(collector, "SCORES_PER_EVENT", 48)
     driver = Driver(make_engine(tiny_llama))
     key = driver.add(
         prompt_of(40), SamplingParams(temperature=0, seed=0, max_tokens=2, prompt_logprobs=2)
@@ -298,13 +296,13 @@ def test_blocks_are_copied_with_contiguous_ids(
     block."""
     engine = make_engine(tiny_llama)
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-    copy = engine.runner.ops.copy_blocks
+    copy = local(engine).runner.ops.copy_blocks
 
     def spy(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
         calls.append((src, dst))
         copy(pool, src, dst)
 
-    monkeypatch.setattr(engine.runner.ops, "copy_blocks", spy)
+    monkeypatch.setattr(local(engine).runner.ops, "copy_blocks", spy)
     driver = Driver(engine)
     for i in range(2):
         driver.add(prompt_of(20, i), SAMPLED)
@@ -315,9 +313,11 @@ def test_blocks_are_copied_with_contiguous_ids(
 
 def test_a_row_to_sample_copies_no_tokens(tiny_llama: Path) -> None:
     """Else every step would cost more the longer its sequences are."""
-    seq = Sequence(make_engine(tiny_llama).make_request(submit_of([1, 2, 3], GREEDY)), 0, [1] * 103)
-    row = sample_row(seq)
-    assert row.token_ids is seq.token_ids and row.position == 100
+    driver = Driver(make_engine(tiny_llama))
+    driver.add([1, 2, 3], GREEDY)
+    [plan] = [driver.engine._planner.plan(driver.engine.scheduler.schedule())]
+    [seq], [row] = plan.members, plan.rows
+    assert row.token_ids is seq.token_ids and plan.positions == [0]
 
 
 def test_positions_and_reasons_of_deltas(tiny_llama: Path) -> None:
@@ -339,7 +339,7 @@ def test_positions_and_reasons_of_deltas(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("where", ["execute", "fence", "feed_back"])
+@pytest.mark.parametrize("where", ["forward", "sample", "padding"])
 def test_after_an_error_in_a_step_nothing_is_served_until_reset(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, where: str, is_async: bool
 ) -> None:
@@ -353,7 +353,7 @@ def test_after_an_error_in_a_step_nothing_is_served_until_reset(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.runner, where, interrupted)
+        patch.setattr(engine.executor, where, interrupted)
         with pytest.raises(KeyboardInterrupt):
             driver.step()
     for call in (driver.step, lambda: driver.add([1, 2], GREEDY)):
@@ -381,7 +381,7 @@ def test_rows_under_way_never_join_an_engine_whose_step_failed(
     assert reservation is not None
     driver.add(prompt_of(40, 1), GREEDY)
     with monkeypatch.context() as patch:
-        patch.delattr(type(engine.runner), "execute")
+        patch.delattr(type(engine.executor), "forward")
         with pytest.raises(AttributeError):
             driver.step()
     for call in (
@@ -406,6 +406,6 @@ def test_a_closed_engine_serves_nothing(tiny_llama: Path) -> None:
     driver.add(prompt_of(40), SAMPLED)
     driver.step()
     engine.close()
-    assert all(fence.ready() for fence in paper_of(engine)._fences)
+    assert all(step.ready() for step in paper_of(engine).steps)
     with pytest.raises(RuntimeError, match="or it is closed"):
         driver.step()

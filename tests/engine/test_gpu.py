@@ -14,8 +14,8 @@ from engine.harness import Driver, logprob_of, make_engine
 from support.tiny_models import make_tiny
 
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
-from pdserve.engine.execution.step_inputs import Arrays, pack
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.engine.stepping.packing import Arrays, pack
 from pdserve.kernels.attention import dense
 from pdserve.protocol.start_progress import StartProgress
 
@@ -122,7 +122,9 @@ def dispatch(driver: Driver) -> Any:
     torch.cuda.set_sync_debug_mode("error")
     try:
         began = time.perf_counter()
-        step = engine._dispatcher.dispatch(plan, began)
+        step = engine._planner.plan(plan)
+        step.handle = engine.executor.forward(step.forward)
+        engine._sample(step)
         assert time.perf_counter() - began < 0.2
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -154,9 +156,9 @@ def test_a_step_is_queued_without_waiting_and_complete_only_when_the_device_is(
         driver.add(prompt, sampling)
     # a prefill, then a decode that is fed by it on the device
     steps = [dispatch(driver), dispatch(driver)]
-    assert not steps[0].ended.ready() and not steps[1].ended.ready()
+    assert not steps[0].handle.ready() and not steps[1].handle.ready()
     result = driver.step()
-    assert steps[0].ended.ready() and result.events
+    assert steps[0].handle.ready() and result.events
     driver.run()
     driver.assert_empty()
 
@@ -174,7 +176,7 @@ def test_the_device_is_quiet_when_an_interrupted_call_returns(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.sampler, "sample", interrupted)
+        patch.setattr(llm.engine.executor, "sample", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, params, use_tqdm=False)
     assert torch.cuda.current_stream().query()

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from engine.harness import PaperRunner, put_on_paper
+from engine.harness import PaperExecutor, paper_of, put_on_paper
 
 from pdserve.engine import engine as engine_module
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
@@ -92,8 +92,7 @@ def is_async(request: pytest.FixtureRequest) -> bool:
 def expected(tiny_llama: Path, is_async: bool) -> list[list[int]]:
     llm = make_llm(tiny_llama, is_async)
     answers = tokens(generate(llm))
-    runner: Any = llm.engine.runner
-    assert llm.engine.scheduler.num_preemptions and runner.num_copies, (
+    assert llm.engine.scheduler.num_preemptions and paper_of(llm.engine).num_copies, (
         "these belong to the workload"
     )
     return answers
@@ -127,11 +126,12 @@ def interrupt() -> None:
 PLACES = {
     "planning": lambda engine: (engine.scheduler, "schedule"),
     "blocks": lambda engine: (engine.blocks, "allocate"),
-    "dispatch": lambda engine: (engine._dispatcher, "dispatch"),
-    "advance": lambda engine: (engine._dispatcher, "_advance"),
-    "execute": lambda engine: (engine.runner, "execute"),
-    "sample": lambda engine: (engine.sampler, "sample"),
-    "feed back": lambda engine: (engine.runner, "feed_back"),
+    "plan": lambda engine: (engine._planner, "plan"),
+    "advance": lambda engine: (engine._planner, "_advance"),
+    "forward": lambda engine: (engine.executor, "forward"),
+    "stage": lambda engine: (engine._planner, "sample_work"),
+    "sample": lambda engine: (engine.executor, "sample"),
+    "draw": lambda engine: (engine.executor.sampler, "sample"),
     "collect": lambda engine: (engine._collector, "collect"),
     "accept": lambda engine: (engine._collector, "_accept"),
     "add": lambda engine: (engine, "add"),
@@ -154,7 +154,7 @@ def test_each_of_the_first_calls(
         assert_as_new(llm, expected)
 
 
-@pytest.mark.parametrize("place", ["execute", "sample", "collect"])
+@pytest.mark.parametrize("place", ["forward", "sample", "collect"])
 def test_on_the_real_model(tiny_llama: Path, is_async: bool, place: str) -> None:
     expected = tokens(generate(make_llm(tiny_llama, is_async, on_paper=False)))
     llm = make_llm(tiny_llama, is_async, on_paper=False)
@@ -186,7 +186,7 @@ class Interrupter:
 
     def _enter(self, frame: FrameType, event: str, _: Any) -> Any:
         caller = frame.f_back
-        is_device = caller is not None and caller.f_code is PaperRunner._compute.__code__
+        is_device = caller is not None and caller.f_code is PaperExecutor._compute.__code__
         if is_device or not frame.f_code.co_filename.startswith(ENGINE_FOLDER):
             return None
         frame.f_trace_opcodes = True
@@ -240,7 +240,8 @@ def test_any_instruction_of_the_reset_itself(
 
     monkeypatch.setattr(llm.engine, "reset", watched)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(llm.engine.runner, "execute", broken(llm.engine.runner.execute, 7, interrupt))
+        executor = llm.engine.executor
+        patch.setattr(executor, "forward", broken(executor.forward, 7, interrupt))
         with pytest.raises(KeyboardInterrupt):
             generate(llm)
     total = counter.count
@@ -248,9 +249,8 @@ def test_any_instruction_of_the_reset_itself(
     for at in random.Random(2).sample(range(total), INSTRUCTIONS_TRIED // 2):
         counter = Interrupter(at)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                llm.engine.runner, "execute", broken(llm.engine.runner.execute, 7, interrupt)
-            )
+            executor = llm.engine.executor
+            patch.setattr(executor, "forward", broken(executor.forward, 7, interrupt))
             with pytest.raises(KeyboardInterrupt):
                 generate(llm)
         counter = Interrupter(None)
@@ -261,14 +261,12 @@ def test_any_instruction_of_the_reset_itself(
 def test_the_device_is_quiet_before_blocks_are_given_to_others(tiny_llama: Path) -> None:
     """What is still queued on the device would overwrite the next call's rows."""
     llm = make_llm(tiny_llama, is_async=True)
-    runner: Any = llm.engine.runner
+    executor = paper_of(llm.engine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            llm.engine.sampler, "sample", broken(llm.engine.sampler.sample, 5, out_of_memory)
-        )
+        patch.setattr(executor, "sample", broken(executor.sample, 5, out_of_memory))
         with pytest.raises(RuntimeError, match="out of memory"):
             generate(llm)
-    assert not runner._queue and all(fence.ready() for fence in runner._fences)
+    assert executor.steps and all(step.ready() for step in executor.steps)
 
 
 def test_readers_of_an_old_ticket_notice_the_reset(tiny_llama: Path) -> None:

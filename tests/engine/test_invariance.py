@@ -15,9 +15,11 @@ from support.tiny_models import make_tiny
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution import model_runner
-from pdserve.engine.sampling.sample_rows import SampleRow
+from pdserve.engine.sampling.row_staging import RowStaging
+from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import SampledTokens
 from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.sampling.staged_rows import StagedRows
 from pdserve.protocol.commands import Start
 from pdserve.protocol.sampling_params import SamplingParams
 
@@ -31,16 +33,26 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
     """Everything that is sampled from; the same prefix must come with the same bits."""
     logits_of: Logits = {}
 
-    original = Sampler.sample
+    rows_of: dict[int, list[tuple[int, ...]]] = {}  # what the message is about
+    stage = RowStaging.stage
+    sample = Sampler.sample
 
-    def spy(sampler: Sampler, logits: torch.Tensor, rows: list[SampleRow]) -> SampledTokens:
-        for row, values in zip(rows, logits, strict=True):
-            before = logits_of.setdefault(tuple(row.token_ids), values.clone())
+    def note(
+        staging: RowStaging, rows: list[SampleRow], positions: list[int]
+    ) -> StagedRows:
+        staged = stage(staging, rows, positions)
+        rows_of[id(staged)] = [tuple(row.token_ids) for row in rows]
+        return staged
+
+    def spy(sampler: Sampler, logits: torch.Tensor, staged: StagedRows) -> SampledTokens:
+        for prefix, values in zip(rows_of.pop(id(staged)), logits, strict=True):
+            before = logits_of.setdefault(prefix, values.clone())
             assert torch.equal(values, before), (
-                f"another {(values - before).abs().max():.1e} after {len(row.token_ids)}"
+                f"another {(values - before).abs().max():.1e} after {len(prefix)}"
             )
-        return original(sampler, logits, rows)
+        return sample(sampler, logits, staged)
 
+    monkeypatch.setattr(RowStaging, "stage", note)
     monkeypatch.setattr(Sampler, "sample", spy)
     return logits_of
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.harness import logprob_of
+from engine.harness import local, logprob_of
 from support.tiny_models import FAMILIES, make_tiny
 
 from pdserve.engine import components
@@ -232,7 +232,7 @@ def test_a_wrong_input_shows(
 def test_a_wrong_scale_shows(folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("llama3")
     llm = make_llm(folder)
-    llm.engine.runner.scale *= 1.03
+    local(llm.engine).runner.scale *= 1.03
     assert tokens(generate(llm)) != expected(folder)
 
 

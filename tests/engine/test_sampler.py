@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from engine.whole_sampler import WholeSampler
 from transformers import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -18,9 +19,10 @@ from transformers import (
 )
 
 from pdserve.engine.sampling.device_copies import to_device_packed
-from pdserve.engine.sampling.sample_rows import RowArrays, RowStaging, SampleRow, max_edits
+from pdserve.engine.sampling.rules.slot_edits import SlotEdits
+from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import Sampled
-from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.sampling.staged_rows import Arrays
 from pdserve.kernels import torch_ops
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.protocol.events import TokenLogprob
@@ -36,8 +38,8 @@ def logits_of(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Ten
 
 def sampler_of(
     vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = torch_ops, device: str = "cpu"
-) -> Sampler:
-    return Sampler(ops, vocab, max_num_seqs, max_edits(2), torch.device(device))
+) -> WholeSampler:
+    return WholeSampler(vocab, max_num_seqs, ops, device)
 
 
 def row_of(
@@ -50,7 +52,7 @@ def row_of(
 ) -> SampleRow:
     params = SamplingParams(**{"seed": 0, **sampling})
     return SampleRow(
-        params, choice, slot, len(output), [*prompt, *output], len(prompt), frozenset(stops)
+        params, choice, slot, [*prompt, *output], len(prompt), frozenset(stops), len(output)
     )
 
 
@@ -61,17 +63,27 @@ def sample(logits: torch.Tensor, rows: list[SampleRow]) -> list[Sampled]:
 
 
 def tokens(logits: torch.Tensor, rows: list[SampleRow]) -> list[int]:
-    return [sampled.token_id for sampled in sample(logits, rows)]
+    return ids_of(sample(logits, rows))
+
+
+def ids_of(samples: list[Sampled]) -> list[int]:
+    return [token for sampled in samples for token in sampled.token_ids]
+
+
+def score(sampler: WholeSampler, logits: torch.Tensor, targets: list[int], num_top: int) -> Any:
+    return sampler.on_device.score(logits, np.array(targets, dtype=np.int32), num_top)
 
 
 def adjusted(row: SampleRow, logits: torch.Tensor | None = None) -> torch.Tensor:
-    staged = to_device_packed(RowStaging(VOCAB, 16, VOCAB).stage([row]), CPU)
-    return sampler_of()._edited(logits_of() if logits is None else logits, staged)[0]
+    sampler = sampler_of()
+    staged = sampler.stage([row])
+    given = logits_of() if logits is None else logits
+    return sampler.on_device._changed(given, staged, sampler.on_device._send(staged.rules))[0]
 
 
 def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
-    rows = [SampleRow(params, 0, 1, 0, [], 0, frozenset())] * len(logits)
-    staged = to_device_packed(RowStaging(logits.shape[-1], 1, 1).stage(rows), CPU)
+    rows = [SampleRow(params, 0, 1, [], 0, frozenset())] * len(logits)
+    staged = to_device_packed(WholeSampler(logits.shape[-1], 1).stage(rows).draws, CPU)
     scaled = logits / params.temperature
     if "top_k" in staged:
         names = ("temperature", "top_k", "top_p", "min_p")
@@ -273,26 +285,26 @@ def test_logprobs_are_of_the_unchanged_distribution() -> None:
     row = row_of(temperature=0, logit_bias={31: 100}, logprobs=3)
     [sampled] = sample(logits, [row])
     logp = logits[0].log_softmax(-1)
-    assert sampled.token_id == 31 and sampled.logprob is not None
-    assert sampled.logprob.logprob == pytest.approx(logp[31].item(), abs=1e-6)
-    assert sampled.logprob.rank == 1 + int((logp > logp[31]).sum()) > 1
-    assert [token for token, _ in sampled.logprob.top] == logp.topk(3).indices.tolist()
+    assert sampled.token_ids == (31,) and sampled.logprobs is not None
+    [entry] = sampled.logprobs
+    assert entry.logprob == pytest.approx(logp[31].item(), abs=1e-6)
+    assert entry.rank == 1 + int((logp > logp[31]).sum()) > 1
+    assert [token for token, _ in entry.top] == logp.topk(3).indices.tolist()
 
 
 def test_numbers_of_alternatives() -> None:
     rows = [row_of(temperature=0, logprobs=count) for count in (None, 0, 2, VOCAB + 10)]
-    first, *entries = [sampled.logprob for sampled in sample(logits_of(4), rows)]
+    first, *others = [sampled.logprobs for sampled in sample(logits_of(4), rows)]
     assert first is None
-    assert [len(entry.top) for entry in entries if entry] == [0, 2, VOCAB]
-    assert entries[2] is not None and math.fsum(
-        math.exp(p) for _, p in entries[2].top
-    ) == pytest.approx(1.0, abs=1e-5)
+    entries = [entry for logprobs in others for entry in logprobs or ()]
+    assert [len(entry.top) for entry in entries] == [0, 2, VOCAB]
+    assert math.fsum(math.exp(p) for _, p in entries[2].top) == pytest.approx(1.0, abs=1e-5)
 
 
 def test_scores_of_given_tokens() -> None:
     logits = logits_of(5)
     sampler = sampler_of()
-    scores = sampler.score(logits, [4, 3, 2, 1, 0], 2).fetch()
+    scores = score(sampler, logits, [4, 3, 2, 1, 0], 2).fetch()
     logp = logits.log_softmax(-1)
     for i, entry in enumerate(scores):
         assert entry.token_id == 4 - i
@@ -301,7 +313,7 @@ def test_scores_of_given_tokens() -> None:
 
 
 def test_alternatives_are_looked_up_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = sampler_of().score(logits_of(9), [3] * 9, 4).fetch()
+    whole = score(sampler_of(), logits_of(9), [3] * 9, 4).fetch()
     monkeypatch.setattr("pdserve.engine.sampling.sampler.TOP_ENTRIES", 10)
     seen: list[int] = []
 
@@ -311,12 +323,12 @@ def test_alternatives_are_looked_up_in_bounded_parts(monkeypatch: pytest.MonkeyP
 
     token_logprobs = torch_ops.token_logprobs
     monkeypatch.setattr(torch_ops, "token_logprobs", spy)
-    assert sampler_of().score(logits_of(9), [3] * 9, 4).fetch() == whole
+    assert score(sampler_of(), logits_of(9), [3] * 9, 4).fetch() == whole
     assert len(seen) == 5 and max(seen) <= 10
 
 
 def test_equal_logits_share_the_better_rank() -> None:
-    [entry] = sampler_of(4).score(torch.tensor([[1.0, 3.0, 3.0, 0.0]]), [2], 0).fetch()
+    [entry] = score(sampler_of(4), torch.tensor([[1.0, 3.0, 3.0, 0.0]]), [2], 0).fetch()
     assert isinstance(entry, TokenLogprob) and entry.rank == 1
 
 
@@ -372,7 +384,7 @@ class Sequences:
     later."""
 
     def __init__(
-        self, sampler: Sampler, lag: int, rows: list[SampleRow], vocab: int = VOCAB
+        self, sampler: WholeSampler, lag: int, rows: list[SampleRow], vocab: int = VOCAB
     ) -> None:
         self.sampler = sampler
         self.lag = lag
@@ -384,7 +396,8 @@ class Sequences:
     def step(self, step: int) -> None:
         logits = logits_of(len(self.rows), 100 + step, self.vocab).to(self.sampler.device)
         self.in_flight.append(self.sampler.sample(logits, self.rows))
-        self.rows = [replace(row, position=row.position + 1) for row in self.rows]
+        for row in self.rows:
+            row.position += 1
         if len(self.in_flight) > self.lag:
             self.collect()
 
@@ -392,8 +405,8 @@ class Sequences:
         for row, output, sampled in zip(
             self.rows, self.outputs, self.in_flight.pop(0).fetch(), strict=True
         ):
-            row.token_ids.append(sampled.token_id)
-            output.append(sampled.token_id)
+            row.token_ids += sampled.token_ids
+            output += sampled.token_ids
 
 
 def mixed_rows() -> list[SampleRow]:
@@ -406,7 +419,7 @@ def mixed_rows() -> list[SampleRow]:
     ]
 
 
-def run_steps(sampler: Sampler, lag: int, num_steps: int = 12) -> list[list[int]]:
+def run_steps(sampler: WholeSampler, lag: int, num_steps: int = 12) -> list[list[int]]:
     sequences = Sequences(sampler, lag, mixed_rows())
     for step in range(num_steps):
         sequences.step(step)
@@ -438,7 +451,7 @@ def test_a_slot_forgets_its_sequence() -> None:
     sampler = sampler_of()
     run_steps(sampler, 1)
     for slot in range(1, 7):
-        sampler.release(slot)
+        sampler.staging.release(slot)
     assert run_steps(sampler, 0) == run_steps(sampler_of(), 0)
 
 
@@ -454,27 +467,35 @@ def test_a_sequence_that_starts_over_is_counted_anew() -> None:
 
 
 class Slots:
-    """A RowStaging whose arrays are looked at."""
+    """What the rules that edit single logits send."""
 
     def __init__(self) -> None:
-        self.staging = RowStaging(VOCAB, 16, VOCAB)
+        self.sampler = sampler_of()
 
     def changed(self, *rows: SampleRow) -> dict[int, dict[int, float]]:
         """The edits that are sent: of each slot."""
-        arrays = self.staging.stage(list(rows))
-        if "changed_slots" not in arrays:
-            assert not any(name.startswith("changed") for name in arrays)
-            return {}
-        return {slot: self._of(slot, count, arrays) for slot, count in self._counts(arrays)}
+        sent: dict[int, dict[int, float]] = {}
+        for name, arrays in self.sampler.stage(list(rows)).rules.items():
+            if "changed_slots" not in arrays:
+                assert not any(name.startswith("changed") for name in arrays)
+                continue
+            [width] = [
+                rule.width
+                for rule in self.sampler.rules
+                if isinstance(rule, SlotEdits) and rule.name == name
+            ]
+            for slot, count in self._counts(arrays):
+                sent.setdefault(slot, {}).update(self._of(slot, count, width, arrays))
+        return sent
 
-    def _counts(self, arrays: RowArrays) -> list[tuple[int, int]]:
+    def _counts(self, arrays: Arrays) -> list[tuple[int, int]]:
         return list(
             zip(arrays["changed_slots"].tolist(), arrays["changed_counts"].tolist(), strict=True)
         )
 
-    def _of(self, slot: int, count: int, arrays: RowArrays) -> dict[int, float]:
-        mine = (arrays["changed_at"] // VOCAB) == slot
-        assert sorted(arrays["changed_at"][mine] % VOCAB) == list(range(count))
+    def _of(self, slot: int, count: int, width: int, arrays: Arrays) -> dict[int, float]:
+        mine = (arrays["changed_at"] // width) == slot
+        assert sorted(arrays["changed_at"][mine] % width) == list(range(count))
         return dict(
             zip(
                 arrays["changed_ids"][mine].tolist(),
@@ -485,7 +506,8 @@ class Slots:
 
 
 def later(row: SampleRow, steps: int = 1) -> SampleRow:
-    return replace(row, position=row.position + steps)
+    row.position += steps
+    return row
 
 
 def test_only_edits_that_change_are_sent() -> None:
@@ -496,11 +518,10 @@ def test_only_edits_that_change_are_sent() -> None:
     masks = -math.inf
     assert slots.changed(plain, biased) == {3: {8: 3.0, 4: masks, 9: masks}}
     assert slots.changed(later(biased), later(plain)) == {}, "wherever its row is by now"
-    joined = slots.changed(later(plain, 2), masked, later(biased, 2))
-    assert joined == {2: {7: masks}, 3: {8: 3.0, 4: -1.0}}, "one joins, one reaches its min_tokens"
-    assert slots.changed(later(masked, 2), later(biased, 3)) == {}
-    assert slots.changed(later(masked, 3)) == {}
-    slots.staging.release(3)
+    assert slots.changed(later(plain), masked, later(biased)) == {2: {7: masks}}, "one joins"
+    assert slots.changed(later(masked), later(biased)) == {}
+    assert slots.changed(later(masked)) == {}
+    slots.sampler.staging.release(3)
     other = row_of(slot=3, logit_bias={1: 1.0})
     assert slots.changed(other) == {3: {1: 1.0}}
     assert slots.changed(row_of(slot=3, logit_bias={2: 1.0})) == {3: {2: 1.0}}, (
@@ -508,14 +529,32 @@ def test_only_edits_that_change_are_sent() -> None:
     )
 
 
+def test_masks_end_with_min_tokens_and_biases_stay() -> None:
+    sampler = sampler_of()
+    row = row_of(logit_bias={8: 3.0}, stops={4}, min_tokens=2)
+    rules = [list(sampler.stage([row]).rules)]
+    rules += [list(sampler.stage([later(row)]).rules) for _ in range(2)]
+    assert rules == [["bias", "stop_mask"], ["bias", "stop_mask"], ["bias"]]
+
+
+def test_choices_of_a_request_share_the_arrays_of_their_stop_tokens() -> None:
+    stops = frozenset(range(40))
+    rows = [replace(row_of(slot=1 + i, min_tokens=1), stop_token_ids=stops) for i in range(3)]
+    sampler = sampler_of()
+    sampler.stage(rows)
+    assert len({id(state.edits) for row in rows for _, state in row.states}) == 1
+
+
 def test_a_step_sends_little_of_many_edits() -> None:
     """A step of 64 rows with all the biases that there can be, behind the first."""
     params = SamplingParams(temperature=0, logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0))
-    staging = RowStaging(MAX_LOGIT_BIAS, 64, MAX_LOGIT_BIAS)
+    sampler = sampler_of(MAX_LOGIT_BIAS, 64)
+    rows = [SampleRow(params, i, i + 1, [1], 1, frozenset()) for i in range(64)]
     sent = []
-    for position in range(3):
-        rows = [SampleRow(params, i, i + 1, position, [1], 1, frozenset()) for i in range(64)]
-        sent.append(sum(array.nbytes for array in staging.stage(rows).values()))
+    for _ in range(3):
+        staged = sampler.stage([later(row) for row in rows])
+        assert not staged.draws
+        sent.append(sum(a.nbytes for arrays in staged.rules.values() for a in arrays.values()))
     assert sent[0] > 64 * MAX_LOGIT_BIAS * 8 and sent[1] == sent[2] == 64 * 4
 
 
@@ -527,7 +566,7 @@ def test_rows_keep_their_edits_when_their_order_changes() -> None:
     alone = [tokens(logits[:1], [row])[0] for row in rows]
     for order in ((0, 1, 2), (2, 0, 1), (1, 2, 0)):
         drawn = sampler.sample(logits[:1].expand(3, -1), [rows[i] for i in order]).fetch()
-        assert [sampled.token_id for sampled in drawn] == [alone[i] for i in order]
+        assert ids_of(drawn) == [alone[i] for i in order]
     assert alone[0] == 17 and alone[2] == alone[1] != 23
 
 
@@ -545,7 +584,7 @@ def test_all_greedy_rows_send_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [row_of(temperature=0, slot=i + 1, top_k=3, min_tokens=4, logprobs=1) for i in range(3)]
     want = tokens(logits_of(3), rows)
     monkeypatch.setattr("pdserve.engine.sampling.sampler.to_device_packed", send)
-    assert [s.token_id for s in sampler_of().sample(logits_of(3), rows).fetch()] == want
+    assert ids_of(sampler_of().sample(logits_of(3), rows).fetch()) == want
     with pytest.raises(AssertionError, match="something was sent"):
         sampler_of().sample(logits_of(), [row_of()])
 
@@ -560,12 +599,12 @@ def test_narrow_logits_are_widened(dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 class TestOnTheDevice:
-    def on_gpu(self, vocab: int = VOCAB, max_num_seqs: int = 16) -> Sampler:
+    def on_gpu(self, vocab: int = VOCAB, max_num_seqs: int = 16) -> WholeSampler:
         return sampler_of(vocab, max_num_seqs, ops_for(torch.device("cuda")), "cuda")
 
     def test_the_draws_are_the_cpus(self) -> None:
         sampled = self.on_gpu(1000).sample(golden_logits().cuda(), golden_rows()).fetch()
-        assert [s.token_id for s in sampled] == GOLDEN_TOKENS
+        assert ids_of(sampled) == GOLDEN_TOKENS
 
     def test_tokens_in_flight_count_once(self) -> None:
         assert (
@@ -578,11 +617,12 @@ class TestOnTheDevice:
             for i, row in enumerate(golden_rows())
         ]
         on_gpu, on_cpu = (
-            [s.logprob for s in sampler.sample(golden_logits().to(sampler.device), rows).fetch()]
+            [s.logprobs for s in sampler.sample(golden_logits().to(sampler.device), rows).fetch()]
             for sampler in (self.on_gpu(1000), sampler_of(1000))
         )
-        for a, b in zip(on_gpu, on_cpu, strict=True):
-            assert a is not None and b is not None
+        for theirs, ours in zip(on_gpu, on_cpu, strict=True):
+            assert theirs is not None and ours is not None
+            [a], [b] = theirs, ours
             assert (a.token_id, a.rank, len(a.top)) == (b.token_id, b.rank, len(b.top))
             assert a.logprob == pytest.approx(b.logprob, abs=1e-5)
             assert [p for _, p in a.top] == pytest.approx([p for _, p in b.top], abs=1e-5)
@@ -597,13 +637,13 @@ class TestOnTheDevice:
             sampling=replaced(rows[0].sampling, min_tokens=9),
         )
         sampler.sample(logits, rows).fetch()  # compiles
-        sampler.release(10)
+        sampler.staging.release(10)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             torch.cuda._sleep(1_000_000_000)
             sampled = sampler.sample(logits, rows)
-            scores = sampler.score(logits, [1] * len(rows), 2)
+            scores = score(sampler, logits, [1] * len(rows), 2)
             asleep = torch.cuda.Event()
             asleep.record()
             assert not asleep.query()
@@ -628,8 +668,8 @@ class TestOnTheDevice:
         torch.cuda.reset_peak_memory_stats()
         sampler.sample(logits, rows).fetch()
         peak = torch.cuda.max_memory_allocated() - before
-        assert peak <= sampler.peak_bytes(num_rows) + sampler.state_bytes()
-        assert peak >= num_rows * vocab * 4 + sampler.state_bytes()
+        assert peak <= sampler.on_device.peak_bytes(num_rows) + sampler.on_device.state_bytes()
+        assert peak >= num_rows * vocab * 4 + sampler.on_device.state_bytes()
 
 
 def replaced(params: SamplingParams, **changes: Any) -> SamplingParams:

@@ -22,12 +22,10 @@ class Warmed:
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **config: Any) -> None:
         self.engine = paper_engine(folder, **config)
-        self.runner = paper_of(self.engine)
+        self.executor = paper_of(self.engine)
         self.dense_rows: list[int] = []
         self.requests: list[Request] = []
-        monkeypatch.setattr(
-            self.runner, "warm_dense_prefill", self.dense_rows.append, raising=False
-        )
+        monkeypatch.setattr(self.executor, "warm_prefill", self.dense_rows.append)
         make_request = self.engine.make_request
 
         def spy(submit: Any) -> Request:
@@ -77,7 +75,7 @@ def test_it_fits_any_engine_and_leaves_nothing(
                 "cut short by the lengths"
             )
             assert bool(warmed.requests) == (engine.max_request_tokens > 4)
-            for plan in warmed.runner.plans:
+            for plan in warmed.executor.plans:
                 assert sum(plan.values()) <= budget and len(plan) <= max_num_seqs
 
 
@@ -85,10 +83,10 @@ def test_it_runs_a_full_step_and_every_feature(
     tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warmed = Warmed(tiny_llama, monkeypatch, max_num_batched_tokens=100)
-    plans = [list(plan.values()) for plan in warmed.runner.plans]
+    plans = [list(plan.values()) for plan in warmed.executor.plans]
     assert warmed.dense_rows == [100] and max(map(sum, plans)) == 99
     assert [1] in plans and [1, 1] in plans, "no decode of one, or of two sequences"
-    assert warmed.runner.num_copies > 0, "no block was copied for a fork"
+    assert warmed.executor.num_copies > 0, "no block was copied for a fork"
     sampling = [request.sampling for request in warmed.requests]
     assert any(s.greedy for s in sampling) and any(not s.greedy and s.top_k > 0 for s in sampling)
     assert any(request.prompt_logprobs[1:] for request in warmed.requests)
@@ -107,7 +105,7 @@ def test_caching_is_what_it_was(
 
 
 def test_the_next_requests_see_no_trace_of_it(tiny_llama: Path) -> None:
-    """The real runner: same tokens as of an engine that was never warmed, penalties in the same
+    """The real executor: same tokens as of an engine that was never warmed, penalties in the same
     slots included."""
     outputs = []
     for is_warm in (False, True):

@@ -7,8 +7,8 @@ import pytest
 from support.clock import Clock
 from support.pair import ROUTER, SESSION, Pair, Worker, deltas, prompt_of, submit
 
-from pdserve.engine import collect
 from pdserve.engine.step_result import StepResult
+from pdserve.engine.stepping import collector
 from pdserve.protocol.commands import Subscribe
 from pdserve.protocol.events import EventBatch, LegsWaiting
 from pdserve.protocol.request_key import RequestKey
@@ -74,7 +74,7 @@ def test_a_large_piece_of_scores_is_a_message_of_its_own(
         if target != ALL_ROUTERS:
             messages.append([type(event).__name__ for event in batch.events])
 
-    monkeypatch.setattr(collect, "SCORES_PER_EVENT", 48)
+    monkeypatch.setattr(collector, "SCORES_PER_EVENT", 48)
     monkeypatch.setattr(pair.d.loop._outbox, "_send", sent)
     sampling = SamplingParams(max_tokens=1, seed=1, ignore_eos=True, prompt_logprobs=2)
     pair.d.command(submit(RequestKey(ROUTER, SESSION, "a"), "full", prompt_of(40), sampling))

@@ -1,4 +1,5 @@
-"""Runs the model over a step: packed inputs, CUDA graphs, attention over the paged KV cache.
+"""Runs the model over a step's messages: packed inputs, CUDA graphs, attention over the paged KV
+cache, then the sampler.
 
-Knows the plan of a step and the model; nothing of queues, sampling parameters or blocks' owners.
+Knows messages and the model; nothing of plans, sequences or blocks' owners.
 """

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pdserve.engine.execution.step_inputs import Arrays, pack, unpack
+from pdserve.engine.stepping.packing import Arrays, pack, unpack
 from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
@@ -84,10 +84,10 @@ class DecodeGraphs:
         torch.cuda.synchronize(self._device)
         self._sizes = sorted(self._graphs)
 
-    def size_for(self, num_seqs: int) -> int | None:
-        """The smallest captured size that holds so many sequences; None when they are too many."""
+    def size_for(self, num_seqs: int) -> int:
+        """The smallest captured size that holds so many sequences; 0 when they are too many."""
         index = bisect_left(self._sizes, num_seqs)
-        return self._sizes[index] if index < len(self._sizes) else None
+        return self._sizes[index] if index < len(self._sizes) else 0
 
     def replay(self, size: int, packed: np.ndarray) -> tuple[Tensor, Tensor, Tensor]:
         """Queue a step; returns hidden and logits `[size, ...]`, and the slots int32 `[size]`."""

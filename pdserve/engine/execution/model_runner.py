@@ -1,35 +1,26 @@
-"""Runs the model over one step's plan and gives the logits of the rows that sample. Queues its work
-on the device and never waits for it; sampling is the sampler's.
+"""Runs the model over one step's ForwardWork and gives the logits of the rows that sample. Queues
+its work on the device and never waits for it; sampling is the sampler's.
 
 Keeps on the device what steps have in common: block tables and newest tokens by slot. A step sends
 small integers and what changed. Steps of decodes alone replay CUDA graphs (cuda_graphs.py), others
 run eagerly. On CPU rows are padded to a multiple of 16 (they write to the null block): float32
 products give every row the same bits for any such number of rows, which makes the CPU path
-batch-invariant. Called by the engine.
+batch-invariant. Called by the executor.
 """
 
 import contextlib
-from collections.abc import Sequence as SequenceOf
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.attention import AttentionBatch, PagedAttention, StepShape
+from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
-from pdserve.engine.execution.step_inputs import (
-    Arrays,
-    StepInputs,
-    lengths_of,
-    pack,
-    step_inputs,
-    table_changes,
-    to_device,
-    unpack,
-)
-from pdserve.engine.scheduling.sequence import Sequence
-from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.packing import Arrays, to_device, unpack
+from pdserve.engine.stepping.work import ForwardWork, StepShape
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.protocol.start_progress import Report
@@ -37,40 +28,15 @@ from pdserve.protocol.start_progress import Report
 ROW_MULTIPLE = 16
 
 
-class Fence:
-    """Marks a moment of the device's work; made when that work is queued. On CPU it has passed
-    already."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._event = torch.cuda.Event(enable_timing=True) if device.type == "cuda" else None
-        if self._event is not None:
-            self._event.record()
-
-    def ready(self) -> bool:
-        """Whether everything queued before is done."""
-        return self._event is None or self._event.query()
-
-    def wait(self) -> None:
-        if self._event is not None:
-            self._event.synchronize()
-
-    def seconds_since(self, earlier: "Fence") -> float:
-        """Device time between two fences that are ready; 0 on CPU."""
-        if self._event is None or earlier._event is None:
-            return 0.0
-        return earlier._event.elapsed_time(self._event) / 1000
-
-
 @dataclass(frozen=True)
 class StepOutput:
-    """hidden: `[rows, hidden]` of the whole step. first_row: where each sequence's rows begin in
-    it. logits: `[samples, vocab]`, and sample_slots int32 `[samples]` the slots they are for.
+    """hidden: `[rows, hidden]` of the whole step. logits: `[samples, vocab]`; slots: int32
+    `[samples]`, of which they are.
     """
 
     hidden: Tensor
-    first_row: dict[Sequence, int]
     logits: Tensor
-    sample_slots: Tensor
+    slots: Tensor
 
 
 class ModelRunner:
@@ -103,54 +69,51 @@ class ModelRunner:
         self._layers = kv_cache.unbind(2)
 
     @torch.inference_mode()
-    def capture_graphs(self, sizes: SequenceOf[int], report: Report) -> None:
+    def capture_graphs(self, sizes: Sequence[int], report: Report) -> None:
         """Capture the decode step at these batch sizes; every later step of decodes alone, up to
         the largest, uses one. report: is called after each.
         """
         self._graphs = DecodeGraphs(self._decode, self.device)
         self._graphs.capture(sizes, report)
 
+    def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
+        """See Executor.padding."""
+        size = self._graphs.size_for(num_sequences) if self._graphs and is_decode else 0
+        if size:
+            return Padding(size, size, size)
+        more = -num_rows % ROW_MULTIPLE if self.device.type == "cpu" else 0
+        return Padding(0, num_rows + more, num_sequences)
+
     @torch.inference_mode()
-    def execute(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
-        """Queue the plan's rows, whose sequences have advanced by it already.
+    def forward(self, work: ForwardWork) -> StepOutput:
+        """Queue the step's rows."""
+        for copies in work.copies:
+            src, dst = (to_device(ids, self.device) for ids in (copies.sources, copies.targets))
+            self.ops.copy_blocks(self.kv_cache, src, dst)
+        if work.table_changes is not None:
+            self.ops.update_tables(self.tables, to_device(work.table_changes, self.device))
+        if work.graph:
+            assert self._graphs is not None, "a step for a CUDA graph, but none was captured"
+            return self._pick(work, *self._graphs.replay(work.graph, work.packed))
+        arrays = unpack(to_device(work.packed, self.device), work.lengths)
+        hidden = self._forward(arrays, work.shape)
+        assert work.logit_rows is not None, "an eager step must say which rows sample"
+        slots = to_device(work.logit_rows.slots, self.device)
+        if not work.num_samples:
+            return StepOutput(hidden, hidden.new_empty(0, self.model.spec.vocab_size), slots)
+        return StepOutput(hidden, self.logits(hidden, work.logit_rows.rows), slots)
 
-        siblings: for each planned sequence that samples, itself and the choices that fork off it;
-        each gets logits.
-        """
-        self._copy_blocks(plan.copies)
-        changes = table_changes(
-            [*plan.num_tokens, *(member for members in siblings for member in members[1:])]
-        )
-        if changes is not None:
-            self.ops.update_tables(self.tables, to_device(changes, self.device))
-        size = (
-            self._graphs.size_for(len(plan.num_tokens)) if self._graphs and plan.is_decode else None
-        )
-        if size is not None:
-            assert self._graphs is not None
-            inputs = step_inputs(plan, size, size, self.block_size)
-            hidden, logits, slots = self._graphs.replay(size, pack(inputs.arrays))
-            return self._pick(
-                inputs, _sample_rows(plan, inputs, siblings), siblings, hidden, logits, slots
-            )
-        return self._eager(plan, siblings)
-
-    def feed_back(self, output: StepOutput, token_ids: Tensor) -> None:
+    def store_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
         """What was sampled is the newest token of its slots."""
-        self.ops.store_tokens(self.last_token, output.sample_slots, token_ids)
+        self.ops.store_tokens(self.last_token, slots, token_ids)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor, rows: SequenceOf[int]) -> Tensor:
+    def logits(self, hidden: Tensor, rows: Sequence[int] | np.ndarray) -> Tensor:
         """`[len(rows), vocab]` of these rows of a step's hidden."""
-        padded = list(rows)
+        index = np.asarray(rows, dtype=np.int32)
         if self.device.type == "cpu":
-            padded += [0] * (-len(padded) % ROW_MULTIPLE)
-        index = to_device(np.array(padded, dtype=np.int32), self.device)
-        return self.model.logits(hidden.index_select(0, index))[: len(rows)]
-
-    def fence(self) -> Fence:
-        """Behind everything queued so far."""
-        return Fence(self.device)
+            index = np.pad(index, (0, -len(index) % ROW_MULTIPLE))
+        return self.model.logits(hidden.index_select(0, to_device(index, self.device)))[: len(rows)]
 
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do, also when it has failed."""
@@ -158,38 +121,14 @@ class ModelRunner:
             with contextlib.suppress(RuntimeError):  # a device error that was raised already
                 torch.cuda.synchronize(self.device)
 
-    def _eager(self, plan: StepPlan, siblings: SequenceOf[SequenceOf[Sequence]]) -> StepOutput:
-        total = sum(plan.num_tokens.values())
-        padded = total + -total % ROW_MULTIPLE if self.device.type == "cpu" else total
-        inputs = step_inputs(plan, padded, len(plan.num_tokens), self.block_size)
-        arrays = unpack(to_device(pack(inputs.arrays), self.device), lengths_of(inputs.arrays))
-        hidden = self._forward(arrays, inputs.shape)
-        rows = _sample_rows(plan, inputs, siblings)
-        logits = (
-            self.logits(hidden, rows) if rows else hidden.new_empty(0, self.model.spec.vocab_size)
-        )
-        return StepOutput(hidden, inputs.first_row, logits, self._sample_slots(siblings))
-
-    def _pick(
-        self,
-        inputs: StepInputs,
-        rows: list[int],
-        siblings: SequenceOf[SequenceOf[Sequence]],
-        hidden: Tensor,
-        logits: Tensor,
-        slots: Tensor,
-    ) -> StepOutput:
+    def _pick(self, work: ForwardWork, hidden: Tensor, logits: Tensor, slots: Tensor) -> StepOutput:
         """The logits of a graph's rows that sample: nearly always all of them."""
-        if rows == list(range(len(inputs.first_row))):
-            return StepOutput(hidden, inputs.first_row, logits[: len(rows)], slots[: len(rows)])
-        picked = logits.index_select(0, to_device(np.array(rows, dtype=np.int32), self.device))
-        return StepOutput(hidden, inputs.first_row, picked, self._sample_slots(siblings))
-
-    def _sample_slots(self, siblings: SequenceOf[SequenceOf[Sequence]]) -> Tensor:
-        slots = np.array(
-            [member.slot for members in siblings for member in members], dtype=np.int32
+        if work.logit_rows is None:
+            return StepOutput(hidden, logits[: work.num_samples], slots[: work.num_samples])
+        picked, wanted = (
+            to_device(ids, self.device) for ids in (work.logit_rows.rows, work.logit_rows.slots)
         )
-        return to_device(slots, self.device)
+        return StepOutput(hidden, logits.index_select(0, picked), wanted)
 
     def _decode(self, arrays: Arrays[Tensor]) -> tuple[Tensor, Tensor]:
         """What a graph captures: hidden and logits of one row a sequence, whatever the contexts."""
@@ -216,20 +155,6 @@ class ModelRunner:
             query_starts=arrays.query_starts,
         )
         return self.model.forward(ids, PagedAttention(self._layers, self.ops, self.scale, batch))
-
-    def _copy_blocks(self, copies: list[tuple[int, int]]) -> None:
-        """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied
-        from as well."""
-        if not copies:
-            return
-        sources, targets = zip(*copies, strict=True)
-        batches = [copies] if not set(sources) & set(targets) else [[pair] for pair in copies]
-        for batch in batches:
-            src, dst = (
-                to_device(np.array(ids, dtype=np.int64), self.device)
-                for ids in zip(*batch, strict=True)
-            )
-            self.ops.copy_blocks(self.kv_cache, src, dst)
 
     @torch.inference_mode()
     def warm_dense_prefill(self, num_rows: int) -> None:
@@ -281,14 +206,3 @@ class ModelRunner:
         self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
-
-
-def _sample_rows(
-    plan: StepPlan, inputs: StepInputs, siblings: SequenceOf[SequenceOf[Sequence]]
-) -> list[int]:
-    """The last row of each sampling sequence, once for each of its siblings."""
-    last = {
-        members[0]: inputs.first_row[members[0]] + plan.num_tokens[members[0]] - 1
-        for members in siblings
-    }
-    return [last[members[0]] for members in siblings for _ in members]

@@ -5,6 +5,9 @@ On CPU nothing is copied. Knows nothing of what is in them. Called by the sample
 returns.
 """
 
+from collections.abc import Hashable, Mapping
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -31,7 +34,10 @@ class HostCopy:
         return self._tensors
 
 
-def to_device_packed(arrays: dict[str, np.ndarray], device: torch.device) -> dict[str, Tensor]:
+Name = TypeVar("Name", bound=Hashable)
+
+
+def to_device_packed(arrays: Mapping[Name, np.ndarray], device: torch.device) -> dict[Name, Tensor]:
     """The arrays (of 4- or 8-byte numbers) as tensors on the device; to CUDA by one copy from
     pinned memory, which torch gives to nobody else before the copy is done.
     """

@@ -5,6 +5,7 @@ Knows no logits and no requests. Made by the sampler, fetched by the engine when
 complete.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,14 +16,18 @@ from pdserve.protocol.events import TokenLogprob
 
 @dataclass(frozen=True)
 class Sampled:
-    token_id: int
-    logprob: TokenLogprob | None
+    """What one row sampled: its next tokens, in order. logprobs: one a token when asked for."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None
 
 
 class Scores:
     """Log-probabilities of some tokens, of which `counts` says how many alternatives each has."""
 
-    def __init__(self, tokens: Tensor, parts: list[tuple[Tensor, ...]], counts: list[int]) -> None:
+    def __init__(
+        self, tokens: Tensor, parts: list[tuple[Tensor, ...]], counts: Sequence[int]
+    ) -> None:
         self._counts = counts
         self._num_parts = len(parts)
         self._copy = HostCopy([tokens, *(tensor for part in parts for tensor in part)])
@@ -52,13 +57,14 @@ class SampledTokens:
 
     token_ids: Tensor
     host_ids: HostCopy
-    scored_rows: list[int]
+    scored_rows: tuple[int, ...]
     scores: Scores | None
 
     def fetch(self) -> list[Sampled]:
-        """Waits for this sample to arrive on the host, and for nothing behind it."""
+        """Waits for this sample to arrive on the host, and for nothing after it."""
         [host_ids] = self.host_ids.tensors()
-        scores = (
-            dict(zip(self.scored_rows, self.scores.fetch(), strict=True)) if self.scores else {}
-        )
-        return [Sampled(token, scores.get(i)) for i, token in enumerate(host_ids.tolist())]
+        logprobs: dict[int, tuple[TokenLogprob, ...]] = {}
+        if self.scores:
+            entries = self.scores.fetch()
+            logprobs = {i: (entry,) for i, entry in zip(self.scored_rows, entries, strict=True)}
+        return [Sampled((token,), logprobs.get(i)) for i, token in enumerate(host_ids.tolist())]

@@ -1,6 +1,6 @@
 """Decides how many tokens of which sequence the next step computes, and gives them blocks.
 
-One scheduler for both phases: `schedule()` returns `{sequence: number of tokens}` under a token
+One scheduler for both phases: `schedule()` returns a chunk of rows for each sequence under a token
 budget. Running sequences come first (a decode is one token, a prefill a chunk), then waiting ones
 are admitted. When blocks run out, the running sequence that comes last in order is preempted: it
 loses its blocks and computes everything again later. Knows nothing of devices, sampling or
@@ -18,7 +18,7 @@ from collections import deque
 
 from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
 from pdserve.engine.scheduling.sequence import Sequence, Status
-from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.scheduling.step_plan import Chunk, StepPlan
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.request_key import RequestKey
 
@@ -187,7 +187,7 @@ class Scheduler:
                     return 0
                 given_back += self.preempt(self.running[-1], plan)
             else:
-                plan.num_tokens[seq] = count
+                plan.chunks[seq] = _chunk_of(seq, count)
                 return count - given_back
         return -given_back
 
@@ -199,7 +199,7 @@ class Scheduler:
         slots = self.max_num_seqs - sum(
             1 + len(s.pending_forks) for s in self.running if not s.is_complete
         )
-        longest = max(plan.num_tokens.values(), default=0)
+        longest = max((chunk.num_rows for chunk in plan.chunks.values()), default=0)
         while self.waiting and budget > 0:
             seq = self.waiting[0]
             width = 1 + len(seq.pending_forks)
@@ -220,7 +220,7 @@ class Scheduler:
             self.waiting.pop(0)
             self.admitted.append(seq.request.key)
             self._run(seq)
-            plan.num_tokens[seq] = count
+            plan.chunks[seq] = _chunk_of(seq, count)
             longest = max(longest, count)
             budget -= count
             slots -= width
@@ -293,7 +293,7 @@ class Scheduler:
     def preempt(self, seq: Sequence, plan: StepPlan) -> int:
         """The sequence waits again, without blocks, and leaves the plan. Returns how many of its
         tokens were in it."""
-        planned = plan.num_tokens.pop(seq, 0)
+        planned = plan.chunks.pop(seq, None)
         plan.copies = [
             (source, target) for source, target in plan.copies if target not in seq.block_table
         ]
@@ -302,7 +302,7 @@ class Scheduler:
         self._drop_blocks(seq)
         self.add(seq)
         self.num_preemptions += 1
-        return planned
+        return planned.num_rows if planned else 0
 
     def _break_hold_and_wait(self) -> None:
         """Nothing runs and the first in line does not fit: the last waiting owner of imported
@@ -320,3 +320,8 @@ class Scheduler:
         seq.block_table = []
         seq.num_computed = 0
         seq.num_committed = 0
+
+
+def _chunk_of(seq: Sequence, num_rows: int) -> Chunk:
+    """The last row of a sequence samples."""
+    return Chunk(num_rows, num_samples=1 if num_rows == seq.num_uncomputed else 0)

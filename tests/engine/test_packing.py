@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.engine.execution.attention import StepShape
-from pdserve.engine.execution.step_inputs import (
+from pdserve.engine.scheduling.sequence import Request, Sequence
+from pdserve.engine.scheduling.step_plan import Chunk, StepPlan
+from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.packing import (
     ALIGNMENT,
     Arrays,
     StepInputs,
@@ -19,8 +21,7 @@ from pdserve.engine.execution.step_inputs import (
     table_changes,
     unpack,
 )
-from pdserve.engine.scheduling.sequence import Request, Sequence
-from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels import torch_ops
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -58,21 +59,25 @@ def plans(draw: st.DrawFn) -> StepPlan:
         count = draw(st.sampled_from([1, 1, 2, 3, 7, 20]))
         num_left = draw(st.sampled_from([0, 0, 5]))
         num_pending = draw(st.integers(0, 1)) if before + count + num_left > 1 else 0
-        plan.num_tokens[advanced(slot, before, count, num_left, num_pending)] = count
+        seq = advanced(slot, before, count, num_left, num_pending)
+        plan.chunks[seq] = Chunk(count, 0)
     return plan
+
+
+def counts_of(plan: StepPlan) -> list[tuple[Sequence, int]]:
+    return [(seq, chunk.num_rows) for seq, chunk in plan.chunks.items()]
 
 
 def ordered(plan: StepPlan) -> list[tuple[Sequence, int]]:
     """Decodes before chunks, each in the plan's order."""
-    return sorted(plan.num_tokens.items(), key=lambda item: item[1] > 1)
+    return sorted(counts_of(plan), key=lambda item: item[1] > 1)
 
 
 def padded(plan: StepPlan, more_rows: int) -> StepInputs:
     """Steps with chunks have no padding sequences."""
     more_seqs = more_rows if plan.is_decode else 0
-    num_rows = sum(plan.num_tokens.values())
-    num_seqs = len(plan.num_tokens)
-    return step_inputs(plan, num_rows + more_rows, num_seqs + more_seqs, BLOCK_SIZE)
+    padding = Padding(0, plan.num_rows + more_rows, len(plan.chunks) + more_seqs)
+    return step_inputs(plan, padding, BLOCK_SIZE)
 
 
 @given(plans(), st.integers(0, 9))
@@ -93,12 +98,12 @@ def test_arrays_are_the_rows_one_by_one(plan: StepPlan, more_rows: int) -> None:
     assert arrays.ids.tolist() == ids + [0] * more_rows
     assert arrays.positions[:num_rows].tolist() == positions
     assert arrays.slots.tolist() == slots + [0] * more_rows
-    more_seqs = [0] * (len(arrays.table_rows) - len(plan.num_tokens))
+    more_seqs = [0] * (len(arrays.table_rows) - len(plan.chunks))
     assert arrays.table_rows.tolist() == [seq.slot for seq, _ in ordered(plan)] + more_seqs
     assert (
         arrays.context_lens.tolist() == [seq.num_computed for seq, _ in ordered(plan)] + more_seqs
     )
-    chunks = [count for count in plan.num_tokens.values() if count > 1]
+    chunks = [count for _, count in counts_of(plan) if count > 1]
     assert arrays.query_starts.tolist() == [sum(chunks[:i]) for i in range(len(chunks) + 1)]
     assert inputs.first_row == first_row
     assert all(getattr(arrays, f.name).dtype == np.int32 for f in fields(Arrays))
@@ -111,7 +116,7 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(
     """Through the device's tables, as the model runner keeps them."""
     tables = torch.zeros(NUM_SLOTS + 1, MAX_BLOCKS, dtype=torch.int32)
     last_token = torch.arange(NUM_SLOTS + 1).int()
-    changes = table_changes(plan.num_tokens)
+    changes = table_changes(plan.chunks)
     assert changes is not None
     torch_ops.update_tables(tables, torch.from_numpy(changes))
     arrays = padded(plan, more_rows).arrays
@@ -134,8 +139,8 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(
     assert (arrays.positions[row:] < BLOCK_SIZE).all(), "read behind the table when there are many"
 
 
-Chunk = tuple[int, int]  # rows before it, rows of it
-SHAPES: dict[str, tuple[list[Chunk], StepShape]] = {
+Rows = tuple[int, int]  # rows before a chunk, rows of it
+SHAPES: dict[str, tuple[list[Rows], StepShape]] = {
     "fresh": ([(0, 9)], StepShape(0, 0, 9, (9,))),
     "continued": ([(8, 5)], StepShape(0, 0, 5, prefix_len=8)),
     "several fresh": ([(0, 9), (0, 12)], StepShape(0, 0, 12, (9, 12))),
@@ -151,7 +156,9 @@ SHAPES: dict[str, tuple[list[Chunk], StepShape]] = {
 @pytest.mark.parametrize("case", SHAPES)
 def test_shapes(case: str) -> None:
     chunks, shape = SHAPES[case]
-    plan = StepPlan({advanced(slot, *chunk): chunk[1] for slot, chunk in enumerate(chunks, 1)})
+    plan = StepPlan(
+        {advanced(slot, *rows): Chunk(rows[1], 0) for slot, rows in enumerate(chunks, 1)}
+    )
     assert padded(plan, 0).shape == shape
     assert padded(plan, 3).shape == shape, "padding is nobody's prefill or decode"
 
@@ -159,10 +166,8 @@ def test_shapes(case: str) -> None:
 @given(plans())
 def test_shapes_follow_from_the_plan(plan: StepPlan) -> None:
     shape = padded(plan, 0).shape
-    decodes = [seq for seq, count in plan.num_tokens.items() if count == 1]
-    chunks = [
-        (seq.num_computed - count, count) for seq, count in plan.num_tokens.items() if count > 1
-    ]
+    decodes = [seq for seq, count in counts_of(plan) if count == 1]
+    chunks = [(seq.num_computed - count, count) for seq, count in counts_of(plan) if count > 1]
     assert shape.num_decodes == len(decodes)
     assert shape.max_decode_context == max((seq.num_computed for seq in decodes), default=0)
     assert shape.max_query_len == max((count for _, count in chunks), default=0)
@@ -174,7 +179,7 @@ def test_shapes_follow_from_the_plan(plan: StepPlan) -> None:
 @given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), min_size=6, max_size=6))
 def test_what_is_packed_comes_out(columns: list[list[int]]) -> None:
     arrays = Arrays(*(np.array(column, dtype=np.int32) for column in columns))
-    assert lengths_of(arrays) == [len(column) for column in columns]
+    assert lengths_of(arrays) == tuple(len(column) for column in columns)
     packed = torch.from_numpy(pack(arrays))
     unpacked = unpack(packed, lengths_of(arrays))
     for f, column in zip(fields(Arrays), columns, strict=True):

@@ -1,13 +1,12 @@
 """Completes a step: waits for its end and does all that needs the tokens' values.
 
 Appends tokens, emits events, ends sequences, and keeps what others will read: held prompts until
-they are released. Knows no device beyond a step's fences. Called by the engine, once a step.
+they are released. Knows no device beyond a step's handle. Called by the engine, once a step.
 """
 
 import time
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.dispatch import StepInFlight
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.requests import Requests
 from pdserve.engine.sampling.sampled_tokens import Sampled
@@ -20,6 +19,7 @@ from pdserve.engine.step_result import (
     StepResult,
     WrittenPrompt,
 )
+from pdserve.engine.stepping.planner import PlannedStep
 from pdserve.protocol.block_digests import BlockHasher
 from pdserve.protocol.events import Delta, PromptScored
 from pdserve.protocol.request_key import FinishReason, RequestKey
@@ -50,17 +50,18 @@ class StepCollector:
         self.held: dict[RequestKey, HeldPrompt] = {}
         self.keeps_finished_rows = False
 
-    def collect(self, step: StepInFlight) -> StepResult:
+    def collect(self, step: PlannedStep) -> StepResult:
         """Wait for the step's end, and do all that needs the tokens' values."""
-        step.ended.wait()
+        handle = step.handle
+        assert handle is not None, "a step is collected that was never forwarded"
+        handle.wait()
         ended_at = time.time()
         began = time.perf_counter()
         self._blocks.end_step()
-        seconds = step.ended.seconds_since(step.began)
         result = StepResult(
             num_rows=step.num_rows,
             num_sequences=step.num_sequences,
-            device_seconds=seconds,
+            device_seconds=handle.seconds(),
             ended_at=ended_at,
         )
         result.written = [
@@ -68,11 +69,11 @@ class StepCollector:
             for seq, rows in step.written_rows
             if seq.status is Status.RUNNING
         ]
-        for request, scored in step.scored:
-            request.prompt_logprobs += scored.fetch()
-        tokens = iter(step.sampled.fetch() if step.sampled is not None else ())
+        for request, scores in zip(step.scored, handle.scores(), strict=True):
+            request.prompt_logprobs += scores
+        samples = iter(handle.samples())
         for members in step.siblings:
-            self._accept(members, [next(tokens) for _ in members], result)
+            self._accept(members, [next(samples) for _ in members], result)
         result.host_seconds = step.host_seconds + time.perf_counter() - began
         return result
 
@@ -122,26 +123,32 @@ class StepCollector:
         result.finished.append(FinishedRows(tokens, seq.request.cache_salt, blocks, hashes))
 
     def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
+        """The tokens up to the one that ends the choice, if any does."""
         request = seq.request
-        token = sampled.token_id
         position = seq.num_generated
-        seq.token_ids.append(token)
         seq.num_pending -= 1
-        self._stats.generation_tokens += 1
-        reason = seq.finish_reason_after(token)
-        stopped_by = (
-            token if reason == "stop" and token in request.sampling.stop_token_ids else None
-        )
-        logprobs = (sampled.logprob,) if sampled.logprob is not None else None
+        tokens: list[int] = []
+        reason: FinishReason | None = None
+        for token in sampled.token_ids:
+            seq.token_ids.append(token)
+            tokens.append(token)
+            reason = seq.finish_reason_after(token)
+            if reason:
+                break
+        if not tokens:
+            return None
+        self._stats.generation_tokens += len(tokens)
         delta = Delta(
             request.key.request_id,
             request.key.attempt,
             seq.choice,
             position,
-            (token,),
+            tuple(tokens),
             reason,
-            stopped_by,
-            logprobs,
+            tokens[-1]
+            if reason == "stop" and tokens[-1] in request.sampling.stop_token_ids
+            else None,
+            sampled.logprobs[: len(tokens)] if sampled.logprobs is not None else None,
         )
         result.events.append((request.key, delta))
         return reason

@@ -2,7 +2,8 @@
 
 Built from the plan on the host, after the engine has advanced its sequences' counts. Values of
 tokens that a step in flight still samples are not known here: their rows carry -1, and the device
-takes the newest token of the slot. Knows no model. Called by the model runner.
+takes the newest token of the slot. Knows no model. Packed by the planner, unpacked by the model
+runner.
 """
 
 from collections.abc import Iterable
@@ -14,9 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.engine.execution.attention import StepShape
 from pdserve.engine.scheduling.sequence import Sequence
 from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.work import StepShape
 
 ALIGNMENT = 4  # int32s: Triton compiles a kernel anew for pointers that are not 16-byte aligned
 
@@ -51,25 +53,24 @@ class StepInputs:
     shape: StepShape
 
 
-def step_inputs(plan: StepPlan, padded_rows: int, padded_seqs: int, block_size: int) -> StepInputs:
-    """The inputs of a plan whose sequences have advanced by it already, padded to so many rows and
-    sequences.
+def step_inputs(plan: StepPlan, padding: Padding, block_size: int) -> StepInputs:
+    """The inputs of a plan whose sequences have advanced by it already.
 
     Padding rows write to the null block, behind slot 0; padding sequences (decodes alone may have
     them) have no context.
     """
-    decodes = [seq for seq, count in plan.num_tokens.items() if count == 1]
-    prefills = [(seq, count) for seq, count in plan.num_tokens.items() if count > 1]
+    decodes = [seq for seq, chunk in plan.chunks.items() if chunk.num_rows == 1]
+    prefills = [(seq, chunk.num_rows) for seq, chunk in plan.chunks.items() if chunk.num_rows > 1]
     num_decodes = len(decodes)
     counts = [count for _, count in prefills]
     starts = np.cumsum([0, *counts], dtype=np.int32)
     num_rows = num_decodes + int(starts[-1])
 
-    ids = np.zeros(padded_rows, dtype=np.int32)
-    positions = np.zeros(padded_rows, dtype=np.int32)
-    slots = np.zeros(padded_rows, dtype=np.int32)
-    table_rows = np.zeros(padded_seqs, dtype=np.int32)
-    context_lens = np.zeros(padded_seqs, dtype=np.int32)
+    ids = np.zeros(padding.num_rows, dtype=np.int32)
+    positions = np.zeros(padding.num_rows, dtype=np.int32)
+    slots = np.zeros(padding.num_rows, dtype=np.int32)
+    table_rows = np.zeros(padding.num_sequences, dtype=np.int32)
+    context_lens = np.zeros(padding.num_sequences, dtype=np.int32)
 
     ids[:num_decodes] = [_last_input(seq) for seq in decodes]
     context_lens[:num_decodes] = [seq.num_computed for seq in decodes]
@@ -82,7 +83,7 @@ def step_inputs(plan: StepPlan, padded_rows: int, padded_seqs: int, block_size: 
         positions[rows] = np.arange(end - count, end, dtype=np.int32)
         slots[rows] = table_rows[num_decodes + i] = seq.slot
         context_lens[num_decodes + i] = end
-    positions[num_rows:] = np.arange(padded_rows - num_rows, dtype=np.int32) % block_size
+    positions[num_rows:] = np.arange(padding.num_rows - num_rows, dtype=np.int32) % block_size
 
     first_row = {seq: row for row, seq in enumerate(decodes)}
     first_row |= {seq: num_decodes + int(starts[i]) for i, (seq, _) in enumerate(prefills)}
@@ -133,9 +134,9 @@ def unpack(packed: Tensor, lengths: SequenceOf[int]) -> Arrays[Tensor]:
     return Arrays(*(packed[at : at + length] for at, length in zip(offsets, lengths, strict=True)))
 
 
-def lengths_of(arrays: Arrays[np.ndarray]) -> list[int]:
+def lengths_of(arrays: Arrays[np.ndarray]) -> tuple[int, ...]:
     """For `unpack`."""
-    return [len(getattr(arrays, f.name)) for f in fields(arrays)]
+    return tuple(len(getattr(arrays, f.name)) for f in fields(arrays))
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

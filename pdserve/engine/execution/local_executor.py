@@ -1,0 +1,135 @@
+"""Carries steps out on this process's device: the model runner, then the sampler.
+
+The executor of an engine with one rank, and what each rank of a larger one does with its messages.
+Knows no plan and no sequence.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pdserve.engine.execution.fence import Fence
+from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
+from pdserve.engine.sampling.sampler import Sampler
+from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.work import ForwardWork, SampleWork, ScoredRows
+from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.start_progress import Report
+
+# prompt positions whose logits are held at once: a whole chunk's would fill gigabytes
+SCORED_ROWS = 256
+
+
+class LocalStep:
+    """StepHandle of a step on this device. forwarded, resumed: of a late one, the ends of the gap
+    before its sampling."""
+
+    def __init__(self, began: Fence, scores: list[list[Scores]]) -> None:
+        self.began = began
+        self.forwarded: Fence | None = None
+        self.resumed: Fence | None = None
+        self.ended: Fence | None = None
+        self.sampled: SampledTokens | None = None
+        self._scores = scores
+
+    def ready(self) -> bool:
+        return self._end.ready()
+
+    def wait(self) -> None:
+        self._end.wait()
+
+    def seconds(self) -> float:
+        seconds = self._end.seconds_since(self.began)
+        if self.forwarded is not None and self.resumed is not None:
+            seconds -= self.resumed.seconds_since(self.forwarded)
+        return seconds
+
+    def samples(self) -> list[Sampled]:
+        return self.sampled.fetch() if self.sampled is not None else []
+
+    def scores(self) -> list[list[TokenLogprob]]:
+        return [[entry for part in parts for entry in part.fetch()] for parts in self._scores]
+
+    @property
+    def _end(self) -> Fence:
+        assert self.ended is not None, "the step was never sampled"
+        return self.ended
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A step that lacks its samples. Its hidden is not kept: it may be large, and the gap long."""
+
+    number: int
+    logits: Tensor
+    slots: Tensor
+    step: LocalStep
+
+
+class LocalExecutor:
+    """runner: with its KV cache."""
+
+    def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
+        self.runner = runner
+        self.sampler = sampler
+        self.kv_cache: Tensor = runner.kv_cache
+        self._device = runner.device
+        self._open: _Open | None = None
+
+    def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
+        return self.runner.padding(num_rows, num_sequences, is_decode)
+
+    def forward(self, work: ForwardWork) -> LocalStep:
+        assert self._open is None, "a step is forwarded before the one before it was sampled"
+        began = Fence(self._device)
+        output = self.runner.forward(work)
+        step = LocalStep(began, [self._score(output.hidden, scored) for scored in work.scores])
+        if not work.num_samples:
+            step.ended = Fence(self._device)
+            return step
+        if work.is_late:
+            step.forwarded = Fence(self._device)
+        self._open = _Open(work.number, output.logits, output.slots, step)
+        return step
+
+    def sample(self, work: SampleWork) -> None:
+        opened = self._open
+        assert opened is not None and opened.number == work.number, (
+            f"step {work.number} is to be sampled, but it is not the one forwarded last"
+        )
+        self._open = None
+        step = opened.step
+        if step.forwarded is not None:
+            step.resumed = Fence(self._device)
+        step.sampled = self.sampler.sample(opened.logits, work.rows)
+        self.runner.store_tokens(opened.slots, step.sampled.token_ids)
+        step.ended = Fence(self._device)
+
+    def warm_prefill(self, num_rows: int) -> None:
+        self.runner.warm_dense_prefill(num_rows)
+
+    def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
+        """The sampler's kernels beside the graphs, which leaves Python to others."""
+        with ThreadPoolExecutor(1) as beside:
+            sampling = beside.submit(self.sampler.warm_up, self.kv_cache.dtype)
+            if graph_sizes:
+                self.runner.capture_graphs(graph_sizes, report)
+            sampling.result()
+
+    def reset(self) -> None:
+        self._open = None
+        self.runner.synchronize()
+
+    @torch.inference_mode()
+    def _score(self, hidden: Tensor, scored: ScoredRows) -> list[Scores]:
+        parts = []
+        for start in range(0, len(scored.targets), SCORED_ROWS):
+            targets = scored.targets[start : start + SCORED_ROWS]
+            first = scored.first_row + start
+            logits = self.runner.logits(hidden, range(first, first + len(targets)))
+            parts.append(self.sampler.score(logits, targets, scored.num_top))
+        return parts

@@ -1,0 +1,119 @@
+"""repetition_penalty, presence_penalty and frequency_penalty, by counts of the tokens that a slot's
+sequence holds.
+
+The counts stay on the device: a row that joins is counted on the host, and from then on every draw
+counts itself, whether or not the host knows its value yet.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pdserve.engine.sampling.rules.logit_rule import AskedRows, LogitRule, floats
+from pdserve.engine.sampling.sample_row import SampleRow
+from pdserve.engine.sampling.staged_rows import Arrays
+from pdserve.kernels.ops import Ops
+from pdserve.kernels.sampling.reference import IN_PROMPT
+
+
+@dataclass
+class Counted:
+    """next_position: of the token which the device's counts lack; None: it has no counts."""
+
+    next_position: int | None = None
+
+
+class Penalties(LogitRule[Counted]):
+    name = "penalties"
+    example: ClassVar = {"presence_penalty": 0.5}
+
+    def __init__(self, ops: Ops, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self._ops = ops
+        self._vocab_size = vocab_size
+        self._num_slots = num_slots
+        self._device = device
+        # int32 [num_slots + 1, vocab], made when first needed
+        self._counts: Tensor | None = None
+
+    def join(self, row: SampleRow) -> Counted | None:
+        s = row.sampling
+        asks = s.repetition_penalty != 1.0 or s.presence_penalty or s.frequency_penalty
+        return Counted() if asks else None
+
+    def stage(self, rows: AskedRows[Counted], num_rows: int) -> Arrays:
+        """AssertionError for a row that joins while a token of it is in flight."""
+        at = [index for index, _, _ in rows]
+        slots = np.array([row.slot for _, row, _ in rows], dtype=np.int32)
+        params = [row.sampling for _, row, _ in rows]
+        arrays = {
+            "slots": _spread(slots, at, num_rows),
+            "repetition": _spread(
+                floats(p.repetition_penalty for p in params), at, num_rows, off=1
+            ),
+            "frequency": _spread(floats(p.frequency_penalty for p in params), at, num_rows),
+            "presence": _spread(floats(p.presence_penalty for p in params), at, num_rows),
+            "rows": np.array(at, dtype=np.int64),
+            "counts_rows": slots.astype(np.int64) * self._vocab_size,
+            "ones": np.ones(len(rows), dtype=np.int32),
+        }
+        fresh = [row for _, row, state in rows if state.next_position != row.position]
+        for _, row, state in rows:
+            state.next_position = row.position + 1
+        if fresh:
+            counted = [_count(row) for row in fresh]
+            places = [
+                ids + row.slot * self._vocab_size
+                for row, (ids, _) in zip(fresh, counted, strict=True)
+            ]
+            arrays["fresh_slots"] = np.array([row.slot for row in fresh], dtype=np.int64)
+            arrays["counted_at"] = np.concatenate(places)
+            arrays["counted"] = np.concatenate([amounts for _, amounts in counted])
+        return arrays
+
+    def apply(self, logits: Tensor, staged: Mapping[str, Tensor]) -> None:
+        counts = self._made()
+        if "fresh_slots" in staged:
+            counts.index_fill_(0, staged["fresh_slots"], 0)
+            counts.view(-1).index_add_(0, staged["counted_at"], staged["counted"])
+        settings = (staged[name] for name in ("slots", "repetition", "frequency", "presence"))
+        self._ops.apply_penalties(logits, counts, *settings)
+
+    def sampled(self, token_ids: Tensor, staged: Mapping[str, Tensor]) -> None:
+        at = staged["counts_rows"] + token_ids.index_select(0, staged["rows"])
+        self._made().view(-1).index_add_(0, at, staged["ones"])
+
+    def state_bytes(self) -> int:
+        return (self._num_slots + 1) * self._vocab_size * 4
+
+    def _made(self) -> Tensor:
+        if self._counts is None:
+            shape = self._num_slots + 1, self._vocab_size
+            self._counts = torch.empty(shape, dtype=torch.int32, device=self._device)
+        return self._counts
+
+
+def _spread(values: np.ndarray, at: list[int], num_rows: int, off: float = 0) -> np.ndarray:
+    """`[num_rows]`: the values at these rows, `off` elsewhere."""
+    if len(values) == num_rows:
+        return values
+    spread = np.full(num_rows, off, dtype=values.dtype)
+    spread[at] = values
+    return spread
+
+
+def _count(row: SampleRow) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids (int64) and what the counts of apply_penalties (int32) add for each; ids may come
+    twice."""
+    known = row.num_known
+    assert known == row.position, (
+        "a sequence's first penalised sample cannot lie behind tokens in flight"
+    )
+    tokens = np.array(row.token_ids, dtype=np.int64)
+    prompt = np.unique(tokens[: row.num_prompt_tokens])
+    amounts = np.ones(len(prompt) + known, dtype=np.int32)
+    amounts[: len(prompt)] = IN_PROMPT
+    return np.concatenate((prompt, tokens[row.num_prompt_tokens :])), amounts

@@ -1,0 +1,24 @@
+"""Which rules there are, in the order in which they are applied: a line for each."""
+
+from typing import Any
+
+import torch
+
+from pdserve.engine.sampling.rules.bias import Bias
+from pdserve.engine.sampling.rules.logit_rule import LogitRule
+from pdserve.engine.sampling.rules.penalties import Penalties
+from pdserve.engine.sampling.rules.stop_mask import StopMask
+from pdserve.kernels.ops import Ops
+
+Rules = tuple[LogitRule[Any], ...]
+
+
+def logit_rules(
+    ops: Ops, vocab_size: int, num_slots: int, num_eos: int, device: torch.device
+) -> Rules:
+    """Of one rank. num_eos: how many end-of-sequence tokens the model has."""
+    return (
+        Bias(ops, vocab_size, num_slots, device),
+        StopMask(ops, vocab_size, num_slots, num_eos, device),
+        Penalties(ops, vocab_size, num_slots, device),
+    )

@@ -1,0 +1,82 @@
+"""Who carries a step out: the interface of one rank or of many.
+
+The engine sends each step's ForwardWork and then its SampleWork, and reads what came of them from
+the step's handle. Nothing here waits for the device but a handle that is asked to. Implemented by
+`execution.local_executor`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from pdserve.engine.sampling.sampled_tokens import Sampled
+from pdserve.engine.stepping.work import ForwardWork, SampleWork
+from pdserve.protocol.events import TokenLogprob
+from pdserve.protocol.start_progress import Report
+
+
+@dataclass(frozen=True)
+class Padding:
+    """To how many rows and sequences a step is padded. graph: see ForwardWork."""
+
+    graph: int
+    num_rows: int
+    num_sequences: int
+
+
+class StepHandle(Protocol):
+    """A step on its way. samples and scores are asked for once it was waited for."""
+
+    def ready(self) -> bool:
+        """Whether the step is done, its sampling included."""
+        ...
+
+    def wait(self) -> None: ...
+
+    def seconds(self) -> float:
+        """Device time of a step that is done, without the gap before a late SampleWork; 0 on
+        CPU."""
+        ...
+
+    def samples(self) -> list[Sampled]:
+        """One for each of the step's samples."""
+        ...
+
+    def scores(self) -> list[list[TokenLogprob]]:
+        """One list for each of ForwardWork.scores."""
+        ...
+
+
+class Executor(Protocol):
+    """kv_cache: this rank's, `[blocks, kv_heads, layers, 2, block_size, head_dim]`."""
+
+    kv_cache: Tensor
+
+    def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
+        """How a step of so many rows and sequences shall be padded. is_decode: each sequence has
+        one row."""
+        ...
+
+    def forward(self, work: ForwardWork) -> StepHandle:
+        """Queue the step's rows. AssertionError while the step before lacks its SampleWork."""
+        ...
+
+    def sample(self, work: SampleWork) -> None:
+        """Queue the sampling of the step that was forwarded last; it must have samples."""
+        ...
+
+    def warm_prefill(self, num_rows: int) -> None:
+        """Prepare attention of prompts for steps of up to so many rows."""
+        ...
+
+    def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
+        """Capture CUDA graphs of these sizes and compile the sampler's kernels. report: is called
+        after each graph."""
+        ...
+
+    def reset(self) -> None:
+        """Forget a step that was not sampled, and return when the device has nothing left to do,
+        also when it has failed."""
+        ...

@@ -1,0 +1,260 @@
+"""Turns the scheduler's plan into messages: all of a step that needs counts alone, and no token's
+value.
+
+Advances the sequences, forks choices, packs what the device needs to know. What needs values is the
+collector's; but a step with a row whose logit rules need them is sampled late: its SampleWork is
+made once the step before it has been collected. Knows no events, and no device. Called by the
+engine, once a step.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.engine.requests import Requests
+from pdserve.engine.sampling.row_staging import RowStaging
+from pdserve.engine.sampling.sample_row import SampleRow
+from pdserve.engine.scheduling.scheduler import Scheduler
+from pdserve.engine.scheduling.sequence import Request, Sequence, Status
+from pdserve.engine.scheduling.step_plan import StepPlan
+from pdserve.engine.step_result import EngineStats
+from pdserve.engine.stepping.executor import Executor, StepHandle
+from pdserve.engine.stepping.packing import (
+    StepInputs,
+    lengths_of,
+    pack,
+    step_inputs,
+    table_changes,
+)
+from pdserve.engine.stepping.work import (
+    BlockCopies,
+    ForwardWork,
+    LogitRows,
+    SampleWork,
+    ScoredRows,
+)
+from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.commands import Start
+from pdserve.protocol.sampling_params import SamplingParams
+
+PLAIN = SamplingParams(temperature=0, seed=0)
+
+
+@dataclass(eq=False)
+class PlannedStep:
+    """What the engine remembers of a step until it is collected.
+
+    siblings: the sequences of each sampled row, a sequence before the choices that fork off it
+    here; members: all of them, one a sample, with their rows and the positions they sample at.
+    scored: whose prompts ForwardWork.scores are. written_rows: prompts to be handed over, and how
+    many of their rows are written when it is done. handle: once it has been forwarded. is_sampled:
+    its SampleWork has been made. host_seconds: that the engine's thread worked for it so far.
+    """
+
+    forward: ForwardWork
+    num_rows: int
+    num_sequences: int
+    siblings: list[list[Sequence]]
+    rows: list[SampleRow]
+    positions: list[int]
+    scored: list[Request]
+    written_rows: list[tuple[Sequence, int]]
+    handle: StepHandle | None = None
+    is_sampled: bool = False
+    host_seconds: float = 0.0
+    members: list[Sequence] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.members = [member for members in self.siblings for member in members]
+
+
+class StepPlanner:
+    def __init__(
+        self,
+        executor: Executor,
+        staging: RowStaging,
+        scheduler: Scheduler,
+        blocks: BlockManager,
+        hasher: BlockHasher,
+        requests: Requests,
+        stats: EngineStats,
+    ) -> None:
+        self.executor = executor
+        self._staging = staging
+        self._scheduler = scheduler
+        self._blocks = blocks
+        self._hasher = hasher
+        self._requests = requests
+        self._stats = stats
+        self._num_steps = 0
+
+    def plan(self, plan: StepPlan) -> PlannedStep:
+        """Do all that needs counts alone. The engine forwards each planned step before it plans
+        another."""
+        self._blocks.begin_step()
+        for slot in self._scheduler.freed_slots:
+            self._staging.release(slot)
+        self._scheduler.freed_slots.clear()
+        siblings = [[seq, *self._fork(seq)] for seq in self._advance(plan)]
+        members = [member for group in siblings for member in group]
+        rows = [self._row(seq) for seq in members]
+        positions = [seq.next_position for seq in members]
+        is_late = any(
+            seq.num_pending and self._staging.needs_values(row)
+            for seq, row in zip(members, rows, strict=True)
+        )
+        padding = self.executor.padding(plan.num_rows, len(plan.chunks), plan.is_decode)
+        inputs = step_inputs(plan, padding, self._hasher.block_size)
+        forks = (fork for group in siblings for fork in group[1:])
+        scored = self._prompts_to_score(plan, inputs)
+        self._num_steps += 1
+        work = ForwardWork(
+            number=self._num_steps,
+            graph=padding.graph,
+            packed=pack(inputs.arrays),
+            lengths=lengths_of(inputs.arrays),
+            shape=inputs.shape,
+            table_changes=table_changes([*plan.chunks, *forks]),
+            copies=_batches(plan.copies),
+            num_samples=len(members),
+            logit_rows=_logit_rows(plan, inputs, siblings, is_graph=padding.graph > 0),
+            scores=tuple(rows for _, rows in scored),
+            is_late=is_late,
+        )
+        for seq in members:
+            seq.num_pending += 1
+        self._stats.num_steps += 1
+        return PlannedStep(
+            forward=work,
+            num_rows=plan.num_rows,
+            num_sequences=len(plan.chunks),
+            siblings=siblings,
+            rows=rows,
+            positions=positions,
+            scored=[request for request, _ in scored],
+            written_rows=[
+                (seq, seq.num_computed) for seq in plan.chunks if seq.request.prefill_only
+            ],
+        )
+
+    def sample_work(self, step: PlannedStep) -> SampleWork:
+        """The step's second message; of a late step once the step before it has been collected.
+        AssertionError when a value that a late step needs is not known."""
+        rows = step.rows
+        if step.forward.is_late:
+            rows = [
+                _over(row) if seq.status is Status.FINISHED else row
+                for seq, row in zip(step.members, step.rows, strict=True)
+            ]
+            for seq, row, position in zip(step.members, rows, step.positions, strict=True):
+                assert seq.status is Status.FINISHED or row.num_known == position, (
+                    "a step is sampled late, but before the step before it has been collected"
+                )
+        step.is_sampled = True
+        return SampleWork(step.forward.number, self._staging.stage(rows, step.positions))
+
+    def digest_prompts(self, step: PlannedStep) -> None:
+        """Beside the device's work: the tickets of prompts that will be handed over shall not wait
+        for their digests."""
+        for seq, _ in step.written_rows:
+            seq.request.content_digest(self._hasher)
+
+    def _advance(self, plan: StepPlan) -> list[Sequence]:
+        """Count the planned rows as computed, remember full blocks, and return the sequences that
+        sample."""
+        for seq, chunk in plan.chunks.items():
+            count = chunk.num_rows
+            seq.num_computed += count
+            self._stats.prompt_tokens += max(
+                0, min(count, seq.request.num_prompt_tokens - seq.num_computed + count)
+            )
+            self._scheduler.commit_full_blocks(seq)
+        return [seq for seq, chunk in plan.chunks.items() if chunk.num_samples]
+
+    def _fork(self, seq: Sequence) -> list[Sequence]:
+        """The pending choices as sequences of their own, sharing all blocks of `seq`."""
+        forks = []
+        for choice in seq.pending_forks:
+            fork = self._requests.new_sequence(seq.request, Start(choice))
+            fork.num_computed = seq.num_computed
+            fork.num_committed = seq.num_committed
+            fork.block_table = list(seq.block_table)
+            self._blocks.acquire(fork.block_table)
+            self._scheduler.start_fork(fork)
+            forks.append(fork)
+        seq.pending_forks = ()
+        return forks
+
+    def _row(self, seq: Sequence) -> SampleRow:
+        """The sequence's row: made when it first samples in its slot."""
+        row = self._staging.get(seq.slot)
+        if row is not None:
+            return row
+        request = seq.request
+        return self._staging.join(
+            SampleRow(
+                sampling=request.sampling,
+                choice=seq.choice,
+                slot=seq.slot,
+                token_ids=seq.token_ids,
+                num_prompt_tokens=request.num_prompt_tokens,
+                stop_token_ids=request.stop_token_ids,
+                position=seq.next_position,
+            )
+        )
+
+    def _prompts_to_score(
+        self, plan: StepPlan, inputs: StepInputs
+    ) -> list[tuple[Request, ScoredRows]]:
+        """Prompt tokens, each to be scored by the row before it; those that are scored already are
+        left out (after a preemption, or when another choice computed them).
+        """
+        scored = []
+        for seq, chunk in plan.chunks.items():
+            request = seq.request
+            if not request.wants_prompt_logprobs:
+                continue
+            end = min(seq.num_computed, request.num_prompt_tokens - 1)
+            start = request.num_scored - 1
+            if start < end:
+                first_row = inputs.first_row[seq] - (seq.num_computed - chunk.num_rows) + start
+                targets = np.array(request.prompt_token_ids[start + 1 : end + 1], dtype=np.int32)
+                num_top = request.sampling.prompt_logprobs or 0
+                scored.append((request, ScoredRows(first_row, targets, num_top)))
+            request.num_scored = max(request.num_scored, end + 1)
+        return scored
+
+
+def _over(row: SampleRow) -> SampleRow:
+    """For a sequence that ended in the step before: what is drawn for it is dropped."""
+    return SampleRow(PLAIN, row.choice, row.slot, [], 0, frozenset())
+
+
+def _logit_rows(
+    plan: StepPlan, inputs: StepInputs, siblings: list[list[Sequence]], is_graph: bool
+) -> LogitRows | None:
+    """The last row of each sampling sequence, once for each of its siblings. A graph gives the
+    logits of all its rows: None when these are wanted, as nearly always."""
+    rows = [
+        inputs.first_row[members[0]] + plan.chunks[members[0]].num_rows - 1
+        for members in siblings
+        for _ in members
+    ]
+    if is_graph and rows == list(range(len(plan.chunks))):
+        return None
+    slots = [member.slot for members in siblings for member in members]
+    return LogitRows(np.array(rows, dtype=np.int32), np.array(slots, dtype=np.int32))
+
+
+def _batches(copies: list[tuple[int, int]]) -> tuple[BlockCopies, ...]:
+    """Copy-on-write; in order, one by one, in the rare case that a copied-to block is copied from
+    as well."""
+    if not copies:
+        return ()
+    sources, targets = zip(*copies, strict=True)
+    batches = [copies] if not set(sources) & set(targets) else [[pair] for pair in copies]
+    return tuple(
+        BlockCopies(*(np.array(ids, dtype=np.int64) for ids in zip(*batch, strict=True)))
+        for batch in batches
+    )

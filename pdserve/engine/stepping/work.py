@@ -1,0 +1,88 @@
+"""The two messages of a step: `ForwardWork` runs the model over its rows, `SampleWork` samples from
+the logits that it left.
+
+Arrays and numbers alone: an executor that has its model, its KV cache and all messages so far needs
+nothing else, on whatever host it is. Made by the planner, carried out by an `Executor`.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pdserve.engine.sampling.staged_rows import StagedRows
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What the host must know of a step to choose and launch its kernels.
+
+    max_decode_context: at least the longest context of the decodes; max_query_len: of the prefill
+    chunks. fresh_lens: lengths of the prefill chunks if each is the beginning of its sequence, so
+    that all keys are rows of this step, else (). prefix_len: rows before the chunk if there is a
+    single one, else 0.
+    """
+
+    num_decodes: int
+    max_decode_context: int
+    max_query_len: int = 0
+    fresh_lens: tuple[int, ...] = ()
+    prefix_len: int = 0
+
+
+@dataclass(frozen=True)
+class BlockCopies:
+    """Blocks to copy, all at once. sources, targets: int64 `[copies]`, each contiguous."""
+
+    sources: np.ndarray
+    targets: np.ndarray
+
+
+@dataclass(frozen=True)
+class LogitRows:
+    """Which logits to compute. rows: int32 `[samples]`, of the step's rows, one may come several
+    times; slots: int32 `[samples]`, whose newest token will be what is sampled there."""
+
+    rows: np.ndarray
+    slots: np.ndarray
+
+
+@dataclass(frozen=True)
+class ScoredRows:
+    """Prompt tokens whose log-probabilities are wanted: targets, int32 `[n]`, each by the logits of
+    a row from first_row on. num_top: alternatives of each."""
+
+    first_row: int
+    targets: np.ndarray
+    num_top: int
+
+
+@dataclass(frozen=True)
+class ForwardWork:
+    """One step up to its logits. Done in this order: copies, table_changes, forward, logits,
+    scores.
+
+    number: counts the steps. graph: size of the CUDA graph to replay, 0 to run eagerly. packed,
+    lengths: the step's `Arrays` (packing.py). table_changes: int32 `[3, n]`, slot, index and block.
+    num_samples: how many logits; if logit_rows is None they are of the first so many rows, each for
+    its own slot. is_late: its SampleWork comes after the step before has been collected.
+    """
+
+    number: int
+    graph: int
+    packed: np.ndarray
+    lengths: tuple[int, ...]
+    shape: StepShape
+    table_changes: np.ndarray | None = None
+    copies: tuple[BlockCopies, ...] = ()
+    num_samples: int = 0
+    logit_rows: LogitRows | None = None
+    scores: tuple[ScoredRows, ...] = ()
+    is_late: bool = False
+
+
+@dataclass(frozen=True)
+class SampleWork:
+    """Samples from the logits of ForwardWork `number`, which is the last one sent."""
+
+    number: int
+    rows: StagedRows
