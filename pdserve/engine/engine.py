@@ -23,7 +23,6 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.engine.step_result import EngineStats, StepResult
 from pdserve.engine.stepping.collector import StepCollector
-from pdserve.engine.stepping.executor import Executor
 from pdserve.engine.stepping.planner import PlannedStep, StepPlanner
 from pdserve.kernels.launching.late_compiles import LateCompiles
 from pdserve.protocol.block_digests import BlockHasher
@@ -40,6 +39,7 @@ class Engine:
         self.device = components.device
         self.spec = components.spec
         self.layout = components.layout
+        self.executor = components.executor
         self.model_fingerprint = components.fingerprint
         self.max_model_len = components.max_model_len
         self.blocks = BlockManager(components.num_blocks, self.config.enable_prefix_caching)
@@ -62,7 +62,6 @@ class Engine:
             self.blocks, self.hasher, self.layout, self._requests, self.scheduler
         )
         self._planner = StepPlanner(
-            components.executor,
             components.staging,
             self.scheduler,
             self.blocks,
@@ -88,14 +87,6 @@ class Engine:
     def num_late_compiles(self) -> int:
         """Kernels compiled since the engine was warm."""
         return self._late_compiles.count if self._late_compiles else 0
-
-    @property
-    def executor(self) -> Executor:
-        return self._planner.executor
-
-    @executor.setter
-    def executor(self, executor: Executor) -> None:
-        self._planner.executor = executor
 
     @property
     def kv_cache(self) -> Tensor:
@@ -234,7 +225,9 @@ class Engine:
             self._is_blocked = plan.blocked
             if not plan:
                 break
-            step = self._planner.plan(plan)
+            step = self._planner.plan(
+                plan, self.executor.padding(plan.num_rows, len(plan.chunks), plan.is_decode)
+            )
             step.handle = self.executor.forward(step.forward)
             in_flight.append(step)
             self._planner.digest_prompts(step)

@@ -19,6 +19,7 @@ OTHERS = {
     "background/threads.py": "the kept ones",
     "cluster/loop_thread.py": "an event loop, which survives what its callbacks raise",
     "engine/components.py": "whoever submits waits for the result",
+    "engine/execution/local_executor.py": "whoever submits waits for the result",
     "kvtransfer/pool/lmcache_server.py": "the server's process ends with it, whatever happens",
     "router/request/prompts.py": "whoever submits awaits the result",
 }

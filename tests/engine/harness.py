@@ -24,6 +24,7 @@ from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.execution.local_executor import LocalExecutor
+from pdserve.engine.sampling.rules.logit_rule import LogitRule
 from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
 from pdserve.engine.scheduling.sequence import Sequence
@@ -60,6 +61,14 @@ def put_on_paper(engine: Engine) -> None:
 def paper_of(engine: Engine) -> "PaperExecutor":
     assert isinstance(engine.executor, PaperExecutor)
     return engine.executor
+
+
+def plan_step(engine: Engine, may_preempt: bool = False) -> PlannedStep:
+    """The next step, planned and not forwarded."""
+    plan = engine.scheduler.schedule(may_preempt)
+    assert plan
+    padding = engine.executor.padding(plan.num_rows, len(plan.chunks), plan.is_decode)
+    return engine._planner.plan(plan, padding)
 
 
 def local(engine: Engine) -> LocalExecutor:
@@ -185,10 +194,10 @@ class PaperExecutor:
         self._plan = engine._planner.plan
         engine._planner.plan = self._noted  # type: ignore[method-assign]
 
-    def _noted(self, plan: StepPlan) -> PlannedStep:
+    def _noted(self, plan: StepPlan, padding: Padding) -> PlannedStep:
         """What a step's message is about, for the checks alone."""
         chunks = {seq: chunk.num_rows for seq, chunk in plan.chunks.items()}
-        step = self._plan(plan)
+        step = self._plan(plan, padding)
         self._planned[step.forward.number] = chunks, step
         return step
 
@@ -377,12 +386,16 @@ def alone(
     sampling: SamplingParams,
     choice: int = 0,
     forced: SequenceOf[int] = (),
+    use: LogitRule[Any] | None = None,
 ) -> list[int]:
-    """What the paper model generates for one choice, computed without engine, batch or blocks."""
+    """What the paper model generates for one choice, computed without engine, batch or blocks. use:
+    a rule beside those that every engine has."""
     tokens = [*prompt, *forced]
     digest = prefix_digests(tokens)[-1]
     request = engine.make_request(submit_of(prompt, sampling))
-    sampler = WholeSampler(engine.spec.vocab_size, 1, num_eos=len(engine.spec.eos_token_ids))
+    num_eos = len(engine.spec.eos_token_ids)
+    more = (use,) if use is not None else ()
+    sampler = WholeSampler(engine.spec.vocab_size, 1, num_eos=num_eos, more=more)
     while True:
         known = list(tokens)
         position = len(tokens) - len(prompt)

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from engine.harness import Driver, alone, local, make_engine, paper_engine, paper_of, submit_of
+from engine.harness import (
+    Driver,
+    alone,
+    local,
+    make_engine,
+    paper_engine,
+    paper_of,
+    plan_step,
+    submit_of,
+)
 
 from pdserve.engine.stepping import collector
 from pdserve.protocol import block_digests
@@ -315,9 +324,9 @@ def test_a_row_to_sample_copies_no_tokens(tiny_llama: Path) -> None:
     """Else every step would cost more the longer its sequences are."""
     driver = Driver(make_engine(tiny_llama))
     driver.add([1, 2, 3], GREEDY)
-    [plan] = [driver.engine._planner.plan(driver.engine.scheduler.schedule())]
-    [seq], [row] = plan.members, plan.rows
-    assert row.token_ids is seq.token_ids and plan.positions == [0]
+    step = plan_step(driver.engine)
+    [seq], [row] = step.members, step.rows
+    assert row.token_ids is seq.token_ids and step.positions == [0]
 
 
 def test_positions_and_reasons_of_deltas(tiny_llama: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine.harness import Driver, logprob_of, make_engine
+from engine.harness import Driver, logprob_of, make_engine, plan_step
 from support.tiny_models import make_tiny
 
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
@@ -116,13 +116,11 @@ SLEEP_CYCLES = 1_000_000_000  # about half a second
 def dispatch(driver: Driver) -> Any:
     """Queue a step behind a sleeping stream; it must not wait for the device anywhere."""
     engine = driver.engine
-    plan = engine.scheduler.schedule(may_preempt=False)
-    assert plan
     torch.cuda._sleep(SLEEP_CYCLES)
     torch.cuda.set_sync_debug_mode("error")
     try:
         began = time.perf_counter()
-        step = engine._planner.plan(plan)
+        step = plan_step(engine)
         step.handle = engine.executor.forward(step.forward)
         engine._sample(step)
         assert time.perf_counter() - began < 0.2

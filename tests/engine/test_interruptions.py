@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 from engine.harness import PaperExecutor, paper_of, put_on_paper
+from engine.no_repeat import use_rule
 
 from pdserve.engine import engine as engine_module
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
@@ -55,10 +56,13 @@ SAMPLING = SamplingParams(
 )
 
 
-def make_llm(folder: Path, is_async: bool, on_paper: bool = True) -> LLM:
-    llm = LLM(str(folder), tokenizer=False, device="cpu", async_scheduling=is_async, **TIGHT)
+def make_llm(folder: Path, mode: str, on_paper: bool = True) -> LLM:
+    """mode: "late" samples as late as a rule may ask for."""
+    llm = LLM(str(folder), tokenizer=False, device="cpu", async_scheduling=mode != "sync", **TIGHT)
     if on_paper:
         put_on_paper(llm.engine)
+    if mode == "late":
+        use_rule(llm.engine)  # it applies: the seed is odd
     return llm
 
 
@@ -83,18 +87,19 @@ def assert_as_new(llm: LLM, expected: list[list[int]]) -> None:
     assert_empty(llm)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
-def is_async(request: pytest.FixtureRequest) -> bool:
+@pytest.fixture(scope="module", params=["sync", "async", "late"])
+def mode(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_llama: Path, is_async: bool) -> list[list[int]]:
-    llm = make_llm(tiny_llama, is_async)
+def expected(tiny_llama: Path, mode: str) -> list[list[int]]:
+    llm = make_llm(tiny_llama, mode)
     answers = tokens(generate(llm))
     assert llm.engine.scheduler.num_preemptions and paper_of(llm.engine).num_copies, (
         "these belong to the workload"
     )
+    assert bool(paper_of(llm.engine).num_late) == (mode == "late")
     return answers
 
 
@@ -141,9 +146,9 @@ PLACES = {
 
 @pytest.mark.parametrize("place", PLACES)
 def test_each_of_the_first_calls(
-    tiny_llama: Path, is_async: bool, expected: list[list[int]], place: str
+    tiny_llama: Path, mode: str, expected: list[list[int]], place: str
 ) -> None:
-    llm = make_llm(tiny_llama, is_async)
+    llm = make_llm(tiny_llama, mode)
     for at in range(CALLS_TRIED if place != "add" else 4):
         raises = (out_of_memory, interrupt)[at // 2 % 2]
         with pytest.MonkeyPatch.context() as patch:
@@ -155,9 +160,9 @@ def test_each_of_the_first_calls(
 
 
 @pytest.mark.parametrize("place", ["forward", "sample", "collect"])
-def test_on_the_real_model(tiny_llama: Path, is_async: bool, place: str) -> None:
-    expected = tokens(generate(make_llm(tiny_llama, is_async, on_paper=False)))
-    llm = make_llm(tiny_llama, is_async, on_paper=False)
+def test_on_the_real_model(tiny_llama: Path, mode: str, place: str) -> None:
+    expected = tokens(generate(make_llm(tiny_llama, mode, on_paper=False)))
+    llm = make_llm(tiny_llama, mode, on_paper=False)
     for at in range(4):
         with pytest.MonkeyPatch.context() as patch:
             owner, name = PLACES[place](llm.engine)
@@ -213,10 +218,10 @@ def interrupted(llm: LLM, at: int) -> None:
         generate(llm)
 
 
-def test_any_instruction(tiny_llama: Path, is_async: bool, expected: list[list[int]]) -> None:
-    llm = make_llm(tiny_llama, is_async)
-    chance = random.Random(is_async)
-    total = count_instructions(make_llm(tiny_llama, is_async))
+def test_any_instruction(tiny_llama: Path, mode: str, expected: list[list[int]]) -> None:
+    llm = make_llm(tiny_llama, mode)
+    chance = random.Random(mode)
+    total = count_instructions(make_llm(tiny_llama, mode))
     for part in range(INSTRUCTIONS_TRIED):
         begin, end = (total * number // INSTRUCTIONS_TRIED for number in (part, part + 1))
         interrupted(llm, chance.randrange(begin, end))
@@ -227,10 +232,10 @@ def test_any_instruction(tiny_llama: Path, is_async: bool, expected: list[list[i
 
 
 def test_any_instruction_of_the_reset_itself(
-    tiny_llama: Path, is_async: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, mode: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two times Ctrl-C: the next call finishes what the second one interrupted."""
-    llm = make_llm(tiny_llama, is_async)
+    llm = make_llm(tiny_llama, mode)
     reset = llm.engine.reset
     counter = Interrupter(None)
 
@@ -260,7 +265,7 @@ def test_any_instruction_of_the_reset_itself(
 
 def test_the_device_is_quiet_before_blocks_are_given_to_others(tiny_llama: Path) -> None:
     """What is still queued on the device would overwrite the next call's rows."""
-    llm = make_llm(tiny_llama, is_async=True)
+    llm = make_llm(tiny_llama, "async")
     executor = paper_of(llm.engine)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(executor, "sample", broken(executor.sample, 5, out_of_memory))
@@ -270,16 +275,16 @@ def test_the_device_is_quiet_before_blocks_are_given_to_others(tiny_llama: Path)
 
 
 def test_readers_of_an_old_ticket_notice_the_reset(tiny_llama: Path) -> None:
-    engine = make_llm(tiny_llama, is_async=False).engine
+    engine = make_llm(tiny_llama, "sync").engine
     before = engine.blocks.generations.copy()
     engine.reset()
     assert (engine.blocks.generations[1:] > before[1:]).all()
 
 
 def test_calls_of_several_threads_run_one_after_the_other(
-    tiny_llama: Path, is_async: bool, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    tiny_llama: Path, mode: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = make_llm(tiny_llama, is_async)
+    llm = make_llm(tiny_llama, mode)
     running = threading.Lock()
     run_to_end = llm._run_to_end
 

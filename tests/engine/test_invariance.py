@@ -37,9 +37,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Logits:
     stage = RowStaging.stage
     sample = Sampler.sample
 
-    def note(
-        staging: RowStaging, rows: list[SampleRow], positions: list[int]
-    ) -> StagedRows:
+    def note(staging: RowStaging, rows: list[SampleRow], positions: list[int]) -> StagedRows:
         staged = stage(staging, rows, positions)
         rows_of[id(staged)] = [tuple(row.token_ids) for row in rows]
         return staged

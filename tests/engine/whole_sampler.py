@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.sampling.row_staging import RowStaging
-from pdserve.engine.sampling.rules.registry import logit_rules
+from pdserve.engine.sampling.rules.registry import Rules, logit_rules
 from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import SampledTokens
 from pdserve.engine.sampling.sampler import Sampler
@@ -21,9 +21,11 @@ class WholeSampler:
         ops: Ops = torch_ops,
         device: str = "cpu",
         num_eos: int = 2,
+        more: Rules = (),
     ) -> None:
+        """more: rules beside those that every engine has."""
         self.device = torch.device(device)
-        self.rules = logit_rules(ops, vocab_size, num_slots, num_eos, self.device)
+        self.rules = (*logit_rules(ops, vocab_size, num_slots, num_eos, self.device), *more)
         self.staging = RowStaging(self.rules, vocab_size, num_slots)
         self.on_device = Sampler(ops, vocab_size, self.rules, self.device)
 

@@ -36,20 +36,20 @@ class Sampler:
         self.ops = ops
         self.vocab_size = vocab_size
         self.device = device
-        self._rules = rules
+        self.rules = rules
         self._by_name = {rule.name: rule for rule in rules}
         assert len(self._by_name) == len(rules), "two logit rules have one name"
 
     def state_bytes(self) -> int:
         """Device memory of what the rules keep."""
-        return sum(rule.state_bytes() for rule in self._rules)
+        return sum(rule.state_bytes() for rule in self.rules)
 
     def peak_bytes(self, num_rows: int) -> int:
         """Device memory, beside logits and `state_bytes`, that a sample or score of so many rows
         may take: a float32 copy of the logits and what the rules send, then the alternatives with
         torch.topk's own workspace.
         """
-        row = self.vocab_size * 4 + SCRATCH_BYTES + sum(rule.row_bytes() for rule in self._rules)
+        row = self.vocab_size * 4 + SCRATCH_BYTES + sum(rule.row_bytes() for rule in self.rules)
         return num_rows * row + 16 * TOP_ENTRIES + 320 * self.vocab_size
 
     def warm_up(self, dtype: torch.dtype) -> None:
@@ -58,7 +58,7 @@ class Sampler:
         is sampled before it returns.
         """
         examples: dict[str, object] = {}
-        for rule in self._rules:
+        for rule in self.rules:
             examples |= rule.example
         with torch.cuda.stream(torch.cuda.Stream(self.device)):
             logits = torch.zeros(64, self.vocab_size, dtype=dtype, device=self.device)
@@ -66,7 +66,7 @@ class Sampler:
             for asked in ({}, examples):
                 for more in ({"temperature": 0.0}, drawn, drawn | {"top_p": 0.9}):
                     params = SamplingParams(logprobs=1, **asked, **more)  # type: ignore[arg-type]
-                    staging = RowStaging(self._rules, self.vocab_size, 2)
+                    staging = RowStaging(self.rules, self.vocab_size, 2)
                     stops = frozenset(params.stop_token_ids)
                     rows = [
                         staging.join(SampleRow(params, i, 1 + i, [0], 1, stops)) for i in (0, 1)

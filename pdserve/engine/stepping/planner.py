@@ -19,7 +19,7 @@ from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request, Sequence, Status
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.engine.step_result import EngineStats
-from pdserve.engine.stepping.executor import Executor, StepHandle
+from pdserve.engine.stepping.executor import Padding, StepHandle
 from pdserve.engine.stepping.packing import (
     StepInputs,
     lengths_of,
@@ -72,7 +72,6 @@ class PlannedStep:
 class StepPlanner:
     def __init__(
         self,
-        executor: Executor,
         staging: RowStaging,
         scheduler: Scheduler,
         blocks: BlockManager,
@@ -80,8 +79,7 @@ class StepPlanner:
         requests: Requests,
         stats: EngineStats,
     ) -> None:
-        self.executor = executor
-        self._staging = staging
+        self.staging = staging
         self._scheduler = scheduler
         self._blocks = blocks
         self._hasher = hasher
@@ -89,22 +87,20 @@ class StepPlanner:
         self._stats = stats
         self._num_steps = 0
 
-    def plan(self, plan: StepPlan) -> PlannedStep:
-        """Do all that needs counts alone. The engine forwards each planned step before it plans
-        another."""
+    def plan(self, plan: StepPlan, padding: Padding) -> PlannedStep:
+        """Do all that needs counts alone. padding: what the executor wants for this plan."""
         self._blocks.begin_step()
         for slot in self._scheduler.freed_slots:
-            self._staging.release(slot)
+            self.staging.release(slot)
         self._scheduler.freed_slots.clear()
         siblings = [[seq, *self._fork(seq)] for seq in self._advance(plan)]
         members = [member for group in siblings for member in group]
         rows = [self._row(seq) for seq in members]
         positions = [seq.next_position for seq in members]
         is_late = any(
-            seq.num_pending and self._staging.needs_values(row)
+            seq.num_pending and self.staging.needs_values(row)
             for seq, row in zip(members, rows, strict=True)
         )
-        padding = self.executor.padding(plan.num_rows, len(plan.chunks), plan.is_decode)
         inputs = step_inputs(plan, padding, self._hasher.block_size)
         forks = (fork for group in siblings for fork in group[1:])
         scored = self._prompts_to_score(plan, inputs)
@@ -152,7 +148,7 @@ class StepPlanner:
                     "a step is sampled late, but before the step before it has been collected"
                 )
         step.is_sampled = True
-        return SampleWork(step.forward.number, self._staging.stage(rows, step.positions))
+        return SampleWork(step.forward.number, self.staging.stage(rows, step.positions))
 
     def digest_prompts(self, step: PlannedStep) -> None:
         """Beside the device's work: the tickets of prompts that will be handed over shall not wait
@@ -188,11 +184,11 @@ class StepPlanner:
 
     def _row(self, seq: Sequence) -> SampleRow:
         """The sequence's row: made when it first samples in its slot."""
-        row = self._staging.get(seq.slot)
+        row = self.staging.get(seq.slot)
         if row is not None:
             return row
         request = seq.request
-        return self._staging.join(
+        return self.staging.join(
             SampleRow(
                 sampling=request.sampling,
                 choice=seq.choice,
