@@ -19,8 +19,8 @@ from support.tiny_models import FAMILIES, make_tiny
 from pdserve.engine import components
 from pdserve.engine.execution import model_runner
 from pdserve.engine.execution.attention import AttentionBatch
-from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
+from pdserve.engine.stepping import planner
 
 pytestmark = pytest.mark.lengthy
 
@@ -258,7 +258,7 @@ def test_a_skipped_copy_on_write_shows(
     right = [
         [c.token_ids for c in output.outputs] for output in generate(llm, PROMPTS[:1], **sampling)
     ]
-    monkeypatch.setattr(ModelRunner, "_copy_blocks", lambda *_: None)
+    monkeypatch.setattr(planner, "_batches", lambda *_: ())
     llm = make_llm(folder_of("llama3"))
     assert [
         [c.token_ids for c in output.outputs] for output in generate(llm, PROMPTS[:1], **sampling)
