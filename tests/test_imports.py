@@ -50,7 +50,6 @@ ORDER: dict[str, list[str]] = {
         "batch kv norm sampling",
         "linear",
         "attention",
-        "torch_ops triton_ops",
         "ops",
     ],
     "engine": [

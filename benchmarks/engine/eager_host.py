@@ -24,10 +24,13 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.support.places import SHAPES
 from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import Json, append, git_commit
-from pdserve.engine.execution.attention import AttentionBatch, PagedAttention, StepShape
+from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
+from pdserve.engine.stepping.work import StepShape
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.llama import Llama
+from pdserve.models.step_context import Attend, StepContext
 from pdserve.parallel.dims import ParallelDims
 
 SHAPE = SHAPES / "llama-3.1-8b"
@@ -78,9 +81,9 @@ class Step:
 
     def __init__(self, spec: ModelSpec, ops: Ops, device: torch.device) -> None:
         self._model = Llama(spec, torch.bfloat16, device, ops, ParallelDims())
+        self._model.weights.finish()
         self._ops = ops
         self._device = device
-        self._scale = spec.head_dim**-0.5
         shape = (256, spec.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
         self._layers = torch.zeros(shape, dtype=torch.bfloat16, device=device).unbind(2)
 
@@ -109,21 +112,31 @@ class Step:
         )
 
         def run() -> None:
-            self._model.forward(zeros, PagedAttention(self._layers, self._ops, self._scale, batch))
+            self._forward(zeros, PagedAttention(self._layers, self._ops, batch))
 
         return run
 
+    def _forward(self, ids: torch.Tensor, attend: Attend) -> None:
+        step = StepContext(attend, ids)
+        self._model.hidden(self._model.forward(self._model.embed(ids, step), step))
+
     def warm_dense_prefill(self, num_rows: int) -> None:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
+        tables = torch.zeros((1, MAX_BLOCKS), dtype=torch.int32, device=self._device)
 
         def attend(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, _rope: object
+            layer: int,
+            spec: AttentionSpec,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            _rope: object,
         ) -> torch.Tensor:
             if layer == 0:
-                self._ops.warm_dense_prefill(q, k, v, self._scale)
+                self._ops.attention.warm_prefill(q, k, v, self._layers[0], tables, spec)
             return q
 
-        self._model.forward(zeros, attend)
+        self._forward(zeros, attend)
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:

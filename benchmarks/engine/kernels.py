@@ -20,10 +20,16 @@ import triton
 from tqdm import tqdm
 
 from pdserve.bench.record import append, git_commit
-from pdserve.kernels import triton_ops
+from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode
 from pdserve.kernels.attention.prefill import launch_prefill
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.attention.tiles import AttentionTiles
+from pdserve.kernels.attention.triton_ops import paged_prefill
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.triton_ops import linear
+from pdserve.kernels.norm.ops import Norm
+from pdserve.kernels.ops import triton_ops
 from pdserve.protocol.sampling_params import MAX_LOGIT_BIAS
 
 HEADS = 32
@@ -36,6 +42,8 @@ VOCAB = 128256
 MODEL_LEN = 131072
 DTYPE = torch.bfloat16
 QKV_HEADS = HEADS + 2 * KV_HEADS
+SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
+TRITON = triton_ops()
 
 
 @dataclass(frozen=True)
@@ -77,6 +85,9 @@ class PagedInputs:
     def kv(self) -> torch.Tensor:
         return self.pool[:, :, 1]
 
+    def paged(self, longest: int) -> Paged:
+        return Paged(self.block_tables, self.table_rows, self.context_lens, longest)
+
 
 def paged_inputs(contexts: list[int], block_size: int) -> PagedInputs:
     num_blocks = [triton.cdiv(context, block_size) for context in contexts]
@@ -105,14 +116,7 @@ def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
         inputs = paged_inputs(contexts, block_size)
         q = random(len(contexts), QKV_HEADS, HEAD_DIM)[:, :HEADS]
         out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
-        args = (
-            q,
-            inputs.kv,
-            inputs.block_tables,
-            inputs.table_rows,
-            inputs.context_lens,
-            HEAD_DIM**-0.5,
-        )
+        args = (q, inputs.kv, inputs.paged(MODEL_LEN), SPEC)
         work = sum(contexts) * KV_HEADS * HEAD_DIM * 2 * DTYPE.itemsize
         name = f"decode {batch}, blocks of {block_size}"
         yield Case(name, decode_graph(inputs, q), work, "TB/s", LAYERS)
@@ -131,10 +135,7 @@ def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
     def step() -> None:
         for layer in range(LAYERS):
             kv = inputs.pool[:, :, layer]
-            tables = inputs.block_tables
-            rows = inputs.table_rows
-            lens = inputs.context_lens
-            triton_ops.paged_decode(q, kv, tables, rows, lens, HEAD_DIM**-0.5, MODEL_LEN)
+            TRITON.attention.decode(q, kv, inputs.paged(MODEL_LEN), SPEC)
 
     step()
     graph = torch.cuda.CUDAGraph()
@@ -166,18 +167,16 @@ def prefill_cases(block_size: int, sweep: bool) -> Iterator[Case]:
         q = random(num_seqs * length, QKV_HEADS, HEAD_DIM)[:, :HEADS]
         out = torch.empty(q.shape, dtype=DTYPE, device="cuda")
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
-        tables = inputs.block_tables
-        rows = inputs.table_rows
-        lens = inputs.context_lens
-        args = (q, inputs.kv, tables, rows, lens, starts, length, HEAD_DIM**-0.5)
+        prefills = Prefills(inputs.paged(past + length), starts, length)
+        args = (q, inputs.kv, prefills, SPEC)
         work = prefill_work(num_seqs, length, past)
         name = f"prefill {num_seqs} x {length} behind {past}, blocks of {block_size}"
-        yield Case(name, partial(triton_ops.paged_prefill, *args), work, "TFLOP/s")
+        yield Case(name, partial(paged_prefill, *args), work, "TFLOP/s")
         for tiles in prefill_sweep() if sweep else ():
             label = (
                 f"{name}: m{tiles.block_m} n{tiles.block_n} w{tiles.num_warps} s{tiles.num_stages}"
             )
-            yield Case(label, partial(launch_prefill, *args, tiles, out), work, "TFLOP/s")
+            yield Case(label, partial(launch_prefill, *args, tiles, out, length), work, "TFLOP/s")
 
 
 def prefill_sweep() -> Iterator[AttentionTiles]:
@@ -196,7 +195,7 @@ def dense_cases() -> Iterator[Case]:
         q, k, v = random(num_seqs * length, QKV_HEADS, HEAD_DIM).split(
             (HEADS, KV_HEADS, KV_HEADS), dim=1
         )
-        call = partial(triton_ops.fresh_prefill, q, k, v, (length,) * num_seqs, HEAD_DIM**-0.5)
+        call = partial(dense.fresh_prefill, q, k, v, (length,) * num_seqs, HEAD_DIM**-0.5)
         yield Case(
             f"dense prefill {num_seqs} x {length}",
             call,
@@ -204,24 +203,17 @@ def dense_cases() -> Iterator[Case]:
             "TFLOP/s",
         )
     q, k, v = random(8192, QKV_HEADS, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-    triton_ops.warm_dense_prefill(q, k, v, HEAD_DIM**-0.5)
+    dense.warm_dense_prefill(q, k, v, HEAD_DIM**-0.5)
     for past, length in ((8192, 8192), (8192, 7808), (24576, 8192)):
         inputs = paged_inputs([past + length], 64)
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        paged = inputs.kv, inputs.block_tables, inputs.table_rows, inputs.context_lens, starts
-        call = partial(
-            triton_ops.chunk_prefill,
-            q[:length],
-            k[:length],
-            v[:length],
-            *paged,
-            past,
-            HEAD_DIM**-0.5,
-        )
+        prefills = Prefills(inputs.paged(past + length), starts, length, prefix_len=past)
+        rows = q[:length], k[:length], v[:length]
+        call = partial(TRITON.attention.prefill, *rows, inputs.kv, prefills, SPEC)
         yield Case(
             f"dense prefill {length} behind {past}", call, prefill_work(1, length, past), "TFLOP/s"
         )
-        again = partial(triton_ops.paged_prefill, q[:length], *paged, length, HEAD_DIM**-0.5)
+        again = partial(paged_prefill, q[:length], inputs.kv, prefills, SPEC)
         yield Case(
             f"dense prefill {length} behind {past}, paged",
             again,
@@ -237,7 +229,7 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     rows = num_tokens * DTYPE.itemsize
     yield Case(
         f"rms_norm {num_tokens}",
-        partial(triton_ops.rms_norm, x, weight, 1e-5),
+        partial(TRITON.norm.rms_norm, x, Norm(weight, 1e-5)),
         2 * rows * HIDDEN,
         "TB/s",
     )
@@ -249,11 +241,11 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
     slots = torch.randperm(num_tokens, device="cuda") + 16
     rope_work = rows * (2 * HEADS + 5 * KV_HEADS) * HEAD_DIM + num_tokens * HEAD_DIM * 4
     rope = partial(
-        triton_ops.rope_write_kv, q, k, v, cos, torch.zeros_like(cos), positions, kv, slots
+        TRITON.kv.rope_write_kv, q, k, v, cos, torch.zeros_like(cos), positions, kv, slots
     )
     yield Case(f"rope_write_kv {num_tokens}", rope, rope_work, "TB/s")
 
-    silu = partial(triton_ops.silu_mul, random(num_tokens, 2 * INTERMEDIATE))
+    silu = partial(TRITON.norm.gate, random(num_tokens, 2 * INTERMEDIATE), "silu")
     yield Case(f"silu_mul {num_tokens}", silu, 3 * rows * INTERMEDIATE, "TB/s")
 
 
@@ -272,7 +264,7 @@ def product_cases() -> Iterator[Case]:
         for num_rows in (1, 2, 4, 8, 16, 32, 64):
             x = random(num_rows, shape[1])
             yield Case(
-                f"product {name} {num_rows}", partial(triton_ops.linear, x, weight), work, "TB/s"
+                f"product {name} {num_rows}", partial(linear, x, Matrix(weight)), work, "TB/s"
             )
             cublas = partial(torch.nn.functional.linear, x, weight)
             yield Case(f"product {name} {num_rows}, cuBLAS", cublas, work, "TB/s")
@@ -283,7 +275,7 @@ def copy_cases() -> Iterator[Case]:
     src, dst = torch.randperm(512, device="cuda").split(256)
     work = 2 * 256 * pool.stride(0) * DTYPE.itemsize
     yield Case(
-        "copy_blocks 256 x 2 MiB", partial(triton_ops.copy_blocks, pool, src, dst), work, "TB/s"
+        "copy_blocks 256 x 2 MiB", partial(TRITON.kv.copy_blocks, pool, src, dst), work, "TB/s"
     )
 
 
@@ -299,10 +291,12 @@ def sampling_cases() -> Iterator[Case]:
         top_k, off = (
             torch.full((rows,), value, dtype=torch.int32, device="cuda") for value in (50, VOCAB)
         )
-        yield Case(f"sample {rows}, greedy", partial(triton_ops.draw_tokens, logits), work, "TB/s")
+        yield Case(
+            f"sample {rows}, greedy", partial(TRITON.sampling.draw_tokens, logits), work, "TB/s"
+        )
         yield Case(
             f"sample {rows}, drawn",
-            partial(triton_ops.draw_tokens, logits, ones, keys),
+            partial(TRITON.sampling.draw_tokens, logits, ones, keys),
             work,
             "TB/s",
         )
@@ -344,7 +338,7 @@ def sampling_cases() -> Iterator[Case]:
             work,
             "TB/s",
         )
-        scores = partial(triton_ops.token_logprobs, logits, slots)
+        scores = partial(TRITON.sampling.token_logprobs, logits, slots)
         yield Case(f"sample {rows}, logprob of one token", partial(scores, 0), work, "TB/s")
         yield Case(f"sample {rows}, logprobs of 5", partial(scores, 5), work, "TB/s")
 
@@ -352,21 +346,21 @@ def sampling_cases() -> Iterator[Case]:
 def filtered_draw(
     logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, *settings: torch.Tensor
 ) -> None:
-    triton_ops.draw_tokens(
-        logits, temperature, keys, triton_ops.cut_tokens(logits, temperature, *settings)
+    TRITON.sampling.draw_tokens(
+        logits, temperature, keys, TRITON.sampling.cut_tokens(logits, temperature, *settings)
     )
 
 
 def edited_draw(logits: torch.Tensor, edits: tuple[torch.Tensor, ...]) -> None:
     edited = logits.float()
-    triton_ops.apply_edits(edited, *edits)
-    triton_ops.draw_tokens(edited)
+    TRITON.sampling.apply_edits(edited, *edits)
+    TRITON.sampling.draw_tokens(edited)
 
 
 def penalised_draw(logits: torch.Tensor, settings: tuple[torch.Tensor, ...]) -> None:
     edited = logits.float()
-    triton_ops.apply_penalties(edited, *settings)
-    triton_ops.draw_tokens(edited)
+    TRITON.sampling.apply_penalties(edited, *settings)
+    TRITON.sampling.draw_tokens(edited)
 
 
 def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:

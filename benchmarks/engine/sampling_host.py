@@ -18,7 +18,7 @@ import torch
 from pdserve.engine.sampling.row_staging import RowStaging
 from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sample_row import SampleRow
-from pdserve.kernels import torch_ops
+from pdserve.kernels.ops import TORCH
 from pdserve.protocol.sampling_params import SamplingParams
 
 VOCAB = 128256
@@ -32,7 +32,7 @@ def rows_of(params: SamplingParams, num_rows: int) -> list[SampleRow]:
 
 def measure(params: SamplingParams, num_rows: int) -> tuple[list[float], list[int]]:
     """Milliseconds and bytes of each step, the first included."""
-    rules = logit_rules(torch_ops, VOCAB, num_rows, 0, torch.device("cpu"))
+    rules = logit_rules(TORCH, VOCAB, num_rows, 0, torch.device("cpu"))
     staging = RowStaging(rules, VOCAB, num_rows)
     rows = rows_of(params, num_rows)
     times = []

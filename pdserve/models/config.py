@@ -14,19 +14,16 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from pdserve.models.checkpoint import LoadFormat, resolve_folder, weights_digest
+from pdserve.models.families import FAMILIES, Family
 from pdserve.models.hf_config import HfConfig, read_hf_config
+from pdserve.models.quantisation import check_quantization
 
 RopeKind = Literal["default", "linear", "llama3"]
 SpecDtype = Literal["float32", "float16", "bfloat16"]
+Activation = Literal["silu", "gelu_tanh"]  # kernels.norm.ops.Activation, without torch
 
-# architecture (as in config.json) -> transformers' model_type, whose defaults fill what config.json
-# leaves out
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
+# hidden_act, as transformers names it -> ours
+ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
 class RopeSpec(BaseModel):
@@ -51,6 +48,11 @@ class ModelSpec(BaseModel):
     max_position: positions the rope tables cover. eos_token_ids: of config.json and
     generation_config.json together. weights: their identity on any host (a digest of their content,
     or the seed of dummy weights).
+
+    attention_scale: of the scores; None: head_dim ** -0.5. windows: of each layer (see
+    AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
+    and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
+    + weight. quantization: config.json's quantization_config.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -75,11 +77,25 @@ class ModelSpec(BaseModel):
     dtype: SpecDtype
     eos_token_ids: tuple[int, ...]
     weights: str
+    activation: Activation = "silu"
+    attention_scale: float | None = None
+    windows: tuple[int | None, ...] = ()
+    attention_soft_cap: float | None = None
+    logit_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    plus_one_norms: bool = False
+    quantization: dict[str, Any] | None = None
 
     def fingerprint(self) -> str:
         """128-bit hex: equal only on workers that compute the same KV rows from the same tokens (in
-        the same dtype)."""
-        return hashlib.blake2b(self.model_dump_json().encode(), digest_size=16).hexdigest()
+        the same dtype). What only some families have counts where it is not as in the others."""
+        plain = {
+            name
+            for name, field in type(self).model_fields.items()
+            if not field.is_required() and getattr(self, name) == field.default
+        }
+        said = self.model_dump_json(exclude=plain)
+        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def max_len(self, max_model_len: int | None) -> int:
         """Tokens that a request may have: as many as the model takes, or fewer on demand.
@@ -116,16 +132,19 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
             f"{folder} holds no config.json: it is not a model folder in Hugging Face format"
         )
     architecture = _architecture(raw)
+    family = FAMILIES[architecture]
     try:
-        hf = read_hf_config(raw, ARCHITECTURES[architecture])
+        hf = read_hf_config(raw, family.model_type, family.defaults)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'} is {error}") from error
-    _refuse_unservable(raw, hf)
+    _refuse_unservable(raw, hf, family)
     generation = _read_json(folder / "generation_config.json") or {}
     weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
-    return _spec(
+    spec = _spec(
         architecture, hf, _eos_ids(hf.eos_token_id, generation.get("eos_token_id")), weights
     )
+    quantization = raw.get("quantization_config")
+    return spec.model_copy(update={"quantization": quantization, **family.facts(hf)})
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -136,34 +155,42 @@ def _architecture(raw: dict[str, Any]) -> str:
     """The architecture config.json names, or the one of its model_type when it names none (a config
     saved alone)."""
     named = raw.get("architectures") or [
-        a for a, family in ARCHITECTURES.items() if family == raw.get("model_type")
+        a for a, family in FAMILIES.items() if family.model_type == raw.get("model_type")
     ]
     architecture = named[0] if named else raw.get("model_type")
-    if architecture not in ARCHITECTURES:
+    if architecture not in FAMILIES:
         raise ValueError(
-            f"architecture {architecture!r} is not known; known: {', '.join(sorted(ARCHITECTURES))}"
+            f"architecture {architecture!r} is not known; known: {', '.join(sorted(FAMILIES))}"
         )
     return architecture
 
 
-def _refuse_unservable(raw: dict[str, Any], hf: HfConfig) -> None:
-    if raw.get("quantization_config") or raw.get("compression_config"):
+def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> None:
+    if raw.get("compression_config"):
         raise ValueError(
-            "quantization_config: quantised checkpoints are not supported yet; use the 16-bit "
+            "compression_config: quantised checkpoints are not supported yet; use the 16-bit "
             "weights"
         )
-    if hf.sliding_window is not None:  # None too where Qwen's use_sliding_window is false
+    if raw.get("quantization_config"):
+        check_quantization(raw["quantization_config"])
+    # None too where Qwen's use_sliding_window is false
+    if hf.sliding_window is not None and not family.has_windows:
         raise ValueError(
             f"sliding_window={hf.sliding_window} is not supported yet: attention would see tokens "
             "that the model must not; where the model was trained without a window, set it to "
             "null in config.json"
         )
-    if set(hf.layer_types or ()) - {"full_attention"}:
+    known = {"full_attention", *(["sliding_attention"] if family.has_windows else [])}
+    if set(hf.layer_types or ()) - known:
         raise ValueError(
-            f"layer_types {sorted(set(hf.layer_types or ()))}: only full_attention is supported"
+            f"layer_types {sorted(set(hf.layer_types or ()))}: only {', '.join(sorted(known))} is "
+            "supported"
         )
-    if hf.hidden_act != "silu":
-        raise ValueError(f"hidden_act={hf.hidden_act!r} is not supported: only 'silu' is")
+    if hf.hidden_act not in family.activations:
+        raise ValueError(
+            f"hidden_act={hf.hidden_act!r} is not supported: only "
+            f"{' and '.join(map(repr, family.activations))} is"
+        )
     if hf.num_attention_heads % hf.num_kv_heads:
         raise ValueError(
             f"num_attention_heads={hf.num_attention_heads} is no multiple of "
@@ -174,10 +201,9 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig) -> None:
 def _spec(
     architecture: str, hf: HfConfig, eos_token_ids: tuple[int, ...], weights: str
 ) -> ModelSpec:
-    family = ARCHITECTURES[architecture]
     return ModelSpec(
         architecture=architecture,
-        family=family,
+        family=FAMILIES[architecture].model_type,
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_heads=hf.num_attention_heads,
@@ -189,14 +215,28 @@ def _spec(
         rms_eps=hf.rms_norm_eps,
         rope=_rope(hf),
         tie_embeddings=hf.tie_word_embeddings,
-        qkv_bias=hf.attention_bias or family == "qwen2",
+        qkv_bias=hf.attention_bias,
         o_bias=hf.attention_bias,
         mlp_bias=hf.mlp_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=False,
         dtype=_dtype(hf.dtype),
         eos_token_ids=eos_token_ids,
         weights=weights,
+        activation=ACTIVATIONS[hf.hidden_act],
+        attention_scale=None
+        if hf.query_pre_attn_scalar is None
+        else hf.query_pre_attn_scalar**-0.5,
+        windows=_windows(hf),
+        attention_soft_cap=hf.attn_logit_softcapping,
+        logit_soft_cap=hf.final_logit_softcapping,
     )
+
+
+def _windows(hf: HfConfig) -> tuple[int | None, ...]:
+    if hf.sliding_window is None:
+        return ()
+    kinds = hf.layer_types or ["sliding_attention"] * hf.num_hidden_layers
+    return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _head_dim(hf: HfConfig) -> int:

@@ -7,6 +7,7 @@ load_format="dummy".
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 
@@ -22,18 +23,46 @@ SUM_STD = (4 * ((1 << 32) - 1) / 12) ** 0.5  # of the sum of four uniform intege
 SUM_MEAN = 2 * 65535
 
 
-def fill_normal(target: torch.Tensor, std: float, key: str) -> None:
-    """Fill the contiguous `target` in place with nearly normal numbers (four uniforms summed) of
-    the given std."""
+def fill_normal(
+    target: torch.Tensor,
+    std: float,
+    key: str,
+    first: Sequence[int] = (),
+    whole: Sequence[int] = (),
+) -> None:
+    """Fill `target`, whose rows are contiguous, in place with nearly normal numbers (four uniforms
+    summed) of the given std. first, whole: where it begins in a tensor of this shape, whose numbers
+    it gets; () if it is all of it.
+    """
     start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
-    flat = target.view(-1)
+    if tuple(whole) == tuple(target.shape):
+        whole = ()
+    flat = target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
     chunk = CPU_CHUNK if target.device.type == "cpu" else DEVICE_CHUNK
     for begin in range(0, flat.numel(), chunk):
         piece = flat[begin : begin + chunk]
-        bits = _splitmix64(start, torch.arange(begin, begin + piece.numel(), device=target.device))
+        index = torch.arange(begin, begin + piece.numel(), device=target.device)
+        if whole:
+            index = _index_in_whole(index, target.shape, first, whole)
+        bits = _splitmix64(start, index)
         sums = sum((bits >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
         assert isinstance(sums, torch.Tensor)
         piece.copy_((sums - SUM_MEAN).float() * (std / SUM_STD))
+    if not target.is_contiguous():
+        target.copy_(flat.view(target.shape))
+
+
+def _index_in_whole(
+    index: torch.Tensor, shape: Sequence[int], first: Sequence[int], whole: Sequence[int]
+) -> torch.Tensor:
+    """Of elements of a window, their places in the flat tensor that it is of."""
+    found = torch.zeros_like(index)
+    stride = 1
+    for axis in reversed(range(len(shape))):
+        found += (index % shape[axis] + first[axis]) * stride
+        index = index // shape[axis]
+        stride *= whole[axis]
+    return found
 
 
 def _splitmix64(start: int, index: torch.Tensor) -> torch.Tensor:

@@ -5,42 +5,24 @@ transformers' own classes would do, but importing them takes seconds of every st
 the two. Knows what a configuration says, not what can be served (models/config.py).
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-# What config.json may leave out, where a family differs from the fields' defaults below.
-FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
-    "llama": {"eos_token_id": 2},
-    "mistral": {
-        "eos_token_id": 2,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "max_position_embeddings": 4096 * 32,
-        "sliding_window": 4096,
-    },
-    "qwen2": {
-        "num_key_value_heads": 32,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-    },
-    "qwen3": {
-        "num_key_value_heads": 32,
-        "head_dim": 128,
-        "intermediate_size": 22016,
-        "vocab_size": 151936,
-        "max_position_embeddings": 32768,
-        "sliding_window": 4096,
-    },
-}
 # Newer name <- older names, which lose.
 RENAMED = {"dtype": "torch_dtype", "rope_parameters": "rope_scaling"}
 
 
 # Where null is not the same as nothing: it switches a family's default off.
-NULLABLE = ("num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")
+NULLABLE = (
+    "num_key_value_heads",
+    "head_dim",
+    "sliding_window",
+    "eos_token_id",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
 
 
 class RopeParameters(BaseModel):
@@ -79,6 +61,9 @@ class HfConfig(BaseModel):
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
     layer_types: list[str] | None = None
+    query_pre_attn_scalar: float | None = None
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     dtype: str | None = None
     eos_token_id: int | list[int] | None = None
 
@@ -87,18 +72,20 @@ class HfConfig(BaseModel):
         return self.num_key_value_heads or self.num_attention_heads
 
 
-def read_hf_config(raw: dict[str, Any], family: str) -> HfConfig:
-    """The configuration of a `family` in FAMILY_DEFAULTS from config.json's content; ValueError
-    names a bad field."""
+def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, Any]) -> HfConfig:
+    """The configuration of a `family` with these defaults (models/families.py) from config.json's
+    content; ValueError names a bad field."""
     values = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
     for new, old in RENAMED.items():
         if old in values:
             values.setdefault(new, values[old])
+    if "hidden_activation" in values:
+        values["hidden_act"] = values["hidden_activation"]
     values["rope_parameters"] = _rope_parameters(values)
     if family.startswith("qwen") and not values.get("use_sliding_window"):
         values["sliding_window"] = None
     try:
-        return HfConfig(**FAMILY_DEFAULTS[family] | values)
+        return HfConfig(**{**defaults, **values})
     except ValidationError as error:
         raise ValueError(f"not a valid {family} configuration: {error}") from error
 

@@ -6,7 +6,9 @@ Called by `engine.components`.
 """
 
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -15,7 +17,7 @@ from tqdm import tqdm
 from pdserve.kernels.ops import Ops
 from pdserve.models.checkpoint import LoadFormat, resolve_folder, weight_files
 from pdserve.models.config import ModelSpec
-from pdserve.models.registry import BUILDERS, CausalLM
+from pdserve.models.registry import CausalLM, builder_of
 from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
@@ -45,21 +47,42 @@ def load_model(
     ValueError names the tensors that are missing, unexpected, or of another shape than config.json
     says. report: is called after each tensor.
     """
-    model = BUILDERS[spec.architecture](spec, dtype, device, ops, dims or ParallelDims())
+    model = builder_of(spec)(spec, dtype, device, ops, dims or ParallelDims())
     tell = report or (lambda done, total: None)
     if load_format == "dummy":
         _draw(model.weights, seed, tell)
     else:
         _fill(model.weights, weight_files(resolve_folder(path, load_format)), tell)
+    model.weights.finish()
     return model
 
 
+class _Tensor:
+    """models.weights.Source: of an open file. num_bytes: of all of it, once it was read."""
+
+    def __init__(self, file: Any, name: str) -> None:
+        self._file = file
+        self._name = name
+        self._slice = file.get_slice(name)
+        self.shape = tuple(self._slice.get_shape())
+        self.num_bytes = 0
+
+    def read(self, window: tuple[slice, ...]) -> torch.Tensor:
+        """Without a copy if it is all of it."""
+        if all(part == slice(0, n) for part, n in zip(window, self.shape, strict=True)):
+            tensor = self._file.get_tensor(self._name)
+        else:
+            tensor = self._slice[window]
+        self.num_bytes = prod(self.shape) * tensor.itemsize
+        return tensor
+
+
 def _draw(weights: WeightSet, seed: int, report: Report) -> None:
-    total = sum(weight.data.nbytes for weight in weights.all)
+    total = sum(weight.num_bytes for weight in weights.all)
     done = 0
     for weight in weights.all:
         weight.draw(seed)
-        done += weight.data.nbytes
+        done += weight.num_bytes
         report(done, total)
 
 
@@ -72,11 +95,11 @@ def _fill(weights: WeightSet, files: list[Path], report: Report) -> None:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 (safe_open is no mapping)
                 if name in weights.by_name:
-                    tensor = tensors.get_tensor(name)
-                    weights.by_name[name].load(name, tensor)
-                    done += tensor.nbytes
+                    source = _Tensor(tensors, name)
+                    weights.by_name[name].load(name, source)
+                    done += source.num_bytes
                     report(done, total)
-                elif not name.endswith(HARMLESS):
+                elif not name.endswith(HARMLESS) and not name.startswith(weights.elsewhere):
                     unused.append(name)
     if unused:
         raise ValueError(

@@ -1,37 +1,56 @@
-"""Which class computes which architecture, and what the engine may ask of any model.
+"""What the engine may ask of any model, and which class computes which.
 
-A new family is one file and one line here (and one in models/config.py, which reads its
-configuration). Called by models/loader.py.
+Knows the rows of models/families.py. Called by models/loader.py.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
+from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.linear.ops import Stream
 from pdserve.kernels.ops import Ops
 from pdserve.models.config import ModelSpec
-from pdserve.models.llama import Attend, Llama
+from pdserve.models.families import FAMILIES
+from pdserve.models.step_context import StepContext
 from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 
 class CausalLM(Protocol):
-    """A decoder-only language model; shapes in models/llama.py."""
+    """A decoder-only language model, or a rank's share of one: of its layers a stage may hold some,
+    and the first and last stage the two ends. attention: how each of its layers attends, this
+    rank's heads. T rows, N of which get logits; both are left as they are: where Ops wants padded
+    rows (CPU), the caller pads.
+    """
 
     spec: ModelSpec
     weights: WeightSet
+    attention: tuple[AttentionSpec, ...]
 
-    def forward(self, input_ids: torch.Tensor, attend: Attend) -> torch.Tensor: ...
+    def embed(self, ids: Tensor, step: StepContext) -> Stream:
+        """`ids [T]` -> `[T, hidden]`."""
+        ...
 
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+    def forward(self, stream: Stream, step: StepContext) -> Stream:
+        """Through all layers; the stream that is given may be overwritten."""
+        ...
+
+    def hidden(self, stream: Stream) -> Tensor:
+        """`[T, hidden]` after the last norm."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype."""
+        ...
 
 
 Builder = Callable[[ModelSpec, torch.dtype, torch.device, Ops, ParallelDims], CausalLM]
 
-BUILDERS: dict[str, Builder] = {
-    "LlamaForCausalLM": Llama,
-    "MistralForCausalLM": Llama,
-    "Qwen2ForCausalLM": Llama,
-    "Qwen3ForCausalLM": Llama,
-}
+
+def builder_of(spec: ModelSpec) -> Builder:
+    module, name = FAMILIES[spec.architecture].builder.split(":")
+    return getattr(import_module(f"pdserve.models.{module}"), name)

@@ -1,89 +1,213 @@
-"""Parameters that know how to fill themselves: from checkpoint tensors, or at random.
+"""Parameters that know how to fill themselves: from slices of checkpoint tensors, or at random.
 
-A Weight is one tensor made of one or more checkpoint tensors stacked along axis 0 (q, k, v; gate,
-up), so fused matrices need no special case in the loader (nano-vllm's idea). WeightSet owns all
-weights of a model. Knows no files and no architecture; models/llama.py declares weights,
-models/loader.py fills them.
+A Weight is a set of named tensors made of one or more checkpoint modules stacked along their rows
+(q, k, v; gate, up), so fused matrices need no special case in the loader (nano-vllm's idea). It
+knows what of each a rank holds. WeightSet owns all weights of a model. Knows no files and no
+architecture; models/layers declares weights, models/loader.py fills them.
 """
 
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
+from pdserve.kernels.linear.matrix import WHOLE, Shard
+from pdserve.kernels.linear.schemes.scheme import TensorSpec
 from pdserve.models.dummy import fill_normal
 
-Init = Literal["matrix", "bias", "ones"]
+Init = Literal["matrix", "bias", "ones", "zeros"]
 BIAS_STD = 0.02
 
 
+class Source(Protocol):
+    """A checkpoint tensor that is not read yet."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self, window: tuple[slice, ...]) -> Tensor:
+        """This part of it."""
+        ...
+
+
+@dataclass(frozen=True)
+class Part:
+    """A module of the checkpoint that a weight holds: of its `rows` the rank has part `index` of
+    `count` equal ones."""
+
+    module: str
+    rows: int
+    index: int = 0
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        if self.rows % self.count:
+            raise ValueError(
+                f"{self.module} has {self.rows} rows, which {self.count} ranks cannot share: "
+                "choose a degree of tensor parallelism that divides them"
+            )
+
+    @property
+    def num_held(self) -> int:
+        return self.rows // self.count
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where one checkpoint tensor goes: target is a view of a weight's tensor, which takes `window`
+    of a tensor of this shape."""
+
+    target: Tensor
+    shape: tuple[int, ...]
+    window: tuple[slice, ...]
+    init: Init
+
+
 class Weight:
-    """One parameter, `data [sum of rows, *columns]`; `parts`: checkpoint name -> rows, in order of
-    stacking."""
+    """tensors: what it holds, by the checkpoint's name after the module's. parts: stacked in this
+    order. shard: whether the rank has all columns of them. finish: called with the tensors when
+    all are there; afterwards the weight keeps none of them."""
 
     def __init__(
         self,
-        parts: dict[str, int],
-        columns: tuple[int, ...],
-        init: Init,
-        dtype: torch.dtype,
+        parts: Sequence[Part],
+        specs: Mapping[str, TensorSpec],
+        inits: Mapping[str, Init],
         device: torch.device,
+        finish: Callable[[Mapping[str, Tensor]], None],
+        shard: Shard = WHOLE,
     ) -> None:
-        self.data = torch.empty(sum(parts.values()), *columns, dtype=dtype, device=device)
-        self.missing = set(parts)
-        self._init = init
-        self._slices = dict(zip(parts, self.data.split(list(parts.values())), strict=True))
+        self.tensors = {
+            name: torch.empty(_held(spec, len(parts)), dtype=spec.dtype, device=device)
+            for name, spec in specs.items()
+        }
+        self._finish = finish
+        self._places: dict[str, _Place] = {}
+        num_held = sum(part.num_held for part in parts)
+        first = 0
+        for index, part in enumerate(parts):
+            for name, spec in specs.items():
+                place = _place(
+                    self.tensors[name], spec, inits[name], part, index, first, num_held, shard
+                )
+                self._places[f"{part.module}.{name}"] = place
+            first += part.num_held
+        self.missing = set(self._places)
 
-    def part(self, name: str) -> torch.Tensor:
-        """The rows (a view of `data`) that the checkpoint tensor `name` fills."""
-        return self._slices[name]
+    @property
+    def names(self) -> list[str]:
+        """Of the checkpoint tensors that it takes."""
+        return list(self._places)
 
-    def load(self, name: str, tensor: torch.Tensor) -> None:
-        """Copy checkpoint tensor `name` into its rows, converting dtype; ValueError on a wrong
-        shape or integers"""
-        target = self.part(name)
-        if tensor.shape != target.shape:
+    def load(self, name: str, source: Source) -> None:
+        """Read what the rank holds of checkpoint tensor `name`, converting floating dtypes;
+        ValueError on a wrong shape or dtype."""
+        place = self._places[name]
+        if source.shape != place.shape:
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)} in the checkpoint; config.json says "
-                f"{list(target.shape)}"
+                f"{name} has shape {list(source.shape)} in the checkpoint; config.json says "
+                f"{list(place.shape)}"
             )
-        if not tensor.is_floating_point() or tensor.itemsize < 2:
+        tensor = source.read(place.window)
+        if not _fits(tensor.dtype, place.target.dtype):
             raise ValueError(
                 f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet"
+                if place.target.is_floating_point()
+                else f"{name} is {tensor.dtype}, not {place.target.dtype} as its scheme says"
             )
-        target.copy_(tensor)
+        place.target.copy_(tensor)
         self.missing.discard(name)
 
     def draw(self, seed: int) -> None:
         """Random values under which activations keep their scale through any number of layers
-        (norms are ones)."""
-        for name, target in self._slices.items():
-            if self._init == "ones":
-                target.fill_(1.0)
-            else:
-                fill_normal(
-                    target,
-                    BIAS_STD if self._init == "bias" else target.shape[-1] ** -0.5,
-                    f"{seed}/{name}",
+        (norms scale by one); those of a rank are a part of the whole model's. ValueError for
+        tensors that are no floating numbers."""
+        for name, place in self._places.items():
+            if not place.target.is_floating_point():
+                raise ValueError(
+                    f"{name} is {place.target.dtype}: load_format 'dummy' draws floating weights "
+                    "alone; use a checkpoint"
                 )
+            if place.init in ("ones", "zeros"):
+                place.target.fill_(float(place.init == "ones"))
+            else:
+                std = BIAS_STD if place.init == "bias" else place.shape[-1] ** -0.5
+                first = [window.start for window in place.window]
+                fill_normal(place.target, std, f"{seed}/{name}", first, place.shape)
         self.missing.clear()
+
+    def finish(self) -> None:
+        self._finish(self.tensors)
+        self.tensors = {}
+        self._places = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class WeightSet:
-    """All weights of one model; `by_name` finds the one that holds a checkpoint tensor."""
+    """All weights of one rank's model; `by_name` finds the one that holds a checkpoint tensor.
+    elsewhere: beginnings of the names of those that other ranks hold."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype
         self.device = device
         self.all: list[Weight] = []
         self.by_name: dict[str, Weight] = {}
+        self.elsewhere: tuple[str, ...] = ()
 
-    def add(self, parts: dict[str, int], *columns: int, init: Init = "matrix") -> Weight:
-        """A new, unfilled weight `[sum of rows, *columns]`."""
-        weight = Weight(parts, columns, init, self.dtype, self.device)
+    def add(self, weight: Weight) -> None:
         self.all.append(weight)
-        self.by_name.update(dict.fromkeys(parts, weight))
-        return weight
+        self.by_name.update(dict.fromkeys(weight.names, weight))
 
     def missing(self) -> list[str]:
         """Checkpoint names not loaded so far, sorted."""
         return sorted(name for weight in self.all for name in weight.missing)
+
+    def finish(self) -> None:
+        """All are filled: the model may be used."""
+        for weight in self.all:
+            weight.finish()
+
+
+def _held(spec: TensorSpec, num_parts: int) -> tuple[int, ...]:
+    return spec.shape if spec.out_axis is not None else (num_parts, *spec.shape)
+
+
+def _place(
+    tensor: Tensor,
+    spec: TensorSpec,
+    init: Init,
+    part: Part,
+    index: int,
+    first: int,
+    num_held: int,
+    shard: Shard,
+) -> _Place:
+    """first: rows of the weight before this part, of num_held in all. A tensor may have fewer or
+    more rows than the matrix (packed numbers, scales of groups): in proportion."""
+    shape = list(spec.shape)
+    window = [slice(0, size) for size in shape]
+    if spec.out_axis is None:
+        target = tensor[index]
+    else:
+        size = shape[spec.out_axis]
+        begin, end = (row * size // num_held for row in (first, first + part.num_held))
+        target = tensor.narrow(spec.out_axis, begin, end - begin)
+        held = end - begin
+        shape[spec.out_axis] = held * part.count
+        window[spec.out_axis] = slice(part.index * held, (part.index + 1) * held)
+    if shard.axis == "in" and spec.in_axis is not None:
+        held = shape[spec.in_axis]
+        shape[spec.in_axis] = held * shard.count
+        window[spec.in_axis] = slice(shard.index * held, (shard.index + 1) * held)
+    return _Place(target, tuple(shape), tuple(window), init)
+
+
+def _fits(given: torch.dtype, wanted: torch.dtype) -> bool:
+    if wanted.is_floating_point and wanted.itemsize >= 2:
+        return given.is_floating_point and given.itemsize >= 2
+    return given == wanted

@@ -2,6 +2,7 @@
 medians."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,7 +20,8 @@ from benchmarks.engine.eager_host import (
     parse,
     stair,
 )
-from pdserve.kernels import torch_ops
+from pdserve.kernels.attention.spec import Paged, Prefills
+from pdserve.kernels.ops import TORCH
 
 TINY = LLAMA_8B.model_copy(
     update={
@@ -67,29 +69,36 @@ def test_wrong_arguments(
 
 
 class Spy:
-    """The reference's ops; notes what attention was given."""
+    """The reference's attention; notes what it was given."""
+
+    warm_prefill = staticmethod(TORCH.attention.warm_prefill)
 
     def __init__(self) -> None:
         self.decodes: list[tuple[int, list[int], int]] = []
         self.prefills: list[tuple[int, list[int], list[int], int]] = []
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch_ops, name)
+    def decode(
+        self, q: torch.Tensor, kv: torch.Tensor, paged: Paged, spec: Any, out: Any = None
+    ) -> torch.Tensor:
+        self.decodes.append((len(q), paged.context_lens.tolist(), paged.longest))
+        return TORCH.attention.decode(q, kv, paged, spec, out)
 
-    def fresh_prefill_pays(self, *_: Any) -> bool:
-        return False
-
-    def paged_decode(
-        self, q: torch.Tensor, kv: Any, tables: Any, rows: Any, lens: torch.Tensor, *more: Any
-    ) -> Any:
-        self.decodes.append((len(q), lens.tolist(), more[1]))
-        return torch_ops.paged_decode(q, kv, tables, rows, lens, *more)
-
-    def paged_prefill(self, q: torch.Tensor, kv: Any, tables: torch.Tensor, *more: Any) -> Any:
-        _, context_lens, starts, longest, *_ = more
-        assert tables.shape[1] * kv.shape[3] >= longest, "a table too short for the chunk"
-        self.prefills.append((len(q), context_lens.tolist(), starts.tolist(), longest))
-        return torch_ops.paged_prefill(q, kv, tables, *more)
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        kv: torch.Tensor,
+        prefills: Prefills,
+        spec: Any,
+        out: Any = None,
+    ) -> torch.Tensor:
+        longest = prefills.max_query_len
+        paged = prefills.paged
+        assert paged.tables.shape[1] * kv.shape[3] >= longest, "a table too short for the chunk"
+        starts = prefills.query_starts.tolist()
+        self.prefills.append((len(q), paged.context_lens.tolist(), starts, longest))
+        return TORCH.attention.prefill(q, k, v, kv, prefills, spec, out)
 
 
 @pytest.mark.parametrize(
@@ -97,11 +106,11 @@ class Spy:
 )
 def test_a_step_has_the_rows_of_its_case(case: eager_host.Case) -> None:
     num_decodes, prompts = case
-    ops: Any = Spy()
-    Step(TINY, ops, CPU).forward(*case)()
+    spy = Spy()
+    Step(TINY, replace(TORCH, attention=spy), CPU).forward(*case)()
     starts = [sum(prompts[:i]) for i in range(len(prompts) + 1)]
-    assert ops.prefills == [(sum(prompts), list(prompts), starts, max(prompts))] * TINY.num_layers
-    assert ops.decodes == (
+    assert spy.prefills == [(sum(prompts), list(prompts), starts, max(prompts))] * TINY.num_layers
+    assert spy.decodes == (
         [(num_decodes, [1000] * num_decodes, 1000)] * TINY.num_layers if num_decodes else []
     )
 

@@ -305,13 +305,13 @@ def test_blocks_are_copied_with_contiguous_ids(
     block."""
     engine = make_engine(tiny_llama)
     calls: list[tuple[torch.Tensor, torch.Tensor]] = []
-    copy = local(engine).runner.ops.copy_blocks
+    copy = local(engine).runner.ops.kv.copy_blocks
 
     def spy(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> None:
         calls.append((src, dst))
         copy(pool, src, dst)
 
-    monkeypatch.setattr(local(engine).runner.ops, "copy_blocks", spy)
+    monkeypatch.setattr(local(engine).runner.ops.kv, "copy_blocks", spy)
     driver = Driver(engine)
     for i in range(2):
         driver.add(prompt_of(20, i), SAMPLED)

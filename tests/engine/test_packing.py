@@ -22,7 +22,7 @@ from pdserve.engine.stepping.packing import (
     unpack,
 )
 from pdserve.engine.stepping.work import StepShape
-from pdserve.kernels import torch_ops
+from pdserve.kernels.batch.reference import gather_inputs, update_tables
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
 
@@ -118,14 +118,12 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(
     last_token = torch.arange(NUM_SLOTS + 1).int()
     changes = table_changes(plan.chunks)
     assert changes is not None
-    torch_ops.update_tables(tables, torch.from_numpy(changes))
+    update_tables(tables, torch.from_numpy(changes))
     arrays = padded(plan, more_rows).arrays
     given_ids, positions, slots = map(
         torch.from_numpy, (arrays.ids, arrays.positions, arrays.slots)
     )
-    ids, slot_mapping = torch_ops.gather_inputs(
-        given_ids, positions, slots, last_token, tables, BLOCK_SIZE
-    )
+    ids, slot_mapping = gather_inputs(given_ids, positions, slots, last_token, tables, BLOCK_SIZE)
     row = 0
     for seq, count in ordered(plan):
         for position in range(seq.num_computed - count, seq.num_computed):

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from engine.harness import local, logprob_of
+from engine.harness import logprob_of
 from support.tiny_models import FAMILIES, make_tiny
 
 from pdserve.engine import components
@@ -229,11 +229,18 @@ def test_a_wrong_input_shows(
     assert tokens(generate(llm)) != expected(folder)
 
 
-def test_a_wrong_scale_shows(folder_of: Callable[[str], Path]) -> None:
+def test_a_wrong_scale_shows(
+    folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = folder_of("llama3")
-    llm = make_llm(folder)
-    local(llm.engine).runner.scale *= 1.03
-    assert tokens(generate(llm)) != expected(folder)
+
+    def wrong(*args: Any) -> Any:
+        spec = engine_read_spec(*args)
+        return spec.model_copy(update={"attention_scale": 1.03 * spec.head_dim**-0.5})
+
+    engine_read_spec = components.read_spec
+    monkeypatch.setattr(components, "read_spec", wrong)
+    assert tokens(generate(make_llm(folder))) != expected(folder)
 
 
 def test_a_wrong_rope_theta_shows(

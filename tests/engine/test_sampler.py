@@ -23,8 +23,8 @@ from pdserve.engine.sampling.rules.slot_edits import SlotEdits
 from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.sampling.staged_rows import Arrays
-from pdserve.kernels import torch_ops
-from pdserve.kernels.ops import Ops, ops_for
+from pdserve.kernels.ops import TORCH, Ops, ops_for
+from pdserve.kernels.sampling import reference
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.sampling_params import MAX_LOGIT_BIAS, MAX_SEED, SamplingParams
 
@@ -37,7 +37,7 @@ def logits_of(num_rows: int = 1, seed: int = 0, vocab: int = VOCAB) -> torch.Ten
 
 
 def sampler_of(
-    vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = torch_ops, device: str = "cpu"
+    vocab: int = VOCAB, max_num_seqs: int = 16, ops: Ops = TORCH, device: str = "cpu"
 ) -> WholeSampler:
     return WholeSampler(vocab, max_num_seqs, ops, device)
 
@@ -88,7 +88,7 @@ def distribution(logits: torch.Tensor, params: SamplingParams) -> torch.Tensor:
     if "top_k" in staged:
         names = ("temperature", "top_k", "top_p", "min_p")
         value, last = (
-            x[:, None] for x in torch_ops.cut_tokens(logits, *(staged[name] for name in names))
+            x[:, None] for x in reference.cut_tokens(logits, *(staged[name] for name in names))
         )
         outside = (logits < value) | ((logits == value) & (torch.arange(logits.shape[-1]) > last))
         scaled = scaled.masked_fill(outside, -math.inf)
@@ -321,8 +321,8 @@ def test_alternatives_are_looked_up_in_bounded_parts(monkeypatch: pytest.MonkeyP
         seen.append(len(logits) * num_top)
         return token_logprobs(logits, tokens, num_top)
 
-    token_logprobs = torch_ops.token_logprobs
-    monkeypatch.setattr(torch_ops, "token_logprobs", spy)
+    token_logprobs = reference.token_logprobs
+    monkeypatch.setattr(reference, "token_logprobs", spy)
     assert score(sampler_of(), logits_of(9), [3] * 9, 4).fetch() == whole
     assert len(seen) == 5 and max(seen) <= 10
 

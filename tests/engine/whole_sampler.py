@@ -9,8 +9,7 @@ from pdserve.engine.sampling.sample_row import SampleRow
 from pdserve.engine.sampling.sampled_tokens import SampledTokens
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.sampling.staged_rows import StagedRows
-from pdserve.kernels import torch_ops
-from pdserve.kernels.ops import Ops
+from pdserve.kernels.ops import TORCH, Ops
 
 
 class WholeSampler:
@@ -18,7 +17,7 @@ class WholeSampler:
         self,
         vocab_size: int,
         num_slots: int,
-        ops: Ops = torch_ops,
+        ops: Ops = TORCH,
         device: str = "cpu",
         num_eos: int = 2,
         more: Rules = (),

@@ -13,6 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pdserve.kernels.attention.ops import AttentionOps
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+
 NO_BLOCK = -(2**20)  # table entries past the context: following one is a wild read
 
 
@@ -34,31 +37,40 @@ class PagedProblem:
     scale: float
     keys: list[Tensor]
     values: list[Tensor]
+    window: int | None = None
+    soft_cap: float | None = None
 
     @property
     def query_lens(self) -> list[int]:
         return self.query_starts.diff().tolist()
 
     @property
-    def decode_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, float, int]:
-        lens = self.context_lens
-        return (
-            self.q,
-            self.kv,
-            self.block_tables,
-            self.table_rows,
-            lens,
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(
+            self.q.shape[1],
+            self.kv.shape[1],
+            self.q.shape[2],
             self.scale,
-            int(lens.max()),
+            self.window,
+            self.soft_cap,
         )
 
     @property
-    def prefill_args(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float]:
-        tables = self.block_tables
-        rows = self.table_rows
-        starts = self.query_starts
-        longest = self.max_query_len
-        return self.q, self.kv, tables, rows, self.context_lens, starts, longest, self.scale
+    def paged(self) -> Paged:
+        longest = int(self.context_lens.max())
+        return Paged(self.block_tables, self.table_rows, self.context_lens, longest)
+
+    @property
+    def prefills(self) -> Prefills:
+        return Prefills(self.paged, self.query_starts, self.max_query_len)
+
+    def decode(self, ops: AttentionOps, out: Tensor | None = None) -> Tensor:
+        return ops.decode(self.q, self.kv, self.paged, self.spec, out)
+
+    def prefill(self, ops: AttentionOps, out: Tensor | None = None) -> Tensor:
+        """By the paged kernel: no k and v of the step are known."""
+        none = self.q[:0]
+        return ops.prefill(self.q, none, none, self.kv, self.prefills, self.spec, out)
 
     def make_all_scores(self, score: float) -> None:
         """Sets every query and key so that each seen score is exactly `score`, an integer: outputs
@@ -82,8 +94,14 @@ class PagedProblem:
             k = k.repeat_interleave(group, 0)
             v = v.repeat_interleave(group, 0)
             positions = torch.arange(len(keys), device=q.device)
-            future = positions > positions[-q.shape[1] :, None]
-            scores = (q @ k.transpose(1, 2) * self.scale).masked_fill(future, float("-inf"))
+            own = positions[-q.shape[1] :, None]
+            hidden = positions > own
+            if self.window is not None:
+                hidden |= positions <= own - self.window
+            scores = q @ k.transpose(1, 2) * self.scale
+            if self.soft_cap is not None:
+                scores = torch.tanh(scores / self.soft_cap) * self.soft_cap
+            scores = scores.masked_fill(hidden, float("-inf"))
             out[rows] = (scores.softmax(-1) @ v).transpose(0, 1)
         return out
 

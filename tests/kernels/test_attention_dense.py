@@ -2,15 +2,17 @@
 shapes are taken, and how the parts of a chunk behind other rows are gathered and joined.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from attention_problem import PagedProblem, paged_problem
 from torch import Tensor
 
-from pdserve.kernels import torch_ops, triton_ops
-from pdserve.kernels.attention import dense
+from pdserve.kernels.attention import dense, reference, triton_ops
 from pdserve.kernels.attention.join import launch_join_attention
 from pdserve.kernels.kv.cache_rows import launch_gather_kv
+from pdserve.kernels.kv.reference import gather_kv
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -37,7 +39,7 @@ def test_fresh_prompts(lens: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -
     for x in (q, k, v):
         x[sum(lens) - lens[-1] :] = float("nan")
     out = dense.fresh_prefill(q, k, v, lens, 0.125)
-    twin = torch_ops.fresh_prefill(q, k, v, lens, 0.125)
+    twin = reference.fresh_prefill(q, k, v, lens, 0.125)
     torch.testing.assert_close(out, twin, atol=2e-3 if ON_GPU else 1e-6, rtol=0, equal_nan=True)
     dense.deal.cache_clear()
 
@@ -49,22 +51,19 @@ def test_fresh_prompts_that_do_not_pay() -> None:
     assert deal((multiple,)) == deal((4096, 16)) == deal((4097,)) == ()
     assert [part[1:] for part in deal((2048,) * 7)] == [(4, 2048), (2, 2048), (1, 2048)]
     assert deal((2048, 8192)) == ((0, 1, 2048), (2048, 1, 8192))
-    assert not triton_ops.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
-    assert not torch_ops.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
+    assert not dense.fresh_prefill_pays(*fresh_problem((2048,)), (2048,))
 
 
 @pytest.mark.gpu
 def test_warmed_fresh_prompts() -> None:
     q, k, v = fresh_problem((7168,), (8, 2), torch.bfloat16)
-    triton_ops.warm_dense_prefill(q, k, v, 0.125)
+    dense.warm_dense_prefill(q, k, v, 0.125)
     for lens in ((7168,), (1024, 1024, 1024, 2048), (2048, 2048)):
         q, k, v = fresh_problem(lens, (8, 2), torch.bfloat16)
-        assert triton_ops.fresh_prefill_pays(q, k, v, lens)
-        out, twin = (ops.fresh_prefill(q, k, v, lens, 0.125) for ops in (triton_ops, torch_ops))
+        assert dense.fresh_prefill_pays(q, k, v, lens)
+        out, twin = (ops.fresh_prefill(q, k, v, lens, 0.125) for ops in (dense, reference))
         torch.testing.assert_close(out, twin, atol=2e-2, rtol=0)
-    assert not triton_ops.fresh_prefill_pays(
-        *fresh_problem((8192,), (8, 2), torch.bfloat16), (8192,)
-    )
+    assert not dense.fresh_prefill_pays(*fresh_problem((8192,), (8, 2), torch.bfloat16), (8192,))
 
 
 @pytest.mark.parametrize("block_size,head_dim", [(16, 64), (64, 40), (128, 128)])
@@ -72,7 +71,7 @@ def test_gather_kv(block_size: int, head_dim: int) -> None:
     problem = paged_problem((4, 2), head_dim, block_size, DTYPE, [600, 512], device=DEVICE)
     args = problem.kv, problem.block_tables, problem.table_rows[1:], 128, 256
     gathered = launch_gather_kv(*args)
-    assert torch.equal(gathered, torch_ops.gather_kv(*args))
+    assert torch.equal(gathered, gather_kv(*args))
     assert torch.equal(gathered[0], problem.keys[1][128:384]) and torch.equal(
         gathered[1], problem.values[1][128:384]
     )
@@ -83,12 +82,12 @@ def test_join_attention(head_dim: int) -> None:
     """Of keys dealt to two; log-sum-exps far apart and equal."""
     q, k, v = torch.randn(3, 30, 6, head_dim, device=DEVICE).to(DTYPE).unbind()
     q[7] *= 50
-    want, want_lse = torch_ops.dense_attention(1, q, k, v, False, 0.125)
+    want, want_lse = reference.dense_attention(1, q, k, v, False, 0.125)
     parts = [
-        torch_ops.dense_attention(1, q, k[rows], v[rows], False, 0.125)
+        reference.dense_attention(1, q, k[rows], v[rows], False, 0.125)
         for rows in (slice(11), slice(11, 30))
     ]
-    twin, twin_lse = torch_ops.join_attention(*parts[0], *parts[1])
+    twin, twin_lse = reference.join_attention(*parts[0], *parts[1])
     joined = torch.empty_like(want)
     launch_join_attention(*parts[0], *parts[1], joined)
     tolerance = max(TOLERANCE, 1e-4)  # scores of hundreds keep four decimals
@@ -118,8 +117,8 @@ def run_chunk(
     problem: PagedProblem, rows: tuple[Tensor, Tensor, Tensor], prefix: int
 ) -> tuple[Tensor, Tensor]:
     """By triton_ops, and the answer in float64."""
-    paged = problem.block_tables, problem.table_rows, problem.context_lens, problem.query_starts
-    out = triton_ops.chunk_prefill(*rows, problem.kv, *paged, prefix, problem.scale)
+    prefills = replace(problem.prefills, prefix_len=prefix)
+    out = triton_ops.prefill(*rows, problem.kv, prefills, problem.spec)
     return out, problem.answer()
 
 
@@ -153,17 +152,16 @@ def test_chunks_that_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not pays(*rows, 0, 16) and not pays(*rows, 4097, 16) and not pays(*rows, 4096, 8192)
     q, k, v = rows
     assert not pays(q[:2000], k[:2000], v[:2000], 4096, 16)
-    assert not torch_ops.chunk_prefill_pays(*rows, 4096, 16)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [16, 64])
 def test_warmed_chunks(block_size: int) -> None:
     problem, rows = chunk_problem(0, 4096, torch.bfloat16, (8, 2), block_size)
-    triton_ops.warm_dense_prefill(*rows, problem.scale)
+    triton_ops.warm_prefill(*rows, problem.kv, problem.block_tables, problem.spec)
     for prefix, length in ((4096, 4096), (8192, 3000), (4096, 2048)):
         problem, rows = chunk_problem(prefix, length, torch.bfloat16, (8, 2), block_size)
-        assert triton_ops.chunk_prefill_pays(*rows, prefix, block_size)
+        assert dense.chunk_prefill_pays(*rows, prefix, block_size)
         out, answer = run_chunk(problem, rows, prefix)
         torch.testing.assert_close(out.double(), answer, atol=5e-3, rtol=2e-2)
 
@@ -171,5 +169,5 @@ def test_warmed_chunks(block_size: int) -> None:
 @pytest.mark.gpu
 def test_head_dims_that_cudnn_does_not_take_are_left_alone() -> None:
     q, k, v = torch.randn(3, 2048, 4, 72 + 1, device=DEVICE).bfloat16().unbind()
-    triton_ops.warm_dense_prefill(q, k, v, 0.125)
-    assert not triton_ops.fresh_prefill_pays(q, k, v, (2048,))
+    dense.warm_dense_prefill(q, k, v, 0.125)
+    assert not dense.fresh_prefill_pays(q, k, v, (2048,))

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels import torch_ops, triton_ops
+from pdserve.kernels.kv import reference, triton_ops
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS = 3
@@ -34,7 +34,7 @@ def test_repack(
     before = pool.clone()
     twin = pool.clone()
     triton_ops.repack(source, source_ids, pool, block_ids, skip, num_rows)
-    torch_ops.repack(source, source_ids, twin, block_ids, skip, num_rows)
+    reference.repack(source, source_ids, twin, block_ids, skip, num_rows)
     assert torch.equal(pool, twin)
     for row in (0, num_rows // 2, num_rows - 1):
         assert torch.equal(row_of(pool, block_ids, row), row_of(source, source_ids, skip + row))

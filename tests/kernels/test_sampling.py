@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels import torch_ops, triton_ops
+from pdserve.kernels.sampling import reference, triton_ops
 from pdserve.kernels.sampling.draw import gumbel, random_bits
 from pdserve.kernels.sampling.reference import IN_PROMPT
 
@@ -59,7 +59,7 @@ def test_noise_is_the_twins_up_to_rounding() -> None:
     noise_kernel[(blocks, rows)](keys, out, BLOCK=1024)
     torch.testing.assert_close(
         out,
-        torch_ops.gumbel(keys, torch.arange(blocks * 1024, device=DEVICE)),
+        reference.gumbel(keys, torch.arange(blocks * 1024, device=DEVICE)),
         atol=1e-6,
         rtol=1e-6,
     )
@@ -104,10 +104,10 @@ def check_draws(vocab: int, dtype: torch.dtype, num_rows: int, cut: bool) -> Non
     )
     logits[:, 0] = 0.5
     tokens = triton_ops.draw_tokens(logits, temperature, keys, where)
-    twins = torch_ops.draw_tokens(logits, temperature, keys, where)
+    twins = reference.draw_tokens(logits, temperature, keys, where)
     assert tokens.dtype == twins.dtype == torch.int32
     ids = torch.arange(vocab, device=DEVICE)
-    scores = logits.double() / temperature.clamp(min=1e-9)[:, None].double() + torch_ops.gumbel(
+    scores = logits.double() / temperature.clamp(min=1e-9)[:, None].double() + reference.gumbel(
         keys, ids
     )
     gap = (scores.gather(1, twins.long()[:, None]) - scores.gather(1, tokens.long()[:, None]))[:, 0]
@@ -182,7 +182,7 @@ def check_cut(logits: Tensor, settings: list[tuple[float, float, float, float]])
     counts = [min(max(top, 1), vocab) for top in tops]
     _, top_p, min_p, temperature = (floats(list(column)) for column in zip(*settings, strict=True))
     values, last = triton_ops.cut_tokens(logits, temperature, ints(counts), top_p, min_p)
-    twins = torch_ops.cut_tokens(logits, temperature, ints(counts), top_p, min_p)
+    twins = reference.cut_tokens(logits, temperature, ints(counts), top_p, min_p)
     ids = torch.arange(vocab, device=DEVICE)
     for value, end in ((values, last), twins):
         kept = (logits > value[:, None]) | ((logits == value[:, None]) & (ids <= end[:, None]))
@@ -238,7 +238,7 @@ def test_ties_at_the_cut_keep_the_lower_ids() -> None:
     logits[:, 250] = 3.0
     ones = floats([1.0, 1.0])
     off = floats([0.0, 0.0])
-    for ops in (torch_ops, triton_ops):
+    for ops in (reference, triton_ops):
         value, last = ops.cut_tokens(logits, ones, ints([3, 300]), floats([1.0, 0.09]), off)
         assert value.tolist() == [2.0, 2.0]
         # e^3 of 295 + 4 e^2 + e^3 = 344.6 is 0.058; each 2.0 adds 0.021: two are needed to reach
@@ -281,7 +281,7 @@ def check_edits(vocab: int, width: int, num_rows: int = 5) -> None:
     for row, slot in enumerate(slots.tolist()):
         for entry in range(int(counts[slot]) if slot else 0):
             answer[row, ids[slot, entry]] += values[slot, entry]
-    for apply_edits in (triton_ops.apply_edits, torch_ops.apply_edits):
+    for apply_edits in (triton_ops.apply_edits, reference.apply_edits):
         out = logits.clone()
         apply_edits(out, slots, counts, ids, values)
         assert torch.equal(out, answer)
@@ -301,7 +301,7 @@ def test_edits_of_large_vocabularies(vocab: int) -> None:
 def test_no_row_has_edits() -> None:
     logits = logits_of(2, 50, torch.float32)
     nothing = ints([0, 0])
-    for apply_edits in (triton_ops.apply_edits, torch_ops.apply_edits):
+    for apply_edits in (triton_ops.apply_edits, reference.apply_edits):
         out = logits.clone()
         apply_edits(out, nothing, nothing, nothing[:, None], floats([1.0, 1.0])[:, None])
         assert torch.equal(out, logits)
@@ -320,7 +320,7 @@ def test_penalties(vocab: int) -> None:
     twin = logits.clone()
     answer = logits.double()
     triton_ops.apply_penalties(out, counts, *settings)
-    torch_ops.apply_penalties(twin, counts, *settings)
+    reference.apply_penalties(twin, counts, *settings)
     for row, slot in enumerate(slots.tolist()):
         if slot:
             amount = (counts[slot] % IN_PROMPT).double()
@@ -376,7 +376,7 @@ def test_logprobs_of_real_vocabularies(vocab: int, dtype: torch.dtype) -> None:
 def test_logits_may_be_rows_of_a_wider_tensor_but_not_columns() -> None:
     wide = logits_of(6, 1500, torch.float32)
     rows = wide[:4, :1100]
-    assert torch.equal(triton_ops.draw_tokens(rows), torch_ops.draw_tokens(rows))
+    assert torch.equal(triton_ops.draw_tokens(rows), reference.draw_tokens(rows))
     keys = random_keys(4)
     ones = floats([1.0] * 4)
     assert torch.equal(

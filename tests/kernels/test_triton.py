@@ -5,21 +5,28 @@ Without CUDA the kernels run in the interpreter over pairwise samples of odd siz
 gpu) over the full product.
 """
 
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from random import Random
-from typing import Any
 
 import pytest
 import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
 from torch import Tensor
 
-from pdserve.kernels import torch_ops, triton_ops
 from pdserve.kernels.attention import decode
-from pdserve.kernels.ops import ops_for
+from pdserve.kernels.attention.spec import Paged
+from pdserve.kernels.kv.reference import write_kv
+from pdserve.kernels.linear import reference as torch_products
+from pdserve.kernels.linear import triton_ops as triton_products
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.norm.ops import Activation, Norm
+from pdserve.kernels.ops import TORCH, Ops, ops_for, triton_ops
 
 pytestmark = pytest.mark.lengthy
 
+TRITON = triton_ops()
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 interpreted = pytest.mark.skipif(ON_GPU, reason="the full product runs on the GPU instead")
@@ -60,8 +67,8 @@ def check_decode(
     heads: tuple[int, int], head_dim: int, block_size: int, dtype: torch.dtype, contexts: list[int]
 ) -> None:
     problem = paged_problem(heads, head_dim, block_size, dtype, contexts, device=DEVICE)
-    out = triton_ops.paged_decode(*problem.decode_args)
-    assert_as_good(out, torch_ops.paged_decode(*problem.decode_args), problem.answer())
+    out = problem.decode(TRITON.attention)
+    assert_as_good(out, problem.decode(TORCH.attention), problem.answer())
 
 
 def check_prefill(
@@ -76,8 +83,8 @@ def check_prefill(
     problem = paged_problem(
         heads, head_dim, block_size, dtype, contexts, query_lens, padding=7, device=DEVICE
     )
-    out = triton_ops.paged_prefill(*problem.prefill_args)
-    assert_as_good(out, torch_ops.paged_prefill(*problem.prefill_args), problem.answer())
+    out = problem.prefill(TRITON.attention)
+    assert_as_good(out, problem.prefill(TORCH.attention), problem.answer())
     assert not out[-7:].any()
 
 
@@ -107,12 +114,60 @@ def test_prefill_interpreted(
 def test_masked_keys_lose_to_the_lowest_scores() -> None:
     prefill = paged_problem((4, 2), 64, 16, torch.float32, [70, 20], [70, 20], device=DEVICE)
     prefill.make_all_scores(-50000.0)
-    out, twin = (ops.paged_prefill(*prefill.prefill_args) for ops in (triton_ops, torch_ops))
+    out, twin = (prefill.prefill(ops.attention) for ops in (TRITON, TORCH))
     assert_as_good(out, twin, prefill.answer())
     decode = paged_problem((4, 2), 64, 16, torch.float32, [300, 20], device=DEVICE)
     decode.make_all_scores(-50000.0)
-    out, twin = (ops.paged_decode(*decode.decode_args) for ops in (triton_ops, torch_ops))
+    out, twin = (decode.decode(ops.attention) for ops in (TRITON, TORCH))
     assert_as_good(out, twin, decode.answer())
+
+
+WINDOWS: list[tuple[int | None, float | None]] = [
+    (1, None),
+    (17, None),
+    (64, 20.0),
+    (300, 5.0),
+    (None, 5.0),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("window,soft_cap", WINDOWS)
+def test_windows_and_soft_caps(
+    window: int | None, soft_cap: float | None, dtype: torch.dtype
+) -> None:
+    """Windows shorter and longer than contexts, tiles and chunks; keys that no query sees are as
+    if never written."""
+    contexts = [1, 40, 129, 0, 280 if not ON_GPU else 3000]
+    problem = paged_problem((6, 2), 40, 16, dtype, contexts, device=DEVICE)
+    check_window(problem, window, soft_cap, lambda ops: problem.decode(ops.attention))
+    pairs = [(20, 20), (150, 7), (130, 130), (67, 1)]
+    contexts, query_lens = [list(x) for x in zip(*pairs, strict=True)]
+    prompts = paged_problem((6, 2), 40, 16, dtype, contexts, query_lens, 5, device=DEVICE)
+    check_window(prompts, window, soft_cap, lambda ops: prompts.prefill(ops.attention))
+
+
+def check_window(
+    problem: PagedProblem,
+    window: int | None,
+    soft_cap: float | None,
+    run: Callable[[Ops], Tensor],
+) -> None:
+    problem.window, problem.soft_cap = window, soft_cap
+    problem.q.mul_(3)  # scores that a cap changes
+    if window is not None:
+        for seq, (context, queries) in enumerate(
+            zip(problem.context_lens.tolist(), problem.query_lens, strict=True)
+        ):
+            table = problem.block_tables[problem.table_rows[seq]]
+            for block in range(max(context - queries - window + 1, 0) // 16):
+                problem.kv[table[block]] = float("nan")  # given up
+    twin = run(TORCH)
+    assert twin.isfinite().all()
+    assert_as_good(run(TRITON), twin, problem.answer(), 2, 500 * 25 if soft_cap else 1)
+    plain = replace(problem, window=None, soft_cap=None)
+    if window is None or window < 100:
+        assert not torch.allclose(plain.answer().nan_to_num(9.0), problem.answer(), atol=1e-3)
 
 
 @pytest.mark.gpu
@@ -147,21 +202,19 @@ def test_norms(width: int, dtype: torch.dtype) -> None:
     wide = x.double()
     answer = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
     assert_as_good(
-        triton_ops.rms_norm(x, weight, 1e-5), torch_ops.rms_norm(x, weight, 1e-5), answer
+        TRITON.norm.rms_norm(x, Norm(weight, 1e-5)),
+        TORCH.norm.rms_norm(x, Norm(weight, 1e-5)),
+        answer,
     )
 
 
 def test_norm_of_heads_inside_a_fused_projection() -> None:
     fused = torch.randn(5, 12, 40, device=DEVICE)
-    weight = torch.randn(40, device=DEVICE)
-    heads = fused[:, 3:10]
-    torch.testing.assert_close(
-        triton_ops.rms_norm(heads, weight, 1e-6), torch_ops.rms_norm(heads, weight, 1e-6)
-    )
-    line = fused[0, 0]
-    torch.testing.assert_close(
-        triton_ops.rms_norm(line, weight, 1e-6), torch_ops.rms_norm(line, weight, 1e-6)
-    )
+    norm = Norm(torch.randn(40, device=DEVICE), 1e-6)
+    for rows in (fused[:, 3:10], fused[0, 0]):
+        torch.testing.assert_close(
+            TRITON.norm.rms_norm(rows, norm), TORCH.norm.rms_norm(rows, norm)
+        )
 
 
 @pytest.mark.parametrize(
@@ -188,15 +241,57 @@ def test_rope_write_kv(
     want = pool.clone()
     twin_pool = pool.clone()
     slots = torch.randperm(3 * block_size, device=DEVICE)[:4]
-    twin = torch_ops.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
+    twin = TORCH.kv.rope_write_kv(q, k, v, cos, sin, positions, twin_pool[:, :, 1], slots)
 
-    q, k = triton_ops.rope_write_kv(q, k, v, cos, sin, positions, pool[:, :, 1], slots)
+    q, k = TRITON.kv.rope_write_kv(q, k, v, cos, sin, positions, pool[:, :, 1], slots)
     assert_as_good(torch.cat((q, k), 1), torch.cat(twin, 1), answer)
     assert torch.equal(v, v_before)
-    torch_ops.write_kv(k, v, want[:, :, 1], slots)
+    write_kv(k, v, want[:, :, 1], slots)
     assert torch.equal(pool, want)
     assert torch.equal(pool[slots // block_size, :, 1, 0, slots % block_size], k)
     assert torch.equal(twin_pool[slots // block_size, :, 1, 1, slots % block_size], v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_by_one_and_a_weight(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 1000, device=DEVICE).to(dtype)
+    norm = Norm((torch.randn(1000, device=DEVICE) / 4).to(dtype), 1e-5, plus_one=True)
+    wide = x.double()
+    answer = (
+        wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * (1 + norm.weight.double())
+    )
+    assert_as_good(TRITON.norm.rms_norm(x, norm), TORCH.norm.rms_norm(x, norm), answer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [1, 100, 1024, 1500])
+def test_gate_by_gelu(width: int, dtype: torch.dtype) -> None:
+    gate_up = (torch.randn(3, 2 * width, device=DEVICE) * 4).to(dtype)
+    gate, up = gate_up.double().chunk(2, -1)
+    answer = torch.nn.functional.gelu(gate, approximate="tanh") * up
+    kind: Activation = "gelu_tanh"
+    assert_as_good(TRITON.norm.gate(gate_up, kind), TORCH.norm.gate(gate_up, kind), answer, 8)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 80])
+def test_what_is_added_may_be_normed_before(num_rows: int) -> None:
+    x, stream = torch.randn(2, num_rows, 96, device=DEVICE).unbind()
+    m = Matrix(torch.randn(96, 96, device=DEVICE))
+    norm = Norm(torch.randn(96, device=DEVICE), 1e-6)
+    twin = torch_products.add_linear(stream.clone(), x, m, norm)
+    torch.testing.assert_close(triton_products.add_linear(stream, x, m, norm), twin)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 80])
+def test_a_gate_by_gelu_after_a_product(num_rows: int) -> None:
+    x = torch.randn(num_rows, 96, device=DEVICE).half()
+    m = Matrix(torch.randn(64, 96, device=DEVICE).half() / 10)
+    norm = Norm(torch.randn(96, device=DEVICE).half(), 1e-6)
+    [ours, _], [twin, _] = (
+        products.norm_gated(x, norm, m, "gelu_tanh")
+        for products in (triton_products, torch_products)
+    )
+    torch.testing.assert_close(ours, twin, atol=5e-3, rtol=5e-3)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -205,7 +300,9 @@ def test_silu_mul(width: int, dtype: torch.dtype) -> None:
     gate_up = (torch.randn(3, 2 * width, device=DEVICE) * 4).to(dtype)
     gate, up = gate_up.double().chunk(2, -1)
     assert_as_good(
-        triton_ops.silu_mul(gate_up), torch_ops.silu_mul(gate_up), gate / (1 + (-gate).exp()) * up
+        TRITON.norm.gate(gate_up, "silu"),
+        TORCH.norm.gate(gate_up, "silu"),
+        gate / (1 + (-gate).exp()) * up,
     )
 
 
@@ -216,27 +313,28 @@ def check_products(
     x = torch.randn(num_rows, num_inputs, device=DEVICE).to(dtype) * 3
     norm, row = (torch.randn(width, device=DEVICE).to(dtype) for width in (num_inputs, num_outputs))
     weight = (torch.randn(num_outputs, num_inputs, device=DEVICE) * num_inputs**-0.5).to(dtype)
-    args = (weight, row if bias else None)
+    m = Matrix(weight, row if bias else None)
     answer = x.double() @ weight.double().T + (row.double() if bias else 0)
-    assert_as_good(
-        triton_ops.linear(x, *args), torch_ops.linear(x, *args), answer, terms=num_inputs
-    )
-    residual = torch.randn(num_rows, num_outputs, device=DEVICE).to(dtype)
-    answer += residual.double()
-    twin = torch_ops.linear_add(x, *args, residual.clone())
-    assert_as_good(triton_ops.linear_add(x, *args, residual), twin, answer, 2, num_inputs)
+    ours, twin = (products.linear(x, m) for products in (triton_products, torch_products))
+    assert_as_good(ours, twin, answer, terms=num_inputs)
+    stream = torch.randn(num_rows, num_outputs, device=DEVICE).to(dtype)
+    answer += stream.double()
+    twin = torch_products.add_linear(stream.clone(), x, m)
+    assert_as_good(triton_products.add_linear(stream, x, m), twin, answer, 2, num_inputs)
 
     wide = x.double()
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * norm.double()
     answer = normed @ weight.double().T + (row.double() if bias else 0)
-    normed_args = (x, norm, 1e-5, *args)
-    y = triton_ops.norm_linear(*normed_args)
-    twin = torch_ops.norm_linear(*normed_args)
-    assert_as_good(y, twin, answer, 4, num_inputs)
+    stored = Norm(norm, 1e-5)
+    [ours, _], [twin, _] = (
+        products.norm_linear(x, stored, m) for products in (triton_products, torch_products)
+    )
+    assert_as_good(ours, twin, answer, 4, num_inputs)
     gate, up = answer.chunk(2, -1)
-    y = triton_ops.norm_linear_silu_mul(*normed_args)
-    twin = torch_ops.norm_linear_silu_mul(*normed_args)
-    assert_as_good(y, twin, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
+    [ours, _], [twin, _] = (
+        products.norm_gated(x, stored, m, "silu") for products in (triton_products, torch_products)
+    )
+    assert_as_good(ours, twin, gate / (1 + (-gate).exp()) * up, 8, num_inputs)
 
 
 PRODUCT_ROWS = [1, 2, 3, 16, 17, 33, 64, 65]
@@ -272,10 +370,9 @@ def test_products_of_slices(num_rows: int) -> None:
     x = torch.randn(num_rows, 3, 64, device=DEVICE).half()[:, 1]
     weight = torch.randn(2, 40, 64, device=DEVICE).half().transpose(0, 1)[:, 1]
     want = x.float() @ weight.float().T
-    torch.testing.assert_close(triton_ops.linear(x, weight).float(), want, atol=0.05, rtol=0)
-    torch.testing.assert_close(
-        triton_ops.linear(x, weight.contiguous()).float(), want, atol=0.05, rtol=0
-    )
+    for matrix in (Matrix(weight), Matrix(weight.contiguous())):
+        got = triton_products.linear(x, matrix).float()
+        torch.testing.assert_close(got, want, atol=0.05, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -284,8 +381,8 @@ def test_copy_blocks(dtype: torch.dtype) -> None:
     want = pool.clone()
     src = torch.tensor([2, 7, 2], device=DEVICE)
     dst = torch.tensor([0, 8, 5], device=DEVICE)
-    triton_ops.copy_blocks(pool, src, dst)
-    torch_ops.copy_blocks(want, src, dst)
+    TRITON.kv.copy_blocks(pool, src, dst)
+    TORCH.kv.copy_blocks(want, src, dst)
     assert torch.equal(pool, want)
     assert torch.equal(pool[5], pool[2])
 
@@ -306,21 +403,21 @@ def test_batch_state(num_rows: int, block_size: int) -> None:
     chosen = torch.randperm(9 * 50, generator=generator)[:200].to(DEVICE)
     changes = torch.stack([chosen // 50, chosen % 50, integers(10**6, 200)]).to(torch.int32)
     want = tables.clone()
-    torch_ops.update_tables(want, changes)
-    triton_ops.update_tables(tables, changes)
+    TORCH.batch.update_tables(want, changes)
+    TRITON.batch.update_tables(tables, changes)
     assert torch.equal(tables, want)
-    got = triton_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size)
+    got = TRITON.batch.gather_inputs(ids, positions, slots, last_token, tables, block_size)
     for a, b in zip(
         got,
-        torch_ops.gather_inputs(ids, positions, slots, last_token, tables, block_size),
+        TORCH.batch.gather_inputs(ids, positions, slots, last_token, tables, block_size),
         strict=True,
     ):
         assert a.dtype == b.dtype and torch.equal(a, b)
     some = torch.randperm(9, generator=generator)[:5].to(DEVICE, torch.int32)
     sampled = integers(128_000, 5)
     want = last_token.clone()
-    torch_ops.store_tokens(want, some, sampled)
-    triton_ops.store_tokens(last_token, some, sampled)
+    TORCH.batch.store_tokens(want, some, sampled)
+    TRITON.batch.store_tokens(last_token, some, sampled)
     assert torch.equal(last_token, want)
 
 
@@ -337,9 +434,9 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
     slots = block * 16 + torch.arange(16, device=DEVICE)
     ones = torch.ones(16, 32, device=DEVICE)
     zeros = torch.zeros(16, 32, device=DEVICE)
-    triton_ops.rope_write_kv(q, k, v, ones, zeros, positions, kv, slots)
+    TRITON.kv.rope_write_kv(q, k, v, ones, zeros, positions, kv, slots)
     assert torch.equal(kv[block, 0, 0], k[:, 0])
-    triton_ops.copy_blocks(
+    TRITON.kv.copy_blocks(
         pool, torch.tensor([block], device=DEVICE), torch.tensor([block + 1], device=DEVICE)
     )
     assert torch.equal(pool[block + 1], pool[block])
@@ -349,58 +446,55 @@ def test_blocks_beyond_two_to_the_31_elements(monkeypatch: pytest.MonkeyPatch) -
     )
     starts = torch.tensor([0, 16], dtype=torch.int32, device=DEVICE)
     problem = PagedProblem(q, kv, table, rows, lens, starts, 16, 0.125, [k], [v])
-    out = triton_ops.paged_prefill(*problem.prefill_args)
-    assert_as_good(out, torch_ops.paged_prefill(*problem.prefill_args), problem.answer())
-    last = triton_ops.paged_decode(q[-1:], kv, table, rows, lens, 0.125, 16)
+    out = problem.prefill(TRITON.attention)
+    assert_as_good(out, problem.prefill(TORCH.attention), problem.answer())
+    last = TRITON.attention.decode(q[-1:], kv, problem.paged, problem.spec)
     torch.testing.assert_close(last, out[-1:], atol=2e-3, rtol=0)
 
 
 def test_empty_batches_launch_nothing() -> None:
     problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
     none = torch.empty(0, 4, 32, device=DEVICE)
-    rows = problem.table_rows[:0]
-    lens = problem.context_lens[:0]
-    assert (
-        triton_ops.paged_decode(none, problem.kv, problem.block_tables, rows, lens, 1.0, 0).shape
-        == none.shape
-    )
+    paged = Paged(problem.block_tables, problem.table_rows[:0], problem.context_lens[:0], 0)
+    out = TRITON.attention.decode(none, problem.kv, paged, problem.spec)
+    assert out.shape == none.shape
     slots = torch.empty(0, dtype=torch.int64, device=DEVICE)
     table = torch.empty(1, 16, device=DEVICE)
-    triton_ops.rope_write_kv(none, none[:, :2], none[:, :2], table, table, slots, problem.kv, slots)
-    triton_ops.copy_blocks(torch.empty(3, 4, device=DEVICE), slots, slots)
-    assert triton_ops.silu_mul(torch.empty(0, 8, device=DEVICE)).shape == (0, 4)
+    TRITON.kv.rope_write_kv(none, none[:, :2], none[:, :2], table, table, slots, problem.kv, slots)
+    TRITON.kv.copy_blocks(torch.empty(3, 4, device=DEVICE), slots, slots)
+    assert TRITON.norm.gate(torch.empty(0, 8, device=DEVICE), "silu").shape == (0, 4)
 
 
-@pytest.mark.parametrize("ops", [triton_ops, torch_ops], ids=["triton", "reference"])
-def test_attention_writes_where_it_is_told(ops: Any) -> None:
+@pytest.mark.parametrize("ops", [TRITON, TORCH], ids=["triton", "reference"])
+def test_attention_writes_where_it_is_told(ops: Ops) -> None:
     """Into rows of a larger tensor, and into no others; padding rows too."""
     decode = paged_problem((6, 2), 40, 16, torch.float32, [1, 33, 70], device=DEVICE)
     prefill = paged_problem(
         (6, 2), 40, 16, torch.float32, [20, 37], [7, 37], padding=3, device=DEVICE
     )
     out = torch.full((52, 6, 40), 7.0, device=DEVICE)
-    assert ops.paged_decode(*decode.decode_args, out[1:4]).data_ptr() == out[1].data_ptr()
-    assert ops.paged_prefill(*prefill.prefill_args, out[4:51]).data_ptr() == out[4].data_ptr()
-    assert torch.equal(out[1:4], ops.paged_decode(*decode.decode_args))
-    assert torch.equal(out[4:51], ops.paged_prefill(*prefill.prefill_args))
+    assert decode.decode(ops.attention, out[1:4]).data_ptr() == out[1].data_ptr()
+    assert prefill.prefill(ops.attention, out[4:51]).data_ptr() == out[4].data_ptr()
+    assert torch.equal(out[1:4], decode.decode(ops.attention))
+    assert torch.equal(out[4:51], prefill.prefill(ops.attention))
     assert (out[[0, 51]] == 7.0).all()
 
 
 def test_wrong_layouts_are_refused() -> None:
     problem = paged_problem((4, 2), 32, 16, torch.float32, [5], device=DEVICE)
-    q, kv, tables, rows, lens, scale, longest = problem.decode_args
-    rest = (tables, rows, lens, scale, longest)
+    q, kv, paged, spec = problem.q, problem.kv, problem.paged, problem.spec
+    run = TRITON.attention.decode
     with pytest.raises(ValueError, match="q must have"):
-        triton_ops.paged_decode(q[:, :3], kv, *rest)
+        run(q[:, :3], kv, paged, spec)
     with pytest.raises(ValueError, match="kv must be"):
-        triton_ops.paged_decode(q, kv.transpose(3, 4), *rest)
+        run(q, kv.transpose(3, 4), paged, spec)
     with pytest.raises(ValueError, match="q has stride"):
-        triton_ops.paged_decode(q.transpose(1, 2).contiguous().transpose(1, 2), kv, *rest)
+        run(q.transpose(1, 2).contiguous().transpose(1, 2), kv, paged, spec)
     with pytest.raises(ValueError, match="kv_cache must be contiguous"):
-        triton_ops.copy_blocks(kv, rows, rows)
+        TRITON.kv.copy_blocks(kv, problem.table_rows, problem.table_rows)
     for wrong in (q.half(), q[:0], torch.empty(1, 32, 4, device=DEVICE).transpose(1, 2)):
         with pytest.raises(ValueError, match="out must be contiguous"):
-            triton_ops.paged_decode(q, kv, *rest, out=wrong)
+            run(q, kv, paged, spec, wrong)
 
 
 @pytest.mark.parametrize("max_context_len", [300, 131072])
@@ -411,9 +505,9 @@ def test_decode_for_any_shares(contexts: list[int], max_context_len: int) -> Non
     """Shares that end inside, at the end of and across the contexts; a grid for far longer ones
     changes nothing."""
     problem = paged_problem((6, 3), 64, 16, torch.float32, contexts, device=DEVICE)
-    q, kv, tables, rows, lens, scale, _ = problem.decode_args
-    out = triton_ops.paged_decode(q, kv, tables, rows, lens, scale, max_context_len)
-    assert_as_good(out, torch_ops.paged_decode(*problem.decode_args), problem.answer())
+    paged = replace(problem.paged, longest=max_context_len)
+    out = TRITON.attention.decode(problem.q, problem.kv, paged, problem.spec)
+    assert_as_good(out, problem.decode(TORCH.attention), problem.answer())
 
 
 def test_number_of_decode_programs() -> None:
@@ -426,8 +520,8 @@ def test_number_of_decode_programs() -> None:
 
 
 def test_ops_for_chooses_by_device() -> None:
-    assert ops_for(torch.device("cpu")) is torch_ops
-    assert ops_for(torch.device("cuda")) is triton_ops
+    assert ops_for(torch.device("cpu")) is TORCH
+    assert ops_for(torch.device("cuda")) == TRITON
     with pytest.raises(ValueError, match="device must be"):
         ops_for(torch.device("meta"))
 
@@ -436,14 +530,14 @@ def test_ops_for_chooses_by_device() -> None:
 def test_attention_in_a_cuda_graph_follows_its_inputs() -> None:
     """One capture, replayed for other contexts; no op waits for the device."""
     problem = paged_problem((8, 2), 128, 16, torch.bfloat16, [900, 30, 512], device=DEVICE)
-    decode_args = (*problem.decode_args[:-1], 4096)
-    triton_ops.paged_decode(*decode_args)
+    args = problem.q, problem.kv, replace(problem.paged, longest=4096), problem.spec
+    TRITON.attention.decode(*args)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.cuda.graph(graph):
-            out = triton_ops.paged_decode(*decode_args)
+            out = TRITON.attention.decode(*args)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for lens in ([900, 30, 512], [1, 17, 300], [0, 30, 0]):
@@ -451,4 +545,4 @@ def test_attention_in_a_cuda_graph_follows_its_inputs() -> None:
         problem.keys = [k[:length] for k, length in zip(problem.keys, lens, strict=True)]
         problem.values = [v[:length] for v, length in zip(problem.values, lens, strict=True)]
         graph.replay()
-        assert_as_good(out, torch_ops.paged_decode(*problem.decode_args), problem.answer())
+        assert_as_good(out, problem.decode(TORCH.attention), problem.answer())

@@ -11,9 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import FAMILIES, make_tiny
 
-from pdserve.models.config import ARCHITECTURES, ModelSpec, RopeSpec, read_spec
-from pdserve.models.hf_config import FAMILY_DEFAULTS, HfConfig, read_hf_config
-from pdserve.models.registry import BUILDERS
+from pdserve.models import families
+from pdserve.models.config import ModelSpec, RopeSpec, read_spec
+from pdserve.models.families import Family
+from pdserve.models.hf_config import HfConfig, read_hf_config
+from pdserve.models.registry import builder_of
 
 LLAMA_31_8B = {
     "architectures": ["LlamaForCausalLM"],
@@ -172,11 +174,12 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
     assert spec.rope.kind == ("llama3" if family == "llama3" else "default")
 
 
-@pytest.mark.parametrize("family", sorted(FAMILY_DEFAULTS))
-def test_configurations_mean_what_transformers_says(family: str) -> None:
+@pytest.mark.parametrize("row", families.FAMILIES.values(), ids=lambda row: row.model_type)
+def test_configurations_mean_what_transformers_says(row: Family) -> None:
     """Every field pdserve reads, for random subsets of what a config.json may hold."""
     from transformers import AutoConfig
 
+    family = row.model_type
     rng = random.Random(family)
     whole = {
         **QWEN2_05B,
@@ -192,7 +195,7 @@ def test_configurations_mean_what_transformers_says(family: str) -> None:
     for _ in range(40):
         raw = {key: whole[key] for key in rng.sample(sorted(whole), rng.randrange(len(whole)))}
         raw |= {key: None for key in ("sliding_window", "eos_token_id") if rng.random() < 0.3}
-        ours = read_hf_config(raw, family)
+        ours = read_hf_config(raw, family, row.defaults)
         theirs = AutoConfig.for_model(family, **raw)
         for name in HfConfig.model_fields:
             want: Any = getattr(theirs, name, None)
@@ -215,8 +218,11 @@ def test_configurations_mean_what_transformers_says(family: str) -> None:
             assert got == want, f"{name} of {raw}"
 
 
-def test_every_known_architecture_has_a_builder() -> None:
-    assert set(BUILDERS) == set(ARCHITECTURES)
+@pytest.mark.parametrize("architecture", families.FAMILIES)
+def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Path) -> None:
+    config = {**LLAMA_31_8B, "architectures": [architecture], "sliding_window": None}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert callable(builder_of(read_spec(str(tmp_path), "dummy")))
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.tiny_models import make_tiny
 
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import LoadFormat
 from pdserve.models.config import read_spec
 from pdserve.models.dummy import CPU_CHUNK, fill_normal
-from pdserve.models.llama import RopeTables
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
+from pdserve.models.step_context import RopeTables, StepContext
+from pdserve.models.weights import Weight
 
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
@@ -33,6 +35,23 @@ def load(
     return load_model(str(folder), spec, dtype, CPU, ops_for(CPU), load_format, seed)
 
 
+@pytest.fixture(autouse=True)
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights keep their tensors, to be looked at: by name `held`."""
+    finish = Weight.finish
+
+    def keep(weight: Weight) -> None:
+        weight.held = dict(weight.tensors)  # type: ignore[attr-defined]
+        finish(weight)
+
+    monkeypatch.setattr(Weight, "finish", keep)
+
+
+def data(weight: Weight) -> torch.Tensor:
+    held: Tensors = weight.held  # type: ignore[attr-defined]
+    return held["weight"]
+
+
 def rewrite(folder: Path, change: Callable[[Tensors], object]) -> Path:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
@@ -45,7 +64,7 @@ def test_sharded_equals_unsharded(tmp_path: Path) -> None:
     sharded = load(make_tiny("qwen2", tmp_path / "sharded", seed=3, max_shard_size="50KB"))
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 2
     for a, b in zip(whole.weights.all, sharded.weights.all, strict=True):
-        assert torch.equal(a.data, b.data)
+        assert torch.equal(data(a), data(b))
 
 
 def test_fused_rows_are_the_checkpoint_s_tensors_in_order(tmp_path: Path) -> None:
@@ -53,9 +72,8 @@ def test_fused_rows_are_the_checkpoint_s_tensors_in_order(tmp_path: Path) -> Non
     tensors = load_file(folder / "model.safetensors")
     model = load(folder)
     names = [f"model.layers.2.self_attn.{x}_proj.weight" for x in "qkv"]
-    assert torch.equal(
-        model.weights.by_name[names[0]].data, torch.cat([tensors[name] for name in names])
-    )
+    fused = data(model.weights.by_name[names[0]])
+    assert torch.equal(fused, torch.cat([tensors[name] for name in names]))
 
 
 def test_dtype_is_converted(tmp_path: Path) -> None:
@@ -64,8 +82,8 @@ def test_dtype_is_converted(tmp_path: Path) -> None:
     )
     name = "model.norm.weight"
     expected = load_file(folder / "model.safetensors")[name].float()
-    assert torch.equal(load(folder).weights.by_name[name].data, expected)
-    assert load(folder, dtype=torch.float16).weights.by_name[name].data.dtype == torch.float16
+    assert torch.equal(data(load(folder).weights.by_name[name]), expected)
+    assert data(load(folder, dtype=torch.float16).weights.by_name[name]).dtype == torch.float16
 
 
 def test_harmless_extras_are_ignored(tmp_path: Path) -> None:
@@ -149,11 +167,11 @@ def dummy_folder(tmp_path: Path, family: str = "qwen3") -> Path:
 def test_dummy_needs_config_alone_and_follows_the_seed(tmp_path: Path) -> None:
     folder = dummy_folder(tmp_path)
     a, b, c = (load(folder, "dummy", seed) for seed in (5, 5, 6))
-    matrices = [i for i, weight in enumerate(a.weights.all) if weight.data.dim() == 2]
+    matrices = [i for i, weight in enumerate(a.weights.all) if data(weight).dim() == 2]
     assert not a.weights.missing() and matrices
     for i in matrices:
-        assert torch.equal(a.weights.all[i].data, b.weights.all[i].data)
-        assert not torch.equal(a.weights.all[i].data, c.weights.all[i].data)
+        assert torch.equal(data(a.weights.all[i]), data(b.weights.all[i]))
+        assert not torch.equal(data(a.weights.all[i]), data(c.weights.all[i]))
 
 
 def test_dummy_activations_keep_their_scale(tmp_path: Path) -> None:
@@ -165,12 +183,19 @@ def test_dummy_activations_keep_their_scale(tmp_path: Path) -> None:
     scales: list[float] = []
 
     def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables
+        layer: int,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: RopeTables,
     ) -> torch.Tensor:
         scales.extend(x.std().item() for x in (q, k, v))
         return v
 
-    scales.append(model.logits(model.forward(ids, attend)).std().item())
+    step = StepContext(attend)
+    hidden = model.hidden(model.forward(model.embed(ids, step), step))
+    scales.append(model.logits(hidden).std().item())
     assert len(scales) == 73 and all(0.5 < scale < 2 for scale in scales)
 
 

@@ -2,6 +2,7 @@
 that must show."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pytest
 import torch
 from support.tiny_models import make_tiny
 
-from pdserve.kernels import torch_ops
-from pdserve.kernels.ops import Ops, ops_for
+from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.kv.reference import apply_rope
+from pdserve.kernels.norm.ops import Norm
+from pdserve.kernels.ops import TORCH, Ops, ops_for
 from pdserve.models.config import ModelSpec, read_spec
-from pdserve.models.llama import Attend, RopeTables
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
+from pdserve.models.step_context import Attend, RopeTables, StepContext
+from pdserve.models.weights import Source, Weight
 
 pytestmark = pytest.mark.lengthy
 
@@ -58,12 +62,17 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
     scale."""
 
     def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables
+        layer: int,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: RopeTables,
     ) -> torch.Tensor:
-        q, k = torch_ops.apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
+        q, k = apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5 * scale
+        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale * scale
         t = torch.arange(len(q), device=q.device)
         hidden = t[None, :] > t[:, None]
         if window:
@@ -84,8 +93,9 @@ def prompt(num_tokens: int = PROMPT_TOKENS) -> torch.Tensor:
 
 
 def our_logits(model: CausalLM, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
+    step = StepContext(attend or dense_attend())
     with torch.inference_mode():
-        return model.logits(model.forward(ids, attend or dense_attend()))
+        return model.logits(model.hidden(model.forward(model.embed(ids, step), step)))
 
 
 def reference(folder: Path) -> Any:
@@ -137,8 +147,7 @@ def test_logits_on_gpu_equal_those_on_cpu(case: str, folder_of: Callable[[str], 
     cuda = torch.device("cuda")
     model = load_model(str(folder_of(case)), spec, torch.float32, cuda, ops_for(cuda))
     ids = prompt().to(cuda)
-    with torch.inference_mode():
-        logits = model.logits(model.forward(ids, dense_attend()))
+    logits = our_logits(model, ids)
     assert gap(logits.cpu(), our_logits(load(folder_of(case)), prompt())) < 10 * TOLERANCE
 
 
@@ -149,13 +158,17 @@ def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
     order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
 
     def attend(
-        layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rope: RopeTables
+        layer: int,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: RopeTables,
     ) -> torch.Tensor:
         back = order.argsort()
-        return dense_attend()(layer, q[back], k[back], v[back], rope)[order]
+        return dense_attend()(layer, spec, q[back], k[back], v[back], rope)[order]
 
-    with torch.inference_mode():
-        shuffled = model.logits(model.forward(ids[order], attend))
+    shuffled = our_logits(model, ids[order], attend)
     assert gap(shuffled, our_logits(model, ids)[order]) < TOLERANCE
 
 
@@ -194,37 +207,39 @@ def test_a_wrong_attention_shows(attend: Attend, folder_of: Callable[[str], Path
 
 
 class WithoutHeadNorm:
-    """Ops whose rms_norm passes rows of width 32 (Qwen3's heads; hidden rows are 64 wide)
+    """NormOps whose rms_norm passes rows of width 32 (Qwen3's heads; hidden rows are 64 wide)
     through."""
 
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+    gate = staticmethod(TORCH.norm.gate)
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return x if x.shape[-1] == 32 else self._ops.rms_norm(x, weight, eps)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
+    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        return x if x.shape[-1] == 32 else TORCH.norm.rms_norm(x, norm)
 
 
 def test_a_dropped_head_norm_shows(folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("qwen3")
-    mutant = load(folder, ops=WithoutHeadNorm(ops_for(CPU)))
+    mutant = load(folder, ops=replace(TORCH, norm=WithoutHeadNorm()))
     assert gap(our_logits(mutant, prompt()), reference_logits(folder)) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("case", ["llama3-biases", "qwen2", "qwen3"])
-def test_every_weight_matters(case: str, folder_of: Callable[[str], Path]) -> None:
+def test_every_weight_matters(
+    case: str, folder_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Zeroing any checkpoint tensor, a bias or a head norm too, leaves parity."""
     folder = folder_of(case)
     expected = reference_logits(folder)
-    names = list(load(folder).weights.by_name)
-    model = load(folder)
-    for name in names:
-        part = model.weights.by_name[name].part(name)
-        kept = part.clone()
-        part.zero_()
+    taken = Weight.load
+    zeroed = ""
+
+    def load_all_but_one(weight: Weight, name: str, source: Source) -> None:
+        taken(weight, name, source)
+        if name == zeroed:
+            weight._places[name].target.zero_()
+
+    monkeypatch.setattr(Weight, "load", load_all_but_one)
+    for zeroed in load(folder).weights.by_name:
         # k_proj.bias turns every key of a head alike, yet the rotation makes it count by distance
-        assert gap(our_logits(model, prompt()), expected) > 10 * TOLERANCE, name
-        part.copy_(kept)
-    assert gap(our_logits(model, prompt()), expected) < TOLERANCE
+        assert gap(our_logits(load(folder), prompt()), expected) > 10 * TOLERANCE, zeroed
+    zeroed = ""
+    assert gap(our_logits(load(folder), prompt()), expected) < TOLERANCE

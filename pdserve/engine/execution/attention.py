@@ -1,9 +1,8 @@
 """Paged attention of one step: the `attend` callable that a model's layers call.
 
 Rotates the step's q and k, writes its K and V rows into the KV cache, then attends: single-query
-sequences (decodes) by the decode kernel, the others (prefill chunks) by the varlen prefill kernel
-or, where it pays, by cuDNN. Knows the KV cache's layout through tensors only; built anew each step
-by the model runner.
+sequences (decodes) by one op, the others (prefill chunks) by another. Knows the KV cache's layout
+through tensors only; built anew each step by the model runner.
 """
 
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pdserve.engine.stepping.work import StepShape
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.ops import Ops
 
 
@@ -38,68 +38,49 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """`attend(layer, q, k, v, rope) -> out`. layers: each layer `[blocks, kv_heads, 2, block_size,
-    head_dim]` of the KV cache.
+    """`attend` of one step. layers: each layer `[blocks, kv_heads, 2, block_size, head_dim]` of the
+    KV cache.
     """
 
-    def __init__(
-        self, layers: Sequence[Tensor], ops: Ops, scale: float, batch: AttentionBatch
-    ) -> None:
+    def __init__(self, layers: Sequence[Tensor], ops: Ops, batch: AttentionBatch) -> None:
         self._layers = layers
         self._ops = ops
-        self._scale = scale
         self._batch = batch
-        num_decodes = batch.shape.num_decodes
-        self._decodes = batch.table_rows[:num_decodes], batch.context_lens[:num_decodes]
-        self._prefills = (
-            batch.table_rows[num_decodes:],
-            batch.context_lens[num_decodes:],
+        shape = batch.shape
+        num = self._num_decodes = shape.num_decodes
+        tables, rows, lens = batch.block_tables, batch.table_rows, batch.context_lens
+        self._decodes = Paged(tables, rows[:num], lens[:num], shape.max_decode_context)
+        self._prefills = Prefills(
+            Paged(tables, rows[num:], lens[num:], tables.shape[1] * layers[0].shape[3]),
             batch.query_starts,
+            shape.max_query_len,
+            shape.fresh_lens,
+            shape.prefix_len,
         )
 
     def __call__(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]
+        self,
+        layer: int,
+        spec: AttentionSpec,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        rope: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """q `[rows, heads, head_dim]`, k and v `[rows, kv_heads, head_dim]`, not rotated -> `[rows,
-        heads, head_dim]`.
-
-        rope: the model's cos and sin tables, float32 `[max_position, head_dim // 2]`.
+        """See models.step_context.Attend. rope: the model's cos and sin tables, float32
+        `[max_position, head_dim // 2]`.
         """
         kv = self._layers[layer]
-        q, k = self._ops.rope_write_kv(
+        q, k = self._ops.kv.rope_write_kv(
             q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping
         )
-        num_decodes = self._batch.shape.num_decodes
-        if num_decodes == len(q):
-            return self._decode(q, kv)
-        if num_decodes == 0:
-            return self._prefill(q, k, v, kv)
+        num = self._num_decodes
+        attention = self._ops.attention
+        if num == len(q):
+            return attention.decode(q, kv, self._decodes, spec)
+        if num == 0:
+            return attention.prefill(q, k, v, kv, self._prefills, spec)
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self._decode(q[:num_decodes], kv, out[:num_decodes])
-        self._prefill(q[num_decodes:], k[num_decodes:], v[num_decodes:], kv, out[num_decodes:])
+        attention.decode(q[:num], kv, self._decodes, spec, out[:num])
+        attention.prefill(q[num:], k[num:], v[num:], kv, self._prefills, spec, out[num:])
         return out
-
-    def _decode(self, q: Tensor, kv: Tensor, out: Tensor | None = None) -> Tensor:
-        longest = self._batch.shape.max_decode_context
-        return self._ops.paged_decode(
-            q, kv, self._batch.block_tables, *self._decodes, self._scale, longest, out
-        )
-
-    def _prefill(
-        self, q: Tensor, k: Tensor, v: Tensor, kv: Tensor, out: Tensor | None = None
-    ) -> Tensor:
-        """The prefill chunks, and zeros for padding rows behind them."""
-        shape = self._batch.shape
-        tables = self._batch.block_tables
-        if shape.fresh_lens and self._ops.fresh_prefill_pays(q, k, v, shape.fresh_lens):
-            fresh = self._ops.fresh_prefill(q, k, v, shape.fresh_lens, self._scale)
-            return fresh if out is None else out.copy_(fresh)
-        if shape.prefix_len and self._ops.chunk_prefill_pays(
-            q, k, v, shape.prefix_len, kv.shape[3]
-        ):
-            return self._ops.chunk_prefill(
-                q, k, v, kv, tables, *self._prefills, shape.prefix_len, self._scale, out
-            )
-        return self._ops.paged_prefill(
-            q, kv, tables, *self._prefills, shape.max_query_len, self._scale, out
-        )

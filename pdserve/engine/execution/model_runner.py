@@ -21,8 +21,10 @@ from pdserve.engine.execution.cuda_graphs import DecodeGraphs
 from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
+from pdserve.models.step_context import RopeTables, StepContext
 from pdserve.protocol.start_progress import Report
 
 ROW_MULTIPLE = 16
@@ -55,7 +57,6 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.block_size = block_size
-        self.scale = model.spec.head_dim**-0.5
         self.ops = ops
         self.device = device
         self.tables = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=device)
@@ -89,9 +90,9 @@ class ModelRunner:
         """Queue the step's rows."""
         for copies in work.copies:
             src, dst = (to_device(ids, self.device) for ids in (copies.sources, copies.targets))
-            self.ops.copy_blocks(self.kv_cache, src, dst)
+            self.ops.kv.copy_blocks(self.kv_cache, src, dst)
         if work.table_changes is not None:
-            self.ops.update_tables(self.tables, to_device(work.table_changes, self.device))
+            self.ops.batch.update_tables(self.tables, to_device(work.table_changes, self.device))
         if work.graph:
             assert self._graphs is not None, "a step for a CUDA graph, but none was captured"
             return self._pick(work, *self._graphs.replay(work.graph, work.packed))
@@ -105,7 +106,7 @@ class ModelRunner:
 
     def store_tokens(self, slots: Tensor, token_ids: Tensor) -> None:
         """What was sampled is the newest token of its slots."""
-        self.ops.store_tokens(self.last_token, slots, token_ids)
+        self.ops.batch.store_tokens(self.last_token, slots, token_ids)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Sequence[int] | np.ndarray) -> Tensor:
@@ -137,7 +138,7 @@ class ModelRunner:
         return hidden, self.model.logits(hidden)
 
     def _forward(self, arrays: Arrays[Tensor], shape: StepShape) -> Tensor:
-        ids, slot_mapping = self.ops.gather_inputs(
+        ids, slot_mapping = self.ops.batch.gather_inputs(
             arrays.ids,
             arrays.positions,
             arrays.slots,
@@ -154,36 +155,30 @@ class ModelRunner:
             context_lens=arrays.context_lens,
             query_starts=arrays.query_starts,
         )
-        return self.model.forward(ids, PagedAttention(self._layers, self.ops, self.scale, batch))
+        attend = PagedAttention(self._layers, self.ops, batch)
+        return self._hidden(ids, StepContext(attend, arrays.positions))
+
+    def _hidden(self, ids: Tensor, step: StepContext) -> Tensor:
+        return self.model.hidden(self.model.forward(self.model.embed(ids, step), step))
 
     @torch.inference_mode()
     def warm_dense_prefill(self, num_rows: int) -> None:
         """Prepares attention of prompts for steps of up to so many rows, by one over the null
         block."""
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
+        warmed: set[AttentionSpec] = set()
 
         def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]
+            layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, rope: RopeTables
         ) -> Tensor:
-            if layer == 0:
-                q, k = self.ops.rope_write_kv(q, k, v, *rope, zeros, self._layers[0], zeros.long())
-                self.ops.warm_dense_prefill(q, k, v, self.scale)
-                self._chunk_behind_a_piece(q, k, v)
+            if spec not in warmed:
+                warmed.add(spec)
+                kv = self._layers[layer]
+                q, k = self.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long())
+                self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
             return torch.zeros_like(q)
 
-        self.model.forward(zeros, attend)
-
-    def _chunk_behind_a_piece(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Launches what such a chunk needs beside attention, over the null block."""
-        num_rows = len(q)
-        fits = 2 * num_rows <= self.tables.shape[1] * self.block_size
-        if fits and self.ops.chunk_prefill_pays(q, k, v, num_rows, self.block_size):
-            rows, lens, starts = (
-                torch.tensor(ids, dtype=torch.int32, device=self.device)
-                for ids in ([0], [2 * num_rows], [0, num_rows])
-            )
-            paged = self._layers[0], self.tables, rows, lens, starts
-            self.ops.chunk_prefill(q, k, v, *paged, num_rows, self.scale)
+        self._hidden(zeros, StepContext(attend, zeros))
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
@@ -195,14 +190,14 @@ class ModelRunner:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         def attend(
-            layer: int, q: Tensor, k: Tensor, v: Tensor, rope: tuple[Tensor, Tensor]
+            layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, rope: RopeTables
         ) -> Tensor:
             """With as much memory as attention/dense.py holds: three outputs, and keys and values
             for all rows."""
             held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
             return held[0][0]
 
-        hidden = self.model.forward(zeros, attend)
+        hidden = self._hidden(zeros, StepContext(attend, zeros))
         self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before

@@ -120,7 +120,9 @@ class Sampler:
         while start < len(counts):
             most = min(max(counts[start:]), self.vocab_size)
             end = start + max(TOP_ENTRIES // max(most, 1), 1)
-            parts.append(self.ops.token_logprobs(logits[start:end], tokens[start:end], most))
+            parts.append(
+                self.ops.sampling.token_logprobs(logits[start:end], tokens[start:end], most)
+            )
             start = end
         return Scores(tokens, parts, counts)
 
@@ -135,11 +137,11 @@ class Sampler:
 
     def _draw(self, logits: Tensor, staged: Mapping[str, Tensor]) -> Tensor:
         if "keys" not in staged:
-            return self.ops.draw_tokens(logits)
+            return self.ops.sampling.draw_tokens(logits)
         temperature = staged["temperature"]
         cut = None
         if "top_k" in staged:
-            cut = self.ops.cut_tokens(
+            cut = self.ops.sampling.cut_tokens(
                 logits, temperature, *(staged[name] for name in ("top_k", "top_p", "min_p"))
             )
-        return self.ops.draw_tokens(logits, temperature, staged["keys"], cut)
+        return self.ops.sampling.draw_tokens(logits, temperature, staged["keys"], cut)

@@ -16,7 +16,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pdserve.kernels.attention.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
+from pdserve.kernels.attention.spec import AttentionSpec, Paged
+from pdserve.kernels.attention.tiles import (
+    LOG2_E,
+    AttentionTiles,
+    attend,
+    float32_tiles,
+    load_rows,
+    unscaled_cap,
+)
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 
@@ -46,15 +54,13 @@ def num_decode_programs(num_items: int, max_context_len: int, block_n: int, num_
 def launch_decode(
     q: Tensor,
     kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    scale: float,
+    paged: Paged,
+    spec: AttentionSpec,
     tiles: AttentionTiles,
     num_programs: int,
     out: Tensor,
 ) -> None:
-    """reference.paged_decode on tensors whose rows are contiguous; out [S, Hq, D], contiguous."""
+    """AttentionOps.decode on tensors whose rows are contiguous; out [S, Hq, D], contiguous."""
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     block_size = kv.shape[3]
@@ -64,25 +70,31 @@ def launch_decode(
     partial = torch.empty((2 * num_programs, group, head_dim), dtype=torch.float32, device=q.device)
     maxima = torch.empty((2 * num_programs, group), dtype=torch.float32, device=q.device)
     sums = torch.empty_like(maxima)
+    scale_log2 = spec.scale * LOG2_E
+    window = spec.window or 0
     launch(
         decode_kernel,
         (num_programs,),
-        (q, kv, block_tables, table_rows, context_lens, out, partial, maxima, sums),
+        (q, kv, paged.tables, paged.rows, paged.context_lens, out, partial, maxima, sums),
         (
-            scale * LOG2_E,
+            scale_log2,
+            unscaled_cap(spec),
+            window,
             num_seqs,
             num_kv_heads,
             group,
             block_size.bit_length() - 1,
             *q.stride()[:2],
             *kv.stride()[:3],
-            block_tables.stride(0),
+            paged.tables.stride(0),
         ),
         HEAD_DIM=head_dim,
         BLOCK_D=tiles.block_d,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_S=block_s,
+        CAPPED=spec.soft_cap is not None,
+        WINDOW=window > 0,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **launch_options(q.device),
@@ -91,12 +103,13 @@ def launch_decode(
         launch(
             merge_kernel,
             (num_programs - 1, group),
-            (partial, maxima, sums, context_lens, out),
-            (scale * LOG2_E, num_seqs, num_kv_heads),
+            (partial, maxima, sums, paged.context_lens, out),
+            (scale_log2, window, num_seqs, num_kv_heads),
             HEAD_DIM=head_dim,
             BLOCK_D=tiles.block_d,
             BLOCK_N=tiles.block_n,
             BLOCK_S=block_s,
+            WINDOW=window > 0,
             num_warps=4,
             **launch_options(q.device),
         )
@@ -104,31 +117,57 @@ def launch_decode(
 
 @triton.jit
 def line_of_work(
-    context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr
+    context_ptr,
+    window,
+    num_seqs,
+    num_kv_heads,
+    num_programs,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """(context_lens and ends of the sequences on the line, both [BLOCK_S]; length of the line;
     share of a program)."""
     seqs = tl.arange(0, BLOCK_S)
     lens = tl.load(context_ptr + seqs, mask=seqs < num_seqs, other=0)
-    lengths = tl.where(seqs < num_seqs, (num_chunks(lens, BLOCK_N) + ITEM_COST) * num_kv_heads, 0)
+    chunks = num_chunks(lens, window, BLOCK_N, WINDOW)
+    lengths = tl.where(seqs < num_seqs, (chunks + ITEM_COST) * num_kv_heads, 0)
     total = tl.sum(lengths, 0)
     return lens, tl.cumsum(lengths, 0), total, tl.maximum(tl.cdiv(total, num_programs), MIN_SHARE)
 
 
 @triton.jit
-def num_chunks(context_len, BLOCK_N: tl.constexpr):
-    """At least one, in which the zeros of an empty context are written."""
-    return tl.maximum(tl.cdiv(context_len, BLOCK_N), 1)
+def first_chunk(context_len, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """The chunk in which a sequence's window begins."""
+    if WINDOW:
+        return tl.maximum(context_len - window, 0) // BLOCK_N
+    return context_len * 0
 
 
 @triton.jit
-def item_at(at, lens, ends, num_kv_heads, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr):
+def num_chunks(context_len, window, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
+    """At least one, in which the zeros of an empty context are written."""
+    chunks = tl.cdiv(context_len, BLOCK_N) - first_chunk(context_len, window, BLOCK_N, WINDOW)
+    return tl.maximum(chunks, 1)
+
+
+@triton.jit
+def item_at(
+    at,
+    lens,
+    ends,
+    window,
+    num_kv_heads,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
     """(sequence, its context, KV head, start and end of its chunks) of the item that has `at` on
     the line."""
     seq = tl.sum((ends <= at).to(tl.int32), 0)
     is_seq = tl.arange(0, BLOCK_S) == seq
     num_keys = tl.sum(tl.where(is_seq, lens, 0), 0)
-    chunks = num_chunks(num_keys, BLOCK_N)
+    chunks = num_chunks(num_keys, window, BLOCK_N, WINDOW)
     item_length = chunks + ITEM_COST
     seq_start = tl.sum(tl.where(is_seq, ends, 0), 0) - item_length * num_kv_heads
     kv_head = (at - seq_start) // item_length
@@ -136,7 +175,17 @@ def item_at(at, lens, ends, num_kv_heads, BLOCK_N: tl.constexpr, BLOCK_S: tl.con
     return seq, num_keys, kv_head, item_start, item_start + chunks
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "group", "block_shift", "stride_table"])
+@triton.jit(
+    do_not_specialize=[
+        "cap",
+        "window",
+        "num_seqs",
+        "num_kv_heads",
+        "group",
+        "block_shift",
+        "stride_table",
+    ]
+)
 def decode_kernel(
     q_ptr,  # [S, Hq, D]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
@@ -148,6 +197,8 @@ def decode_kernel(
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
     sum_ptr,  # float32 [2 * programs, group]
     scale_log2,
+    cap,
+    window,
     num_seqs,
     num_kv_heads,
     group,
@@ -163,6 +214,8 @@ def decode_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program p: its share of the line. Of an item begun before it, it leaves its part in slot 2p,
@@ -172,7 +225,7 @@ def decode_kernel(
     program = tl.program_id(0)
     num_programs = tl.num_programs(0)
     lens, ends, total, share = line_of_work(
-        context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S
+        context_ptr, window, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S, WINDOW
     )
     seqs = tl.arange(0, BLOCK_S)
     table_rows = tl.load(table_rows_ptr + seqs, mask=seqs < num_seqs, other=0)
@@ -186,11 +239,12 @@ def decode_kernel(
     stop = tl.minimum(at + share, total)
     while at < stop:
         seq, num_keys, kv_head, item_start, item_end = item_at(
-            at, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S
+            at, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
         )
         part_end = tl.minimum(item_end, stop)
         if at < part_end:
-            end = tl.minimum((part_end - item_start) * BLOCK_N, num_keys)
+            first = first_chunk(num_keys, window, BLOCK_N, WINDOW)
+            end = tl.minimum((first + part_end - item_start) * BLOCK_N, num_keys)
             heads = kv_head * group + group_heads
             q_rows = seq.to(tl.int64) * stride_q_seq + heads.to(tl.int64) * stride_q_head
             q = load_rows(q_ptr, q_rows, in_group, HEAD_DIM, BLOCK_D)
@@ -204,11 +258,13 @@ def decode_kernel(
                 0,
                 kv_ptr + kv_head.to(tl.int64) * stride_kv_head,
                 table_ptr + table_row.to(tl.int64) * stride_table,
-                (at - item_start) * BLOCK_N,
+                (first + at - item_start) * BLOCK_N,
                 end,
-                tl.zeros([BLOCK_M], tl.int32) + num_keys,
+                tl.zeros([BLOCK_M], tl.int32) + num_keys - 1,
                 end,
                 scale_log2,
+                cap,
+                window,
                 block_shift,
                 stride_block,
                 stride_plane,
@@ -216,6 +272,8 @@ def decode_kernel(
                 BLOCK_D,
                 BLOCK_N,
                 True,
+                CAPPED,
+                WINDOW,
             )
             if (at == item_start) & (part_end == item_end):
                 out = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
@@ -235,7 +293,7 @@ def decode_kernel(
         at = item_end + ITEM_COST
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads"])
+@triton.jit(do_not_specialize=["window", "num_seqs", "num_kv_heads"])
 def merge_kernel(
     partial_ptr,  # float32 [2 * programs, group, D]
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
@@ -243,12 +301,14 @@ def merge_kernel(
     context_ptr,  # int32 [S]
     out_ptr,  # [S, Hq, D]
     scale_log2,
+    window,
     num_seqs,
     num_kv_heads,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Program (p, head of the group): if an item begins in the share of program p of decode_kernel
@@ -260,12 +320,12 @@ def merge_kernel(
     group = tl.num_programs(1)
     num_programs = tl.num_programs(0) + 1
     lens, ends, total, share = line_of_work(
-        context_ptr, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S
+        context_ptr, window, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S, WINDOW
     )
     behind = (first + 1) * share
     border = tl.minimum(behind, total) - 1
     seq, _, kv_head, item_start, item_end = item_at(
-        border, lens, ends, num_kv_heads, BLOCK_N, BLOCK_S
+        border, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
     )
     # also where nothing is to be done: the next kernel relies on all that ran before this one
     wait(PDL)

@@ -12,7 +12,15 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pdserve.kernels.attention.tiles import LOG2_E, AttentionTiles, attend, float32_tiles, load_rows
+from pdserve.kernels.attention.spec import AttentionSpec, Prefills
+from pdserve.kernels.attention.tiles import (
+    LOG2_E,
+    AttentionTiles,
+    attend,
+    float32_tiles,
+    load_rows,
+    unscaled_cap,
+)
 from pdserve.kernels.launching.launch import cdiv, is_hopper, launch, next_power_of_2
 
 
@@ -59,31 +67,40 @@ def kv_matrix(kv: Tensor, tiles: AttentionTiles) -> TensorDescriptor | None:
 def launch_prefill(
     q: Tensor,
     kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    query_starts: Tensor,
-    max_query_len: int,
-    scale: float,
+    prefills: Prefills,
+    spec: AttentionSpec,
     tiles: AttentionTiles,
     out: Tensor,
+    max_query_len: int,
     skip: int = 0,
 ) -> None:
-    """reference.paged_prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous.
-    skip: the first rows of each sequence, which somebody else has written.
+    """AttentionOps.prefill on tensors whose rows are contiguous; out [T, Hq, D], contiguous. skip:
+    the first rows of each sequence, which somebody else has written.
     """
+    paged = prefills.paged
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
     block_size = kv.shape[3]
     group = num_heads // num_kv_heads
     tile_len = tiles.block_m // group
-    grid = (cdiv(max_query_len - skip, tile_len), num_kv_heads, len(context_lens) + 1)
+    grid = (cdiv(max_query_len - skip, tile_len), num_kv_heads, len(paged.context_lens) + 1)
     launch(
         prefill_kernel,
         grid,
-        (q, kv, kv_matrix(kv, tiles), block_tables, table_rows, context_lens, query_starts, out),
         (
-            scale * LOG2_E,
+            q,
+            kv,
+            kv_matrix(kv, tiles),
+            paged.tables,
+            paged.rows,
+            paged.context_lens,
+            prefills.query_starts,
+            out,
+        ),
+        (
+            spec.scale * LOG2_E,
+            unscaled_cap(spec),
+            spec.window or 0,
             num_tokens,
             skip,
             group,
@@ -91,19 +108,30 @@ def launch_prefill(
             block_size.bit_length() - 1,
             *q.stride()[:2],
             *kv.stride()[:3],
-            block_tables.stride(0),
+            paged.tables.stride(0),
         ),
         HEAD_DIM=head_dim,
         BLOCK_D=tiles.block_d,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
+        CAPPED=spec.soft_cap is not None,
+        WINDOW=spec.window is not None,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "skip", "group", "tile_len", "block_shift", "stride_table"],
+    do_not_specialize=[
+        "cap",
+        "window",
+        "num_tokens",
+        "skip",
+        "group",
+        "tile_len",
+        "block_shift",
+        "stride_table",
+    ],
     # Those of the prefills lie behind those of the decodes, so their alignment changes from step to
     # step.
     do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
@@ -118,6 +146,8 @@ def prefill_kernel(
     starts_ptr,  # int32 [S + 1]
     out_ptr,  # [T, Hq, D], contiguous
     scale_log2,
+    cap,
+    window,
     num_tokens,
     skip,
     group,
@@ -133,6 +163,8 @@ def prefill_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Program (tile of tile_len positions, KV head, sequence). Sequence S, past the last, zeroes
     the padding rows."""
@@ -179,30 +211,37 @@ def prefill_kernel(
             table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
             kv_head_ptr = kv_ptr + kv_head.to(tl.int64) * stride_kv_head
             first_row = kv_head * (stride_kv_head // HEAD_DIM).to(tl.int32)
-            seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
             end = tl.minimum(first_position + tile_len, num_keys)
-            acc, row_max, row_sum = attend(
-                acc,
-                row_max,
-                row_sum,
-                q,
-                kv_matrix,
-                first_row,
-                kv_head_ptr,
-                table,
-                0,
-                seen_by_all,
-                row_positions,
-                num_keys,
-                scale_log2,
-                block_shift,
-                stride_block,
-                stride_plane,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_N,
-                False,
-            )
+            if WINDOW:  # all keys are masked, from the first one that the tile's first row sees
+                seen_by_all = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+            else:
+                seen_by_all = (first_position + 1) // BLOCK_N * BLOCK_N
+                acc, row_max, row_sum = attend(
+                    acc,
+                    row_max,
+                    row_sum,
+                    q,
+                    kv_matrix,
+                    first_row,
+                    kv_head_ptr,
+                    table,
+                    0,
+                    seen_by_all,
+                    row_positions,
+                    num_keys,
+                    scale_log2,
+                    cap,
+                    window,
+                    block_shift,
+                    stride_block,
+                    stride_plane,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    BLOCK_N,
+                    False,
+                    CAPPED,
+                    False,
+                )
             acc, row_max, row_sum = attend(
                 acc,
                 row_max,
@@ -217,6 +256,8 @@ def prefill_kernel(
                 row_positions,
                 num_keys,
                 scale_log2,
+                cap,
+                window,
                 block_shift,
                 stride_block,
                 stride_plane,
@@ -224,6 +265,8 @@ def prefill_kernel(
                 BLOCK_D,
                 BLOCK_N,
                 True,
+                CAPPED,
+                WINDOW,
             )
             # Computed anew, from what the compiler cannot know to be 0: kept over the loops, these
             # would take the registers of acc.

@@ -1,8 +1,8 @@
-"""Attention over a paged KV cache in plain torch.
+"""AttentionOps in plain torch.
 
 Batch-invariant bit for bit on CPU: what a (sequence, query position) gets does not depend on the
-other sequences, on chunking, on cached prefixes, or on whether paged_decode or paged_prefill
-computes it. These facts carry this: a float32 product gives equal rows for every number of rows
+other sequences, on chunking, on cached prefixes, or on whether decode or prefill computes
+it. These facts carry this: a float32 product gives equal rows for every number of rows
 that is a multiple of `_exact_rows` (found by a probe), and equal columns for every multiple of
 KV_CHUNK; softmax gives the same for a row with MASKED keys appended; values are summed in chunks at
 fixed absolute positions, where one that a row must not see adds exactly 0. The tests hold it for
@@ -13,73 +13,57 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.reference_tiles import Ints, attend, plan_tiles, rows_in_use
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 
 
-def paged_decode(
+def decode(
+    q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, out: Tensor | None = None
+) -> Tensor:
+    query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
+    return paged_prefill(q, kv, Prefills(paged, query_starts, 1), spec, out)
+
+
+def prefill(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    scale: float,
-    max_context_len: int,
+    prefills: Prefills,
+    spec: AttentionSpec,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of one query per sequence over its paged KV; returns [S, Hq, D] in q's dtype: `out`
-    if given.
-
-    q [S, Hq, D]; kv [num_blocks, Hk, 2, block_size, D]; block_tables [num_slots, max_blocks] int32,
-    of which sequence s has row table_rows[s] (int32 [S]); context_lens [S] int32: KV rows including
-    the query's own. A context of 0 yields zeros. max_context_len is an upper bound of context_lens;
-    table entries past a context may be anything.
-    """
-    query_starts = torch.arange(len(q) + 1, dtype=torch.int32)
-    return paged_prefill(q, kv, block_tables, table_rows, context_lens, query_starts, 1, scale, out)
+    """Always over the paged KV: that is what carries batch invariance."""
+    return paged_prefill(q, kv, prefills, spec, out)
 
 
 def paged_prefill(
-    q: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    query_starts: Tensor,
-    max_query_len: int,
-    scale: float,
-    out: Tensor | None = None,
+    q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None = None
 ) -> Tensor:
-    """Causal attention of several queries per sequence over its paged KV; returns [T, Hq, D] in q's
-    dtype: `out` if given, which is contiguous.
-
-    q [T, Hq, D] holds the sequences one after another, s at rows query_starts[s] : query_starts[s +
-    1] (int32, S + 1 of them). They are the last positions of its context_lens[s], so a cached
-    prefix or earlier chunks come first in its row of block_tables, which is table_rows[s] as in
-    paged_decode. Rows of q after query_starts[-1] are padding and yield zeros. max_query_len bounds
-    the queries of one sequence.
-    """
-    lens = Ints.of(context_lens)
-    starts = Ints.of(query_starts)
-    tables = rows_in_use(block_tables, table_rows, lens, kv.shape[3])
+    """prefill that takes all keys and values from kv."""
+    paged = prefills.paged
+    lens = Ints.of(paged.context_lens)
+    starts = Ints.of(prefills.query_starts)
+    tables = rows_in_use(paged.tables, paged.rows, lens, kv.shape[3])
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
-    for batch in plan_tiles(tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device):
-        out[batch.rows] = attend(q[batch.rows], kv, batch, scale).to(q.dtype)
+    batches = plan_tiles(
+        tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device, spec.window
+    )
+    for batch in batches:
+        out[batch.rows] = attend(q[batch.rows], kv, batch, spec).to(q.dtype)
     return out
 
 
-def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
+def warm_prefill(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
+) -> None:
     """Nothing to prepare."""
-
-
-def fresh_prefill_pays(q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...]) -> bool:
-    """Never: paged_prefill is what carries batch invariance."""
-    return False
 
 
 def fresh_prefill(
     q: Tensor, k: Tensor, v: Tensor, query_lens: tuple[int, ...], scale: float
 ) -> Tensor:
     """Causal attention of whole prompts, one after another, over their own rows; returns [T, Hq, D]
-    in q's dtype.
+    in q's dtype. The twin of dense.fresh_prefill.
 
     q [T, Hq, D]; k and v [T, Hk, D]. Rows of q after the prompts are padding and yield zeros.
     """
@@ -90,32 +74,6 @@ def fresh_prefill(
         for queries, keys, values in prompts
     ]
     return torch.cat([*outs, torch.zeros_like(q[num_rows:])])
-
-
-def chunk_prefill_pays(q: Tensor, k: Tensor, v: Tensor, prefix_len: int, block_size: int) -> bool:
-    """Never, as with fresh prompts."""
-    return False
-
-
-def chunk_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    kv: Tensor,
-    block_tables: Tensor,
-    table_rows: Tensor,
-    context_lens: Tensor,
-    query_starts: Tensor,
-    prefix_len: int,
-    scale: float,
-    out: Tensor | None = None,
-) -> Tensor:
-    """paged_prefill of one sequence, prefix_len of whose rows stand before this step's: rows of q,
-    k [T, Hk, D] and v, the latter two in kv already.
-    """
-    return paged_prefill(
-        q, kv, block_tables, table_rows, context_lens, query_starts, len(q), scale, out
-    )
 
 
 def dense_attention(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.linear.reference import ROW_MULTIPLE
 
 KV_CHUNK = 64
@@ -69,8 +70,8 @@ class _Batch:
     rows: rows of q, int64 [n * P]; a shorter tile has its last query several times. kv_rows: rows
     of _rows_of(kv), int64 [2 * n * Hk * L / block_size]. Every query of the batch sees the keys
     before `tail`. Of those from there on, `written` [n, 1, L - tail, 1] has -1 (all bits) for those
-    in the context, else 0, and `bias` [n, 1, P * G, L - tail] 0 for those that a query sees, else
-    MASKED.
+    in the context and in some query's window, else 0, and `bias` [n, 1, P * G, L - tail] 0 for
+    those that a query sees, else MASKED.
     """
 
     num_tiles: int
@@ -90,6 +91,7 @@ def plan_tiles(
     kv_shape: torch.Size,
     kv_strides: tuple[int, ...],
     device: torch.device,
+    window: int | None,
 ) -> list[_Batch]:
     """The batches of one call of paged_prefill. Cached, since the layers of a step all need the
     same."""
@@ -104,7 +106,9 @@ def plan_tiles(
     ]
     tables = block_tables.array().astype(np.int64)
     batches = _similar(tiles, group, kv_shape[4])
-    return [_make_batch(some, tables, group, kv_shape, kv_strides, device) for some in batches]
+    return [
+        _make_batch(some, tables, group, kv_shape, kv_strides, device, window) for some in batches
+    ]
 
 
 def _similar(tiles: list[_Tile], group: int, head_dim: int) -> Iterator[list[_Tile]]:
@@ -135,6 +139,7 @@ def _make_batch(
     kv_shape: torch.Size,
     kv_strides: tuple[int, ...],
     device: torch.device,
+    window: int | None,
 ) -> _Batch:
     """tables: int64 [S, max_blocks]."""
     seqs, first_rows, num_queries, first_positions = np.array(tiles).T[:, :, None]  # each [n, 1]
@@ -148,20 +153,26 @@ def _make_batch(
     known = tables[seqs[:, 0], : len(first_keys)]
     blocks[:, : known.shape[1]] = known
     blocks[first_keys >= lens] = 0
-    tail = int(first_positions.min()) + 1
+    tail = int(first_positions.min()) + 1 if window is None else 0
     keys = np.arange(tail, num_keys)
     last_seen = np.repeat(first_positions + offsets, group, axis=1)  # [n, P * G]
+    first_seen = np.zeros_like(last_seen)
+    if window is not None:
+        # What all queries of a tile are past may have been given to others.
+        first_seen = np.maximum(last_seen - window + 1, 0)
+    written = (keys >= first_seen.min(axis=1, keepdims=True)) & (keys < lens)
+    is_seen = (keys >= first_seen[:, :, None]) & (keys <= last_seen[:, :, None])
     arrays = {
         "rows": (first_rows + offsets).ravel(),
         "kv_rows": _kv_rows(blocks, kv_shape, kv_strides),
-        "written": -(keys < lens).astype(np.int32)[:, None, :, None],
-        "bias": np.where(keys <= last_seen[:, :, None], 0, MASKED).astype(np.float32)[:, None],
+        "written": -written.astype(np.int32)[:, None, :, None],
+        "bias": np.where(is_seen, 0, MASKED).astype(np.float32)[:, None],
     }
     tensors = {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
     return _Batch(num_tiles=len(tiles), tail=tail, **tensors)
 
 
-def attend(q: Tensor, kv: Tensor, batch: _Batch, scale: float) -> Tensor:
+def attend(q: Tensor, kv: Tensor, batch: _Batch, spec: AttentionSpec) -> Tensor:
     """Attention of the batch's queries q [n * P, Hq, D]; returns the same shape in float32."""
     (_, num_heads, head_dim) = q.shape
     num_kv_heads = kv.shape[1]
@@ -175,11 +186,13 @@ def attend(q: Tensor, kv: Tensor, batch: _Batch, scale: float) -> Tensor:
     rows_kv[:, :, :, batch.tail :].view(torch.int32).bitwise_and_(batch.written)
     keys, values = rows_kv.flatten(1, 2)  # each [n * Hk, L, D]
 
-    queries = (q.float() * scale).view(n, -1, num_kv_heads, group, head_dim).transpose(1, 2)
+    queries = (q.float() * spec.scale).view(n, -1, num_kv_heads, group, head_dim).transpose(1, 2)
     queries = queries.reshape(n * num_kv_heads, -1, head_dim)  # [n * Hk, P * G, D]
     num_rows = queries.shape[1]
     exact_rows = _exact_rows(head_dim)
     scores = torch.bmm(_pad_rows(queries, exact_rows), keys.transpose(1, 2))[:, :num_rows]
+    if spec.soft_cap is not None:
+        scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
     scores.view(n, num_kv_heads, num_rows, -1)[..., batch.tail :].add_(batch.bias)
     probs = _pad_rows(torch.softmax(scores, dim=-1), exact_rows)
     out = torch.zeros_like(queries)

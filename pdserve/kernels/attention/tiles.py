@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import next_power_of_2
 
@@ -37,6 +38,11 @@ def float32_tiles(block_m: int, head_dim: int) -> AttentionTiles:
     return AttentionTiles(block_m, 32 if block_d <= 64 else 16, block_d, num_warps, 2)
 
 
+def unscaled_cap(spec: AttentionSpec) -> float:
+    """The soft cap of scores that are not scaled yet; 0 without one."""
+    return spec.soft_cap / spec.scale if spec.soft_cap is not None else 0.0
+
+
 @triton.jit
 def load_rows(base, rows, valid, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Loads [len(rows), BLOCK_D] at int64 element offsets `rows`; zeros where `valid` is false and
@@ -59,6 +65,14 @@ def kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM: tl.con
 
 
 @triton.jit
+def tanh(x):
+    """By exp of what is not positive, so that nothing overflows."""
+    e = tl.exp(-2.0 * tl.abs(x))
+    t = (1.0 - e) / (1.0 + e)
+    return tl.where(x < 0, -t, t)
+
+
+@triton.jit
 def attend(
     acc,
     row_max,
@@ -73,6 +87,8 @@ def attend(
     row_positions,
     num_keys,
     scale_log2,
+    cap,
+    window,
     block_shift,
     stride_block,
     stride_plane,
@@ -80,14 +96,18 @@ def attend(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):
     """Online softmax of rows q [M, BLOCK_D] over the keys start..end, BLOCK_N a step; start is a
     multiple of it.
 
     acc [M, BLOCK_D], row_max [M] (of unscaled scores) and row_sum [M] are what earlier keys left.
     scale_log2 > 0. MASKED: some keys lie at or after num_keys or after a row's position; without it
-    every row sees every key. A row must see a key in its first step: its row_max would stay -inf,
-    and -inf - -inf is NaN.
+    every row sees every key. A row must see a key in its first step, if WINDOW is not set: its
+    row_max would stay -inf, and -inf - -inf is NaN. CAPPED: scores s become cap * tanh(s / cap),
+    where cap is of unscaled scores. WINDOW, with MASKED: a row sees `window` keys up to its
+    position.
 
     kv_matrix: None to load K and V by pointers from `kv_head`, or a descriptor of the layer as
     [rows, head_dim] in tiles [BLOCK_N, BLOCK_D] to load them by TMA. Then first_row is the first
@@ -106,18 +126,25 @@ def attend(
             row += block_start & ((1 << block_shift) - 1)
             k = kv_matrix.load([row, 0])
         scores = dot(q, tl.trans(k), tl.zeros([q.shape[0], BLOCK_N], tl.float32))
+        if CAPPED:
+            scores = cap * tanh(scores / cap)
         if MASKED:
             visible = valid[None, :] & (positions[None, :] <= row_positions[:, None])
+            if WINDOW:
+                visible = visible & (positions[None, :] > row_positions[:, None] - window)
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
+        base = new_max
+        if WINDOW:  # of a row that has seen no key yet, any number will do
+            base = tl.where(new_max == float("-inf"), 0.0, new_max)
         if q.dtype == tl.float32:
             # Scaled after the subtraction: scaling large scores first would round those that matter
             # most.
-            probs = tl.exp2((scores - new_max[:, None]) * scale_log2)
+            probs = tl.exp2((scores - base[:, None]) * scale_log2)
         else:
             # one multiply-add
-            probs = tl.exp2(scores * scale_log2 - (new_max * scale_log2)[:, None])
-        keep = tl.exp2((row_max - new_max) * scale_log2)
+            probs = tl.exp2(scores * scale_log2 - (base * scale_log2)[:, None])
+        keep = tl.exp2((row_max - base) * scale_log2)
         if kv_matrix is None:
             v = load_rows(kv_head + stride_plane, rows, valid, HEAD_DIM, BLOCK_D)
         else:

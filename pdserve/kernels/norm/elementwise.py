@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs
-"""Triton kernels of one pass over the activations: RMS norm, SiLU gate.
+"""Triton kernels of one pass over the activations: RMS norm, gate.
 
 Each reads and writes every element once and computes in float32. Knows nothing of models. Called
 through triton_ops.py.
@@ -12,11 +12,12 @@ from torch import Tensor
 
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.norm.ops import Activation, Norm
 
-SILU_BLOCK = 1024
+GATE_BLOCK = 1024
 
 
-def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def launch_rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """reference.rms_norm; x [rows, width] or [rows, heads, width], any strides but the last, which
     is 1."""
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -27,9 +28,10 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     launch(
         rms_norm_kernel,
         (cdiv(num_rows, rows),),
-        (x, weight, y),
-        (eps, num_rows, per_row, x.stride(0), x.stride(1) if x.ndim == 3 else 0),
+        (x, norm.weight, y),
+        (norm.eps, num_rows, per_row, x.stride(0), x.stride(1) if x.ndim == 3 else 0),
         WIDTH=width,
+        PLUS_ONE=norm.plus_one,
         BLOCK=block,
         ROWS=rows,
         num_warps=warps,
@@ -38,18 +40,19 @@ def launch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def launch_silu_mul(gate_up: Tensor) -> Tensor:
-    """reference.silu_mul; the last dim of gate_up is contiguous."""
+def launch_gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """reference.gate; the last dim of gate_up is contiguous."""
     num_tokens = gate_up.shape[0]
     width = gate_up.shape[1] // 2
     y = torch.empty((num_tokens, width), dtype=gate_up.dtype, device=gate_up.device)
-    grid = (num_tokens, cdiv(width, SILU_BLOCK))
+    grid = (num_tokens, cdiv(width, GATE_BLOCK))
     launch(
-        silu_mul_kernel,
+        gate_kernel,
         grid,
         (gate_up, y),
         (width, gate_up.stride(0)),
-        BLOCK=SILU_BLOCK,
+        SILU=activation == "silu",
+        BLOCK=GATE_BLOCK,
         num_warps=4,
         **launch_options(y.device),
     )
@@ -75,6 +78,7 @@ def rms_norm_kernel(
     stride_outer,
     stride_inner,
     WIDTH: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
     BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
     PDL: tl.constexpr,
@@ -90,18 +94,21 @@ def rms_norm_kernel(
     x = tl.load(x_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
     dtype: tl.constexpr = y_ptr.dtype.element_ty
-    # rounded here too, as models are trained
-    normed = (x * scale[:, None]).to(dtype).to(tl.float32)
-    y = (normed * weight[None, :]).to(dtype)
+    if PLUS_ONE:
+        y = (x * scale[:, None] * (1.0 + weight)[None, :]).to(dtype)
+    else:  # rounded here too, as models are trained
+        normed = (x * scale[:, None]).to(dtype).to(tl.float32)
+        y = (normed * weight[None, :]).to(dtype)
     tl.store(y_ptr + (row * WIDTH)[:, None] + columns[None, :], y, mask=mask)
 
 
 @triton.jit
-def silu_mul_kernel(
+def gate_kernel(
     gate_up_ptr,  # [T, 2 * width]
     y_ptr,  # [T, width], contiguous
     width,
     stride_token,
+    SILU: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -113,5 +120,9 @@ def silu_mul_kernel(
     row = gate_up_ptr + token * stride_token
     gate = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row + width + columns, mask=mask, other=0.0).to(tl.float32)
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    if SILU:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    else:  # 0.5 * gate * (1 + tanh(z)) is gate * sigmoid(2 * z)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        y = gate / (1.0 + tl.exp(-2.0 * z)) * up
     tl.store(y_ptr + token * width + columns, y.to(y_ptr.dtype.element_ty), mask=mask)

@@ -4,16 +4,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.norm.ops import Activation, Norm
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     """Root-mean-square norm over the last dim of `x` [..., width], in float32, rounded to x's dtype
-    before `weight`."""
+    before the weight, or after 1 + weight."""
     wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    if norm.plus_one:
+        return (normed * (1.0 + norm.weight.float())).to(x.dtype)
+    return norm.weight * normed.to(x.dtype)
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` of gate_up [T, 2 * I], gate first; returns [T, I]."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return functional.silu(gate) * up
+def gate(gate_up: Tensor, activation: Activation) -> Tensor:
+    """`activation(gate) * up` of gate_up [T, 2 * I], gate first; returns [T, I]. gelu_tanh is
+    PyTorch's GELU approximated by tanh."""
+    first, up = gate_up.chunk(2, dim=-1)
+    if activation == "silu":
+        return functional.silu(first) * up
+    return functional.gelu(first, approximate="tanh") * up

@@ -153,7 +153,7 @@ class Staging:
             ids = self._ids([*ring_blocks.tolist(), *[0] * padding, *blocks])
             source_ids = ids[: len(ring_blocks)]
             block_ids = ids[len(ring_blocks) + padding :]
-            self._ops.repack(
+            self._ops.kv.repack(
                 self.ring_blocks, source_ids, self._kv_cache, block_ids, skip, num_rows
             )
             if self._stream is None:
@@ -177,7 +177,7 @@ class Staging:
             source = torch.zeros_like(self.ring_blocks[:1])
             target = torch.zeros_like(self._kv_cache[:1])
             first = self._ids([0])
-            self._ops.repack(source, first, target, first, 0, 1)
+            self._ops.kv.repack(source, first, target, first, 0, 1)
         self.close()
 
 

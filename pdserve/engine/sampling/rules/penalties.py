@@ -80,7 +80,7 @@ class Penalties(LogitRule[Counted]):
             counts.index_fill_(0, staged["fresh_slots"], 0)
             counts.view(-1).index_add_(0, staged["counted_at"], staged["counted"])
         settings = (staged[name] for name in ("slots", "repetition", "frequency", "presence"))
-        self._ops.apply_penalties(logits, counts, *settings)
+        self._ops.sampling.apply_penalties(logits, counts, *settings)
 
     def sampled(self, token_ids: Tensor, staged: Mapping[str, Tensor]) -> None:
         at = staged["counts_rows"] + token_ids.index_select(0, staged["rows"])

@@ -76,7 +76,7 @@ class SlotEdits(LogitRule[SentEdits]):
             counts.index_copy_(0, staged["changed_slots"], staged["changed_counts"])
             ids.view(-1).index_copy_(0, staged["changed_at"], staged["changed_ids"])
             values.view(-1).index_copy_(0, staged["changed_at"], staged["changed_values"])
-        self._ops.apply_edits(logits, staged["slots"], counts, ids, values)
+        self._ops.sampling.apply_edits(logits, staged["slots"], counts, ids, values)
 
     def state_bytes(self) -> int:
         return (self._num_slots + 1) * (self.width * 8 + 4)

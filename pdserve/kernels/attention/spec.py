@@ -1,0 +1,74 @@
+"""What attention is told: how a layer attends, and where the KV of a step's sequences lies.
+
+Values alone. Specs come from the model, a layer each; `Paged` and `Prefills` from the step.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """How one layer attends. scale: of the scores, above 0. window: a query sees its own position
+    and window - 1 before it; None: all. soft_cap: scaled scores s become soft_cap * tanh(s /
+    soft_cap); None: they stay.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.scale <= 0:
+            raise ValueError(
+                f"scale must be above 0, not {self.scale}: the softmax subtracts its maximum "
+                "before it scales"
+            )
+        if self.num_heads % self.num_kv_heads or self.num_heads // self.num_kv_heads > 64:
+            raise ValueError(
+                f"num_heads must be 1 to 64 for each of the {self.num_kv_heads} KV heads, not "
+                f"{self.num_heads} in all"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"window must be at least 1, or None, not {self.window}")
+        if self.soft_cap is not None and self.soft_cap <= 0:
+            raise ValueError(f"soft_cap must be above 0, or None, not {self.soft_cap}")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether every query sees all keys up to its own, by scaled scores alone."""
+        return self.window is None and self.soft_cap is None
+
+
+@dataclass(frozen=True)
+class Paged:
+    """Sequences whose KV lies in blocks. tables: int32 `[num_slots, max_blocks]`, of which sequence
+    s has row rows[s], int32 `[S]`; entries past a context may be anything. context_lens: int32
+    `[S]`, KV rows including this step's. longest: at least the longest of them.
+    """
+
+    tables: Tensor
+    rows: Tensor
+    context_lens: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class Prefills:
+    """Several queries a sequence: s has rows query_starts[s] : query_starts[s + 1] of q (int32 `[S
+    + 1]`), the last positions of its context; what stands after query_starts[-1] is padding.
+
+    max_query_len: at least the most queries of a sequence. fresh_lens: queries of each if all are
+    whole contexts, so that all keys are rows of this step, else (). prefix_len: rows before the
+    queries if there is one sequence, else 0.
+    """
+
+    paged: Paged
+    query_starts: Tensor
+    max_query_len: int
+    fresh_lens: tuple[int, ...] = ()
+    prefix_len: int = 0

@@ -1,0 +1,141 @@
+"""AttentionOps on a GPU: decode.py and prefill.py in Triton, dense.py by cuDNN where it pays."""
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention import dense
+from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
+from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows, num_sms
+
+
+def decode(
+    q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, out: Tensor | None = None
+) -> Tensor:
+    _check(q, kv, paged, spec)
+    out = _output(q, out)
+    if q.numel() == 0:
+        return out
+    num_seqs, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[1]
+    tiles = decode_tiles(num_heads // num_kv_heads, head_dim, q.dtype)
+    longest = min(paged.longest, spec.window) if spec.window else paged.longest
+    num_programs = num_decode_programs(
+        num_seqs * num_kv_heads, longest, tiles.block_n, num_sms(q.device)
+    )
+    launch_decode(q, kv, paged, spec, tiles, num_programs, out)
+    return out
+
+
+def prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: AttentionSpec,
+    out: Tensor | None = None,
+) -> Tensor:
+    """By cuDNN where all keys are this step's rows, or but for whole pieces of them before it."""
+    if spec.is_plain:
+        fresh = prefills.fresh_lens
+        if fresh and dense.fresh_prefill_pays(q, k, v, fresh):
+            done = dense.fresh_prefill(q, k, v, fresh, spec.scale)
+            return done if out is None else out.copy_(done)
+        if prefills.prefix_len and dense.chunk_prefill_pays(
+            q, k, v, prefills.prefix_len, kv.shape[3]
+        ):
+            return _chunk(q, k, v, kv, prefills, spec, _output(q, out))
+    return paged_prefill(q, kv, prefills, spec, out)
+
+
+def paged_prefill(
+    q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None = None
+) -> Tensor:
+    """prefill by the paged kernel."""
+    out = _output(q, out)
+    if q.numel():
+        _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0)
+    return out
+
+
+def warm_prefill(
+    q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
+) -> None:
+    """Makes cuDNN's plans, and launches what a chunk after pieces needs beside them."""
+    if not spec.is_plain:
+        return
+    dense.warm_dense_prefill(q, k, v, spec.scale)
+    num_rows = len(q)
+    fits = 2 * num_rows <= tables.shape[1] * kv.shape[3]
+    if fits and dense.chunk_prefill_pays(q, k, v, num_rows, kv.shape[3]):
+        rows, lens, starts = (
+            torch.tensor(ids, dtype=torch.int32, device=q.device)
+            for ids in ([0], [2 * num_rows], [0, num_rows])
+        )
+        paged = Paged(tables, rows, lens, 2 * num_rows)
+        prefills = Prefills(paged, starts, num_rows, prefix_len=num_rows)
+        _chunk(q, k, v, kv, prefills, spec, _output(q, None))
+
+
+def _chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: AttentionSpec,
+    out: Tensor,
+) -> Tensor:
+    """By cuDNN but for the chunk's last rows."""
+    paged = prefills.paged
+    check_ids(table_rows=paged.rows)
+    done = dense.chunk_prefill(
+        q, k, v, kv, paged.tables, paged.rows, prefills.prefix_len, spec.scale, out
+    )
+    if done < len(q):
+        _launch(q, kv, prefills, spec, out, len(q), done)
+    return out
+
+
+def _launch(
+    q: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: AttentionSpec,
+    out: Tensor,
+    max_query_len: int,
+    skip: int,
+) -> None:
+    """Without the first `skip` rows of each sequence."""
+    _check(q, kv, prefills.paged, spec)
+    check_ids(query_starts=prefills.query_starts)
+    num_tokens, num_heads, head_dim = q.shape
+    group = num_heads // kv.shape[1]
+    num_rows = (num_tokens - skip) * num_heads
+    tiles = prefill_tiles(group, num_rows, head_dim, kv.shape[3], q.dtype, num_sms(q.device))
+    launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip)
+
+
+def _output(q: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"out must be contiguous {tuple(q.shape)} of {q.dtype}, not {tuple(out.shape)} of "
+            f"{out.dtype}"
+        )
+    return out
+
+
+def _check(q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec) -> None:
+    check_rows(q=q, block_tables=paged.tables)
+    check_kv(kv)
+    check_ids(table_rows=paged.rows, context_lens=paged.context_lens)
+    heads = spec.num_heads, spec.num_kv_heads
+    if (q.shape[1], kv.shape[1]) != heads:
+        raise ValueError(
+            f"q must have {heads[0]} heads and kv {heads[1]}, as the spec says, not {q.shape[1]} "
+            f"and {kv.shape[1]}"
+        )

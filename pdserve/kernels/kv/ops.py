@@ -1,0 +1,35 @@
+"""What is done with rows and blocks of the KV cache: shapes in reference.py, which implements it in
+plain torch; triton_ops.py does in Triton."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class KVOps(Protocol):
+    def rope_write_kv(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        slot_mapping: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Writes into kv, and may rotate in place: use the returned q and k, and the given ones no
+        more."""
+        ...
+
+    def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None: ...
+
+    def repack(
+        self,
+        source: Tensor,
+        source_ids: Tensor,
+        kv_cache: Tensor,
+        block_ids: Tensor,
+        skip: int,
+        num_rows: int,
+    ) -> None: ...

@@ -1,0 +1,53 @@
+"""KVOps in Triton: checks what the kernels assume, and launches."""
+
+from torch import Tensor
+
+from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
+from pdserve.kernels.kv.repack import launch_repack
+from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows
+
+
+def rope_write_kv(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """reference.rope_write_kv, rotating in place: the returned tensors are q and k."""
+    check_rows(q=q, k=k, v=v)
+    check_kv(kv)
+    check_ids(positions=positions, slot_mapping=slot_mapping)
+    if q.numel():
+        launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slot_mapping)
+    return q, k
+
+
+def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
+    """reference.copy_blocks."""
+    if not kv_cache.is_contiguous():
+        raise ValueError("kv_cache must be contiguous: pass the whole KV cache, not a layer of it")
+    check_ids(src=src, dst=dst)
+    if len(src):
+        launch_copy_blocks(kv_cache, src, dst)
+
+
+def repack(
+    source: Tensor,
+    source_ids: Tensor,
+    kv_cache: Tensor,
+    block_ids: Tensor,
+    skip: int,
+    num_rows: int,
+) -> None:
+    """reference.repack."""
+    if not (source.is_contiguous() and kv_cache.is_contiguous()):
+        raise ValueError(
+            "source and kv_cache must be contiguous: pass the whole ring and the whole KV cache"
+        )
+    check_ids(source_ids=source_ids, block_ids=block_ids)
+    if num_rows:
+        launch_repack(source, source_ids, kv_cache, block_ids, skip, num_rows)

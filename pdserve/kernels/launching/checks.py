@@ -1,0 +1,44 @@
+"""What the launchers check of tensors before kernels read them by pointer, and how many programs
+fill a device. Knows no kernel."""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+INTERPRETER_SMS = 8
+
+
+@lru_cache
+def num_sms(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a small number in Triton's interpreter."""
+    if device.type != "cuda":
+        return INTERPRETER_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_rows(**tensors: Tensor) -> None:
+    """ValueError for a tensor whose rows are not contiguous."""
+    for name, tensor in tensors.items():
+        if tensor.stride(-1) != 1:
+            raise ValueError(
+                f"{name} has stride {tensor.stride(-1)} in its last dim: make it contiguous there"
+            )
+
+
+def check_ids(**tensors: Tensor) -> None:
+    """ValueError for a tensor that is not contiguous: a column of a table would be read as its
+    first rows."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous: call .contiguous() on it")
+
+
+def check_kv(kv: Tensor) -> None:
+    """ValueError for a tensor that is no layer of a KV cache."""
+    block_size, head_dim = kv.shape[3:]
+    if kv.stride()[2:] != (block_size * head_dim, head_dim, 1) or block_size & (block_size - 1):
+        raise ValueError(
+            "kv must be kv_cache[:, :, layer] of a contiguous KV cache whose block_size is a "
+            f"power of two, not {tuple(kv.shape)} with strides {kv.stride()}"
+        )

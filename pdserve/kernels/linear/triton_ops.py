@@ -1,0 +1,67 @@
+"""LinearOps of dense matrices on a GPU: Triton for few rows, else cuBLAS."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.launching.checks import num_sms
+from pdserve.kernels.launching.launch import is_hopper
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.ops import Stream
+from pdserve.kernels.linear.small_products import MAX_ROWS, launch_row_product, launch_small_product
+from pdserve.kernels.norm import triton_ops as norms
+from pdserve.kernels.norm.ops import Activation, Norm
+
+
+def linear(x: Tensor, m: Matrix) -> Tensor:
+    if not _is_small(x, m.data):
+        return functional.linear(x, m.data, m.bias)
+    return _small_product(x, m)
+
+
+def norm_linear(stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Stream]:
+    return linear(norms.rms_norm(stream, norm), m), stream
+
+
+def norm_gated(
+    stream: Stream, norm: Norm, m: Matrix, activation: Activation
+) -> tuple[Tensor, Stream]:
+    normed = norms.rms_norm(stream, norm)
+    if activation == "silu" and _is_small(normed, m.data):
+        return _small_product(normed, m, silu=True), stream
+    return norms.gate(linear(normed, m), activation), stream
+
+
+def add_linear(stream: Stream, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Stream:
+    """Written to the stream."""
+    if stream.shape != (len(x), len(m.data)) or not stream.is_contiguous():
+        raise ValueError(
+            f"stream must be contiguous {(len(x), len(m.data))}, not {tuple(stream.shape)}"
+        )
+    if post_norm is not None:
+        return stream.add_(norms.rms_norm(linear(x, m), post_norm))
+    if _is_small(x, m.data):
+        return _small_product(x, m, stream=stream)
+    stream.addmm_(x, m.data.mT)
+    return stream if m.bias is None else stream.add_(m.bias)
+
+
+def _is_small(x: Tensor, weight: Tensor) -> bool:
+    """Whether x is of so few rows, and weight of such a kind, that small_products.py is the
+    faster."""
+    return (
+        0 < len(x) <= MAX_ROWS
+        and (not x.is_cuda or is_hopper(x.device))  # their stages fill Hopper's shared memory
+        and x.dtype != torch.float32
+        and weight.shape[1] % 16 == 0
+        and x.stride(1) == 1
+        and weight.is_contiguous()
+    )
+
+
+def _small_product(
+    x: Tensor, m: Matrix, silu: bool = False, stream: Stream | None = None
+) -> Tensor:
+    if len(x) == 1:
+        return launch_row_product(x, m.data, m.bias, silu, residual=stream)
+    return launch_small_product(x, m.data, m.bias, num_sms(x.device), silu, stream)

@@ -1,0 +1,72 @@
+"""Attention of one layer: projections, optional norms of heads; the attention itself, rotation
+included, is the step's."""
+
+from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.linear.ops import Stream
+from pdserve.models.layers.context import LayerContext
+from pdserve.models.layers.linear import Linear, column_parts, row_shard
+from pdserve.models.layers.norm import RmsNorm
+from pdserve.models.step_context import RopeTables, StepContext
+from pdserve.models.weights import Part
+
+
+class Attention:
+    """norm: of the stream, before the projections; post_norm: of the output, before it is added.
+    attends: of this rank's heads."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        layer: int,
+        module: str,
+        rope: RopeTables,
+        norm: RmsNorm,
+        post_norm: RmsNorm | None = None,
+    ) -> None:
+        spec = context.spec
+        self._layer = layer
+        self._rope = rope
+        self._norm = norm
+        self._post_norm = post_norm
+        self.attends = attention_spec(context, layer)
+        q_size = spec.num_heads * spec.head_dim
+        kv_size = spec.num_kv_heads * spec.head_dim
+        outs = {f"{module}.q_proj": q_size, f"{module}.k_proj": kv_size}
+        outs[f"{module}.v_proj"] = kv_size
+        parts = column_parts(context, outs)
+        self._qkv = Linear(context, parts, spec.hidden_size, spec.qkv_bias)
+        out = [Part(f"{module}.o_proj", spec.hidden_size)]
+        heads = self.attends
+        self._o = Linear(
+            context, out, heads.num_heads * heads.head_dim, spec.o_bias, row_shard(context)
+        )
+        self._heads = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
+        self._qk_norms: tuple[RmsNorm, RmsNorm] | None = None
+        if spec.qk_norm:
+            self._qk_norms = (
+                RmsNorm(context, f"{module}.q_norm", spec.head_dim),
+                RmsNorm(context, f"{module}.k_norm", spec.head_dim),
+            )
+
+    def __call__(self, stream: Stream, step: StepContext) -> Stream:
+        qkv, stream = self._qkv.of_norm(stream, self._norm)
+        heads = qkv.view(len(qkv), sum(self._heads), self.attends.head_dim)
+        q, k, v = heads.split_with_sizes(self._heads, 1)
+        if self._qk_norms:
+            q, k = self._qk_norms[0](q), self._qk_norms[1](k)
+        attended = step.attend(self._layer, self.attends, q, k, v, self._rope)
+        return self._o.add_to(stream, attended.flatten(1), self._post_norm)
+
+
+def attention_spec(context: LayerContext, layer: int) -> AttentionSpec:
+    """Of this rank's heads in a layer."""
+    spec = context.spec
+    tp = context.dims.tp
+    return AttentionSpec(
+        num_heads=spec.num_heads // tp,
+        num_kv_heads=spec.num_kv_heads // tp,
+        head_dim=spec.head_dim,
+        scale=spec.attention_scale or spec.head_dim**-0.5,
+        window=spec.windows[layer] if spec.windows else None,
+        soft_cap=spec.attention_soft_cap,
+    )

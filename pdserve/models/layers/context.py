@@ -1,0 +1,18 @@
+"""What every layer is made with. Made by a model, passed to all of its layers."""
+
+from dataclasses import dataclass
+
+from pdserve.kernels.ops import Ops
+from pdserve.models.config import ModelSpec
+from pdserve.models.weights import WeightSet
+from pdserve.parallel.dims import ParallelDims
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """weights: where layers declare theirs. dims: of which they hold this rank's share."""
+
+    spec: ModelSpec
+    ops: Ops
+    weights: WeightSet
+    dims: ParallelDims

@@ -1,0 +1,84 @@
+"""The two ends of a model: token ids to rows, and rows to logits."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.ops import Stream
+from pdserve.kernels.linear.schemes.scheme import TensorSpec
+from pdserve.models.layers.context import LayerContext
+from pdserve.models.layers.linear import DENSE, Linear
+from pdserve.models.layers.norm import RmsNorm
+from pdserve.models.step_context import StepContext
+from pdserve.models.weights import Part, Weight
+
+
+class Embedding:
+    """table `[vocab, hidden]`, which every rank has whole."""
+
+    table: Tensor
+
+    def __init__(self, context: LayerContext, module: str) -> None:
+        spec = context.spec
+        weights = context.weights
+        shape = (spec.vocab_size, spec.hidden_size)
+        specs = {"weight": TensorSpec(shape, weights.dtype, out_axis=0)}
+        part = Part(module, spec.vocab_size)
+        weights.add(Weight([part], specs, {"weight": "matrix"}, weights.device, self._finish))
+        self._scale: Tensor | None = None
+        if spec.embedding_scale != 1.0:  # rounded to the dtype, as models are trained
+            scale = torch.tensor(spec.embedding_scale, dtype=weights.dtype)
+            self._scale = scale.to(weights.device)
+
+    def __call__(self, ids: Tensor, step: StepContext) -> Stream:
+        """`ids [T]` -> `[T, hidden]`. Rows that bring their own embedding have an id below 0."""
+        if step.given is None:
+            rows = functional.embedding(ids, self.table)
+        else:
+            rows = functional.embedding(ids.clamp(min=0), self.table)
+        if self._scale is not None:
+            rows = rows * self._scale
+        if step.given is not None:
+            rows.index_copy_(0, step.given.rows, step.given.values.to(rows.dtype))
+        return rows
+
+    def _finish(self, tensors: Mapping[str, Tensor]) -> None:
+        self.table = tensors["weight"]
+
+
+class Head:
+    """The last norm, and the product with the vocabulary: with `tied`'s table if given."""
+
+    def __init__(
+        self, context: LayerContext, module: str, norm: RmsNorm, tied: Embedding | None
+    ) -> None:
+        spec = context.spec
+        self._norm = norm
+        self._tied = tied
+        self._soft_cap = spec.logit_soft_cap
+        self._ops = DENSE.ops(context.weights.device)
+        self._linear: Linear | None = None
+        if tied is None:
+            part = Part(module, spec.vocab_size)
+            self._linear = Linear(context, [part], spec.hidden_size, bias=False, scheme=DENSE)
+
+    def hidden(self, stream: Stream) -> Tensor:
+        """`[T, hidden]`, normed."""
+        return self._norm(stream)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype."""
+        logits = self._ops.linear(hidden, self._matrix)
+        if self._soft_cap is not None:
+            logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
+        return logits
+
+    @property
+    def _matrix(self) -> Matrix:
+        if self._linear is not None:
+            return self._linear.matrix
+        assert self._tied is not None
+        return Matrix(self._tied.table)

@@ -1,0 +1,38 @@
+"""Gated MLPs (Shazeer 2020): `down(activation(gate(x)) * up(x))` with gate and up in one matrix."""
+
+from pdserve.kernels.linear.ops import Stream
+from pdserve.models.layers.context import LayerContext
+from pdserve.models.layers.linear import Linear, column_parts, row_shard
+from pdserve.models.layers.norm import RmsNorm
+from pdserve.models.weights import Part
+
+
+class GatedMlp:
+    """norm: of the stream, before the products; post_norm: of the output, before it is added."""
+
+    def __init__(
+        self,
+        context: LayerContext,
+        module: str,
+        norm: RmsNorm,
+        post_norm: RmsNorm | None = None,
+    ) -> None:
+        spec = context.spec
+        size = spec.intermediate_size
+        self._activation = spec.activation
+        self._norm = norm
+        self._post_norm = post_norm
+        outs = {f"{module}.gate_proj": size, f"{module}.up_proj": size}
+        parts = column_parts(context, outs)
+        self._gate_up = Linear(context, parts, spec.hidden_size, spec.mlp_bias)
+        self._down = Linear(
+            context,
+            [Part(f"{module}.down_proj", spec.hidden_size)],
+            size // context.dims.tp,
+            spec.mlp_bias,
+            row_shard(context),
+        )
+
+    def __call__(self, stream: Stream) -> Stream:
+        hidden, stream = self._gate_up.gated(stream, self._norm, self._activation)
+        return self._down.add_to(stream, hidden, self._post_norm)

@@ -1,0 +1,31 @@
+"""Norms."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from pdserve.kernels.linear.schemes.scheme import TensorSpec
+from pdserve.kernels.norm.ops import Norm
+from pdserve.models.layers.context import LayerContext
+from pdserve.models.weights import Init, Part, Weight
+
+
+class RmsNorm:
+    """Root-mean-square norm of rows `[width]`; every rank has all of it. value: what ops take."""
+
+    value: Norm
+
+    def __init__(self, context: LayerContext, module: str, width: int) -> None:
+        self._context = context
+        weights = context.weights
+        specs = {"weight": TensorSpec((width,), weights.dtype, out_axis=0)}
+        init: Init = "zeros" if context.spec.plus_one_norms else "ones"
+        part = Part(module, width)
+        weights.add(Weight([part], specs, {"weight": init}, weights.device, self._finish))
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._context.ops.norm.rms_norm(x, self.value)
+
+    def _finish(self, tensors: Mapping[str, Tensor]) -> None:
+        spec = self._context.spec
+        self.value = Norm(tensors["weight"], spec.rms_eps, spec.plus_one_norms)

@@ -1,0 +1,38 @@
+"""Which schemes of storing weights there are, by `quant_method` in config.json's
+quantization_config: a line for each.
+
+Torch-free: a scheme's file is imported when a model of it is loaded.
+"""
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdserve.kernels.linear.schemes.scheme import Scheme
+
+Quantization = Mapping[str, Any]
+"""config.json's quantization_config."""
+
+# quant_method -> module under kernels/linear/schemes, and class there: made of the Quantization
+SCHEMES: dict[str, str] = {}
+
+
+def check_quantization(quantization: Quantization) -> None:
+    """ValueError for a scheme that is not known."""
+    method = quantization.get("quant_method")
+    if method not in SCHEMES:
+        known = f" (known: {', '.join(sorted(SCHEMES))})" if SCHEMES else ""
+        raise ValueError(
+            f"quantization_config: quantised checkpoints are not supported yet{known}; use the "
+            "16-bit weights"
+        )
+
+
+def scheme_of(quantization: Quantization | None, module: str) -> "Scheme | None":
+    """How the weights of a checkpoint's module are stored; None: as they are."""
+    if quantization is None or module in (quantization.get("modules_to_not_convert") or ()):
+        return None
+    place, name = SCHEMES[quantization["quant_method"]].split(":")
+    scheme = getattr(import_module(f"pdserve.kernels.linear.schemes.{place}"), name)
+    return scheme(quantization)

@@ -1,0 +1,41 @@
+"""What a model is given of a step beside its rows: how they attend, and what else they bring or
+leave.
+
+Made anew each step by the model runner. A model passes it on and looks at what concerns it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from pdserve.kernels.attention.spec import AttentionSpec
+
+RopeTables = tuple[Tensor, Tensor]
+"""cos and sin, see models/rope.py."""
+Attend = Callable[[int, AttentionSpec, Tensor, Tensor, Tensor, RopeTables], Tensor]
+"""`attend(layer, spec, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D], rope) -> [T, Hq, D]`; it rotates q
+and k, and may do so in place."""
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Embeddings that rows bring instead of a token id. rows: int64 `[G]`; values `[G, hidden]`."""
+
+    rows: Tensor
+    values: Tensor
+
+
+@dataclass
+class StepContext:
+    """positions: int32 `[T]`, each row's in its sequence, or `[3, T]` for a rope of three
+    (Qwen2-VL) that `attend` knows. given: None if all rows are token ids. adapter_slots: int32
+    `[T]`, the adapter of each row; None: no row has one. taps: layers whose input stream is wanted;
+    the model writes it there.
+    """
+
+    attend: Attend
+    positions: Tensor | None = None
+    given: GivenRows | None = None
+    adapter_slots: Tensor | None = None
+    taps: dict[int, Tensor | None] = field(default_factory=dict)
