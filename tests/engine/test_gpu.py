@@ -190,10 +190,10 @@ def test_blocks_of_an_aborted_request_are_free_only_when_no_step_can_touch_them(
     before = engine.blocks.num_free
     step = dispatch(driver)
     engine.abort(key)
-    assert not step.ended.ready() and engine.blocks.num_free < before
+    assert not step.handle.ready() and engine.blocks.num_free < before
     engine.check_integrity()
     driver.run()
-    assert step.ended.ready() and engine.blocks.num_free == before
+    assert step.handle.ready() and engine.blocks.num_free == before
 
 
 def test_a_prompt_is_held_for_a_hand_off_only_when_its_rows_are_there(folder: Path) -> None:
@@ -201,10 +201,10 @@ def test_a_prompt_is_held_for_a_hand_off_only_when_its_rows_are_there(folder: Pa
     driver = Driver(engine)
     driver.add(PROMPTS[4], SamplingParams(temperature=0, seed=0), phase="prefill")
     step = dispatch(driver)
-    assert not driver.held and not step.ended.ready()
+    assert not driver.held and not step.handle.ready()
     driver.run()
     [held] = driver.held
-    assert step.ended.ready()
+    assert step.handle.ready()
     rows = engine.kv_cache[list(held.block_ids)].clone()
     other = Driver(make_engine(folder, device="cuda", async_scheduling=False, cuda_graphs=False))
     other.add(PROMPTS[4], SamplingParams(temperature=0, seed=0), phase="prefill")

@@ -5,7 +5,7 @@ Without CUDA the kernels run in the interpreter over pairwise samples of odd siz
 gpu) over the full product.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
 from random import Random
@@ -131,19 +131,42 @@ WINDOWS: list[tuple[int | None, float | None]] = [
 ]
 
 
+@interpreted
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("window,soft_cap", WINDOWS)
-def test_windows_and_soft_caps(
+def test_windows_and_soft_caps_interpreted(
     window: int | None, soft_cap: float | None, dtype: torch.dtype
+) -> None:
+    check_windows((6, 2), 40, 16, dtype, window, soft_cap)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window,soft_cap", [*WINDOWS, (1000, 50.0)])
+@pytest.mark.parametrize("head_dim,dtype", product([40, 64, 128, 256], DTYPES))
+def test_windows_and_soft_caps_full_product(
+    head_dim: int, dtype: torch.dtype, window: int | None, soft_cap: float | None
+) -> None:
+    for heads, block_size in product([(6, 2), (32, 8)], [16, 128]):
+        check_windows(heads, head_dim, block_size, dtype, window, soft_cap, more=[3000])
+
+
+def check_windows(
+    heads: tuple[int, int],
+    head_dim: int,
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None,
+    soft_cap: float | None,
+    more: Sequence[int] = (),
 ) -> None:
     """Windows shorter and longer than contexts, tiles and chunks; keys that no query sees are as
     if never written."""
-    contexts = [1, 40, 129, 0, 280 if not ON_GPU else 3000]
-    problem = paged_problem((6, 2), 40, 16, dtype, contexts, device=DEVICE)
+    shape = heads, head_dim, block_size, dtype
+    problem = paged_problem(*shape, [1, 40, 129, 0, 280, *more], device=DEVICE)
     check_window(problem, window, soft_cap, lambda ops: problem.decode(ops.attention))
-    pairs = [(20, 20), (150, 7), (130, 130), (67, 1)]
+    pairs = [(20, 20), (150, 7), (130, 130), (67, 1), *((length, length // 2) for length in more)]
     contexts, query_lens = [list(x) for x in zip(*pairs, strict=True)]
-    prompts = paged_problem((6, 2), 40, 16, dtype, contexts, query_lens, 5, device=DEVICE)
+    prompts = paged_problem(*shape, contexts, query_lens, 5, device=DEVICE)
     check_window(prompts, window, soft_cap, lambda ops: prompts.prefill(ops.attention))
 
 
@@ -160,7 +183,8 @@ def check_window(
             zip(problem.context_lens.tolist(), problem.query_lens, strict=True)
         ):
             table = problem.block_tables[problem.table_rows[seq]]
-            for block in range(max(context - queries - window + 1, 0) // 16):
+            block_size = problem.kv.shape[3]
+            for block in range(max(context - queries - window + 1, 0) // block_size):
                 problem.kv[table[block]] = float("nan")  # given up
     twin = run(TORCH)
     assert twin.isfinite().all()

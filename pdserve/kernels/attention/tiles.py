@@ -117,6 +117,8 @@ def attend(
     for block_start in range(start, end, BLOCK_N):
         positions = block_start + tl.arange(0, BLOCK_N)
         valid = positions < num_keys
+        if WINDOW:  # what no row sees may hold anything
+            valid = valid & (positions > tl.min(row_positions, 0) - window)
         if kv_matrix is None:
             rows = kv_rows(table, positions, valid, block_shift, stride_block, HEAD_DIM)
             k = load_rows(kv_head, rows, valid, HEAD_DIM, BLOCK_D)
