@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
+import numpy as np
+
 from benchmarks.support.places import DEMO
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.configs.transfer import TransferConfig
@@ -60,6 +62,9 @@ class _Step:
 
     def scores(self) -> list[list[TokenLogprob]]:
         return []
+
+    def hidden(self) -> np.ndarray:
+        return np.empty((0, 0), dtype=np.float32)
 
 
 class PacedExecutor:

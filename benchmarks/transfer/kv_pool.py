@@ -44,7 +44,7 @@ class Side:
         )
         self.generations = np.zeros(num_blocks, np.int64)
         self._event = threading.Event()
-        memory = KVCacheMemory(self.blocks, self.generations, layout, "benchmark")
+        memory = KVCacheMemory(self.blocks, self.generations, layout, "benchmark", "rows")
         self.pool = build_pool(address, config, memory, self._event.set)
         while not self.pool.available:
             time.sleep(0.01)

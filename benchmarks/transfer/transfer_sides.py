@@ -90,7 +90,7 @@ class Side:
             self.layout.group.dtype
         ]
         pool = self.words.view(dtype).view(self.num_blocks, *self.layout.block_shape)
-        memory = KVCacheMemory(pool, self.blocks.generations, self.layout, "benchmark")
+        memory = KVCacheMemory(pool, self.blocks.generations, self.layout, "benchmark", "rows")
         config = TransferConfig(
             ucx_tls=case.tls,
             progress_delay_us=case.progress_delay_us,

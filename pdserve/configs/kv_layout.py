@@ -7,6 +7,7 @@ hard-code nothing. Torch-free; knows no addresses and no devices.
 """
 
 import hashlib
+from collections.abc import Iterable
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
@@ -19,8 +20,7 @@ class LayerGroup(BaseModel):
 
     layers: global layer ids in storage order. heads: *global* ids of the KV heads this rank stores.
     planes: 2 for K and V, 1 for a joint latent row. row_width: elements of one token's row in one
-    plane of one head. scale_bytes: bytes of quantisation scales after the rows of the group (0
-    without).
+    plane of one head.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -30,7 +30,6 @@ class LayerGroup(BaseModel):
     row_width: int
     planes: int = 2
     dtype: str = "float32"
-    scale_bytes: int = 0
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -87,7 +86,7 @@ class KVLayout(BaseModel):
 
     @property
     def block_bytes(self) -> int:
-        return len(self.group.heads) * self.head_bytes + self.group.scale_bytes
+        return len(self.group.heads) * self.head_bytes
 
     @property
     def token_bytes(self) -> int:
@@ -98,9 +97,16 @@ class KVLayout(BaseModel):
         """Blocks that hold `num_tokens` rows."""
         return -(-num_tokens // self.block_size)
 
-    def compat_digest(self, model_fingerprint: str) -> str:
-        """Equal on two ranks exactly when a row's bytes mean the same on both (head ids and block
-        sizes may differ)."""
-        g = self.group
-        text = f"{model_fingerprint}|{g.layers}|{g.planes}|{g.row_width}|{g.dtype}|{g.scale_bytes}"
-        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+def rows_digest(model_fingerprint: str, groups: Iterable[LayerGroup]) -> str:
+    """Equal for two engines exactly when a row's bytes mean the same in both: of the model, and of
+    how each of its layers stores rows. groups: of all ranks and stages together; which heads a rank
+    has, which layers a stage, and the size of blocks do not count.
+    """
+    formats = {
+        layer: (group.planes, group.row_width, group.dtype)
+        for group in groups
+        for layer in group.layers
+    }
+    text = f"{model_fingerprint}|{sorted(formats.items())}"
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from torch import Tensor
 
+from pdserve.configs.kv_layout import rows_digest
 from pdserve.engine.components import EngineComponents
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.requests import Requests
@@ -43,7 +44,8 @@ class Engine:
         self.model_fingerprint = components.fingerprint
         self.max_model_len = components.max_model_len
         self.blocks = BlockManager(components.num_blocks, self.config.enable_prefix_caching)
-        self.hasher = BlockHasher(self.model_fingerprint, self.config.block_size)
+        self.rows_digest = rows_digest(self.model_fingerprint, self.layout.groups)
+        self.hasher = BlockHasher(self.rows_digest, self.config.block_size, self.model_fingerprint)
         self.scheduler = Scheduler(
             self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )

@@ -5,6 +5,7 @@ Plain data. Made by `engine.collect`; the worker loop and the phases read it.
 
 from dataclasses import dataclass, field
 
+from pdserve.protocol.block_digests import Tenant
 from pdserve.protocol.events import Event
 from pdserve.protocol.request_key import RequestKey
 
@@ -38,7 +39,7 @@ class FinishedRows:
     """
 
     token_ids: tuple[int, ...]
-    cache_salt: str
+    tenant: Tenant
     block_ids: tuple[int, ...]
     hashes: tuple[bytes, ...]
 

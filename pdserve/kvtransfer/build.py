@@ -25,7 +25,7 @@ from pdserve.kvtransfer.p2p.staging import StagingRing
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.transport.agent import TransferAgent, flat_bytes, memory_of
 from pdserve.kvtransfer.transport.local_agent import LocalAgent
-from pdserve.protocol.handoff import KVCacheMeta, RankMemory
+from pdserve.protocol.handoff import GroupMemory, KVCacheMeta, RankMemory
 
 
 @dataclass(frozen=True)
@@ -99,10 +99,9 @@ def _registered(
     agent = TRANSPORTS[config.connector].make_agent(f"{engine_id}/{incarnation}/{rank}", config)
     agent.register(memory.kv_cache)
     agent.register(torch.from_numpy(memory.generations))
-    compat = memory.layout.compat_digest(memory.model_fingerprint)
     ring = StagingRing(agent, memory.kv_cache, memory.layout, config.staging_bytes)
-    own = OwnKVCache(memory.kv_cache, memory.layout, compat, ring)
-    return agent, _describe(agent, memory, own.compat, engine_id, incarnation), own
+    own = OwnKVCache(memory, ring)
+    return agent, _describe(agent, memory, engine_id, incarnation), own
 
 
 def _check_memory(memory: KVCacheMemory) -> None:
@@ -126,7 +125,7 @@ def _check_memory(memory: KVCacheMemory) -> None:
 
 
 def _describe(
-    agent: TransferAgent, memory: KVCacheMemory, compat: str, engine_id: str, incarnation: int
+    agent: TransferAgent, memory: KVCacheMemory, engine_id: str, incarnation: int
 ) -> KVCacheMeta:
     kind, device_id = memory_of(memory.kv_cache)
     rank_memory = RankMemory(
@@ -135,17 +134,24 @@ def _describe(
         address=memory.kv_cache.data_ptr(),
         memory=kind,
         device_id=device_id,
-        heads=memory.layout.group.heads,
+        groups=(
+            GroupMemory(
+                layers=memory.layout.group.layers,
+                heads=memory.layout.group.heads,
+                offset=0,
+                head_bytes=memory.layout.head_bytes,
+            ),
+        ),
     )
     return KVCacheMeta(
         engine_id=engine_id,
         incarnation=incarnation,
         connector=agent.kind,
-        compat=compat,
+        model=memory.model_fingerprint,
+        rows=memory.rows_digest,
         block_size=memory.layout.block_size,
         num_blocks=memory.kv_cache.shape[0],
         block_bytes=memory.layout.block_bytes,
-        head_bytes=memory.layout.head_bytes,
         generation_address=memory.generations.ctypes.data,
         mailbox="",
         ranks=(rank_memory,),

@@ -47,12 +47,13 @@ Outcome = Literal["done", "rejected", "expired"]
 class KVCacheMemory:
     """The memory a connector registers. kv_cache: contiguous `[num_blocks, *layout.block_shape]`,
     allocated once and never moved. generations: int64 `[num_blocks]` in host memory, bumped by the
-    block manager before a block is reused."""
+    block manager before a block is reused. model_fingerprint, rows_digest: see BlockHasher."""
 
     kv_cache: torch.Tensor
     generations: np.ndarray
     layout: KVLayout
     model_fingerprint: str
+    rows_digest: str
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,9 @@ from typing import Literal
 
 import msgspec
 
+from pdserve.protocol.block_digests import ContentPart
 from pdserve.protocol.handoff import KVCacheMeta, Source, Ticket
-from pdserve.protocol.request_key import Phase, RequestKey
+from pdserve.protocol.request_key import Phase, RequestKey, RequestKind
 from pdserve.protocol.sampling_params import SamplingParams
 
 
@@ -30,7 +31,8 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     sampling.prompt_logprobs asks for PromptScored.logprobs: the router clears it once it has them.
     cache_salt: prefix-cache blocks are shared only between equal salts. priority: lower runs first.
     overlap: D pulls while P computes: the prompt's last chunk is kept short, so that little is left
-    to move behind it.
+    to move behind it. kind: what is wanted of the prompt; "embed" is answered by one Embedded, has
+    one start and phase "full". adapter: see Tenant; parts: what stands in place of tokens.
     """
 
     key: RequestKey
@@ -42,6 +44,9 @@ class Submit(msgspec.Struct, frozen=True, kw_only=True, tag="submit"):
     priority: int = 0
     cache_salt: str = ""
     overlap: bool = False
+    kind: RequestKind = "generate"
+    adapter: str = ""
+    parts: tuple[ContentPart, ...] = ()
 
 
 class Prepare(msgspec.Struct, frozen=True, kw_only=True, tag="prepare"):

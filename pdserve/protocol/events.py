@@ -23,16 +23,19 @@ class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Hello(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="hello"):
     """First event on a new stream: what this worker is, and which peers it is connected to already.
     protocol: PROTOCOL_VERSION; another one's events are not understood. kv_cache is None when it
-    cannot hand KV over (aggregated mode). parts_from: D may be prepared for prompts of so many
-    tokens (0: none); long ones are published in parts. caches_prefixes: its computed blocks can be
-    found again. cut_below: where D's link moves fewer bytes a second, such a prompt shall have a
-    short last chunk (Submit.overlap). kv_pool: name of the KV pool it uses, equal for workers that
-    share one ("": none), of chunks of pool_chunk tokens.
+    cannot hand KV over (aggregated mode). model_fingerprint, rows_digest: the keys of BlockHasher:
+    a request may go on at a worker of the same model, and finds blocks of the same rows.
+    parts_from: D may be prepared for prompts of so many tokens (0: none); long ones are published
+    in parts. caches_prefixes: its computed blocks can be found again. cut_below: where D's link
+    moves fewer bytes a second, such a prompt shall have a short last chunk (Submit.overlap).
+    kv_pool: name of the KV pool it uses, equal for workers that share one ("": none), of chunks of
+    pool_chunk tokens.
     """
 
     protocol: int
     role: str
     model_fingerprint: str
+    rows_digest: str
     vocab_size: int
     max_model_len: int
     max_request_tokens: int
@@ -88,6 +91,16 @@ class PromptScored(msgspec.Struct, frozen=True, kw_only=True, array_like=True, t
     start: int = 0
     logprobs: tuple[TokenLogprob | None, ...] | None = None
     final: bool = True
+
+
+class Embedded(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="embedded"):
+    """What a Submit of kind "embed" asked for: the hidden row of its prompt's last token, after the
+    last norm, as little-endian float32. cached_tokens: see PromptScored."""
+
+    request_id: str
+    attempt: int
+    cached_tokens: int
+    values: bytes
 
 
 class PackedScores(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="prompt_scored"):
@@ -250,6 +263,7 @@ class PoolChange(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag
 _Other = (
     Hello
     | Delta
+    | Embedded
     | Handoff
     | Arrived
     | Failed

@@ -9,32 +9,42 @@ import msgspec
 from pdserve.protocol.request_key import RequestKey
 
 
+class GroupMemory(msgspec.Struct, frozen=True, array_like=True):
+    """Where the rows of some layers lie in each block of a rank: from byte `offset` on, KV head by
+    KV head (heads: their global ids), head_bytes each. layers: global ids, in storage order."""
+
+    layers: tuple[int, ...]
+    heads: tuple[int, ...]
+    offset: int
+    head_bytes: int
+
+
 class RankMemory(msgspec.Struct, frozen=True, array_like=True):
-    """One rank's registered memory. heads: global KV head ids there, in order. memory: NIXL's
-    "DRAM" or "VRAM"."""
+    """One rank's registered memory. memory: NIXL's "DRAM" or "VRAM"."""
 
     agent_name: str
     agent_metadata: bytes
     address: int
     memory: str
     device_id: int
-    heads: tuple[int, ...]
+    groups: tuple[GroupMemory, ...]
 
 
 class KVCacheMeta(msgspec.Struct, frozen=True, kw_only=True):
     """What a peer needs once to read from an engine's KV cache. incarnation: the engine process's
     start, in ns of its host's clock; between two of one engine_id the higher is the living one.
-    mailbox: the address of its letters. block_size: tokens of a block, which need not be the
-    reader's."""
+    mailbox: the address of its letters. model, rows: see BlockHasher; rows that differ under one
+    model may be converted, those of another model never. block_size: tokens of a block, which need
+    not be the reader's."""
 
     engine_id: str
     incarnation: int
     connector: str
-    compat: str
+    model: str
+    rows: str
     block_size: int
     num_blocks: int
     block_bytes: int
-    head_bytes: int
     generation_address: int
     mailbox: str
     ranks: tuple[RankMemory, ...]
@@ -45,12 +55,12 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     incarnation lives.
 
     block_ids: P's blocks, of block_size tokens, in order of position from token 0; the last may be
-    partly filled. generations: one a block, as they were when the block's rows were written.
-    num_tokens: rows published (0: a part of a prompt, of whole blocks). lease_s: P unpins after
-    this long unless renewed. content: digest of the tokens, salt and model whose rows these are; D
-    computes its own and refuses another's. key: of P's Submit; D's has another attempt (and
-    session). written_at: seconds since the epoch by P's clock when its engine knew that the last of
-    these rows is written.
+    partly filled. generations: one a block, as they were when the block's rows were written. home:
+    which of P's KV caches they lie in (0: it has one). num_tokens: rows published (0: a part of a
+    prompt, of whole blocks). lease_s: P unpins after this long unless renewed. content: digest of
+    the tokens, salt and model whose rows these are; D computes its own and refuses another's. key:
+    of P's Submit; D's has another attempt (and session). written_at: seconds since the epoch by P's
+    clock when its engine knew that the last of these rows is written.
     """
 
     engine_id: str
@@ -63,6 +73,7 @@ class Ticket(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     lease_s: float
     written_at: float
+    home: int = 0
 
 
 class Source(msgspec.Struct, frozen=True, array_like=True):

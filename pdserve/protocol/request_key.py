@@ -7,6 +7,7 @@ import msgspec
 
 Phase = Literal["full", "prefill", "decode"]
 FinishReason = Literal["stop", "length"]
+RequestKind = Literal["generate", "embed"]
 
 
 class RequestKey(msgspec.Struct, frozen=True, array_like=True):

@@ -73,7 +73,11 @@ class EngineHost:
             torch.set_num_threads(1)
         metrics = WorkerMetrics(engine)
         memory = KVCacheMemory(
-            engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint
+            engine.kv_cache,
+            engine.blocks.generations,
+            engine.layout,
+            engine.model_fingerprint,
+            engine.rows_digest,
         )
         if self._config.connects:
             self.progress.enter("registration")

@@ -76,7 +76,8 @@ class PoolPhase:
 
     def compute(self, request: Request, starts: tuple[Start, ...]) -> None:
         """Give the request to the engine, with what the pool has of its prompt."""
-        reservation = self._reserve(request, starts)
+        # the pool names rows by their tokens alone
+        reservation = self._reserve(request, starts) if not request.parts else None
         if reservation is None:
             self._engine.add(request, starts)
             return
@@ -86,7 +87,7 @@ class PoolPhase:
         tokens = request.prompt_token_ids[: len(reservation.block_table) * size]
         skip = reservation.num_cached * size
         self._pool.retrieve(
-            op_id, tokens, request.cache_salt, skip, reservation.destination, self._deadline_s
+            op_id, tokens, request.tenant.name, skip, reservation.destination, self._deadline_s
         )
 
     def on_step(self, result: StepResult) -> None:
@@ -226,7 +227,7 @@ class PoolPhase:
         block_ids = rows.block_ids[:count]
         valid = unchanged(self._engine.blocks.generations, block_ids)
         if not self._pool.store(
-            op_id, rows.token_ids[: count * size], rows.cache_salt, block_ids, valid
+            op_id, rows.token_ids[: count * size], rows.tenant.name, block_ids, valid
         ):
             return False
         self._engine.blocks.release(rows.block_ids[count:])

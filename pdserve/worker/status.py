@@ -88,6 +88,7 @@ class WorkerStatus:
             protocol=PROTOCOL_VERSION,
             role=self.role,
             model_fingerprint=engine.model_fingerprint,
+            rows_digest=engine.rows_digest,
             vocab_size=engine.spec.vocab_size,
             max_model_len=engine.max_model_len,
             max_request_tokens=engine.max_request_tokens,

@@ -133,6 +133,7 @@ class FakeEngineHost:
             protocol=PROTOCOL_VERSION,
             role=self.config.role,
             model_fingerprint="fake",
+            rows_digest="fake",
             vocab_size=1000,
             max_model_len=MAX_MODEL_LEN,
             max_request_tokens=MAX_MODEL_LEN,

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from pdserve.configs.kv_layout import DTYPE_BYTES, KVLayout, LayerGroup
+from pdserve.configs.kv_layout import DTYPE_BYTES, KVLayout, LayerGroup, rows_digest
 
 TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
@@ -81,25 +81,34 @@ def test_an_8b_block_is_2_mib() -> None:
     assert made.block_bytes == 2 << 20 and made.head_bytes == 256 << 10
 
 
-def test_scales_lie_behind_the_rows() -> None:
-    group = LayerGroup(
-        layers=(0, 1), heads=(0,), row_width=4, planes=1, dtype="float16", scale_bytes=24
-    )
+def test_one_plane_is_half_a_block() -> None:
+    group = LayerGroup(layers=(0, 1), heads=(0,), row_width=4, planes=1, dtype="float16")
     made = KVLayout(groups=(group,), block_size=2)
     assert made.block_shape == (1, 2, 1, 2, 4)
-    assert (made.head_bytes, made.block_bytes) == (32, 56)
+    assert (made.head_bytes, made.block_bytes) == (32, 32)
 
 
 def test_the_digest_says_whether_bytes_mean_the_same() -> None:
-    base = layout().compat_digest("model")
-    assert base == layout(heads=(0, 1)).compat_digest("model")  # a rank with other heads
-    assert base == layout(block_size=32).compat_digest("model")  # rows pass through a staging ring
-    assert base == layout().compat_digest("model") and len(base) == 32
+    def digest(*layouts: KVLayout, model: str = "model") -> str:
+        return rows_digest(model, [group for one in layouts for group in one.groups])
+
+    base = digest(layout())
+    assert base == digest(layout(heads=(0, 1)))  # a rank with other heads
+    assert base == digest(layout(heads=(0,)), layout(heads=(1,)))
+    assert base == digest(layout(block_size=32))  # rows pass through a staging ring
+    assert base == digest(layout()) and len(base) == 32
+    [group] = layout().groups
+    half = len(group.layers) // 2
+    stages = [
+        KVLayout(groups=(group.model_copy(update={"layers": layers}),), block_size=16)
+        for layers in (group.layers[:half], group.layers[half:])
+    ]
+    assert base == digest(*stages) != digest(stages[0])
     others = [
-        layout().compat_digest("other"),
-        layout(num_layers=4).compat_digest("model"),
-        layout(head_dim=16).compat_digest("model"),
-        layout(dtype="float16").compat_digest("model"),
+        digest(layout(), model="other"),
+        digest(layout(num_layers=4)),
+        digest(layout(head_dim=16)),
+        digest(layout(dtype="float16")),
     ]
     assert len({base, *others}) == 5
 

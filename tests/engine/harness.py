@@ -34,6 +34,7 @@ from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, unpack
 from pdserve.engine.stepping.planner import PlannedStep
 from pdserve.engine.stepping.work import ForwardWork, SampleWork
+from pdserve.protocol.block_digests import ContentPart, Tenant
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, PromptScored, TokenLogprob
 from pdserve.protocol.request_key import RequestKey
@@ -148,6 +149,7 @@ class PaperStep:
         self.work: list[Work] | None = []
         self.sampled: SampledTokens | None = None
         self.scored: list[Scores] = []
+        self.last_rows: list[int] = []  # digests
         self._rows = rows
 
     def ready(self) -> bool:
@@ -171,6 +173,10 @@ class PaperStep:
 
     def scores(self) -> list[list[TokenLogprob]]:
         return [scores.fetch() for scores in self.scored]
+
+    def hidden(self) -> np.ndarray:
+        """A row's digest stands for its hidden state."""
+        return np.array(self.last_rows, dtype=np.float64)[:, None].astype(np.float32)
 
 
 class PaperExecutor:
@@ -228,6 +234,8 @@ class PaperExecutor:
             rows = list(range(scored.first_row, scored.first_row + len(scored.targets)))
             logits = self.logits(digests, rows)
             step.scored.append(self.sampler.score(logits, scored.targets, scored.num_top))
+        if work.hidden_rows is not None:
+            step.last_rows = digests[torch.from_numpy(work.hidden_rows).long()].tolist()
         self.num_late += work.is_late
         self.steps = [*(s for s in self.steps if not s.ready()), step]
         if work.num_samples:
@@ -353,9 +361,15 @@ class KnownContent:
                 f"block {block} is cached as what it does not hold"
             )
 
-    def _noted(self, hashes: list[bytes], tokens: SequenceOf[int], salt: str) -> None:
+    def _noted(
+        self,
+        hashes: list[bytes],
+        tokens: SequenceOf[int],
+        tenant: Tenant,
+        parts: SequenceOf[ContentPart] = (),
+    ) -> None:
         first = len(hashes)
-        self._extend(hashes, tokens, salt)
+        self._extend(hashes, tokens, tenant, parts)
         if len(hashes) > first:
             rows = prefix_digests(tokens[: len(hashes) * self._size])
             for index in range(first, len(hashes)):

@@ -19,7 +19,7 @@ from hypothesis.stateful import (
 )
 
 from pdserve.engine.memory.block_manager import NULL_BLOCK, BlockManager, OutOfBlocks
-from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.block_digests import NOBODY, BlockHasher, ContentPart, Tenant
 
 NUM_BLOCKS = 14
 
@@ -313,7 +313,7 @@ def test_a_fragmented_pool_allocates_fast() -> None:
 
 def chain(tokens: list[int], salt: str = "", model: str = "m", block_size: int = 4) -> list[bytes]:
     hashes: list[bytes] = []
-    BlockHasher(model, block_size).extend(hashes, tokens, salt)
+    BlockHasher(model, block_size).extend(hashes, tokens, Tenant(salt))
     return hashes
 
 
@@ -322,7 +322,7 @@ def test_hashes_are_of_full_blocks_and_grow_as_tokens_come() -> None:
     tokens = list(range(11))
     hashes: list[bytes] = []
     for end in range(12):
-        hasher.extend(hashes, tokens[:end], "")
+        hasher.extend(hashes, tokens[:end], NOBODY)
         assert len(hashes) == end // 4
     assert hashes == chain(tokens) and all(len(digest) == 16 for digest in hashes)
 
@@ -356,34 +356,86 @@ def test_a_salt_that_spells_out_a_block_is_no_key_to_it() -> None:
     tokens = list(range(8))
     for salt in ("", "victim"):
         victim: list[bytes] = []
-        hasher.extend(victim, tokens, salt)
-        root = hasher._root(salt)
+        hasher.extend(victim, tokens, Tenant(salt))
         block = b"".join(token.to_bytes(4, "little") for token in tokens[:4])
 
         class Bytes(str):
-            def encode(self, *_: object) -> bytes:  # a salt need not be text to make the point
-                return root + block  # noqa: B023
+            def encode(self, *_: object) -> bytes:  # a name need not be text to make the point
+                return victim[0] + block  # noqa: B023
+
+        class Spelled(Tenant, frozen=True):
+            @property
+            def name(self) -> str:
+                return Bytes()
 
         attacker: list[bytes] = []
-        hasher.extend(attacker, tokens[4:], Bytes())
+        hasher.extend(attacker, tokens[4:], Spelled())
         assert attacker[0] != victim[1]
+
+
+def test_tenants_are_their_salt_and_their_adapter() -> None:
+    tenants = [Tenant("a", "b"), Tenant("ab"), Tenant("", "ab"), Tenant("1:a", "b"), NOBODY]
+    tenants += [Tenant("a"), Tenant("", "a")]
+    hasher = BlockHasher("m", 4)
+    digests = set()
+    for tenant in tenants:
+        hashes: list[bytes] = []
+        hasher.extend(hashes, [1, 2, 3, 4], tenant)
+        digests |= {hashes[0], hasher.content([1, 2, 3, 4], tenant)}
+    assert len(digests) == 2 * len(tenants) and len({t.name for t in tenants}) == len(tenants)
+
+
+def test_blocks_are_of_the_rows_and_content_of_the_model() -> None:
+    """A cache of another dtype shares no blocks, and may yet take the ticket's rows."""
+    one, other = BlockHasher("m/bf16", 4, "m"), BlockHasher("m/fp8", 4, "m")
+    hashes: list[list[bytes]] = [[], []]
+    for hasher, found in zip((one, other), hashes, strict=True):
+        hasher.extend(found, [1, 2, 3, 4], NOBODY)
+    assert hashes[0] != hashes[1]
+    assert one.content([1, 2], NOBODY) == other.content([1, 2], NOBODY)
+
+
+def test_a_part_counts_in_the_blocks_that_it_overlaps_and_after_them() -> None:
+    hasher = BlockHasher("m", 4)
+    tokens = [7] * 16
+
+    def blocks(*parts: ContentPart) -> list[bytes]:
+        hashes: list[bytes] = []
+        hasher.extend(hashes, tokens[:8], NOBODY, parts)
+        hasher.extend(hashes, tokens, NOBODY, parts)
+        return hashes
+
+    plain = blocks()
+    image = ContentPart(5, 6, b"i" * 16)
+    with_image = blocks(image)
+    assert with_image[0] == plain[0] and not set(with_image[1:]) & set(plain)
+    others = [
+        ContentPart(5, 6, b"j" * 16),  # another image
+        ContentPart(6, 5, b"i" * 16),  # the same one a position later
+        ContentPart(1, 6, b"i" * 16),
+    ]
+    for part in others:
+        assert not set(blocks(part)[1:]) & set(with_image[1:])
+        assert hasher.content(tokens, NOBODY, [part]) != hasher.content(tokens, NOBODY, [image])
+    later = ContentPart(12, 4, b"k" * 16)
+    assert blocks(image, later)[:3] == with_image[:3] and blocks(image, later)[3] != with_image[3]
 
 
 def test_content_names_tokens_salt_and_model() -> None:
     hasher = BlockHasher("m", 4)
     contents = [
-        hasher.content([1, 2], ""),
-        hasher.content([1, 2, 0], ""),
-        hasher.content([2, 1], ""),
-        hasher.content([1, 2], "s"),
-        hasher.content([2], "\0\x01\0\0\0"),
-        BlockHasher("n", 4).content([1, 2], ""),
+        hasher.content([1, 2], NOBODY),
+        hasher.content([1, 2, 0], NOBODY),
+        hasher.content([2, 1], NOBODY),
+        hasher.content([1, 2], Tenant("s")),
+        hasher.content([2], Tenant("\0\x01\0\0\0")),
+        BlockHasher("m", 4, "n").content([1, 2], NOBODY),
     ]
     assert len(set(contents)) == len(contents)
-    assert hasher.content((1, 2), "") == contents[0]
+    assert hasher.content((1, 2), NOBODY) == contents[0]
     hashes: list[bytes] = []
-    hasher.extend(hashes, [1, 2, 3, 4], "")
-    assert hasher.content([1, 2, 3, 4], "") != hashes[0]
+    hasher.extend(hashes, [1, 2, 3, 4], NOBODY)
+    assert hasher.content([1, 2, 3, 4], NOBODY) != hashes[0]
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -5,6 +5,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine.harness import (
@@ -15,13 +16,15 @@ from engine.harness import (
     paper_engine,
     paper_of,
     plan_step,
+    prefix_digests,
     submit_of,
 )
 
 from pdserve.engine.stepping import collector
 from pdserve.protocol import block_digests
+from pdserve.protocol.block_digests import NOBODY, ContentPart
 from pdserve.protocol.commands import Start
-from pdserve.protocol.events import Delta
+from pdserve.protocol.events import Delta, Embedded
 from pdserve.protocol.handoff import Ticket
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -160,7 +163,7 @@ def test_a_prefilled_prompt_is_held_until_released(tiny_llama: Path, length: int
     driver.run()
     [held] = driver.held
     assert (held.key, held.num_tokens, len(held.block_ids)) == (key, length, -(-length // 16))
-    assert held.content == engine.hasher.content(prompt, "")
+    assert held.content == engine.hasher.content(prompt, NOBODY)
     assert engine.blocks.num_owned == len(held.block_ids) and not engine.knows(key)
     assert [driver.tokens[key, choice] for choice in range(3)] == [
         alone(engine, prompt, SAMPLED, choice)[:1] for choice in range(3)
@@ -418,3 +421,59 @@ def test_a_closed_engine_serves_nothing(tiny_llama: Path) -> None:
     assert all(step.ready() for step in paper_of(engine).steps)
     with pytest.raises(RuntimeError, match="or it is closed"):
         driver.step()
+
+
+def test_a_prompt_is_embedded(tiny_llama: Path) -> None:
+    """Beside requests that generate, in chunks, cached or not: the hidden row of the last token,
+    and nothing stays."""
+    engine = paper_engine(tiny_llama, max_num_batched_tokens=24)
+    driver = Driver(engine)
+    other = driver.add(prompt_of(30, 3), GREEDY)
+    prompts = [prompt_of(length) for length in (1, 20, 70, 70)]
+    keys = [driver.add(prompt, GREEDY, kind="embed") for prompt in prompts]
+    embedded = {}
+    while engine.has_work:
+        for key, event in driver.step().events:
+            if isinstance(event, Embedded):
+                embedded[key] = event
+    for key, prompt in zip(keys, prompts, strict=True):
+        want = np.float32(prefix_digests(prompt)[-1])
+        assert np.frombuffer(embedded[key].values, dtype="<f4").tolist() == [want]
+        assert not engine.knows(key) and not driver.tokens[key, 0]
+    assert embedded[keys[3]].cached_tokens == 64 or embedded[keys[2]].cached_tokens == 0
+    assert driver.tokens[other, 0] == alone(engine, prompt_of(30, 3), GREEDY)
+    driver.assert_empty()
+
+
+def test_an_embedding_is_what_the_model_computes(tiny_llama: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    engine = make_engine(tiny_llama, max_num_batched_tokens=32)
+    driver = Driver(engine)
+    prompt = prompt_of(50)
+    driver.add(prompt, GREEDY, kind="embed")
+    events = [event for _ in range(3) for _, event in driver.step().events]
+    [event] = [event for event in events if isinstance(event, Embedded)]
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.float32)
+    with torch.inference_mode():
+        want = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    got = torch.from_numpy(np.frombuffer(event.values, dtype="<f4").copy())
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    driver.assert_empty()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"kind": "embed", "phase": "prefill"}, 'kind "embed" takes phase "full"'),
+        ({"kind": "embed", "starts": (Start(0), Start(1))}, "and one start"),
+        ({"kind": "embed", "starts": (Start(0, (3,)),)}, "without forced tokens"),
+        ({"adapter": "blue"}, "adapter 'blue' is not served here"),
+        ({"parts": (ContentPart(0, 2, b"x" * 16),)}, "parts: the model takes token ids alone"),
+    ],
+)
+def test_kinds_that_cannot_be_served_are_named(
+    tiny_llama: Path, more: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_engine(tiny_llama).make_request(submit_of([1, 2, 3], GREEDY, **more))

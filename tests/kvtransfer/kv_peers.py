@@ -15,7 +15,7 @@ import torch
 from support.processes import die_with_parent, freeze
 from support.waiting import until
 
-from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.kv_layout import KVLayout, rows_digest
 from pdserve.configs.transfer import TransferConfig
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory, ReceiverEvent, Unpinned
@@ -71,7 +71,9 @@ class Engine:
         self.kv_cache = kv_cache if kv_cache is not None else empty_pool(block_size)
         self.generations = np.arange(100, 100 + self.kv_cache.shape[0], dtype=np.int64)
         self.wakes = 0
-        memory = KVCacheMemory(self.kv_cache, self.generations, layout_of(block_size), fingerprint)
+        layout = layout_of(block_size)
+        rows = rows_digest(fingerprint, layout.groups)
+        memory = KVCacheMemory(self.kv_cache, self.generations, layout, fingerprint, rows)
         self.sender, self.receiver = build_connector(
             config, memory, engine_id, incarnation, self._wake, registry=registry
         )

@@ -63,14 +63,16 @@ class Ranks:
             kv_cache = whole[:, list(heads)].contiguous()
             self.kv_caches.append(kv_cache)
             if rank == 0:
-                memory = KVCacheMemory(kv_cache, self.generations, layout, "model")
+                memory = KVCacheMemory(kv_cache, self.generations, layout, "model", "rows")
                 self.sender, self.receiver = build_connector(
                     config, memory, engine_id, 1, lambda: None
                 )
                 others = []
                 receivers = []
             else:
-                memory = KVCacheMemory(kv_cache, np.zeros(num_blocks, np.int64), layout, "model")
+                memory = KVCacheMemory(
+                    kv_cache, np.zeros(num_blocks, np.int64), layout, "model", "rows"
+                )
                 rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)
                 others.append(rank_pool)
                 receivers.append(receiver)

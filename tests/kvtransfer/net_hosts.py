@@ -165,7 +165,7 @@ class NetEngine:
         )
         self._events: list[Any] = []
         generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
-        memory = KVCacheMemory(self._pool, generations, LAYOUT, "model")
+        memory = KVCacheMemory(self._pool, generations, LAYOUT, "model", "rows")
         self._sender, self._receiver = build_connector(
             config, memory, engine_id, incarnation, lambda: None, host=own_address()
         )

@@ -74,7 +74,9 @@ class Engine:
     ) -> None:
         self.blocks = torch.full((NUM_BLOCKS, *LAYOUT.block_shape), EMPTY, device=device)
         self.generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
-        self.memory = KVCacheMemory(self.blocks, self.generations, LAYOUT, fingerprint)
+        self.memory = KVCacheMemory(
+            self.blocks, self.generations, LAYOUT, fingerprint, fingerprint + "/rows"
+        )
         self.woken = threading.Event()
         self.registry = CollectorRegistry()
         self.pool: Any

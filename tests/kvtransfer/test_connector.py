@@ -235,7 +235,7 @@ def test_incompatible_pool_is_named(config: TransferConfig, source: Source) -> N
     try:
         status = other.connect(source.meta)
         assert not status.connected
-        assert source.meta.compat in status.detail and other.sender.meta().compat in status.detail
+        assert source.meta.model in status.detail and other.sender.meta().model in status.detail
     finally:
         other.close()
 

@@ -145,6 +145,6 @@ def test_letter_survives_the_wire_and_nonsense_does_not() -> None:
     ],
 )
 def test_wrong_memory_is_refused(pool: torch.Tensor, generations: np.ndarray, message: str) -> None:
-    memory = KVCacheMemory(pool, generations, LAYOUT, "model")
+    memory = KVCacheMemory(pool, generations, LAYOUT, "model", "rows")
     with pytest.raises(ValueError, match=message):
         build_connector(LocalTransferConfig(), memory, "e", len(message), lambda: None)

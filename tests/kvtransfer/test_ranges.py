@@ -1,6 +1,7 @@
 """Descriptor arithmetic, also for tensor parallel degrees that differ, checked against copying
 element by element."""
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -11,10 +12,11 @@ from pdserve.kvtransfer.p2p.ranges import (
     count_descriptors,
     local_descriptors,
     order_pairs,
+    plan_for,
     plan_heads,
     remote_descriptors,
 )
-from pdserve.protocol.handoff import RankMemory
+from pdserve.protocol.handoff import GroupMemory, RankMemory
 
 
 def layout(heads: tuple[int, ...]) -> KVLayout:
@@ -23,7 +25,12 @@ def layout(heads: tuple[int, ...]) -> KVLayout:
 
 def rank_pool(heads: tuple[int, ...], address: int = 0) -> RankMemory:
     return RankMemory(
-        agent_name="p", agent_metadata=b"", address=address, memory="DRAM", device_id=0, heads=heads
+        agent_name="p",
+        agent_metadata=b"",
+        address=address,
+        memory="DRAM",
+        device_id=0,
+        groups=(GroupMemory((0, 1), heads, 0, layout(heads).head_bytes),),
     )
 
 
@@ -61,6 +68,23 @@ def test_replicated_heads_are_read_from_one_rank() -> None:
     assert plan_heads((1,), [(0,), (0,), (1,), (1,)], 10) == [HeadRange(2, 0, 0, 10)]
 
 
+def test_a_peer_that_stores_other_layers_or_rows_is_refused() -> None:
+    ours = layout((0, 1))
+    good = rank_pool((0, 1))
+    assert plan_for(ours, [good]) == [HeadRange(0, 0, 0, ours.block_bytes)]
+    group = good.groups[0]
+    for groups in (
+        (msgspec.structs.replace(group, layers=(0, 1, 2)),),
+        (group, group),
+        (),
+    ):
+        with pytest.raises(ValueError, match="the peer stores layers in groups"):
+            plan_for(ours, [msgspec.structs.replace(good, groups=groups)])
+    wide = msgspec.structs.replace(group, head_bytes=group.head_bytes + 8)
+    with pytest.raises(ValueError, match="KV head bytes differ"):
+        plan_for(ours, [msgspec.structs.replace(good, groups=(wide,))])
+
+
 def test_missing_head_is_named() -> None:
     with pytest.raises(ValueError, match="KV head 5 is stored on no rank"):
         plan_heads((4, 5), [(0, 1), (4,)], 10)
@@ -87,7 +111,7 @@ def test_plan_moves_every_head_of_every_block(
     local = np.zeros(num_blocks * ours.block_bytes, np.uint8)
     for span in plan_heads(heads, ranks, head_bytes):
         pool = rank_pool(ranks[span.rank])
-        theirs = remote_descriptors(pool, len(pool.heads) * head_bytes, num_blocks, span)
+        theirs = remote_descriptors(pool, len(pool.groups[0].heads) * head_bytes, num_blocks, span)
         mine = local_descriptors(0, ours.block_bytes, num_blocks, span, "DRAM", 0)
         assert mine.num_bytes == theirs.num_bytes and mine.count == num_blocks
         for block in range(num_blocks):

@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from pdserve.protocol.block_digests import ContentPart
 from pdserve.protocol.codec import (
     PROTOCOL_VERSION,
     decode_batch,
@@ -31,6 +32,7 @@ from pdserve.protocol.events import (
     CacheChange,
     CacheState,
     Delta,
+    Embedded,
     EventBatch,
     Failed,
     Handoff,
@@ -41,7 +43,7 @@ from pdserve.protocol.events import (
     Snapshot,
     TokenLogprob,
 )
-from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
+from pdserve.protocol.handoff import GroupMemory, KVCacheMeta, RankMemory, Ticket
 from pdserve.protocol.metric_families import MetricFamily, Sample
 from pdserve.protocol.request_key import RequestKey, check_request_id
 from pdserve.protocol.sampling_params import (
@@ -248,19 +250,21 @@ TICKET = Ticket(
     num_tokens=20,
     lease_s=30.0,
     written_at=1.75e9,
+    home=2,
 )
+GROUP = GroupMemory((0, 1, 2), (0, 1), 0, 1 << 18)
 META = KVCacheMeta(
     engine_id="p",
     incarnation=7,
     connector="nixl",
-    compat="ab",
+    model="ab",
+    rows="cd",
     block_size=64,
     num_blocks=9,
     block_bytes=1 << 21,
-    head_bytes=1 << 18,
     generation_address=1 << 47,
     mailbox="tcp://10.0.0.1:5",
-    ranks=(RankMemory("p-0", b"\xff\0", 1 << 47, "VRAM", 3, (0, 1)),),
+    ranks=(RankMemory("p-0", b"\xff\0", 1 << 47, "VRAM", 3, (GROUP,)),),
 )
 COMMANDS: list[Command] = [
     Submit(
@@ -272,6 +276,9 @@ COMMANDS: list[Command] = [
         ticket=TICKET,
         priority=-1,
         cache_salt="s",
+        kind="embed",
+        adapter="a",
+        parts=(ContentPart(3, 4, b"\xff" * 16),),
     ),
     Submit(
         key=KEY, phase="full", prompt_token_ids=(1,), sampling=SamplingParams(), starts=(Start(0),)
@@ -299,6 +306,7 @@ EVENTS = (
         protocol=PROTOCOL_VERSION,
         role="both",
         model_fingerprint="f",
+        rows_digest="f",
         vocab_size=9,
         max_model_len=8,
         max_request_tokens=7,
@@ -307,6 +315,7 @@ EVENTS = (
         peers=(PEER,),
     ),
     Delta("request-1", 3, 1, 0, (5,)),
+    Embedded(request_id="request-1", attempt=3, cached_tokens=16, values=b"\0\0\x80?"),
     Delta("request-1", 3, 1, 4, (5, 6), "stop", 6, (LOGPROB, LOGPROB)),
     PromptScored(
         request_id="r", attempt=1, cached_tokens=16, start=4, logprobs=(None, LOGPROB), final=False

@@ -13,7 +13,7 @@ from router.workers import join, made
 from support.clock import Clock
 
 from pdserve.configs.router import RouterConfig
-from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.block_digests import NOBODY, BlockHasher, Tenant
 from pdserve.protocol.events import PoolChange
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import OVERLOADED_MS, Chooser, Demand, note_sent
@@ -39,7 +39,7 @@ def whole(
 ) -> Counter[str]:
     """How often each worker gets a prompt that is not split."""
     chooser = Chooser(1 << 20, policy)
-    demand = Demand(len(PROMPT), 220, prompt=PromptBlocks(PROMPT, ""), session=session)
+    demand = Demand(len(PROMPT), 220, prompt=PromptBlocks(PROMPT, NOBODY), session=session)
     return Counter(chooser.choose(workers, demand).decode.worker_id for _ in range(count))
 
 
@@ -96,7 +96,7 @@ def test_predictions_are_milliseconds_of_what_workers_report() -> None:
         "b", "decode", holds=PROMPT[:160], prefill_tokens_per_s=0.0, num_running=3, free_blocks=1
     )
     join(a, b, bytes_per_s=2e6)
-    predictor = Predictor([a, b], PromptBlocks(PROMPT, ""), 200, NOW)
+    predictor = Predictor([a, b], PromptBlocks(PROMPT, NOBODY), 200, NOW)
     assert predictor.queue_ms(a) == pytest.approx(100)
     assert predictor.compute_ms(a) == pytest.approx((200 - 64) / 5)
     assert predictor.speed(b) == 5000, "as others that were measured"
@@ -116,7 +116,7 @@ def test_a_split_prefers_the_d_that_has_least_to_pull_and_the_faster_link() -> N
 
     def decode_of(workers: list[WorkerState]) -> set[str]:
         chooser = Chooser(1, split="always")
-        demand = Demand(len(PROMPT), 220, prompt=PromptBlocks(PROMPT, ""))
+        demand = Demand(len(PROMPT), 220, prompt=PromptBlocks(PROMPT, NOBODY))
         return {chooser.choose(workers, demand).decode.worker_id for _ in range(4)}
 
     assert decode_of([p, far, near]) == {"near"}
@@ -148,7 +148,7 @@ def test_a_burst_spreads_and_a_burst_of_one_prefix_stays_until_the_queue_costs_m
                 if same
                 else tuple(range(3 + number * 1001, 3 + (number + 1) * 1001))
             )
-            prompt = PromptBlocks(tokens, "")
+            prompt = PromptBlocks(tokens, NOBODY)
             worker = chooser.choose(workers, Demand(len(tokens), 20, prompt=prompt)).decode
             note_sent(workers, worker, prompt, "full")
             chosen[worker.worker_id] += 1
@@ -201,7 +201,7 @@ async def test_the_session_header_and_the_salt_reach_the_choice(make: Make, cloc
             [prompt], SamplingParams(max_tokens=2, seed=1), cache_salt=salt
         )
     held = [
-        PromptBlocks(prompt, "a").num_cached_tokens(w.cached, "model", 16, NOW)
+        PromptBlocks(prompt, Tenant("a")).num_cached_tokens(w.cached, "model", 16, NOW)
         for w in _all(harness)
     ]
     assert sorted(held) == [0, 0, 0, 96]
@@ -228,7 +228,7 @@ def _all(harness: Harness) -> list[WorkerState]:
 def pooled(*workers: WorkerState, tokens: tuple[int, ...], chunk: int = 32) -> None:
     """Their KV pool, which they share, holds the whole chunks of the tokens."""
     digests: list[bytes] = []
-    BlockHasher("model", 16).extend(digests, tokens, "")
+    BlockHasher("model", 16).extend(digests, tokens, NOBODY)
     shared = PooledChunks()
     shared.changed(
         PoolChange(
@@ -245,21 +245,21 @@ def test_what_the_pool_holds_is_fetched_not_computed() -> None:
     near = made("near")
     far = made("far")
     pooled(holder, near, tokens=PROMPT)
-    predictor = Predictor([holder, near, far], PromptBlocks(PROMPT, ""), len(PROMPT), NOW)
+    predictor = Predictor([holder, near, far], PromptBlocks(PROMPT, NOBODY), len(PROMPT), NOW)
     assert [predictor.fetched_tokens(worker) for worker in (holder, near, far)] == [32, 192, 0]
     assert [predictor.computed_tokens(worker) for worker in (holder, near, far)] == [8, 8, 200]
     size = 1024 / 16  # bytes of a token's rows there
     assert predictor.compute_ms(near) == pytest.approx(0.8 + 1000 * 192 * size / POOL_BYTES_PER_S)
     assert predictor.compute_ms(far) == pytest.approx(20.0)
     assert whole("default", [near, far]) == {"near": 12}
-    note_sent([near, far], near, PromptBlocks(PROMPT, ""), "full")
+    note_sent([near, far], near, PromptBlocks(PROMPT, NOBODY), "full")
     assert near.queue.left(NOW, 10_000.0) <= 8
 
 
 def test_less_than_a_chunk_is_not_asked_for() -> None:
     worker = made("worker", holds=PROMPT[:176])
     pooled(worker, tokens=PROMPT)
-    predictor = Predictor([worker], PromptBlocks(PROMPT, ""), len(PROMPT), NOW)
+    predictor = Predictor([worker], PromptBlocks(PROMPT, NOBODY), len(PROMPT), NOW)
     assert predictor.fetched_tokens(worker) == 0 and predictor.computed_tokens(worker) == 24
 
 
@@ -269,9 +269,9 @@ async def test_workers_of_one_pool_share_what_each_says(make: Make, clock: Clock
         fake.kv_pool = "here"
     await harness.start()
     digests: list[bytes] = []
-    BlockHasher("model", 16).extend(digests, PROMPT, "")
+    BlockHasher("model", 16).extend(digests, PROMPT, NOBODY)
     harness.prefills[0].push(None, [PoolChange(found=digests[1][:8], missed=b"")])
-    prompt = PromptBlocks(PROMPT, "")
+    prompt = PromptBlocks(PROMPT, NOBODY)
 
     def known() -> list[int]:
         return [

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 from router.harness import Harness, until
 
-from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.block_digests import NOBODY, BlockHasher, Tenant
 from pdserve.protocol.commands import Resync
 from pdserve.protocol.events import CacheChange, CacheState
 from pdserve.router.fleet import prefix_index
@@ -25,7 +25,7 @@ TOKENS = tuple(range(100, 300))
 
 def stored(tokens: tuple[int, ...] = TOKENS, salt: str = "", block_size: int = 16) -> bytes:
     digests: list[bytes] = []
-    BlockHasher("model", block_size).extend(digests, tokens, salt)
+    BlockHasher("model", block_size).extend(digests, tokens, Tenant(salt))
     return b"".join(digest[:8] for digest in digests)
 
 
@@ -43,13 +43,13 @@ def known(data: bytes) -> CachedBlocks:
 @pytest.mark.parametrize("length", [1, 16, 17, 64, 65, 128, 129, 199, 200])
 def test_the_longest_held_prefix_counts_in_whole_blocks(block_size: int, length: int) -> None:
     cached = known(stored(block_size=block_size))
-    prompt = PromptBlocks((*TOKENS[:length], 1, 2, 3), "")
+    prompt = PromptBlocks((*TOKENS[:length], 1, 2, 3), NOBODY)
     assert (
         prompt.num_cached_tokens(cached, "model", block_size, 0.0)
         == length // block_size * block_size
     )
     assert prompt.num_cached_tokens(cached, "another", block_size, 0.0) == 0
-    exact = PromptBlocks(TOKENS[:length], "")
+    exact = PromptBlocks(TOKENS[:length], NOBODY)
     assert (
         exact.num_cached_tokens(cached, "model", block_size, 0.0)
         == (length - 1) // block_size * block_size
@@ -62,14 +62,14 @@ def test_a_prompt_that_nobody_holds_is_hashed_a_little_only(
     hashed: list[int] = []
     extend = BlockHasher.extend
 
-    def count(self: BlockHasher, hashes: list[bytes], tokens: tuple[int, ...], salt: str) -> None:
+    def count(self: BlockHasher, hashes: list[bytes], tokens: tuple[int, ...], who: Tenant) -> None:
         before = len(hashes)
-        extend(self, hashes, tokens, salt)
+        extend(self, hashes, tokens, who)
         hashed.append(len(hashes) - before)
 
     other = known(stored())
     monkeypatch.setattr(BlockHasher, "extend", count)
-    prompt = PromptBlocks(tuple(range(16 * 4000)), "")
+    prompt = PromptBlocks(tuple(range(16 * 4000)), NOBODY)
     assert prompt.num_cached_tokens(CachedBlocks(), "model", 16, 0.0) == 0
     assert prompt.num_cached_tokens(other, "model", 16, 0.0) == 0
     assert sum(hashed) == prefix_index.FIRST_RUN
@@ -119,7 +119,7 @@ def test_changes_between_parts_win_over_the_parts() -> None:
 
 def test_what_was_sent_there_is_expected_for_a_while_unless_it_was_dropped() -> None:
     cached = known(b"")
-    prompt = PromptBlocks(TOKENS, "")
+    prompt = PromptBlocks(TOKENS, NOBODY)
     keys = prompt.keys("model", 16, 4)
     cached.expect(keys, 50.0)
     assert len(keys) == 4

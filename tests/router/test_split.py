@@ -9,6 +9,7 @@ from router.harness import Harness
 from router.workers import join, made
 from support.clock import Clock
 
+from pdserve.protocol.block_digests import NOBODY
 from pdserve.protocol.sampling_params import SamplingParams
 from pdserve.router.choosing.choose import Assignment, Chooser, Demand, note_sent
 from pdserve.router.choosing.predict import Predictor
@@ -42,7 +43,7 @@ def plan(
     asked: dict[str, Any] = {
         "num_prompt_tokens": len(prompt),
         "num_tokens": 1010,
-        "prompt": PromptBlocks(prompt, ""),
+        "prompt": PromptBlocks(prompt, NOBODY),
     }
     return Chooser(**options).choose(workers, Demand(**(asked | change)))
 
@@ -72,7 +73,7 @@ def test_the_cheaper_way_is_taken(p: dict[str, Any], d: dict[str, Any], reason: 
 
 def test_costs_are_made_of_what_was_predicted() -> None:
     p, d = pair({"queue_tokens": 0, "holds": PROMPT[:480]}, {"num_running": 3})
-    predictor = Predictor([p, d], PromptBlocks(PROMPT, ""), len(PROMPT), NOW)
+    predictor = Predictor([p, d], PromptBlocks(PROMPT, NOBODY), len(PROMPT), NOW)
     load = predictor.decode_load_ms(d)
     assert split_ms(p, d, predictor) == pytest.approx(52 + 6.4 + HANDOFF_MS + load)
     assert whole_ms(d, predictor) == pytest.approx(100 + load + STALL_WEIGHT * 3 * 100)
@@ -95,7 +96,7 @@ def test_what_is_asked_for_goes_before_what_pays() -> None:
 
 def test_whole_prompts_do_not_take_more_of_d_than_its_budget() -> None:
     workers = pair({"queue_tokens": 20_000}, {"num_running": 4})
-    prompt = PromptBlocks(PROMPT, "")
+    prompt = PromptBlocks(PROMPT, NOBODY)
     assert plan(workers).reason == "cheaper"
     note_sent(workers, workers[1], prompt, "full")
     chosen = plan(workers)

@@ -5,7 +5,7 @@ from typing import Any
 
 from router.fake_worker import FakeWorker, World
 
-from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.block_digests import NOBODY, BlockHasher
 from pdserve.protocol.events import CacheState, PeerStatus, Snapshot
 from pdserve.router.fleet.worker_state import WorkerState
 
@@ -19,7 +19,7 @@ def made(
     now = time.monotonic()
     worker = WorkerState(fake, 1, fake.hello(), 1, now)
     digests: list[bytes] = []
-    BlockHasher("model", 16).extend(digests, holds, "")
+    BlockHasher("model", 16).extend(digests, holds, NOBODY)
     stored = b"".join(digest[:8] for digest in digests)
     worker.cached.filled(CacheState(number=0, part=0, final=True, stored=stored), now)
     values: dict[str, Any] = {

@@ -98,7 +98,11 @@ class Worker:
     def memory(self) -> KVCacheMemory:
         engine = self.engine
         return KVCacheMemory(
-            engine.kv_cache, engine.blocks.generations, engine.layout, engine.model_fingerprint
+            engine.kv_cache,
+            engine.blocks.generations,
+            engine.layout,
+            engine.model_fingerprint,
+            engine.rows_digest,
         )
 
     def _sent(self, target: str, batch: EventBatch) -> None:

@@ -9,6 +9,7 @@ import pytest
 from support.pair import ROUTER, SESSION, Pair, deltas, submit
 
 from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.protocol.block_digests import Tenant
 from pdserve.protocol.commands import Resync, RouterLost, Subscribe
 from pdserve.protocol.events import CacheChange, CacheState, Hello, Snapshot
 from pdserve.protocol.request_key import RequestKey
@@ -137,8 +138,8 @@ def test_a_worker_tells_what_it_computed_and_what_it_evicted(pair: Pair) -> None
     def num_cached(prompt: list[int], salt: str = "") -> int:
         cached = CachedBlocks()
         follow(pair.d.events, cached)
-        return PromptBlocks(prompt, salt).num_cached_tokens(
-            cached, hello.model_fingerprint, hello.block_size, 0.0
+        return PromptBlocks(prompt, Tenant(salt)).num_cached_tokens(
+            cached, hello.rows_digest, hello.block_size, 0.0
         )
 
     assert num_cached(first) == 0

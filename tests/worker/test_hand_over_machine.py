@@ -120,7 +120,7 @@ class PaperWorker(Worker):
         kv_cache = (
             torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
         )
-        return KVCacheMemory(kv_cache, self.engine.blocks.generations, layout, "paper")
+        return KVCacheMemory(kv_cache, self.engine.blocks.generations, layout, "paper", "rows")
 
 
 @dataclass(eq=False)

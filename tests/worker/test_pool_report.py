@@ -8,6 +8,7 @@ from support.local_pool_backend import LocalPoolServer
 from support.pair import ROUTER, SESSION, Pair, Worker, prompt_of
 from worker.test_pool_phase import CHUNK, POOL, whole
 
+from pdserve.protocol.block_digests import Tenant
 from pdserve.protocol.commands import Subscribe
 from pdserve.protocol.events import Hello, PoolChange
 from pdserve.router.fleet.prefix_index import PooledChunks, PromptBlocks
@@ -27,9 +28,9 @@ def told(worker: Worker, target: str | None = None) -> PooledChunks:
 def found(pooled: PooledChunks, worker: Worker, tokens: list[int], salt: str = "") -> int:
     hello = next(event for event in worker.events if isinstance(event, Hello))
     assert hello.kv_pool and hello.pool_chunk == CHUNK
-    prompt = PromptBlocks(tokens, salt)
+    prompt = PromptBlocks(tokens, Tenant(salt))
     return prompt.num_pooled_tokens(
-        pooled, hello.model_fingerprint, hello.block_size, hello.pool_chunk
+        pooled, hello.rows_digest, hello.block_size, hello.pool_chunk
     )
 
 

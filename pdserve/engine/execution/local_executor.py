@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from pdserve.engine.execution.fence import Fence
 from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.sampling.device_copies import HostCopy
 from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.stepping.executor import Padding
+from pdserve.engine.stepping.packing import to_device
 from pdserve.engine.stepping.work import ForwardWork, SampleWork, ScoredRows
 from pdserve.protocol.events import TokenLogprob
 from pdserve.protocol.start_progress import Report
@@ -28,13 +31,14 @@ class LocalStep:
     """StepHandle of a step on this device. forwarded, resumed: of a late one, the ends of the gap
     before its sampling."""
 
-    def __init__(self, began: Fence, scores: list[list[Scores]]) -> None:
+    def __init__(self, began: Fence, scores: list[list[Scores]], hidden: HostCopy | None) -> None:
         self.began = began
         self.forwarded: Fence | None = None
         self.resumed: Fence | None = None
         self.ended: Fence | None = None
         self.sampled: SampledTokens | None = None
         self._scores = scores
+        self._hidden = hidden
 
     def ready(self) -> bool:
         return self._end.ready()
@@ -53,6 +57,11 @@ class LocalStep:
 
     def scores(self) -> list[list[TokenLogprob]]:
         return [[entry for part in parts for entry in part.fetch()] for parts in self._scores]
+
+    def hidden(self) -> np.ndarray:
+        if self._hidden is None:
+            return np.empty((0, 0), dtype=np.float32)
+        return self._hidden.tensors()[0].numpy()
 
     @property
     def _end(self) -> Fence:
@@ -87,7 +96,8 @@ class LocalExecutor:
         assert self._open is None, "a step is forwarded before the one before it was sampled"
         began = Fence(self._device)
         output = self.runner.forward(work)
-        step = LocalStep(began, [self._score(output.hidden, scored) for scored in work.scores])
+        scores = [self._score(output.hidden, scored) for scored in work.scores]
+        step = LocalStep(began, scores, self._hidden_rows(output.hidden, work.hidden_rows))
         if not work.num_samples:
             step.ended = Fence(self._device)
             return step
@@ -123,6 +133,12 @@ class LocalExecutor:
     def reset(self) -> None:
         self._open = None
         self.runner.synchronize()
+
+    @torch.inference_mode()
+    def _hidden_rows(self, hidden: Tensor, rows: np.ndarray | None) -> HostCopy | None:
+        if rows is None:
+            return None
+        return HostCopy([hidden.index_select(0, to_device(rows, self._device)).float()])
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, scored: ScoredRows) -> list[Scores]:

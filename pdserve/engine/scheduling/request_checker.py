@@ -8,6 +8,7 @@ import sys
 from dataclasses import dataclass
 
 from pdserve.engine.scheduling.sequence import Request
+from pdserve.protocol.block_digests import Tenant
 from pdserve.protocol.commands import Submit
 
 
@@ -26,6 +27,7 @@ class RequestChecker:
         prompt = submit.prompt_token_ids
         sampling = submit.sampling
         self._check_prompt(prompt)
+        self._check_kind(submit)
         sampling.check_vocab(self.vocab_size)
         self._check_starts(submit)
         stops = frozenset(sampling.stop_token_ids)
@@ -35,10 +37,12 @@ class RequestChecker:
             sampling=sampling,
             max_tokens=self._max_tokens(submit),
             stop_token_ids=stops if sampling.ignore_eos else stops | frozenset(self.eos_token_ids),
+            kind=submit.kind,
             prefill_only=submit.phase == "prefill",
             overlap=submit.overlap,
             priority=submit.priority,
-            cache_salt=submit.cache_salt,
+            tenant=Tenant(submit.cache_salt, submit.adapter),
+            parts=submit.parts,
         )
         for start in submit.starts:
             if len(start.forced) >= request.max_tokens:
@@ -74,6 +78,19 @@ class RequestChecker:
                 f"{self.max_request_tokens} in all "
                 "(max_model_len, or what the KV cache holds): shorten it"
             )
+
+    def _check_kind(self, submit: Submit) -> None:
+        if submit.adapter:
+            raise ValueError(f"adapter {submit.adapter!r} is not served here: leave it out")
+        if submit.parts:
+            raise ValueError("parts: the model takes token ids alone; leave them out")
+        if submit.kind != "embed":
+            return
+        alone = len(submit.starts) == 1 and not submit.starts[0].forced
+        if submit.phase != "full" or not alone or submit.ticket is not None:
+            raise ValueError('kind "embed" takes phase "full" and one start without forced tokens')
+        if submit.sampling.prompt_logprobs is not None:
+            raise ValueError('prompt_logprobs must be None with kind "embed"')
 
     def _check_starts(self, submit: Submit) -> None:
         choices = [start.choice for start in submit.starts]

@@ -323,5 +323,6 @@ class Scheduler:
 
 
 def _chunk_of(seq: Sequence, num_rows: int) -> Chunk:
-    """The last row of a sequence samples."""
-    return Chunk(num_rows, num_samples=1 if num_rows == seq.num_uncomputed else 0)
+    """The last row of a sequence samples, if tokens are wanted of it."""
+    samples = num_rows == seq.num_uncomputed and seq.request.kind == "generate"
+    return Chunk(num_rows, num_samples=int(samples))

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 
-from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.block_digests import NOBODY, BlockHasher, ContentPart, Tenant
 from pdserve.protocol.commands import Start
 from pdserve.protocol.events import TokenLogprob
-from pdserve.protocol.request_key import FinishReason, RequestKey
+from pdserve.protocol.request_key import FinishReason, RequestKey, RequestKind
 from pdserve.protocol.sampling_params import SamplingParams
 
 
@@ -36,10 +36,12 @@ class Request:
     sampling: SamplingParams
     max_tokens: int
     stop_token_ids: frozenset[int]
+    kind: RequestKind = "generate"
     prefill_only: bool = False
     overlap: bool = False
     priority: int = 0
-    cache_salt: str = ""
+    tenant: Tenant = NOBODY
+    parts: tuple[ContentPart, ...] = ()
     arrival: int = 0
     prompt_reported: bool = False
     prefix_looked_up: bool = False
@@ -60,10 +62,10 @@ class Request:
         return self.sampling.prompt_logprobs is not None and not self.prompt_reported
 
     def adopt(self, earlier: "Request") -> bool:
-        """Take over what was computed of the same prompt and salt for an earlier Request; False
+        """Take over what was computed of the same prompt and tenant for an earlier Request; False
         when they differ."""
-        mine = (self.prompt_token_ids, self.cache_salt)
-        theirs = (earlier.prompt_token_ids, earlier.cache_salt)
+        mine = (self.prompt_token_ids, self.tenant, self.parts)
+        theirs = (earlier.prompt_token_ids, earlier.tenant, earlier.parts)
         if mine != theirs:
             return False
         self.content = earlier.content
@@ -71,15 +73,16 @@ class Request:
         return True
 
     def content_digest(self, hasher: BlockHasher) -> bytes:
-        """Digest of the prompt and its salt: what a hand-off ticket's rows hold. Computed once."""
+        """Digest of the prompt and its tenant: what a hand-off ticket's rows hold. Computed
+        once."""
         if self.content is None:
-            self.content = hasher.content(self.prompt_token_ids, self.cache_salt)
+            self.content = hasher.content(self.prompt_token_ids, self.tenant, self.parts)
         return self.content
 
     def prompt_hashes(self, hasher: BlockHasher) -> list[bytes]:
         """Digests of the prompt's full blocks, computed once for all choices and all attempts to
         find blocks."""
-        hasher.extend(self._prompt_hashes, self.prompt_token_ids, self.cache_salt)
+        hasher.extend(self._prompt_hashes, self.prompt_token_ids, self.tenant, self.parts)
         return self._prompt_hashes
 
 
@@ -133,7 +136,10 @@ class Sequence:
 
     @property
     def is_complete(self) -> bool:
-        """Every token it may have is sampled or in flight: nothing is left to compute."""
+        """Nothing is left to compute: every token it may have is sampled or in flight, or, of a
+        prompt to embed, every row computed."""
+        if self.request.kind == "embed":
+            return self.num_uncomputed == 0
         limit = 1 if self.request.prefill_only else self.request.max_tokens
         return self.next_position >= limit
 
@@ -147,7 +153,7 @@ class Sequence:
         """Digests of the full blocks of all tokens so far; only new full blocks are hashed."""
         if not self._hashes:
             self._hashes = list(self.request.prompt_hashes(hasher))
-        hasher.extend(self._hashes, self.token_ids, self.request.cache_salt)
+        hasher.extend(self._hashes, self.token_ids, self.request.tenant, self.request.parts)
         return self._hashes
 
     def finish_reason_after(self, token: int) -> FinishReason | None:

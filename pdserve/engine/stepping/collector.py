@@ -6,6 +6,8 @@ they are released. Knows no device beyond a step's handle. Called by the engine,
 
 import time
 
+import numpy as np
+
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.requests import Requests
@@ -21,7 +23,7 @@ from pdserve.engine.step_result import (
 )
 from pdserve.engine.stepping.planner import PlannedStep
 from pdserve.protocol.block_digests import BlockHasher
-from pdserve.protocol.events import Delta, PromptScored
+from pdserve.protocol.events import Delta, Embedded, PromptScored
 from pdserve.protocol.request_key import FinishReason, RequestKey
 
 # log-probabilities in one PromptScored: 230 KB, which a router decodes in 2 ms
@@ -74,6 +76,9 @@ class StepCollector:
         samples = iter(handle.samples())
         for members in step.siblings:
             self._accept(members, [next(samples) for _ in members], result)
+        if step.embedded:
+            for seq, values in zip(step.embedded, handle.hidden(), strict=True):
+                self._embed(seq, values, result)
         result.host_seconds = step.host_seconds + time.perf_counter() - began
         return result
 
@@ -82,6 +87,21 @@ class StepCollector:
         held = self.held.pop(key, None)
         if held is not None:
             self._blocks.release(held.block_ids)
+
+    def _embed(self, seq: Sequence, values: np.ndarray, result: StepResult) -> None:
+        """The prompt is computed, which is all that was asked for."""
+        if seq.status is Status.FINISHED:
+            return
+        request = seq.request
+        event = Embedded(
+            request_id=request.key.request_id,
+            attempt=request.key.attempt,
+            cached_tokens=request.cached_tokens,
+            values=values.astype("<f4").tobytes(),
+        )
+        result.events.append((request.key, event))
+        self._keep_rows(seq, result)
+        self._requests.finish(seq)
 
     def _written(self, seq: Sequence, num_rows: int) -> WrittenPrompt:
         """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight
@@ -112,15 +132,16 @@ class StepCollector:
                 self._requests.finish(seq)
 
     def _keep_rows(self, seq: Sequence, result: StepResult) -> None:
-        """The last token has no row."""
+        """The last token has no row. Rows of other things than tokens are not kept: their readers
+        name rows by tokens."""
         full = (len(seq.token_ids) - 1) // self._layout.block_size
-        if not self.keeps_finished_rows or not full:
+        if not self.keeps_finished_rows or not full or seq.request.parts:
             return
         blocks = tuple(seq.block_table[:full])
         hashes = tuple(seq.hashes(self._hasher)[:full])
         self._blocks.acquire(blocks)
         tokens = tuple(seq.token_ids[: full * self._layout.block_size])
-        result.finished.append(FinishedRows(tokens, seq.request.cache_salt, blocks, hashes))
+        result.finished.append(FinishedRows(tokens, seq.request.tenant, blocks, hashes))
 
     def _append(self, seq: Sequence, sampled: Sampled, result: StepResult) -> FinishReason | None:
         """The tokens up to the one that ends the choice, if any does."""

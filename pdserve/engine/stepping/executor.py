@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 from torch import Tensor
 
 from pdserve.engine.sampling.sampled_tokens import Sampled
@@ -27,7 +28,7 @@ class Padding:
 
 
 class StepHandle(Protocol):
-    """A step on its way. samples and scores are asked for once it was waited for."""
+    """A step on its way. Its results are asked for once it was waited for."""
 
     def ready(self) -> bool:
         """Whether the step is done, its sampling included."""
@@ -46,6 +47,10 @@ class StepHandle(Protocol):
 
     def scores(self) -> list[list[TokenLogprob]]:
         """One list for each of ForwardWork.scores."""
+        ...
+
+    def hidden(self) -> np.ndarray:
+        """float32 `[n, hidden]`: of ForwardWork.hidden_rows, after the last norm."""
         ...
 
 

@@ -47,7 +47,8 @@ class PlannedStep:
 
     siblings: the sequences of each sampled row, a sequence before the choices that fork off it
     here; members: all of them, one a sample, with their rows and the positions they sample at.
-    scored: whose prompts ForwardWork.scores are. written_rows: prompts to be handed over, and how
+    scored: whose prompts ForwardWork.scores are; embedded: whose last rows ForwardWork.hidden_rows.
+    written_rows: prompts to be handed over, and how
     many of their rows are written when it is done. handle: once it has been forwarded. is_sampled:
     its SampleWork has been made. host_seconds: that the engine's thread worked for it so far.
     """
@@ -59,6 +60,7 @@ class PlannedStep:
     rows: list[SampleRow]
     positions: list[int]
     scored: list[Request]
+    embedded: list[Sequence]
     written_rows: list[tuple[Sequence, int]]
     handle: StepHandle | None = None
     is_sampled: bool = False
@@ -104,6 +106,9 @@ class StepPlanner:
         inputs = step_inputs(plan, padding, self._hasher.block_size)
         forks = (fork for group in siblings for fork in group[1:])
         scored = self._prompts_to_score(plan, inputs)
+        embedded = [
+            seq for seq in plan.chunks if seq.request.kind == "embed" and seq.num_uncomputed == 0
+        ]
         self._num_steps += 1
         work = ForwardWork(
             number=self._num_steps,
@@ -116,6 +121,7 @@ class StepPlanner:
             num_samples=len(members),
             logit_rows=_logit_rows(plan, inputs, siblings, is_graph=padding.graph > 0),
             scores=tuple(rows for _, rows in scored),
+            hidden_rows=_hidden_rows(plan, inputs, embedded),
             is_late=is_late,
         )
         for seq in members:
@@ -129,6 +135,7 @@ class StepPlanner:
             rows=rows,
             positions=positions,
             scored=[request for request, _ in scored],
+            embedded=embedded,
             written_rows=[
                 (seq, seq.num_computed) for seq in plan.chunks if seq.request.prefill_only
             ],
@@ -241,6 +248,14 @@ def _logit_rows(
         return None
     slots = [member.slot for members in siblings for member in members]
     return LogitRows(np.array(rows, dtype=np.int32), np.array(slots, dtype=np.int32))
+
+
+def _hidden_rows(plan: StepPlan, inputs: StepInputs, embedded: list[Sequence]) -> np.ndarray | None:
+    """The last row of each."""
+    if not embedded:
+        return None
+    rows = [inputs.first_row[seq] + plan.chunks[seq].num_rows - 1 for seq in embedded]
+    return np.array(rows, dtype=np.int32)
 
 
 def _batches(copies: list[tuple[int, int]]) -> tuple[BlockCopies, ...]:

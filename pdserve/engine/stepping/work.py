@@ -59,12 +59,13 @@ class ScoredRows:
 @dataclass(frozen=True)
 class ForwardWork:
     """One step up to its logits. Done in this order: copies, table_changes, forward, logits,
-    scores.
+    scores, hidden states.
 
     number: counts the steps. graph: size of the CUDA graph to replay, 0 to run eagerly. packed,
     lengths: the step's `Arrays` (packing.py). table_changes: int32 `[3, n]`, slot, index and block.
     num_samples: how many logits; if logit_rows is None they are of the first so many rows, each for
-    its own slot. is_late: its SampleWork comes after the step before has been collected.
+    its own slot. hidden_rows: int32 `[n]`, rows whose hidden state is wanted. is_late: its
+    SampleWork comes after the step before has been collected.
     """
 
     number: int
@@ -77,6 +78,7 @@ class ForwardWork:
     num_samples: int = 0
     logit_rows: LogitRows | None = None
     scores: tuple[ScoredRows, ...] = ()
+    hidden_rows: np.ndarray | None = None
     is_late: bool = False
 
 

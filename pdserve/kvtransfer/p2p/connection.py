@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pdserve.configs.kv_layout import KVLayout
+from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.ranges import HeadRange, local_descriptors, plan_for, remote_descriptors
 from pdserve.kvtransfer.p2p.staging import Staging, StagingRing
 from pdserve.kvtransfer.transport.agent import Descriptors, TransferAgent, TransferError, memory_of
@@ -39,10 +40,16 @@ class RankSource:
 class OwnKVCache:
     """Our side of every link: the registered KV cache, and the ring before it."""
 
-    kv_cache: torch.Tensor
-    layout: KVLayout
-    compat: str
+    memory: KVCacheMemory
     ring: StagingRing
+
+    @property
+    def kv_cache(self) -> torch.Tensor:
+        return self.memory.kv_cache
+
+    @property
+    def layout(self) -> KVLayout:
+        return self.memory.layout
 
 
 class Connection:
@@ -171,19 +178,16 @@ def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
     """Empty, or why no pull from this KV cache can ever work, naming both sides."""
     if meta.connector != kind:
         return f"connector mismatch: ours is {kind!r}, the peer's {meta.connector!r}"
-    if meta.compat != own.compat:
-        digests = f"ours has digest {own.compat}, the peer's {meta.compat}"
-        return f"KV caches are not compatible (model or dtype): {digests}"
+    memory = own.memory
+    for what, ours, theirs in (
+        ("model", memory.model_fingerprint, meta.model),
+        ("KV dtype", memory.rows_digest, meta.rows),
+    ):
+        if ours != theirs:
+            digests = f"ours has digest {ours}, the peer's {theirs}"
+            return f"KV caches are not compatible (another {what}): {digests}"
     try:
-        layout = layout_of(meta, own.layout)
-        if meta.head_bytes != layout.head_bytes:
-            return f"KV head bytes differ: ours {layout.head_bytes}, the peer's {meta.head_bytes}"
-        if layout != own.layout and layout.group.scale_bytes:
-            return (
-                f"KV scales cannot be moved from blocks of {meta.block_size} tokens to "
-                f"{own.layout.block_size}"
-            )
-        plan_for(layout, meta.ranks)
+        plan_for(layout_of(meta, own.layout), meta.ranks)
     except ValueError as error:
         return str(error)
     return ""

@@ -93,17 +93,23 @@ def _longest_run(
 
 
 def plan_for(layout: KVLayout, ranks: Sequence[RankMemory]) -> list[HeadRange]:
-    """`plan_heads` for one of our ranks; scale bytes sit behind all heads and are not split, so
-    they need equal heads."""
-    heads = layout.group.heads
-    if layout.group.scale_bytes:
-        for rank, there in enumerate(ranks):
-            if there.heads == heads:
-                return [HeadRange(rank, 0, 0, layout.block_bytes)]
-        raise ValueError(
-            "KV scales in blocks can only be pulled from a rank that stores the same heads"
-        )
-    return plan_heads(heads, [there.heads for there in ranks], layout.head_bytes)
+    """`plan_heads` for one of our ranks. ValueError when a peer rank stores other layers together,
+    or a head takes another number of bytes there."""
+    ours = layout.group
+    theirs = []
+    for there in ranks:
+        [group] = there.groups if len(there.groups) == 1 else (None,)
+        if group is None or group.layers != ours.layers:
+            raise ValueError(
+                f"the peer stores layers in groups {[g.layers for g in there.groups]}, not as "
+                f"{ours.layers}: only equal ones can be pulled"
+            )
+        if group.head_bytes != layout.head_bytes:
+            raise ValueError(
+                f"KV head bytes differ: ours {layout.head_bytes}, the peer's {group.head_bytes}"
+            )
+        theirs.append(group.heads)
+    return plan_heads(ours.heads, theirs, layout.head_bytes)
 
 
 def local_descriptors(

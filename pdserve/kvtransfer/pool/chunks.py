@@ -59,7 +59,7 @@ class Chunks:
         self.chunk_tokens = blocks_per_chunk * layout.block_size
         self.num_bytes = blocks_per_chunk * layout.block_bytes + SEAL_BYTES
         sizes = f"{len(layout.group.heads)}|{layout.block_size}|{blocks_per_chunk}"
-        what = f"{layout.compat_digest(memory.model_fingerprint)}|{sizes}"
+        what = f"{memory.rows_digest}|{sizes}"
         self.model_name = (
             "pdserve-" + blake2b(what.encode(), digest_size=16, person=FORMAT).hexdigest()
         )

@@ -217,5 +217,5 @@ def note_sent(
         if phase == "full" and worker.num_decodes:
             worker.stalls.spend(predictor.compute_ms(worker), now)
     if worker.hello.caches_prefixes:
-        keys = prompt.keys(worker.hello.model_fingerprint, worker.hello.block_size, EXPECTED_BLOCKS)
+        keys = prompt.keys(worker.hello.rows_digest, worker.hello.block_size, EXPECTED_BLOCKS)
         worker.cached.expect(keys, now)

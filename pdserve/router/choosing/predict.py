@@ -69,7 +69,7 @@ class Predictor:
         if known is None:
             hello = worker.hello
             known = self._prompt.num_cached_tokens(
-                worker.cached, hello.model_fingerprint, hello.block_size, self._now
+                worker.cached, hello.rows_digest, hello.block_size, self._now
             )
             self._cached[worker.worker_id] = known
         return known
@@ -84,7 +84,7 @@ class Predictor:
             return 0
         hello = worker.hello
         cached = self.cached_tokens(worker)
-        kind = hello.kv_pool, hello.model_fingerprint, hello.block_size
+        kind = hello.kv_pool, hello.rows_digest, hello.block_size
         known = self._pooled.get(kind)
         if known is None:
             known = self._prompt.num_pooled_tokens(worker.pooled, *kind[1:], hello.pool_chunk)

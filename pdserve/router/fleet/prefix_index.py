@@ -14,7 +14,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from pdserve.protocol.block_digests import BlockHasher
+from pdserve.protocol.block_digests import BlockHasher, Tenant
 from pdserve.protocol.events import CACHE_KEY_BYTES, CacheChange, CacheState, PoolChange
 
 ASK_AGAIN_S = 5.0
@@ -153,10 +153,10 @@ class PromptBlocks:
     """The keys of a prompt's full blocks, for each kind of worker, made as far as somebody asks.
     The last token is always computed, so a block that ends with it does not count."""
 
-    def __init__(self, token_ids: Sequence[int], salt: str) -> None:
+    def __init__(self, token_ids: Sequence[int], tenant: Tenant) -> None:
         self.num_tokens = len(token_ids)
         self._token_ids = token_ids
-        self._salt = salt
+        self._tenant = tenant
         self._chains: dict[tuple[str, int], tuple[list[bytes], list[int]]] = {}
 
     def forget(self) -> None:
@@ -165,14 +165,13 @@ class PromptBlocks:
         self._chains = {}
 
     def num_cached_tokens(
-        self, cached: CachedBlocks, fingerprint: str, block_size: int, now: float
+        self, cached: CachedBlocks, rows: str, block_size: int, now: float
     ) -> int:
-        """Of the longest prefix that is held there. fingerprint, block_size: of the worker
-        (Hello)."""
+        """Of the longest prefix that is held there. rows, block_size: of the worker (Hello)."""
         last = (self.num_tokens - 1) // block_size
         found = 0
         while found < last:
-            keys = self._chain(fingerprint, block_size, found + 1)
+            keys = self._chain(rows, block_size, found + 1)
             end = min(last, len(keys))
             found = cached.num_held(keys, found, end, now)
             if found < end:
@@ -180,7 +179,7 @@ class PromptBlocks:
         return found * block_size
 
     def num_pooled_tokens(
-        self, pooled: PooledChunks, fingerprint: str, block_size: int, chunk_tokens: int
+        self, pooled: PooledChunks, rows: str, block_size: int, chunk_tokens: int
     ) -> int:
         """Of the longest prefix of whole chunks that the pool holds."""
         per_chunk = chunk_tokens // block_size
@@ -188,23 +187,22 @@ class PromptBlocks:
         last = (self.num_tokens - 1) // block_size // per_chunk
         while (
             found < last
-            and self._chain(fingerprint, block_size, end := (found + 1) * per_chunk)[end - 1]
-            in pooled
+            and self._chain(rows, block_size, end := (found + 1) * per_chunk)[end - 1] in pooled
         ):
             found += 1
         return found * chunk_tokens
 
-    def keys(self, fingerprint: str, block_size: int, limit: int) -> list[int]:
+    def keys(self, rows: str, block_size: int, limit: int) -> list[int]:
         """Of the first blocks, at most so many."""
         count = min(limit, (self.num_tokens - 1) // block_size)
-        return self._chain(fingerprint, block_size, count)[:count]
+        return self._chain(rows, block_size, count)[:count]
 
-    def _chain(self, fingerprint: str, block_size: int, count: int) -> list[int]:
+    def _chain(self, rows: str, block_size: int, count: int) -> list[int]:
         """Keys of at least so many blocks."""
-        digests, keys = self._chains.setdefault((fingerprint, block_size), ([], []))
+        digests, keys = self._chains.setdefault((rows, block_size), ([], []))
         if count > len(keys):
             upto = max(FIRST_RUN, 2 * len(keys), count) * block_size
-            _hasher(fingerprint, block_size).extend(digests, self._token_ids[:upto], self._salt)
+            _hasher(rows, block_size).extend(digests, self._token_ids[:upto], self._tenant)
             keys += _keys(b"".join([digest[:CACHE_KEY_BYTES] for digest in digests[len(keys) :]]))
         return keys
 

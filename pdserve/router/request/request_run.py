@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 
+from pdserve.protocol.block_digests import Tenant
 from pdserve.protocol.events import Arrived, Delta, Failed, Handoff, PackedScores
 from pdserve.protocol.handoff import Ticket
 from pdserve.router.admission import Seat
@@ -56,7 +57,7 @@ class RequestRun:
         sampling = job.sampling
         self.record = record = RequestRecord(sampling.n, sampling.logprobs is not None)
         self._texts = ChoiceTexts(dispatcher.tokenizer, sampling, job.stops, job.prompt, record)
-        self._prompt = prompt = PromptBlocks(job.prompt_token_ids, job.cache_salt)
+        self._prompt = prompt = PromptBlocks(job.prompt_token_ids, Tenant(job.cache_salt))
         self._clock = clock = RequestClock(dispatcher.metrics, sampling.n, job.received)
         self._timeline = timeline = Timeline()
         self._inbox: Inbox[Leg] = Inbox(account)
