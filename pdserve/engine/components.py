@@ -21,7 +21,7 @@ from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_
 from pdserve.engine.sampling.row_staging import RowStaging
 from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
-from pdserve.engine.scheduling.scheduler import num_slots_for
+from pdserve.engine.scheduling.home import num_slots_for
 from pdserve.engine.stepping.executor import Executor
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder

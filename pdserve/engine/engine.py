@@ -19,6 +19,7 @@ from pdserve.engine.components import EngineComponents
 from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.requests import Requests
 from pdserve.engine.reservations import Reservation, Reservations
+from pdserve.engine.scheduling.home import Home
 from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request
@@ -46,8 +47,9 @@ class Engine:
         self.blocks = BlockManager(components.num_blocks, self.config.enable_prefix_caching)
         self.rows_digest = rows_digest(self.model_fingerprint, self.layout.groups)
         self.hasher = BlockHasher(self.rows_digest, self.config.block_size, self.model_fingerprint)
+        homes = [Home(self.blocks, self.config.max_num_seqs)]
         self.scheduler = Scheduler(
-            self.blocks, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
+            homes, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )
         self.max_request_tokens = min(
             self.max_model_len, self.blocks.num_usable * self.config.block_size
@@ -60,19 +62,16 @@ class Engine:
         )
         self.stats = EngineStats()
         self._requests = Requests(self.scheduler)
-        self._reservations = Reservations(
-            self.blocks, self.hasher, self.layout, self._requests, self.scheduler
-        )
+        self._reservations = Reservations(self.hasher, self.layout, self._requests, self.scheduler)
         self._planner = StepPlanner(
             components.staging,
             self.scheduler,
-            self.blocks,
             self.hasher,
             self._requests,
             self.stats,
         )
         self._collector = StepCollector(
-            self.blocks, self.hasher, self.layout, self.scheduler, self._requests, self.stats
+            self.hasher, self.layout, self.scheduler, self._requests, self.stats
         )
         self._max_in_flight = 2 if self.config.async_scheduling else 1
         self._in_flight: deque[PlannedStep] = deque()

@@ -7,7 +7,7 @@ Knows blocks and requests; not who fills them, nor when. One object an engine; c
 from dataclasses import dataclass
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
+from pdserve.engine.memory.block_manager import OutOfBlocks
 from pdserve.engine.requests import Requests
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request
@@ -36,13 +36,11 @@ class Reservations:
 
     def __init__(
         self,
-        blocks: BlockManager,
         hasher: BlockHasher,
         layout: KVLayout,
         requests: Requests,
         scheduler: Scheduler,
     ) -> None:
-        self._blocks = blocks
         self._hasher = hasher
         self._layout = layout
         self._requests = requests
@@ -54,15 +52,16 @@ class Reservations:
     ) -> Reservation | None:
         """Blocks for the prompt's rows, or for the first num_blocks, cached ones first; None when
         too few are free."""
-        cached = self._blocks.match(request.prompt_hashes(self._hasher)[:num_blocks])
-        self._blocks.acquire(cached)
+        blocks = self._scheduler.homes[request.home].blocks
+        cached = blocks.match(request.prompt_hashes(self._hasher)[:num_blocks])
+        blocks.acquire(cached)
         missing = (num_blocks or self._layout.num_blocks_for(request.num_prompt_tokens)) - len(
             cached
         )
         try:
-            fresh = self._blocks.allocate(missing, cached[-1] if cached else None)
+            fresh = blocks.allocate(missing, cached[-1] if cached else None)
         except OutOfBlocks:
-            self._blocks.release(cached)
+            blocks.release(cached)
             return None
         self.num_out += 1
         return Reservation(request, starts, cached + fresh, len(cached))
@@ -81,7 +80,7 @@ class Reservations:
             seq.block_table = list(reservation.block_table)
             seq.num_computed = rows
             if index:
-                self._blocks.acquire(seq.block_table)
+                self._scheduler.home_of(seq).blocks.acquire(seq.block_table)
             self._scheduler.commit_full_blocks(seq)
             self._scheduler.add(seq)
 
@@ -90,14 +89,15 @@ class Reservations:
         and stay cached. settled False: the others go to quarantine; those blocks are returned.
         """
         self.num_out -= 1
+        blocks = self._scheduler.homes[reservation.request.home].blocks
         filled = reservation.num_cached + num_filled
         hashes = reservation.request.prompt_hashes(self._hasher)
         for block, block_hash in list(zip(reservation.block_table, hashes, strict=False))[:filled]:
-            self._blocks.commit(block, block_hash)
-        self._blocks.release(reservation.block_table[:filled])
+            blocks.commit(block, block_hash)
+        blocks.release(reservation.block_table[:filled])
         destination = reservation.block_table[filled:]
         if settled:
-            self._blocks.release(destination)
+            blocks.release(destination)
             return []
-        self._blocks.quarantine(destination, "transfer")
+        blocks.quarantine(destination, "transfer")
         return destination

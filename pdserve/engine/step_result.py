@@ -19,6 +19,7 @@ class HeldPrompt:
     block_ids: tuple[int, ...]
     num_tokens: int
     content: bytes
+    home: int = 0
 
 
 @dataclass(frozen=True)

@@ -29,9 +29,7 @@ def found(pooled: PooledChunks, worker: Worker, tokens: list[int], salt: str = "
     hello = next(event for event in worker.events if isinstance(event, Hello))
     assert hello.kv_pool and hello.pool_chunk == CHUNK
     prompt = PromptBlocks(tokens, Tenant(salt))
-    return prompt.num_pooled_tokens(
-        pooled, hello.rows_digest, hello.block_size, hello.pool_chunk
-    )
+    return prompt.num_pooled_tokens(pooled, hello.rows_digest, hello.block_size, hello.pool_chunk)
 
 
 def test_what_was_stored_is_told_and_to_new_routers_too(tiny_llama: Path) -> None:

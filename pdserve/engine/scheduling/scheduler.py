@@ -15,8 +15,10 @@ the next one does not wait for the tokens of a step in flight (docs/engine-step.
 
 from bisect import insort
 from collections import deque
+from collections.abc import Sequence as SequenceOf
 
-from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
+from pdserve.engine.memory.block_manager import OutOfBlocks
+from pdserve.engine.scheduling.home import Home
 from pdserve.engine.scheduling.sequence import Sequence, Status
 from pdserve.engine.scheduling.step_plan import Chunk, StepPlan
 from pdserve.protocol.block_digests import BlockHasher
@@ -31,25 +33,18 @@ QUEUE_LOOK_UPS = 16
 ADMITTED_KEPT = 4096  # more than a step admits; whoever counts times empties it after each
 
 
-def num_slots_for(max_num_seqs: int) -> int:
-    """Rows of the device's tables, beside row 0: more than may be planned, because a sequence whose
-    last token is in flight keeps its slot and must not keep others waiting.
-    """
-    return 2 * max_num_seqs
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, prefix caching, priorities and preemption by
     recompute."""
 
     def __init__(
         self,
-        blocks: BlockManager,
+        homes: SequenceOf[Home],
         hasher: BlockHasher,
         max_num_batched_tokens: int,
         max_num_seqs: int,
     ) -> None:
-        self.blocks = blocks
+        self.homes = tuple(homes)
         self.hasher = hasher
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
@@ -64,9 +59,12 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.admitted: deque[RequestKey] = deque(maxlen=ADMITTED_KEPT)
-        self._slots = list(range(num_slots_for(self.max_num_seqs), 0, -1))
-        self.freed_slots = list(self._slots)  # since the engine last cleared it
+        for home in self.homes:
+            home.free_all_slots()
         self.wants_blocks = False  # the first in line waits for blocks
+
+    def home_of(self, seq: Sequence) -> Home:
+        return self.homes[seq.home]
 
     @property
     def parts_from(self) -> int:
@@ -96,9 +94,13 @@ class Scheduler:
         arrival."""
         insort(self.waiting, seq, key=lambda s: (not s.block_table, *s.order))
 
-    def start_fork(self, seq: Sequence) -> None:
-        """Run a sequence that just forked off a running one; admission counted it already."""
-        self._run(seq)
+    def run(self, seq: Sequence) -> None:
+        """Run a sequence that admission has counted: that it took from the queue, or that just
+        forked off a running one."""
+        seq.status = Status.RUNNING
+        seq.slot = self.home_of(seq).take_slot()
+        seq.num_synced = 0
+        insort(self.running, seq, key=lambda s: s.order)
 
     def finish(self, seq: Sequence) -> None:
         """Take the sequence out and free its blocks; idempotent."""
@@ -143,8 +145,9 @@ class Scheduler:
         full = min(seq.num_computed, len(seq.token_ids)) // self.hasher.block_size
         if full > seq.num_committed:
             hashes = seq.hashes(self.hasher)
+            blocks = self.home_of(seq).blocks
             for index in range(seq.num_committed, full):
-                self.blocks.commit(seq.block_table[index], hashes[index])
+                blocks.commit(seq.block_table[index], hashes[index])
             seq.num_committed = full
 
     def check_integrity(self) -> None:
@@ -154,22 +157,13 @@ class Scheduler:
         assert len(set(map(id, self.running + self.waiting))) == len(self.running) + len(
             self.waiting
         )
-        slots = [seq.slot for seq in self.running] + self._slots
-        assert sorted(slots) == list(range(1, num_slots_for(self.max_num_seqs) + 1)), (
-            "a slot has two sequences or none"
-        )
+        for number, home in enumerate(self.homes):
+            home.check_slots(seq.slot for seq in self.running if seq.home == number)
         assert not any(seq.slot for seq in self.waiting)
-
-    def _run(self, seq: Sequence) -> None:
-        seq.status = Status.RUNNING
-        seq.slot = self._slots.pop()
-        seq.num_synced = 0
-        insort(self.running, seq, key=lambda s: s.order)
 
     def _stop_running(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._slots.append(seq.slot)
-        self.freed_slots.append(seq.slot)
+        self.home_of(seq).free_slot(seq.slot)
         seq.slot = 0
 
     def _continue(self, seq: Sequence, budget: int, plan: StepPlan, may_preempt: bool) -> int:
@@ -219,7 +213,7 @@ class Scheduler:
             self._provide(seq, count, plan)
             self.waiting.pop(0)
             self.admitted.append(seq.request.key)
-            self._run(seq)
+            self.run(seq)
             plan.chunks[seq] = _chunk_of(seq, count)
             longest = max(longest, count)
             budget -= count
@@ -241,19 +235,19 @@ class Scheduler:
         missing = (
             self._num_missing(seq, seq.num_tokens) - len(cached) + self._writes_shared_block(seq)
         )
-        return (
-            missing + self.blocks.num_free_among(cached) + len(self.running) <= self.blocks.num_free
-        )
+        blocks = self.home_of(seq).blocks
+        num_growing = sum(other.home == seq.home for other in self.running)
+        return missing + blocks.num_free_among(cached) + num_growing <= blocks.num_free
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if seq.request.wants_prompt_logprobs:
             return []
         # the last token is always computed, for its logits
         limit = (seq.num_tokens - 1) // self.hasher.block_size
-        return self.blocks.match(seq.hashes(self.hasher)[:limit])
+        return self.home_of(seq).blocks.match(seq.hashes(self.hasher)[:limit])
 
     def _take_prefix(self, seq: Sequence, cached: list[int]) -> None:
-        self.blocks.acquire(cached)
+        self.home_of(seq).blocks.acquire(cached)
         seq.block_table = cached
         seq.num_committed = len(cached)
         seq.num_computed = len(cached) * self.hasher.block_size
@@ -267,28 +261,30 @@ class Scheduler:
     def _provide(self, seq: Sequence, count: int, plan: StepPlan) -> None:
         """Blocks for the next `count` rows of `seq`, its own copy of a shared partial block first;
         or OutOfBlocks."""
+        blocks = self.home_of(seq).blocks
         missing = self._num_missing(seq, seq.num_computed + count)
         shared = self._writes_shared_block(seq)
-        if missing + shared > self.blocks.num_free:
-            raise OutOfBlocks(f"{missing + shared} blocks wanted, {self.blocks.num_free} free")
+        if missing + shared > blocks.num_free:
+            raise OutOfBlocks(f"{missing + shared} blocks wanted, {blocks.num_free} free")
         if shared:
             index = seq.num_computed // self.hasher.block_size
             source = seq.block_table[index]
-            [target] = self.blocks.allocate(1)
-            self.blocks.release([source])
+            [target] = blocks.allocate(1)
+            blocks.release([source])
             seq.block_table[index] = target
             seq.num_synced = min(seq.num_synced, index)
             plan.copies.append((source, target))
         if missing:
             after = seq.block_table[-1] if seq.block_table else None
-            seq.block_table += self.blocks.allocate(missing, after)
+            seq.block_table += blocks.allocate(missing, after)
 
     def _num_missing(self, seq: Sequence, num_rows: int) -> int:
         return max(0, -(-num_rows // self.hasher.block_size) - len(seq.block_table))
 
     def _writes_shared_block(self, seq: Sequence) -> bool:
         index = seq.num_computed // self.hasher.block_size
-        return index < len(seq.block_table) and self.blocks.num_owners(seq.block_table[index]) > 1
+        blocks = self.home_of(seq).blocks
+        return index < len(seq.block_table) and blocks.num_owners(seq.block_table[index]) > 1
 
     def preempt(self, seq: Sequence, plan: StepPlan) -> int:
         """The sequence waits again, without blocks, and leaves the plan. Returns how many of its
@@ -316,7 +312,7 @@ class Scheduler:
             self.num_preemptions += 1
 
     def _drop_blocks(self, seq: Sequence) -> None:
-        self.blocks.release(seq.block_table)
+        self.home_of(seq).blocks.release(seq.block_table)
         seq.block_table = []
         seq.num_computed = 0
         seq.num_committed = 0

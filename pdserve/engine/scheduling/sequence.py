@@ -42,6 +42,7 @@ class Request:
     priority: int = 0
     tenant: Tenant = NOBODY
     parts: tuple[ContentPart, ...] = ()
+    home: int = 0
     arrival: int = 0
     prompt_reported: bool = False
     prefix_looked_up: bool = False
@@ -114,6 +115,11 @@ class Sequence:
     status: Status = Status.WAITING
     pending_forks: tuple[int, ...] = ()
     _hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def home(self) -> int:
+        """Number of the Home whose blocks and slots it uses."""
+        return self.request.home
 
     @property
     def num_tokens(self) -> int:

@@ -9,7 +9,6 @@ import time
 import numpy as np
 
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.requests import Requests
 from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.scheduling.scheduler import Scheduler
@@ -36,14 +35,12 @@ class StepCollector:
 
     def __init__(
         self,
-        blocks: BlockManager,
         hasher: BlockHasher,
         layout: KVLayout,
         scheduler: Scheduler,
         requests: Requests,
         stats: EngineStats,
     ) -> None:
-        self._blocks = blocks
         self._hasher = hasher
         self._layout = layout
         self._scheduler = scheduler
@@ -59,7 +56,8 @@ class StepCollector:
         handle.wait()
         ended_at = time.time()
         began = time.perf_counter()
-        self._blocks.end_step()
+        for home in self._scheduler.homes:
+            home.blocks.end_step()
         result = StepResult(
             num_rows=step.num_rows,
             num_sequences=step.num_sequences,
@@ -86,7 +84,7 @@ class StepCollector:
         """Free the blocks of a held prompt; idempotent."""
         held = self.held.pop(key, None)
         if held is not None:
-            self._blocks.release(held.block_ids)
+            self._scheduler.homes[held.home].blocks.release(held.block_ids)
 
     def _embed(self, seq: Sequence, values: np.ndarray, result: StepResult) -> None:
         """The prompt is computed, which is all that was asked for."""
@@ -139,7 +137,7 @@ class StepCollector:
             return
         blocks = tuple(seq.block_table[:full])
         hashes = tuple(seq.hashes(self._hasher)[:full])
-        self._blocks.acquire(blocks)
+        self._scheduler.home_of(seq).blocks.acquire(blocks)
         tokens = tuple(seq.token_ids[: full * self._layout.block_size])
         result.finished.append(FinishedRows(tokens, seq.request.tenant, blocks, hashes))
 
@@ -179,9 +177,13 @@ class StepCollector:
         count = self._layout.num_blocks_for(request.num_prompt_tokens)
         blocks = tuple(seq.block_table[:count])
         held = HeldPrompt(
-            request.key, blocks, request.num_prompt_tokens, request.content_digest(self._hasher)
+            request.key,
+            blocks,
+            request.num_prompt_tokens,
+            request.content_digest(self._hasher),
+            seq.home,
         )
-        self._blocks.acquire(held.block_ids)
+        self._scheduler.home_of(seq).blocks.acquire(held.block_ids)
         self.held[request.key] = held
         result.held.append(held)
 

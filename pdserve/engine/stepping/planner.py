@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pdserve.engine.memory.block_manager import BlockManager
 from pdserve.engine.requests import Requests
 from pdserve.engine.sampling.row_staging import RowStaging
 from pdserve.engine.sampling.sample_row import SampleRow
@@ -76,14 +75,12 @@ class StepPlanner:
         self,
         staging: RowStaging,
         scheduler: Scheduler,
-        blocks: BlockManager,
         hasher: BlockHasher,
         requests: Requests,
         stats: EngineStats,
     ) -> None:
         self.staging = staging
         self._scheduler = scheduler
-        self._blocks = blocks
         self._hasher = hasher
         self._requests = requests
         self._stats = stats
@@ -91,10 +88,11 @@ class StepPlanner:
 
     def plan(self, plan: StepPlan, padding: Padding) -> PlannedStep:
         """Do all that needs counts alone. padding: what the executor wants for this plan."""
-        self._blocks.begin_step()
-        for slot in self._scheduler.freed_slots:
-            self.staging.release(slot)
-        self._scheduler.freed_slots.clear()
+        for home in self._scheduler.homes:
+            home.blocks.begin_step()
+            for slot in home.freed_slots:
+                self.staging.release(slot)
+            home.freed_slots.clear()
         siblings = [[seq, *self._fork(seq)] for seq in self._advance(plan)]
         members = [member for group in siblings for member in group]
         rows = [self._row(seq) for seq in members]
@@ -183,8 +181,8 @@ class StepPlanner:
             fork.num_computed = seq.num_computed
             fork.num_committed = seq.num_committed
             fork.block_table = list(seq.block_table)
-            self._blocks.acquire(fork.block_table)
-            self._scheduler.start_fork(fork)
+            self._scheduler.home_of(fork).blocks.acquire(fork.block_table)
+            self._scheduler.run(fork)
             forks.append(fork)
         seq.pending_forks = ()
         return forks
