@@ -45,7 +45,10 @@ class Layer:
 
 
 class Llama:
-    """A CausalLM whose `weights` are declared here and filled by models/loader.py."""
+    """A CausalLM whose `weights` are declared here and filled by models/loader.py. layer: what
+    makes one; a family whose layers alone differ is a subclass with its own."""
+
+    layer: type[Layer] = Layer
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class Llama:
         context = LayerContext(spec, ops, self.weights, dims)
         self._embedding = Embedding(context, "model.embed_tokens")
         rope = rope_tables(spec.rope, spec.head_dim, spec.max_position, device)
-        self._layers = [Layer(context, i, rope) for i in range(spec.num_layers)]
+        self._layers = [self.layer(context, i, rope) for i in range(spec.num_layers)]
         self.attention = tuple(layer.attention.attends for layer in self._layers)
         norm = RmsNorm(context, "model.norm", spec.hidden_size)
         tied = self._embedding if spec.tie_embeddings else None

@@ -12,6 +12,8 @@ from typing import Any
 
 import msgspec
 
+from pdserve.protocol.logit_rules import check_rules
+
 MAX_SEED = 2**63 - 1
 
 # One small body must not cost everybody else time. vLLM's table of biases holds as many
@@ -32,7 +34,8 @@ class SamplingParams(
     n: choices per prompt. temperature: 0 (below 1e-5) is greedy. top_p, top_k (0 or -1: off),
     min_p: filters, applied in the order top_k, top_p, min_p after the temperature.
     repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the
-    output. logit_bias: added to the logits of at most MAX_LOGIT_BIAS token ids. seed: None lets the
+    output. logit_bias: added to the logits of at most MAX_LOGIT_BIAS token ids. logit_rules: other
+    rules by name (`protocol.logit_rules`) and their settings. seed: None lets the
     receiver draw one. stop: at most MAX_STOPS strings that end the text, of at most MAX_STOP_CHARS
     characters each and MAX_STOP_CHARS_IN_ALL together; stop_token_ids (at most MAX_STOP_TOKEN_IDS)
     end the tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before.
@@ -50,6 +53,7 @@ class SamplingParams(
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] | None = None
+    logit_rules: dict[str, Any] | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -77,6 +81,8 @@ class SamplingParams(
             )
         if self.logit_bias is not None:
             _check_bias(self.logit_bias)
+        if self.logit_rules is not None:
+            check_rules(self.logit_rules)
 
     @property
     def greedy(self) -> bool:
@@ -104,6 +110,8 @@ class SamplingParams(
 
     def check_vocab(self, vocab_size: int) -> None:
         """ValueError when a token id lies outside the vocabulary."""
+        if self.logit_rules is not None:
+            check_rules(self.logit_rules, vocab_size)
         for name, ids in (
             ("logit_bias", self.logit_bias or ()),
             ("stop_token_ids", self.stop_token_ids),

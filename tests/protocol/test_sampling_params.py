@@ -7,6 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
+from pdserve.protocol import logit_rules
 from pdserve.protocol.block_digests import ContentPart
 from pdserve.protocol.codec import (
     PROTOCOL_VERSION,
@@ -65,7 +66,7 @@ NUMBERS = [
     "frequency_penalty",
 ]
 BOOLEANS = ["include_stop_str_in_output", "ignore_eos", "skip_special_tokens"]
-OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias"}
+OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs", "logit_bias", "logit_rules"}
 NOT_NUMBERS = ["1", True, [1], {}, math.nan, math.inf, -math.inf]
 
 BAD: list[tuple[str, Any]] = [
@@ -119,6 +120,7 @@ BAD: list[tuple[str, Any]] = [
         for value in ([1], "x", {"5": 1.0}, {-1: 1.0}, {5: "1"}, {5: 101}, {5: math.nan})
     ],
     *[("logit_bias", {True: 1.0}), ("logit_bias", {5: True})],
+    *[("logit_rules", value) for value in ([1], "x", 3)],
 ]
 
 
@@ -467,3 +469,27 @@ def test_each_id_and_each_string_counts_once() -> None:
 def test_a_drawn_seed_changes_nothing_else() -> None:
     drawn = EVERYTHING.with_seed(5)
     assert drawn == msgspec.structs.replace(EVERYTHING, seed=5) and EVERYTHING.seed == MAX_SEED
+
+
+def test_logit_rules_are_checked_by_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="there is no rule 'even'; known: none"):
+        SamplingParams(logit_rules={"even": True})
+
+    def check(settings: Any, vocab_size: int | None) -> None:
+        if settings is not True:
+            raise ValueError(f"must be true, not {settings!r}")
+        if vocab_size is not None and vocab_size % 2:
+            raise ValueError("needs an even vocabulary")
+
+    monkeypatch.setitem(logit_rules.RULES, "even", logit_rules.RuleKind("even:Even", check))
+    params = SamplingParams(logit_rules={"even": True})
+    assert decode_command(
+        encode(Submit(key=KEY, phase="full", prompt_token_ids=(1,), sampling=params, starts=()))
+    ).sampling.logit_rules == {"even": True}  # type: ignore[union-attr]
+    params.check_vocab(10)
+    with pytest.raises(ValueError, match=r"^logit_rules: even needs an even vocabulary"):
+        params.check_vocab(11)
+    with pytest.raises(ValueError, match=r"^logit_rules: even must be true, not 3"):
+        SamplingParams(logit_rules={"even": 3})
+    with pytest.raises(ValueError, match="there is no rule 'odd'; known: even"):
+        SamplingParams(logit_rules={"odd": 3})

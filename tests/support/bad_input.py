@@ -43,6 +43,7 @@ BAD: list[Bad] = [
     _with("n", n=1 << 30),
     _with("logprobs", logprobs=10_000),
     _with("logit_bias", logit_bias={"-5": 1}),
+    _with("logit_rules", logit_rules={"nonsense": 1}),
     _with("stop", stop=[{"a": 1}]),
     _with("unknown_field", unknown_field=1),
     Bad(b"{}", "/v1/nothing", path="/v1/nothing", status=404),

@@ -1,5 +1,8 @@
-"""Which rules there are, in the order in which they are applied: a line for each."""
+"""Which rules there are, in the order in which they are applied: those of vLLM's parameters, then
+those that are asked for by name (protocol/logit_rules.py)."""
 
+from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -9,6 +12,7 @@ from pdserve.engine.sampling.rules.logit_rule import LogitRule
 from pdserve.engine.sampling.rules.penalties import Penalties
 from pdserve.engine.sampling.rules.stop_mask import StopMask
 from pdserve.kernels.ops import Ops
+from pdserve.protocol.logit_rules import RULES
 
 Rules = tuple[LogitRule[Any], ...]
 
@@ -21,4 +25,10 @@ def logit_rules(
         Bias(ops, vocab_size, num_slots, device),
         StopMask(ops, vocab_size, num_slots, num_eos, device),
         Penalties(ops, vocab_size, num_slots, device),
+        *(_rule_class(kind.rule)(ops, vocab_size, num_slots, device) for kind in RULES.values()),
     )
+
+
+def _rule_class(place: str) -> Callable[[Ops, int, int, torch.device], LogitRule[Any]]:
+    module, name = place.split(":")
+    return getattr(import_module(f"pdserve.engine.sampling.rules.{module}"), name)

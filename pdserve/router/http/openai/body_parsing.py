@@ -14,6 +14,7 @@ from typing import Any, TypeVar, cast
 import msgspec
 
 from pdserve.background.pace import Pace
+from pdserve.protocol.logit_rules import RULES
 from pdserve.router.errors import ApiError
 from pdserve.router.http.json_outline import PIECE_BYTES, Member, arrays, least_chars, outline
 from pdserve.router.http.openai.requests import BaseRequest, CompletionRequest
@@ -222,6 +223,13 @@ def _not_json(error: Exception) -> ApiError:
 
 def _checked(data: dict[str, Any], kind: type[R]) -> R:
     given = {name: _whole(value) for name, value in data.items() if value is not None}
+    for rule, row in RULES.items():
+        if row.field in given:
+            asked = given.get("logit_rules", {})
+            settings = given.pop(row.field)
+            if not isinstance(asked, dict) or rule in asked:
+                raise ApiError(f"{row.field} and logit_rules.{rule} are the same: send one of them")
+            given["logit_rules"] = asked | {rule: settings}
     for name in given.keys() - kind.__struct_fields__ - IGNORED:
         if name not in NEUTRAL or not _same(given.pop(name), NEUTRAL[name]):
             raise ApiError(_unknown(name, kind), param=name, code="unsupported_parameter")

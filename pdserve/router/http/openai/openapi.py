@@ -14,6 +14,7 @@ import msgspec
 
 import pdserve
 from pdserve.configs.router import RouterConfig
+from pdserve.protocol.logit_rules import RULES
 from pdserve.protocol.sampling_params import (
     INTEGERS,
     MAX_LOGIT_BIAS,
@@ -176,6 +177,7 @@ def _limits(config: RouterConfig, model_name: str) -> dict[str, Json]:
             "maxLength": MAX_SALT_CHARS,
             "description": "Cached prefixes are shared between equal salts only.",
         },
+        "logit_rules": {"propertyNames": {"enum": sorted(RULES)}},
         "logit_bias": {
             "maxProperties": MAX_LOGIT_BIAS,
             "propertyNames": {"pattern": "^[0-9]+$"},
@@ -222,7 +224,8 @@ def _properties(found: Mapping[str, Json], limits: Mapping[str, Json]) -> dict[s
     ignored: dict[str, Json] = {
         name: {"description": "Taken and ignored."} for name in sorted(IGNORED)
     }
-    return ignored | neutral | named
+    rules: dict[str, Json] = {row.field: {} for row in RULES.values() if row.field}
+    return ignored | neutral | named | rules
 
 
 def _bounded(schema: Json, limit: Json) -> Json:
