@@ -47,7 +47,7 @@ class Engine:
         self.blocks = BlockManager(components.num_blocks, self.config.enable_prefix_caching)
         self.rows_digest = rows_digest(self.model_fingerprint, self.layout.groups)
         self.hasher = BlockHasher(self.rows_digest, self.config.block_size, self.model_fingerprint)
-        homes = [Home(self.blocks, self.config.max_num_seqs)]
+        homes = [Home(self.blocks, self.config.max_num_seqs, self.spec.longest_window)]
         self.scheduler = Scheduler(
             homes, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
         )

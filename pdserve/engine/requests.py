@@ -82,7 +82,7 @@ class Requests:
 
     def block_tables(self) -> list[list[int]]:
         """The blocks that each sequence owns."""
-        return [seq.block_table for request in self._requests.values() for seq in request.sequences]
+        return [s.owned_blocks for request in self._requests.values() for s in request.sequences]
 
     def clear(self) -> None:
         self._requests.clear()

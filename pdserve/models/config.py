@@ -86,6 +86,12 @@ class ModelSpec(BaseModel):
     plus_one_norms: bool = False
     quantization: dict[str, Any] | None = None
 
+    @property
+    def longest_window(self) -> int | None:
+        """So many of the last rows are read by later ones; None: all, in some layer."""
+        windows = [window for window in self.windows if window is not None]
+        return max(windows) if self.windows and len(windows) == len(self.windows) else None
+
     def fingerprint(self) -> str:
         """128-bit hex: equal only on workers that compute the same KV rows from the same tokens (in
         the same dtype). What only some families have counts where it is not as in the others."""

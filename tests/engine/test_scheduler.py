@@ -628,3 +628,72 @@ def test_a_prompt_preempted_half_way_is_scored_once(tiny_llama: Path) -> None:
     driver.run()
     scored = [entry for event in driver.scored[key] for entry in event.logprobs or ()]
     assert [entry and entry.token_id for entry in scored] == [None, *prompt[1:]]
+
+
+WINDOW = 40
+
+
+def windowed(folder: Path, **config: Any) -> Engine:
+    """As of a model all of whose layers have a window."""
+    engine = paper_engine(folder, **config)
+    engine.scheduler.homes[0].window = paper_of(engine).window = WINDOW
+    return engine
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_blocks_behind_a_window_are_given_up(tiny_llama: Path, is_async: bool) -> None:
+    """A long answer, choices that share a prompt, one prompt longer than a step."""
+    config = {"num_kv_blocks": 40, "max_num_batched_tokens": 50}
+    engine = windowed(tiny_llama, async_scheduling=is_async, **config)
+    driver = Driver(engine)
+    params = SamplingParams(temperature=1, n=2, seed=5, max_tokens=200, ignore_eos=True)
+    for prompt, sampling, most in (
+        (prompt_of(10), greedy(300, ignore_eos=True), 2 + WINDOW // BLOCK),
+        (prompt_of(130), greedy(20), 9),
+        (prompt_of(50), params, 2 * (2 + WINDOW // BLOCK)),
+    ):
+        key = driver.add(prompt, sampling)
+        while engine.has_work:
+            driver.step()
+            engine.check_integrity()
+            if len(driver.tokens[key, 0]) > 2 * BLOCK:
+                assert engine.blocks.num_owned <= most
+        for choice in range(sampling.n):
+            assert driver.tokens[key, choice] == alone(engine, prompt, sampling, choice)
+    driver.assert_empty()
+
+
+def test_blocks_that_were_given_up_belong_to_others(tiny_llama: Path) -> None:
+    """Many long answers in a cache that could not hold half of their rows; preemptions, and copies
+    of blocks of which somebody once had one."""
+    engine = windowed(tiny_llama, num_kv_blocks=24, max_num_seqs=8)
+    driver = Driver(engine)
+    sampling = [
+        SamplingParams(temperature=1, n=1 + i % 2, seed=i, max_tokens=150, ignore_eos=True)
+        for i in range(8)
+    ]
+    keys = [driver.add(prompt_of(20 + i, i), sampling[i]) for i in range(8)]
+    driver.run()
+    driver.assert_empty()
+    assert engine.scheduler.num_preemptions
+    for i, key in enumerate(keys):
+        for choice in range(sampling[i].n):
+            want = alone(engine, prompt_of(20 + i, i), sampling[i], choice)
+            assert driver.tokens[key, choice] == want
+
+
+def test_a_prompt_that_is_handed_over_gives_nothing_up(tiny_llama: Path) -> None:
+    engine = windowed(tiny_llama)
+    driver = Driver(engine)
+    driver.add(prompt_of(200), greedy(), phase="prefill")
+    driver.run()
+    [held] = driver.held
+    assert len(set(held.block_ids)) == -(-200 // BLOCK)
+    engine.keep_finished_rows()
+    driver.add(prompt_of(10), greedy(100, ignore_eos=True))
+    kept = []
+    while engine.has_work:
+        kept += driver.step().finished
+    assert kept == [], "rows that are not all there"
+    engine.release_held(held.key)
+    driver.assert_empty()

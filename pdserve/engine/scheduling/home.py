@@ -7,6 +7,7 @@ scheduler. A request lives in one, with all its sequences. Knows no queue and no
 from collections.abc import Iterable
 
 from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.engine.scheduling.sequence import Sequence
 
 
 def num_slots_for(max_num_seqs: int) -> int:
@@ -17,10 +18,12 @@ def num_slots_for(max_num_seqs: int) -> int:
 
 
 class Home:
-    """freed_slots: since somebody last emptied it."""
+    """freed_slots: since somebody last emptied it. window: so many of a sequence's last rows are
+    read by later ones, in every layer; None: all are."""
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int) -> None:
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, window: int | None = None) -> None:
         self.blocks = blocks
+        self.window = window
         self._num_slots = num_slots_for(max_num_seqs)
         self.free_all_slots()
 
@@ -34,6 +37,20 @@ class Home:
     def free_slot(self, slot: int) -> None:
         self._slots.append(slot)
         self.freed_slots.append(slot)
+
+    def give_up_blocks(self, seq: Sequence, num_rows: int, block_size: int) -> None:
+        """Release the blocks that none of the sequence's last num_rows rows reads, and no later
+        one; a step in flight may, so they retire first. Only such as the prefix cache knows, and
+        none of a prompt that is handed over: others read all of it.
+        """
+        if self.window is None or seq.request.prefill_only or seq.request.overlap:
+            return
+        first = seq.num_computed - num_rows
+        unread = max(0, first - self.window + 1) // block_size
+        end = min(unread, seq.num_committed)
+        if end > seq.num_dropped:
+            self.blocks.release(seq.block_table[seq.num_dropped : end])
+            seq.num_dropped = end
 
     def check_slots(self, taken: Iterable[int]) -> None:
         """AssertionError unless exactly these are taken."""

@@ -291,7 +291,7 @@ class Scheduler:
         tokens were in it."""
         planned = plan.chunks.pop(seq, None)
         plan.copies = [
-            (source, target) for source, target in plan.copies if target not in seq.block_table
+            (source, target) for source, target in plan.copies if target not in seq.owned_blocks
         ]
         self._stop_running(seq)
         seq.status = Status.WAITING
@@ -312,8 +312,9 @@ class Scheduler:
             self.num_preemptions += 1
 
     def _drop_blocks(self, seq: Sequence) -> None:
-        self.home_of(seq).blocks.release(seq.block_table)
+        self.home_of(seq).blocks.release(seq.owned_blocks)
         seq.block_table = []
+        seq.num_dropped = 0
         seq.num_computed = 0
         seq.num_committed = 0
 

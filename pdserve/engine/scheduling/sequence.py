@@ -98,7 +98,8 @@ class Sequence:
     token_ids: prompt, forced and sampled tokens whose values are known. num_pending: tokens behind
     them that a step in flight samples (0 or 1 when a step is planned). num_computed: leading tokens
     whose rows are in the KV cache, or will be when the steps in flight are done. block_table:
-    blocks in order of position. num_committed: of them, known to the prefix cache; num_synced: of
+    blocks in order of position. num_dropped: of them, the first, given up because no later row
+    reads them (a window). num_committed: of them, known to the prefix cache; num_synced: of
     them, known to the device. slot: row of the device's tables while it runs, else 0.
     pending_forks: choices that fork off when the prompt is computed.
     """
@@ -109,12 +110,18 @@ class Sequence:
     num_pending: int = 0
     num_computed: int = 0
     block_table: list[int] = field(default_factory=list)
+    num_dropped: int = 0
     num_committed: int = 0
     num_synced: int = 0
     slot: int = 0
     status: Status = Status.WAITING
     pending_forks: tuple[int, ...] = ()
     _hashes: list[bytes] = field(default_factory=list)
+
+    @property
+    def owned_blocks(self) -> list[int]:
+        """Without those that were given up: others may own these by now."""
+        return self.block_table[self.num_dropped :]
 
     @property
     def home(self) -> int:

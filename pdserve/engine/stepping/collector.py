@@ -133,7 +133,7 @@ class StepCollector:
         """The last token has no row. Rows of other things than tokens are not kept: their readers
         name rows by tokens."""
         full = (len(seq.token_ids) - 1) // self._layout.block_size
-        if not self.keeps_finished_rows or not full or seq.request.parts:
+        if not self.keeps_finished_rows or not full or seq.request.parts or seq.num_dropped:
             return
         blocks = tuple(seq.block_table[:full])
         hashes = tuple(seq.hashes(self._hasher)[:full])

@@ -171,6 +171,7 @@ class StepPlanner:
                 0, min(count, seq.request.num_prompt_tokens - seq.num_computed + count)
             )
             self._scheduler.commit_full_blocks(seq)
+            self._scheduler.home_of(seq).give_up_blocks(seq, count, self._hasher.block_size)
         return [seq for seq, chunk in plan.chunks.items() if chunk.num_samples]
 
     def _fork(self, seq: Sequence) -> list[Sequence]:
@@ -181,7 +182,8 @@ class StepPlanner:
             fork.num_computed = seq.num_computed
             fork.num_committed = seq.num_committed
             fork.block_table = list(seq.block_table)
-            self._scheduler.home_of(fork).blocks.acquire(fork.block_table)
+            fork.num_dropped = seq.num_dropped
+            self._scheduler.home_of(fork).blocks.acquire(fork.owned_blocks)
             self._scheduler.run(fork)
             forks.append(fork)
         seq.pending_forks = ()
