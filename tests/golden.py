@@ -3,6 +3,7 @@ no behaviour.
 
     python tests/golden.py OLD                # OLD in a worktree of its own, against this tree
     python tests/golden.py OLD --only split   # one kind of cases
+    python tests/golden.py FOLDER --device cuda  # engines on a GPU; FOLDER: OLD's tree, unpacked
 
 Both sides run this file as they have it, so that what it imports may move, on the same machine:
 tokens, texts and the bits of every log-probability, engines alone (siblings, chunks, preemption,
@@ -31,6 +32,8 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 DEMO = ROOT / "demo" / "pdserve-demo"
+
+DEVICE = "PDSERVE_GOLDEN_DEVICE"  # where engines run; with --device both sides run this file
 
 Json = Any
 Case = tuple[str, Json]
@@ -109,7 +112,8 @@ def _generated(case: str, path: Path, engine: Json) -> Iterator[Case]:
     rng = random.Random(case.rpartition(" ")[0])  # all engines of a model get the same
     prompts = drawn_prompts(rng, vocab_size)
     params = [SamplingParams(**drawn_params(rng, vocab_size)) for _ in prompts]
-    llm = LLM(str(path), tokenizer=path == DEMO, device="cpu", **engine)
+    device = os.environ.get(DEVICE, "cpu")
+    llm = LLM(str(path), tokenizer=path == DEMO, device=device, **engine)
     for turn in ("first", "again"):
         outputs = llm.generate(prompts, params, use_tqdm=False)
         yield f"{case} {turn}", [_output(output) for output in outputs]
@@ -288,9 +292,10 @@ def run_side(root: Path, out: Path, only: Sequence[str]) -> dict[str, Json]:
     """Case -> its row, as the tree at `root` has it."""
     paths = [str(root), str(root / "tests")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "RAY_AUTH_MODE": "disabled"}
+    runs = ROOT if DEVICE in environment else root
     command = [
         sys.executable,
-        str(root / "tests" / "golden.py"),
+        str(runs / "tests" / "golden.py"),
         "--produce",
         str(out),
         "--only",
@@ -336,6 +341,10 @@ def lost_tests(old: Counter[str], new: Counter[str]) -> list[str]:
 
 @contextmanager
 def worktree(commit: str) -> Iterator[Path]:
+    """The commit's tree; a folder is one already."""
+    if Path(commit).is_dir():
+        yield Path(commit).resolve()
+        return
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         root = Path(folder) / "tree"
         subprocess.run(
@@ -375,7 +384,11 @@ def main(words: Sequence[str] | None = None) -> int:
         "--only", nargs="*", default=(), choices=[*KINDS, "tests"], help="kinds; default: all"
     )
     parser.add_argument("--produce", type=Path, help="only write this tree's cases to a file")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="run engines alone, there")
     options = parser.parse_args(words)
+    if options.device is not None:
+        os.environ[DEVICE] = options.device
+        options.only = ["engine"]
     if options.produce is not None:
         produce(options.produce, options.only)
         return 0
