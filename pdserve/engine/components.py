@@ -1,4 +1,4 @@
-"""What an engine is made of: device, model, KV cache, executor, put together in the order that
+"""The parts of an engine: device, model, KV cache and executor, put together in the order that
 their memory asks for.
 
 Weights first, then a profiling step, then the KV cache from what is left. Knows no requests. Called

@@ -146,11 +146,15 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
     _refuse_unservable(raw, hf, family)
     generation = _read_json(folder / "generation_config.json") or {}
     weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
-    spec = _spec(
-        architecture, hf, _eos_ids(hf.eos_token_id, generation.get("eos_token_id")), weights
+    values = _values(hf) | family.facts(hf)
+    return ModelSpec(
+        architecture=architecture,
+        family=family.model_type,
+        eos_token_ids=_eos_ids(hf.eos_token_id, generation.get("eos_token_id")),
+        weights=weights,
+        quantization=raw.get("quantization_config"),
+        **values,
     )
-    quantization = raw.get("quantization_config")
-    return spec.model_copy(update={"quantization": quantization, **family.facts(hf)})
 
 
 def _read_json(file: Path) -> dict[str, Any] | None:
@@ -204,12 +208,9 @@ def _refuse_unservable(raw: dict[str, Any], hf: HfConfig, family: Family) -> Non
         )
 
 
-def _spec(
-    architecture: str, hf: HfConfig, eos_token_ids: tuple[int, ...], weights: str
-) -> ModelSpec:
-    return ModelSpec(
-        architecture=architecture,
-        family=FAMILIES[architecture].model_type,
+def _values(hf: HfConfig) -> dict[str, Any]:
+    """Fields of ModelSpec that config.json says in one of its own."""
+    return dict(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
         num_heads=hf.num_attention_heads,
@@ -226,8 +227,6 @@ def _spec(
         mlp_bias=hf.mlp_bias,
         qk_norm=False,
         dtype=_dtype(hf.dtype),
-        eos_token_ids=eos_token_ids,
-        weights=weights,
         activation=ACTIVATIONS[hf.hidden_act],
         attention_scale=None
         if hf.query_pre_attn_scalar is None

@@ -1,11 +1,11 @@
-"""Which schemes of storing weights there are, by `quant_method` in config.json's
-quantization_config: a line for each.
+"""The schemes of storing weights, by `quant_method` in config.json's quantization_config: a line
+for each.
 
 Torch-free: a scheme's file is imported when a model of it is loaded.
 """
 
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -33,6 +33,5 @@ def scheme_of(quantization: Quantization | None, module: str) -> "Scheme | None"
     """How the weights of a checkpoint's module are stored; None: as they are."""
     if quantization is None or module in (quantization.get("modules_to_not_convert") or ()):
         return None
-    place, name = SCHEMES[quantization["quant_method"]].split(":")
-    scheme = getattr(import_module(f"pdserve.kernels.linear.schemes.{place}"), name)
-    return scheme(quantization)
+    place = SCHEMES[quantization["quant_method"]]
+    return resolve_name(f"pdserve.kernels.linear.schemes.{place}")(quantization)

@@ -1,10 +1,11 @@
-"""What the engine may ask of any model, and which class computes which.
+"""`CausalLM` is what the engine may ask of any model; `builder_of` finds the class that computes
+one.
 
 Knows the rows of models/families.py. Called by models/loader.py.
 """
 
 from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Protocol
 
 import torch
@@ -52,5 +53,4 @@ Builder = Callable[[ModelSpec, torch.dtype, torch.device, Ops, ParallelDims], Ca
 
 
 def builder_of(spec: ModelSpec) -> Builder:
-    module, name = FAMILIES[spec.architecture].builder.split(":")
-    return getattr(import_module(f"pdserve.models.{module}"), name)
+    return resolve_name(f"pdserve.models.{FAMILIES[spec.architecture].builder}")

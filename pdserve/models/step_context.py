@@ -1,5 +1,5 @@
-"""What a model is given of a step beside its rows: how they attend, and what else they bring or
-leave.
+"""The context of a step is what a model is given beside its rows: how they attend, and what else
+they bring or leave.
 
 Made anew each step by the model runner. A model passes it on and looks at what concerns it.
 """

@@ -73,6 +73,8 @@ def test_a_peer_that_stores_other_layers_or_rows_is_refused() -> None:
     good = rank_pool((0, 1))
     assert plan_for(ours, [good]) == [HeadRange(0, 0, 0, ours.block_bytes)]
     group = good.groups[0]
+    later = msgspec.structs.replace(good, groups=(msgspec.structs.replace(group, offset=96),))
+    assert plan_for(ours, [later]) == [HeadRange(0, 0, 96, ours.block_bytes)]
     for groups in (
         (msgspec.structs.replace(group, layers=(0, 1, 2)),),
         (group, group),

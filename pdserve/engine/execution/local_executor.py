@@ -125,7 +125,7 @@ class LocalExecutor:
     def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
         """The sampler's kernels beside the graphs, which leaves Python to others."""
         with ThreadPoolExecutor(1) as beside:
-            sampling = beside.submit(self.sampler.warm_up, self.kv_cache.dtype)
+            sampling = beside.submit(self.sampler.warm_up, self.runner.model.weights.dtype)
             if graph_sizes:
                 self.runner.capture_graphs(graph_sizes, report)
             sampling.result()

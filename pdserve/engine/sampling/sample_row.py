@@ -1,4 +1,4 @@
-"""What sampling knows of one choice while it keeps its slot.
+"""A sample row is all that sampling knows of one choice while it keeps its slot.
 
 Made by the planner for a choice's first sample in a slot, and asked anew at each step: nothing of
 it is copied or looked up again while its sequence goes on. Knows neither logits nor device.

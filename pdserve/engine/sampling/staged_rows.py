@@ -1,4 +1,5 @@
-"""What a step's rows ask of the sampler, as small arrays: the message between its two halves.
+"""Staged rows are the message between the sampler's two halves: what a step's rows ask of it, as
+small arrays.
 
 Arrays and numbers alone. Made by `row_staging`, read by the sampler.
 """

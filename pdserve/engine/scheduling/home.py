@@ -1,4 +1,5 @@
-"""What the sequences of one KV cache share: its blocks, and the slots of the device's tables.
+"""A home holds what the sequences of one KV cache share: its blocks, and the slots of the device's
+tables.
 
 An engine has one home; with data-parallel attention it will have one for each rank of it, under one
 scheduler. A request lives in one, with all its sequences. Knows no queue and no plan.
@@ -30,6 +31,11 @@ class Home:
     def free_all_slots(self) -> None:
         self._slots = list(range(self._num_slots, 0, -1))
         self.freed_slots = list(self._slots)
+
+    @property
+    def num_running(self) -> int:
+        """How many sequences have a slot."""
+        return self._num_slots - len(self._slots)
 
     def take_slot(self) -> int:
         return self._slots.pop()

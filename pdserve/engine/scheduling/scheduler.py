@@ -17,7 +17,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Sequence as SequenceOf
 
-from pdserve.engine.memory.block_manager import OutOfBlocks
+from pdserve.engine.memory.block_manager import BlockManager, OutOfBlocks
 from pdserve.engine.scheduling.home import Home
 from pdserve.engine.scheduling.sequence import Sequence, Status
 from pdserve.engine.scheduling.step_plan import Chunk, StepPlan
@@ -232,12 +232,11 @@ class Scheduler:
         """Whether all tokens of a waiting sequence fit now behind its cached prefix, beside a block
         for each running one to grow into: else it would soon be preempted again.
         """
-        missing = (
-            self._num_missing(seq, seq.num_tokens) - len(cached) + self._writes_shared_block(seq)
-        )
-        blocks = self.home_of(seq).blocks
-        num_growing = sum(other.home == seq.home for other in self.running)
-        return missing + blocks.num_free_among(cached) + num_growing <= blocks.num_free
+        home = self.home_of(seq)
+        blocks = home.blocks
+        shared = self._writes_shared_block(seq, blocks)
+        missing = self._num_missing(seq, seq.num_tokens) - len(cached) + shared
+        return missing + blocks.num_free_among(cached) + home.num_running <= blocks.num_free
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
         if seq.request.wants_prompt_logprobs:
@@ -263,7 +262,7 @@ class Scheduler:
         or OutOfBlocks."""
         blocks = self.home_of(seq).blocks
         missing = self._num_missing(seq, seq.num_computed + count)
-        shared = self._writes_shared_block(seq)
+        shared = self._writes_shared_block(seq, blocks)
         if missing + shared > blocks.num_free:
             raise OutOfBlocks(f"{missing + shared} blocks wanted, {blocks.num_free} free")
         if shared:
@@ -281,9 +280,8 @@ class Scheduler:
     def _num_missing(self, seq: Sequence, num_rows: int) -> int:
         return max(0, -(-num_rows // self.hasher.block_size) - len(seq.block_table))
 
-    def _writes_shared_block(self, seq: Sequence) -> bool:
+    def _writes_shared_block(self, seq: Sequence, blocks: BlockManager) -> bool:
         index = seq.num_computed // self.hasher.block_size
-        blocks = self.home_of(seq).blocks
         return index < len(seq.block_table) and blocks.num_owners(seq.block_table[index]) > 1
 
     def preempt(self, seq: Sequence, plan: StepPlan) -> int:

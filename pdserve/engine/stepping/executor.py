@@ -1,4 +1,4 @@
-"""Who carries a step out: the interface of one rank or of many.
+"""An executor carries steps out: the interface of one rank or of many.
 
 The engine sends each step's ForwardWork and then its SampleWork, and reads what came of them from
 the step's handle. Nothing here waits for the device but a handle that is asked to. Implemented by

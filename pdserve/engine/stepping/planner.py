@@ -7,7 +7,7 @@ made once the step before it has been collected. Knows no events, and no device.
 engine, once a step.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -45,29 +45,24 @@ class PlannedStep:
     """What the engine remembers of a step until it is collected.
 
     siblings: the sequences of each sampled row, a sequence before the choices that fork off it
-    here; members: all of them, one a sample, with their rows and the positions they sample at.
+    here; members: all of them, one per sample, with their rows and the positions they sample at.
     scored: whose prompts ForwardWork.scores are; embedded: whose last rows ForwardWork.hidden_rows.
-    written_rows: prompts to be handed over, and how
-    many of their rows are written when it is done. handle: once it has been forwarded. is_sampled:
-    its SampleWork has been made. host_seconds: that the engine's thread worked for it so far.
+    written_rows: prompts to be handed over, and how many of their rows are written when it is done.
+    handle: once it has been forwarded. host_seconds: time that the engine's thread worked for it.
     """
 
     forward: ForwardWork
     num_rows: int
     num_sequences: int
     siblings: list[list[Sequence]]
+    members: list[Sequence]
     rows: list[SampleRow]
     positions: list[int]
     scored: list[Request]
     embedded: list[Sequence]
     written_rows: list[tuple[Sequence, int]]
     handle: StepHandle | None = None
-    is_sampled: bool = False
     host_seconds: float = 0.0
-    members: list[Sequence] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.members = [member for members in self.siblings for member in members]
 
 
 class StepPlanner:
@@ -105,7 +100,9 @@ class StepPlanner:
         forks = (fork for group in siblings for fork in group[1:])
         scored = self._prompts_to_score(plan, inputs)
         embedded = [
-            seq for seq in plan.chunks if seq.request.kind == "embed" and seq.num_uncomputed == 0
+            seq
+            for seq, chunk in plan.chunks.items()
+            if not chunk.num_samples and seq.request.kind == "embed" and seq.num_uncomputed == 0
         ]
         self._num_steps += 1
         work = ForwardWork(
@@ -130,6 +127,7 @@ class StepPlanner:
             num_rows=plan.num_rows,
             num_sequences=len(plan.chunks),
             siblings=siblings,
+            members=members,
             rows=rows,
             positions=positions,
             scored=[request for request, _ in scored],
@@ -152,7 +150,6 @@ class StepPlanner:
                 assert seq.status is Status.FINISHED or row.num_known == position, (
                     "a step is sampled late, but before the step before it has been collected"
                 )
-        step.is_sampled = True
         return SampleWork(step.forward.number, self.staging.stage(rows, step.positions))
 
     def digest_prompts(self, step: PlannedStep) -> None:
@@ -164,6 +161,7 @@ class StepPlanner:
     def _advance(self, plan: StepPlan) -> list[Sequence]:
         """Count the planned rows as computed, remember full blocks, and return the sequences that
         sample."""
+        has_window = any(home.window is not None for home in self._scheduler.homes)
         for seq, chunk in plan.chunks.items():
             count = chunk.num_rows
             seq.num_computed += count
@@ -171,7 +169,8 @@ class StepPlanner:
                 0, min(count, seq.request.num_prompt_tokens - seq.num_computed + count)
             )
             self._scheduler.commit_full_blocks(seq)
-            self._scheduler.home_of(seq).give_up_blocks(seq, count, self._hasher.block_size)
+            if has_window:
+                self._scheduler.home_of(seq).give_up_blocks(seq, count, self._hasher.block_size)
         return [seq for seq, chunk in plan.chunks.items() if chunk.num_samples]
 
     def _fork(self, seq: Sequence) -> list[Sequence]:

@@ -1,4 +1,4 @@
-"""What attention is told: how a layer attends, and where the KV of a step's sequences lies.
+"""Attention takes these values: how a layer attends, and where the KV of a step's sequences lies.
 
 Values alone. Specs come from the model, a layer each; `Paged` and `Prefills` from the step.
 """

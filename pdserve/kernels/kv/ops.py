@@ -1,4 +1,4 @@
-"""What is done with rows and blocks of the KV cache: shapes in reference.py, which implements it in
+"""Operations on rows and blocks of the KV cache: shapes in reference.py, which implements it in
 plain torch; triton_ops.py does in Triton."""
 
 from typing import Protocol

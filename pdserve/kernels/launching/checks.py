@@ -1,4 +1,4 @@
-"""What the launchers check of tensors before kernels read them by pointer, and how many programs
+"""Launchers check tensors here before kernels read them by pointer, and learn how many programs
 fill a device. Knows no kernel."""
 
 from functools import lru_cache

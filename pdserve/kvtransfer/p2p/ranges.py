@@ -8,7 +8,7 @@ with unequal, one per peer rank that holds some of our heads. Called by `connect
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -96,20 +96,23 @@ def plan_for(layout: KVLayout, ranks: Sequence[RankMemory]) -> list[HeadRange]:
     """`plan_heads` for one of our ranks. ValueError when a peer rank stores other layers together,
     or a head takes another number of bytes there."""
     ours = layout.group
-    theirs = []
     for there in ranks:
-        [group] = there.groups if len(there.groups) == 1 else (None,)
-        if group is None or group.layers != ours.layers:
+        stored = [group.layers for group in there.groups]
+        if stored != [ours.layers]:
             raise ValueError(
-                f"the peer stores layers in groups {[g.layers for g in there.groups]}, not as "
-                f"{ours.layers}: only equal ones can be pulled"
+                f"the peer stores layers in groups {stored}, not as {ours.layers}: only equal ones "
+                "can be pulled"
             )
+    theirs = [there.groups[0] for there in ranks]
+    for group in theirs:
         if group.head_bytes != layout.head_bytes:
             raise ValueError(
                 f"KV head bytes differ: ours {layout.head_bytes}, the peer's {group.head_bytes}"
             )
-        theirs.append(group.heads)
-    return plan_heads(ours.heads, theirs, layout.head_bytes)
+    plan = plan_heads(ours.heads, [group.heads for group in theirs], layout.head_bytes)
+    return [
+        replace(span, remote_offset=theirs[span.rank].offset + span.remote_offset) for span in plan
+    ]
 
 
 def local_descriptors(

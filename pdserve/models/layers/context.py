@@ -1,4 +1,4 @@
-"""What every layer is made with. Made by a model, passed to all of its layers."""
+"""The context that every layer is made with. Made by a model, passed to all of its layers."""
 
 from dataclasses import dataclass
 

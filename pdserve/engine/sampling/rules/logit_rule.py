@@ -1,4 +1,4 @@
-"""What a rule is: something that changes the logits of the rows that ask for it.
+"""A logit rule changes the logits of the rows that ask for it.
 
 Its host half turns rows into small arrays, its device half turns these into changed logits. What
 the host half knows of a row is the row's own state; what the device half keeps lies in tables with

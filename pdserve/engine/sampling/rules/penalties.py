@@ -22,9 +22,9 @@ from pdserve.kernels.sampling.reference import IN_PROMPT
 
 @dataclass
 class Counted:
-    """next_position: of the token which the device's counts lack; None: it has no counts."""
+    """Whether the device has counts of the row; every draw adds its token to them."""
 
-    next_position: int | None = None
+    is_counted: bool = False
 
 
 class Penalties(LogitRule[Counted]):
@@ -60,11 +60,11 @@ class Penalties(LogitRule[Counted]):
             "counts_rows": slots.astype(np.int64) * self._vocab_size,
             "ones": np.ones(len(rows), dtype=np.int32),
         }
-        fresh = [row for _, row, state in rows if state.next_position != row.position]
-        for _, row, state in rows:
-            state.next_position = row.position + 1
+        fresh = [row for _, row, state in rows if not state.is_counted]
         if fresh:
             counted = [_count(row) for row in fresh]
+            for _, _, state in rows:
+                state.is_counted = True
             places = [
                 ids + row.slot * self._vocab_size
                 for row, (ids, _) in zip(fresh, counted, strict=True)

@@ -1,8 +1,7 @@
-"""Which rules there are, in the order in which they are applied: those of vLLM's parameters, then
-those that are asked for by name (protocol/logit_rules.py)."""
+"""All logit rules, in the order in which they are applied: those of vLLM's parameters, then those
+that are asked for by name (protocol/logit_rules.py)."""
 
-from collections.abc import Callable
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -20,15 +19,15 @@ Rules = tuple[LogitRule[Any], ...]
 def logit_rules(
     ops: Ops, vocab_size: int, num_slots: int, num_eos: int, device: torch.device
 ) -> Rules:
-    """Of one rank. num_eos: how many end-of-sequence tokens the model has."""
+    """Make the rules of one rank. num_eos: how many end-of-sequence tokens the model has."""
     return (
         Bias(ops, vocab_size, num_slots, device),
         StopMask(ops, vocab_size, num_slots, num_eos, device),
         Penalties(ops, vocab_size, num_slots, device),
-        *(_rule_class(kind.rule)(ops, vocab_size, num_slots, device) for kind in RULES.values()),
+        *(
+            resolve_name(f"pdserve.engine.sampling.rules.{kind.rule}")(
+                ops, vocab_size, num_slots, device
+            )
+            for kind in RULES.values()
+        ),
     )
-
-
-def _rule_class(place: str) -> Callable[[Ops, int, int, torch.device], LogitRule[Any]]:
-    module, name = place.split(":")
-    return getattr(import_module(f"pdserve.engine.sampling.rules.{module}"), name)

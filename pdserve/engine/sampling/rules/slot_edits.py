@@ -1,5 +1,5 @@
-"""What biases and masked stop tokens have in common: tables of edits of single logits, a row for
-each slot.
+"""Biases and masked stop tokens share this base: tables of edits of single logits, a row for each
+slot.
 
 A row's edits are sent once, when they are first asked for; in every other step four bytes a row,
 its slot. Knows what to add to which logits only by the rule over it.

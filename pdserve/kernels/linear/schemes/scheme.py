@@ -1,4 +1,4 @@
-"""What a scheme of storing weight matrices is. Implemented by the files beside this one; chosen by
+"""A scheme says how weight matrices are stored. Implemented by the files beside this one; chosen by
 `models.layers.linear`, a matrix each."""
 
 from collections.abc import Mapping
