@@ -25,6 +25,8 @@ from benchmarks.support.places import SHAPES
 from benchmarks.support.yardstick import bare_us_per_token, beside
 from pdserve.bench.record import Json, append, git_commit
 from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
+from pdserve.engine.memory.kv_cache import layout_of
+from pdserve.engine.memory.kv_cache_size import allocate_kv_cache
 from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.ops import Ops, ops_for
@@ -84,8 +86,8 @@ class Step:
         self._model.weights.finish()
         self._ops = ops
         self._device = device
-        shape = (256, spec.num_kv_heads, spec.num_layers, 2, BLOCK_SIZE, spec.head_dim)
-        self._layers = torch.zeros(shape, dtype=torch.bfloat16, device=device).unbind(2)
+        layout = layout_of(self._model.attention, BLOCK_SIZE, "bfloat16")
+        self._kv_cache = allocate_kv_cache(layout, 256, device)
 
     def forward(self, num_decodes: int, prompts: tuple[int, ...]) -> Callable[[], object]:
         """What the model runner does in an eager step, its inputs being on the device. All write to
@@ -112,7 +114,7 @@ class Step:
         )
 
         def run() -> None:
-            self._forward(zeros, PagedAttention(self._layers, self._ops, batch))
+            self._forward(zeros, PagedAttention(self._kv_cache, self._ops, batch))
 
         return run
 
@@ -133,7 +135,7 @@ class Step:
             _rope: object,
         ) -> torch.Tensor:
             if layer == 0:
-                self._ops.attention.warm_prefill(q, k, v, self._layers[0], tables, spec)
+                self._ops.attention.warm_prefill(q, k, v, self._kv_cache.layers[0], tables, spec)
             return q
 
         self._forward(zeros, attend)

@@ -31,6 +31,7 @@ from benchmarks.support.places import SHAPES
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.configs.kv_layout import DTYPE_BYTES
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.protocol.commands import Start, Submit
@@ -100,7 +101,7 @@ class Profiler:
         self.engine = engine
         self.ceilings = ceilings
         self.num_steps = num_steps
-        self._itemsize = {"float32": 4, "float16": 2, "bfloat16": 2}[engine.layout.group.dtype]
+        self._itemsize = DTYPE_BYTES[engine.layout.groups[0].dtype]
         self._rng = random.Random(0)
         self._names = itertools.count()
         self._num_generated: Counter[RequestKey] = Counter()

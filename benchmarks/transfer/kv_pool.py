@@ -26,6 +26,7 @@ from pdserve.bench.option_values import integer
 from pdserve.bench.record import Json, append, check_writable, circumstances
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import PoolConfig
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolFailed, PoolStored, unchanged
 from pdserve.kvtransfer.pool.lmcache_server import PoolServer
@@ -40,11 +41,11 @@ class Side:
         self, address: str, config: PoolConfig, layout: KVLayout, num_blocks: int, device: str
     ) -> None:
         self.blocks = torch.zeros(
-            num_blocks, *layout.block_shape, dtype=torch.bfloat16, device=device
+            num_blocks, *layout.shapes[0], dtype=torch.bfloat16, device=device
         )
         self.generations = np.zeros(num_blocks, np.int64)
         self._event = threading.Event()
-        memory = KVCacheMemory(self.blocks, self.generations, layout, "benchmark", "rows")
+        memory = KVCacheMemory(KVCache(self.blocks, layout), self.generations, "benchmark", "rows")
         self.pool = build_pool(address, config, memory, self._event.set)
         while not self.pool.available:
             time.sleep(0.01)
@@ -81,7 +82,7 @@ def measure(writer: Side, reader: Side, num_tokens: int, repeats: int, layout: K
         here, there = (
             random.permutation(len(writer.blocks))[:num_blocks].tolist() for _ in range(2)
         )
-        writer.blocks[here] = torch.randn(num_blocks, *layout.block_shape, dtype=torch.bfloat16).to(
+        writer.blocks[here] = torch.randn(num_blocks, *layout.shapes[0], dtype=torch.bfloat16).to(
             writer.blocks
         )
         still = unchanged(writer.generations, here)

@@ -21,6 +21,7 @@ from pdserve.bench.record import Json
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory, PullDone, PullFailed
 from pdserve.protocol.events import PeerStatus
@@ -86,11 +87,8 @@ class Side:
         self.words = torch.zeros(self.num_blocks, words, dtype=WORD, device=device)
         self.blocks = BlockManager(self.num_blocks)
         self._woken = threading.Event()
-        dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}[
-            self.layout.group.dtype
-        ]
-        pool = self.words.view(dtype).view(self.num_blocks, *self.layout.block_shape)
-        memory = KVCacheMemory(pool, self.blocks.generations, self.layout, "benchmark", "rows")
+        kv_cache = KVCache(self.words, self.layout)
+        memory = KVCacheMemory(kv_cache, self.blocks.generations, "benchmark", "rows")
         config = TransferConfig(
             ucx_tls=case.tls,
             progress_delay_us=case.progress_delay_us,
@@ -254,7 +252,7 @@ def _check(side: Side, local: list[int], remote: tuple[int, ...], num_tokens: in
 
 def _rows(blocks: torch.Tensor, layout: KVLayout) -> torch.Tensor:
     """[blocks, words] as [tokens, heads * layers * planes, words]."""
-    heads, layers, planes, block_size, _ = layout.block_shape
+    [(heads, layers, planes, block_size, _)] = layout.shapes
     return (
         blocks.view(len(blocks), heads * layers * planes, block_size, -1)
         .transpose(1, 2)

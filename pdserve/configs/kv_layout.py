@@ -1,18 +1,22 @@
 """KVLayout: the shape of one rank's KV cache, and every number derived from it.
 
-A block is one contiguous piece for all layers, `[kv_heads, layers, planes, block_size, row_width]`,
-so that a whole block, or a range of its KV heads, moves with one transfer descriptor (a descriptor
-costs about 5 us on NVLink whatever its size). Kernels, engine and kvtransfer take a KVLayout and
+A block is one contiguous piece for all layers. Inside it stand groups of layers whose rows have one
+shape, one group after another, each `[kv_heads, layers, planes, block_size, row_width]`: so a whole
+block, or a range of a group's KV heads, moves with one transfer descriptor (a descriptor costs
+about 5 us on NVLink whatever its size). Kernels, engine and kvtransfer take a KVLayout and
 hard-code nothing. Torch-free; knows no addresses and no devices.
 """
 
 import hashlib
 from collections.abc import Iterable
+from itertools import accumulate
+from math import lcm
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+ALIGNMENT = 16  # bytes; of what a kernel reads with one instruction
 
 
 class LayerGroup(BaseModel):
@@ -39,10 +43,19 @@ class LayerGroup(BaseModel):
             raise ValueError("a layer group needs layers, heads, row_width >= 1 and 1 or 2 planes")
         return self
 
+    @property
+    def row_bytes(self) -> int:
+        """Of one token's row in one plane of one head."""
+        return self.row_width * DTYPE_BYTES[self.dtype]
+
 
 class KVLayout(BaseModel):
-    """One rank's KV cache: `num_blocks` blocks of `block_size` tokens; the first version builds
-    exactly one group."""
+    """One rank's KV cache: blocks of `block_size` tokens, in which each group has a part.
+
+    A token costs token_bytes whatever the block's size. With several groups the end of a block is
+    filled up so that token_bytes is a multiple of each group's rows: kernels address a layer of the
+    whole KV cache as a matrix of its rows.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -51,10 +64,16 @@ class KVLayout(BaseModel):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if len(self.groups) != 1:
-            raise ValueError(f"KVLayout takes one layer group for now, not {len(self.groups)}")
         if self.block_size < 1 or self.block_size & (self.block_size - 1):
             raise ValueError(f"block_size must be a power of two, not {self.block_size}")
+        layers = [layer for group in self.groups for layer in group.layers]
+        if not layers or len(set(layers)) < len(layers):
+            raise ValueError(f"groups must hold each layer once, not the layers {layers}")
+        widths = [group.row_bytes for group in self.groups]
+        if len(widths) > 1 and any(width % ALIGNMENT for width in widths):
+            raise ValueError(
+                f"the rows of several groups must be multiples of {ALIGNMENT} bytes, not {widths}"
+            )
         return self
 
     @classmethod
@@ -68,30 +87,40 @@ class KVLayout(BaseModel):
         )
         return cls(groups=(group,), block_size=block_size)
 
-    @property
-    def group(self) -> LayerGroup:
-        return self.groups[0]
+    def with_block_size(self, block_size: int) -> "KVLayout":
+        """The same rows in blocks of another size. ValueError unless that is a power of two."""
+        return KVLayout(groups=self.groups, block_size=block_size)
 
     @property
-    def block_shape(self) -> tuple[int, int, int, int, int]:
-        """`(kv_heads, layers, planes, block_size, row_width)`, contiguous in this order."""
-        g = self.group
-        return len(g.heads), len(g.layers), g.planes, self.block_size, g.row_width
+    def shapes(self) -> tuple[tuple[int, int, int, int, int], ...]:
+        """Of each group: `(kv_heads, layers, planes, block_size, row_width)`, contiguous in this
+        order."""
+        return tuple(
+            (len(g.heads), len(g.layers), g.planes, self.block_size, g.row_width)
+            for g in self.groups
+        )
 
     @property
-    def head_bytes(self) -> int:
-        """Bytes of one KV head (all layers, all planes) in one block."""
-        g = self.group
-        return len(g.layers) * g.planes * self.block_size * g.row_width * DTYPE_BYTES[g.dtype]
+    def head_bytes(self) -> tuple[int, ...]:
+        """Of each group: bytes of one KV head (its layers, all planes) in one block."""
+        return tuple(len(g.layers) * g.planes * self.block_size * g.row_bytes for g in self.groups)
 
     @property
-    def block_bytes(self) -> int:
-        return len(self.group.heads) * self.head_bytes
+    def offsets(self) -> tuple[int, ...]:
+        """Of each group: the byte of a block where it begins."""
+        sizes = [len(g.heads) * size for g, size in zip(self.groups, self.head_bytes, strict=True)]
+        return tuple(accumulate(sizes[:-1], initial=0))
 
     @property
     def token_bytes(self) -> int:
         """Bytes of KV one token costs on this rank."""
-        return self.block_bytes // self.block_size
+        used = sum(len(g.heads) * len(g.layers) * g.planes * g.row_bytes for g in self.groups)
+        multiple = lcm(*(g.row_bytes for g in self.groups))
+        return -(-used // multiple) * multiple
+
+    @property
+    def block_bytes(self) -> int:
+        return self.block_size * self.token_bytes
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` rows."""

@@ -17,7 +17,8 @@ from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
-from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_blocks_for
+from pdserve.engine.memory.kv_cache import TORCH_DTYPES, layout_of
+from pdserve.engine.memory.kv_cache_size import allocate_kv_cache, num_blocks_for
 from pdserve.engine.sampling.row_staging import RowStaging
 from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
@@ -85,13 +86,7 @@ def make_components(
         seed=model.seed,
         report=progress.report,
     )
-    layout = KVLayout.uniform(
-        num_layers=spec.num_layers,
-        heads=tuple(range(spec.num_kv_heads)),
-        head_dim=spec.head_dim,
-        block_size=resolved.block_size,
-        dtype=dtype,
-    )
+    layout = layout_of(weights.attention, resolved.block_size, dtype)
     num_slots = num_slots_for(resolved.max_num_seqs)
     runner = ModelRunner(
         weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device

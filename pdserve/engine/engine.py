@@ -12,11 +12,10 @@ import time
 from collections import deque
 from collections.abc import Iterable
 
-from torch import Tensor
-
 from pdserve.configs.kv_layout import rows_digest
 from pdserve.engine.components import EngineComponents
 from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.requests import Requests
 from pdserve.engine.reservations import Reservation, Reservations
 from pdserve.engine.scheduling.home import Home
@@ -90,7 +89,7 @@ class Engine:
         return self._late_compiles.count if self._late_compiles else 0
 
     @property
-    def kv_cache(self) -> Tensor:
+    def kv_cache(self) -> KVCache:
         return self.executor.kv_cache
 
     @property

@@ -13,7 +13,7 @@ from pdserve.protocol.request_key import RequestKey
 @dataclass(frozen=True)
 class HeldPrompt:
     """The blocks of a finished prefill-only request; they stay owned until
-    `Engine.release_held(key)`."""
+    `Engine.release_held(key)`. home: see Ticket."""
 
     key: RequestKey
     block_ids: tuple[int, ...]
@@ -25,12 +25,13 @@ class HeldPrompt:
 @dataclass(frozen=True)
 class WrittenPrompt:
     """How far a prompt that will be handed over is written on the device: all rows of these blocks,
-    from its first on. content: see HeldPrompt.
+    from its first on. content, home: see HeldPrompt.
     """
 
     key: RequestKey
     block_ids: tuple[int, ...]
     content: bytes
+    home: int = 0
 
 
 @dataclass(frozen=True)

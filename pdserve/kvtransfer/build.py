@@ -19,13 +19,14 @@ from pdserve.kvtransfer.p2p.connection import OwnKVCache
 from pdserve.kvtransfer.p2p.engine_receiver import EngineReceiver
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics
+from pdserve.kvtransfer.p2p.ranges import groups_of
 from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
 from pdserve.kvtransfer.p2p.sender import Sender
 from pdserve.kvtransfer.p2p.staging import StagingRing
 from pdserve.kvtransfer.pool.chunks import Shard
-from pdserve.kvtransfer.transport.agent import TransferAgent, flat_bytes, memory_of
+from pdserve.kvtransfer.transport.agent import TransferAgent, memory_of
 from pdserve.kvtransfer.transport.local_agent import LocalAgent
-from pdserve.protocol.handoff import GroupMemory, KVCacheMeta, RankMemory
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory
 
 
 @dataclass(frozen=True)
@@ -97,29 +98,23 @@ def _registered(
     """An agent that knows the memory, how peers are told of it, and what receivers make of it."""
     _check_memory(memory)
     agent = TRANSPORTS[config.connector].make_agent(f"{engine_id}/{incarnation}/{rank}", config)
-    agent.register(memory.kv_cache)
+    agent.register(memory.kv_cache.data)
     agent.register(torch.from_numpy(memory.generations))
-    ring = StagingRing(agent, memory.kv_cache, memory.layout, config.staging_bytes)
+    ring = StagingRing(agent, memory.kv_cache, config.staging_bytes)
     own = OwnKVCache(memory, ring)
     return agent, _describe(agent, memory, engine_id, incarnation), own
 
 
 def _check_memory(memory: KVCacheMemory) -> None:
-    flat_bytes(memory.kv_cache)
-    expected = (memory.kv_cache.shape[0], *memory.layout.block_shape)
-    if tuple(memory.kv_cache.shape) != expected:
-        raise ValueError(
-            f"kv_cache must have the shape {expected} of its layout, not "
-            f"{tuple(memory.kv_cache.shape)}"
-        )
     generations = memory.generations
+    num_blocks = memory.kv_cache.num_blocks
     if (
         generations.dtype != "int64"
-        or generations.shape != (expected[0],)
+        or generations.shape != (num_blocks,)
         or not generations.flags.c_contiguous
     ):
         raise ValueError(
-            f"generations must be contiguous int64 [{expected[0]}], not {generations.dtype} "
+            f"generations must be contiguous int64 [{num_blocks}], not {generations.dtype} "
             f"{generations.shape}"
         )
 
@@ -127,21 +122,15 @@ def _check_memory(memory: KVCacheMemory) -> None:
 def _describe(
     agent: TransferAgent, memory: KVCacheMemory, engine_id: str, incarnation: int
 ) -> KVCacheMeta:
-    kind, device_id = memory_of(memory.kv_cache)
+    layout = memory.kv_cache.layout
+    kind, device_id = memory_of(memory.kv_cache.data)
     rank_memory = RankMemory(
         agent_name=agent.name,
         agent_metadata=agent.metadata,
-        address=memory.kv_cache.data_ptr(),
+        address=memory.kv_cache.data.data_ptr(),
         memory=kind,
         device_id=device_id,
-        groups=(
-            GroupMemory(
-                layers=memory.layout.group.layers,
-                heads=memory.layout.group.heads,
-                offset=0,
-                head_bytes=memory.layout.head_bytes,
-            ),
-        ),
+        groups=groups_of(layout),
     )
     return KVCacheMeta(
         engine_id=engine_id,
@@ -149,9 +138,9 @@ def _describe(
         connector=agent.kind,
         model=memory.model_fingerprint,
         rows=memory.rows_digest,
-        block_size=memory.layout.block_size,
-        num_blocks=memory.kv_cache.shape[0],
-        block_bytes=memory.layout.block_bytes,
+        block_size=layout.block_size,
+        num_blocks=memory.kv_cache.num_blocks,
+        block_bytes=layout.block_bytes,
         generation_address=memory.generations.ctypes.data,
         mailbox="",
         ranks=(rank_memory,),

@@ -32,9 +32,8 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
-import torch
 
-from pdserve.configs.kv_layout import KVLayout
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, Source, Ticket
 from pdserve.protocol.request_key import RequestKey
@@ -45,13 +44,12 @@ Outcome = Literal["done", "rejected", "expired"]
 
 @dataclass(frozen=True)
 class KVCacheMemory:
-    """The memory a connector registers. kv_cache: contiguous `[num_blocks, *layout.block_shape]`,
-    allocated once and never moved. generations: int64 `[num_blocks]` in host memory, bumped by the
-    block manager before a block is reused. model_fingerprint, rows_digest: see BlockHasher."""
+    """The memory a connector registers. kv_cache: allocated once and never moved. generations:
+    int64 `[num_blocks]` in host memory, bumped by the block manager before a block is reused.
+    model_fingerprint, rows_digest: see BlockHasher."""
 
-    kv_cache: torch.Tensor
+    kv_cache: KVCache
     generations: np.ndarray
-    layout: KVLayout
     model_fingerprint: str
     rows_digest: str
 
@@ -121,12 +119,13 @@ class KVSender(Protocol):
         num_tokens: int,
         content: bytes,
         written_at: float | None = None,
+        home: int = 0,
     ) -> Ticket:
         """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has
         waited for the device) and which the caller owns, so their generations stand still. It keeps
         them pinned until `poll` returns Unpinned for the key, or it calls `revoke`. content:
-        `protocol.block_digests.BlockHasher.content` of what the rows hold. written_at: see Ticket;
-        None: now."""
+        `protocol.block_digests.BlockHasher.content` of what the rows hold. written_at, home: see
+        Ticket; None: now."""
         ...
 
     def publish_part(
@@ -135,6 +134,7 @@ class KVSender(Protocol):
         block_ids: Sequence[int],
         content: bytes,
         written_at: float | None = None,
+        home: int = 0,
     ) -> None:
         """Tell those who follow the prompt that its first blocks, of which these are all, are
         completely written. They need not stay the prompt's: the generations of this moment are part

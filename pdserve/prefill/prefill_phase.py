@@ -53,7 +53,9 @@ class PrefillPhase:
         whole = {held.key for held in result.held}
         for part in result.written:
             if part.key not in whole and self._engine.knows(part.key):
-                self._sender.publish_part(part.key, part.block_ids, part.content, result.ended_at)
+                self._sender.publish_part(
+                    part.key, part.block_ids, part.content, result.ended_at, part.home
+                )
                 self._computing.add(part.key)
         self._keep_budget()
         return events
@@ -78,7 +80,7 @@ class PrefillPhase:
 
     def _publish(self, held: HeldPrompt, written_at: float) -> Handoff:
         ticket = self._sender.publish(
-            held.key, held.block_ids, held.num_tokens, held.content, written_at
+            held.key, held.block_ids, held.num_tokens, held.content, written_at, held.home
         )
         self._published[held.key] = held
         self._computing.discard(held.key)

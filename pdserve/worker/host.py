@@ -75,7 +75,6 @@ class EngineHost:
         memory = KVCacheMemory(
             engine.kv_cache,
             engine.blocks.generations,
-            engine.layout,
             engine.model_fingerprint,
             engine.rows_digest,
         )

@@ -12,11 +12,11 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
-from torch import Tensor
 
 from pdserve.background.threads import FAILURES
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import FreeSpace
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.protocol.events import Arrived, LegTimes
 from pdserve.protocol.metric_families import MetricFamily, families_of
 
@@ -151,7 +151,7 @@ def _free_space(free: FreeSpace) -> Iterator[Metric]:
         yield GaugeMetricFamily(name, text, value)
 
 
-def _memory(kv_cache: Tensor) -> Metric:
+def _memory(kv_cache: KVCache) -> Metric:
     """Bytes on the KV cache's device; what torch holds and what anybody uses are known on CUDA
     alone."""
     text = (
@@ -159,7 +159,7 @@ def _memory(kv_cache: Tensor) -> Metric:
         "it in use, all of it"
     )
     family = GaugeMetricFamily("pdserve_device_memory_bytes", text, labels=["use"])
-    family.add_metric(["kv_pool"], kv_cache.numel() * kv_cache.element_size())
+    family.add_metric(["kv_pool"], kv_cache.data.nbytes)
     if kv_cache.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(kv_cache.device)
         family.add_metric(["torch_allocated"], torch.cuda.memory_allocated(kv_cache.device))

@@ -47,19 +47,20 @@ def test_bytes_are_those_of_a_contiguous_tensor(
     made = KVLayout.uniform(
         num_layers=num_layers, heads=heads, head_dim=head_dim, block_size=block_size, dtype=dtype
     )
-    block = torch.empty(made.block_shape, dtype=TORCH[dtype])
+    [shape] = made.shapes
+    block = torch.empty(shape, dtype=TORCH[dtype])
     size = block.element_size()
     assert block.shape == (num_heads, num_layers, 2, block_size, head_dim)
     assert made.block_bytes == block.numel() * size
-    assert made.head_bytes == block.stride(0) * size
+    assert made.offsets == (0,) and made.head_bytes == (block.stride(0) * size,)
     assert made.token_bytes == made.block_bytes // block_size
     start = data.draw(st.integers(0, num_heads - 1))
     end = data.draw(st.integers(start + 1, num_heads))
     part = block[start:end]
     assert part.is_contiguous()
     assert (part.storage_offset() * size, part.numel() * size) == (
-        start * made.head_bytes,
-        len(part) * made.head_bytes,
+        start * made.head_bytes[0],
+        len(part) * made.head_bytes[0],
     )
 
 
@@ -78,14 +79,45 @@ def test_an_8b_block_is_2_mib() -> None:
     made = KVLayout.uniform(
         num_layers=32, heads=tuple(range(8)), head_dim=128, block_size=16, dtype="bfloat16"
     )
-    assert made.block_bytes == 2 << 20 and made.head_bytes == 256 << 10
+    assert made.block_bytes == 2 << 20 and made.head_bytes == (256 << 10,)
 
 
 def test_one_plane_is_half_a_block() -> None:
     group = LayerGroup(layers=(0, 1), heads=(0,), row_width=4, planes=1, dtype="float16")
     made = KVLayout(groups=(group,), block_size=2)
-    assert made.block_shape == (1, 2, 1, 2, 4)
-    assert (made.head_bytes, made.block_bytes) == (32, 32)
+    assert made.shapes == ((1, 2, 1, 2, 4),)
+    assert (made.head_bytes, made.block_bytes) == ((32,), 32)
+
+
+@given(
+    widths=st.lists(st.sampled_from([8, 16, 24, 64, 72]), min_size=1, max_size=4),
+    heads=st.integers(1, 3),
+    block_size=st.sampled_from([1, 2, 16, 64]),
+)
+def test_groups_stand_one_after_another_and_rows_at_multiples_of_themselves(
+    widths: list[int], heads: int, block_size: int
+) -> None:
+    groups = tuple(
+        LayerGroup(
+            layers=(2 * number, 2 * number + 1),
+            heads=tuple(range(heads)),
+            planes=1 + number % 2,
+            row_width=width,
+            dtype="bfloat16",
+        )
+        for number, width in enumerate(widths)
+    )
+    made = KVLayout(groups=groups, block_size=block_size)
+    end = 0
+    for shape, offset, head_bytes in zip(made.shapes, made.offsets, made.head_bytes, strict=True):
+        assert offset == end
+        end += 2 * torch.Size(shape).numel()
+        assert heads * head_bytes == end - offset
+    assert end <= made.block_bytes == block_size * made.token_bytes
+    for shape in made.shapes:
+        plane_bytes = 2 * block_size * shape[-1]
+        assert made.block_bytes % plane_bytes == 0, "the reference addresses planes of a layer"
+    assert made.token_bytes == made.with_block_size(4 * block_size).token_bytes
 
 
 def test_the_digest_says_whether_bytes_mean_the_same() -> None:
@@ -129,10 +161,15 @@ def test_a_bad_layout_is_refused(changes: dict[str, Any], named: str) -> None:
         layout(**changes)
 
 
-def test_one_group_and_frozen() -> None:
-    group = layout().group
-    with pytest.raises(ValidationError, match="one layer group"):
+def test_groups_hold_each_layer_once_and_are_frozen() -> None:
+    [group] = layout().groups
+    with pytest.raises(ValidationError, match="groups must hold each layer once"):
         KVLayout(groups=(group, group), block_size=16)
+    with pytest.raises(ValidationError, match="groups must hold each layer once"):
+        KVLayout(groups=(), block_size=16)
+    other = LayerGroup(layers=(7,), heads=(0,), row_width=4, dtype="bfloat16")
+    with pytest.raises(ValidationError, match=r"multiples of 16 bytes, not \[16, 8\]"):
+        KVLayout(groups=(group, other), block_size=16)
     with pytest.raises(ValidationError, match="planes"):
         LayerGroup(layers=(0,), heads=(0,), row_width=4, planes=3)
     with pytest.raises(ValidationError, match="frozen"):

@@ -205,11 +205,11 @@ def test_a_prompt_is_held_for_a_hand_off_only_when_its_rows_are_there(folder: Pa
     driver.run()
     [held] = driver.held
     assert step.handle.ready()
-    rows = engine.kv_cache[list(held.block_ids)].clone()
+    rows = engine.kv_cache.groups[0][list(held.block_ids)].clone()
     other = Driver(make_engine(folder, device="cuda", async_scheduling=False, cuda_graphs=False))
     other.add(PROMPTS[4], SamplingParams(temperature=0, seed=0), phase="prefill")
     other.run()
-    assert torch.equal(rows, other.engine.kv_cache[list(other.held[0].block_ids)])
+    assert torch.equal(rows, other.engine.kv_cache.groups[0][list(other.held[0].block_ids)])
 
 
 def test_padding_rows_write_to_the_null_block_alone(folder: Path) -> None:
@@ -221,9 +221,9 @@ def test_padding_rows_write_to_the_null_block_alone(folder: Path) -> None:
             prompt, SamplingParams(temperature=0, seed=0, max_tokens=3 + 2 * i, ignore_eos=True)
         )
     # nobody's: the KV cache is much larger than the work
-    engine.kv_cache[engine.blocks.num_blocks // 2 :] = 7.0
+    engine.kv_cache.groups[0][engine.blocks.num_blocks // 2 :] = 7.0
     driver.run()
-    assert (engine.kv_cache[engine.blocks.num_blocks // 2 :] == 7.0).all()
+    assert (engine.kv_cache.groups[0][engine.blocks.num_blocks // 2 :] == 7.0).all()
     survivor = driver.add(
         PROMPTS[1], SamplingParams(temperature=0, seed=0, max_tokens=40, ignore_eos=True)
     )
@@ -362,6 +362,6 @@ def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:
     gc.collect()  # the KV caches of other tests
     engine = make_engine(folder, device="cuda", num_kv_blocks=None, kv_memory_fraction=0.3)
     free, total = torch.cuda.mem_get_info()
-    pool_bytes = engine.kv_cache.numel() * engine.kv_cache.element_size()
+    pool_bytes = engine.kv_cache.data.nbytes
     assert pool_bytes == engine.blocks.num_blocks * engine.layout.block_bytes
     assert 0.25 * total < pool_bytes < 0.3 * total and total - free < 0.32 * total

@@ -12,7 +12,8 @@ import torch
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.memory import device_memory
-from pdserve.engine.memory.kv_cache import TORCH_DTYPES, allocate_kv_cache, num_blocks_for
+from pdserve.engine.memory.kv_cache import TORCH_DTYPES
+from pdserve.engine.memory.kv_cache_size import allocate_kv_cache, num_blocks_for
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -40,16 +41,15 @@ def card(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_the_pool_has_the_layouts_shape_and_zeros(dtype: str) -> None:
-    pool = allocate_kv_cache(layout(dtype, 3, 80), 5, CPU)
-    assert (
-        pool.shape == (5, 8, 3, 2, 16, 80)
-        and pool.dtype == TORCH_DTYPES[dtype]
-        and pool.is_contiguous()
-    )
-    assert (
-        pool.numel() * pool.element_size() == 5 * layout(dtype, 3, 80).block_bytes
-        and not pool.any()
-    )
+    made = layout(dtype, 3, 80)
+    pool = allocate_kv_cache(made, 5, CPU)
+    [rows] = pool.groups
+    assert rows.shape == (5, 8, 3, 2, 16, 80) and rows.dtype == TORCH_DTYPES[dtype]
+    assert rows.is_contiguous() and pool.data.shape == (5, made.block_bytes)
+    assert pool.num_blocks == 5 and not pool.data.any()
+    for layer in range(3):
+        assert pool.layers[layer].data_ptr() == rows[:, :, layer].data_ptr()
+        assert pool.layers[layer].stride() == rows[:, :, layer].stride()
 
 
 def test_the_devices_share_less_what_is_used_and_reserved(card: None) -> None:
@@ -147,13 +147,14 @@ def test_on_the_device_the_pool_is_outside_torchs_cache_and_returns(dtype: str) 
     reserved = torch.cuda.memory_reserved()
     pool = allocate_kv_cache(shape, num_blocks, CUDA)
     assert torch.cuda.memory_reserved() == reserved
-    assert free - torch.cuda.mem_get_info()[0] >= pool.numel() * pool.element_size()
+    assert free - torch.cuda.mem_get_info()[0] >= pool.data.nbytes
     handle = (ctypes.c_byte * 64)()
     assert (
-        device_memory._cudart().cudaIpcGetMemHandle(handle, ctypes.c_void_p(pool.data_ptr())) == 0
+        device_memory._cudart().cudaIpcGetMemHandle(handle, ctypes.c_void_p(pool.data.data_ptr()))
+        == 0
     ), "UCX needs one"
-    assert pool.data_ptr() % 256 == 0 and pool.is_contiguous() and not pool.any()
-    row = pool[-1, -1].view(-1)
+    assert pool.data.data_ptr() % 256 == 0 and pool.data.is_contiguous() and not pool.data.any()
+    row = pool.groups[0][-1, -1].view(-1)
     row.copy_(torch.arange(row.numel(), device=CUDA) % 251)
     del pool
     gc.collect()
@@ -181,9 +182,7 @@ def test_on_the_device_torch_runs_out_behind_the_pool_and_recovers() -> None:
     free = device_memory.available_bytes(CUDA)
     config = EngineConfig(kv_memory_fraction=0.9)
     pool = allocate_kv_cache(layout(), num_blocks_for(config, layout(), CUDA, 4 * GIB), CUDA)
-    assert math.isclose(
-        torch.cuda.mem_get_info()[0], free - pool.numel() * pool.element_size(), abs_tol=64 << 20
-    )
+    assert math.isclose(torch.cuda.mem_get_info()[0], free - pool.data.nbytes, abs_tol=64 << 20)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(free // 2, dtype=torch.uint8, device=CUDA)
     assert (

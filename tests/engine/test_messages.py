@@ -10,10 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 from engine.harness import Driver, PaperStep, paper_engine, paper_of
-from torch import Tensor
 
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.stepping.executor import Executor, Padding, StepHandle
 from pdserve.engine.stepping.work import ForwardWork, SampleWork
@@ -42,7 +42,7 @@ class WireExecutor:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.kv_cache: Tensor = executor.kv_cache
+        self.kv_cache: KVCache = executor.kv_cache
         self.num_messages = 0
 
     def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:

@@ -15,6 +15,8 @@ import torch
 from attention_problem import PagedProblem, paged_problem, pairwise
 from torch import Tensor
 
+from pdserve.configs.kv_layout import KVLayout, LayerGroup
+from pdserve.engine.memory.kv_cache import TORCH_DTYPES, KVCache
 from pdserve.kernels.attention import decode
 from pdserve.kernels.attention.spec import Paged
 from pdserve.kernels.kv.reference import write_kv
@@ -409,6 +411,60 @@ def test_copy_blocks(dtype: torch.dtype) -> None:
     TORCH.kv.copy_blocks(want, src, dst)
     assert torch.equal(pool, want)
     assert torch.equal(pool[5], pool[2])
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_layers_of_a_cache_of_several_groups(dtype: torch.dtype) -> None:
+    """As of a cache of one: a layer whose blocks stand between those of other rows, and end where
+    no multiple of theirs does."""
+    names = {value: name for name, value in TORCH_DTYPES.items()}
+    groups = tuple(
+        LayerGroup(layers=layers, heads=(0, 1), row_width=width, dtype=names[dtype])
+        for layers, width in (((0,), 8), ((1, 3), 40), ((2,), 16))
+    )
+    layout = KVLayout(groups=groups, block_size=16)
+    decodes = paged_problem((6, 2), 40, 16, dtype, [70, 5], device=DEVICE)
+    prefills = paged_problem((6, 2), 40, 16, dtype, [70, 20], [9, 20], device=DEVICE)
+    for problem, run in ((decodes, decodes.decode), (prefills, prefills.prefill)):
+        alone = [run(ops.attention) for ops in (TRITON, TORCH)]
+        nan = torch.full((len(problem.kv), layout.block_bytes), 255, dtype=torch.uint8)
+        cache = KVCache(nan.to(DEVICE), layout)
+        cache.layers[3].copy_(problem.kv)
+        problem.kv = cache.layers[3]
+        for ops, out in zip((TRITON, TORCH), alone, strict=True):
+            assert torch.equal(run(ops.attention), out)
+
+
+@pytest.mark.parametrize("sizes", [(16, 64), (128, 16)])
+def test_rows_of_several_groups_are_repacked_and_written(sizes: tuple[int, int]) -> None:
+    groups = tuple(
+        LayerGroup(layers=layers, heads=(0, 1), row_width=width)
+        for layers, width in (((0,), 12), ((1, 2), 40))
+    )
+    source, *targets = (
+        KVCache(torch.rand(20, layout.block_bytes // 4, device=DEVICE), layout)
+        for layout in (KVLayout(groups=groups, block_size=size) for size in (*sizes, sizes[1]))
+    )
+    targets[1].data.copy_(targets[0].data)
+    num_rows = 2 * max(sizes)
+    sources, blocks = (
+        torch.randperm(20, dtype=torch.int32, device=DEVICE)[: num_rows // size] for size in sizes
+    )
+    k, v = (torch.rand(10, 2, 40, device=DEVICE) for _ in range(2))
+    tables = torch.ones(10, 20, device=DEVICE), torch.zeros(10, 20, device=DEVICE)
+    positions = torch.arange(10, dtype=torch.int32, device=DEVICE)
+    slots = torch.arange(10, device=DEVICE) + 3 * sizes[1] + 5
+    for ops, target in zip((TRITON, TORCH), targets, strict=True):
+        for there, here in zip(source.groups, target.groups, strict=True):
+            ops.kv.repack(there, sources, here, blocks, 0, num_rows)
+            moved, wanted = (
+                rows[ids.long()].movedim(4, 1).flatten(0, 1)
+                for rows, ids in ((here, blocks), (there, sources))
+            )
+            assert torch.equal(moved, wanted)
+        q = torch.zeros(10, 4, 40, device=DEVICE)
+        ops.kv.rope_write_kv(q, k.clone(), v, *tables, positions, target.layers[1], slots)
+    assert torch.equal(targets[0].data, targets[1].data)
 
 
 @pytest.mark.parametrize(("num_rows", "block_size"), [(1, 16), (130, 32), (700, 128)])

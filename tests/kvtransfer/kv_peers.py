@@ -17,6 +17,7 @@ from support.waiting import until
 
 from pdserve.configs.kv_layout import KVLayout, rows_digest
 from pdserve.configs.transfer import TransferConfig
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory, ReceiverEvent, Unpinned
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
@@ -33,13 +34,13 @@ def key(name: str, attempt: int = 0) -> RequestKey:
 
 
 def layout_of(block_size: int) -> KVLayout:
-    return KVLayout(groups=LAYOUT.groups, block_size=block_size)
+    return LAYOUT.with_block_size(block_size)
 
 
 def empty_pool(block_size: int) -> torch.Tensor:
     """Room for as many tokens, whatever the block size."""
     return torch.zeros(
-        NUM_BLOCKS * LAYOUT.block_size // block_size, *layout_of(block_size).block_shape
+        NUM_BLOCKS * LAYOUT.block_size // block_size, *layout_of(block_size).shapes[0]
     )
 
 
@@ -73,7 +74,8 @@ class Engine:
         self.wakes = 0
         layout = layout_of(block_size)
         rows = rows_digest(fingerprint, layout.groups)
-        memory = KVCacheMemory(self.kv_cache, self.generations, layout, fingerprint, rows)
+        cache = KVCache(self.kv_cache, layout)
+        memory = KVCacheMemory(cache, self.generations, fingerprint, rows)
         self.sender, self.receiver = build_connector(
             config, memory, engine_id, incarnation, self._wake, registry=registry
         )

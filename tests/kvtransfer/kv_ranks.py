@@ -16,6 +16,7 @@ from support.local_transfer import transfer_config
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
 from pdserve.protocol.events import PeerStatus
@@ -63,7 +64,7 @@ class Ranks:
             kv_cache = whole[:, list(heads)].contiguous()
             self.kv_caches.append(kv_cache)
             if rank == 0:
-                memory = KVCacheMemory(kv_cache, self.generations, layout, "model", "rows")
+                memory = KVCacheMemory(KVCache(kv_cache, layout), self.generations, "model", "rows")
                 self.sender, self.receiver = build_connector(
                     config, memory, engine_id, 1, lambda: None
                 )
@@ -71,7 +72,7 @@ class Ranks:
                 receivers = []
             else:
                 memory = KVCacheMemory(
-                    kv_cache, np.zeros(num_blocks, np.int64), layout, "model", "rows"
+                    KVCache(kv_cache, layout), np.zeros(num_blocks, np.int64), "model", "rows"
                 )
                 rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)
                 others.append(rank_pool)

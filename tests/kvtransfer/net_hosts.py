@@ -29,6 +29,7 @@ from support.processes import freeze
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
 from pdserve.protocol.events import PeerStatus
@@ -144,7 +145,7 @@ def contents(seed: int) -> torch.Tensor:
     """A KV cache in which every word of every block differs."""
     words = NUM_BLOCKS * LAYOUT.block_bytes // 4
     numbers = torch.arange(words, dtype=torch.int32) + seed * 7919
-    return numbers.view(torch.float32).view(NUM_BLOCKS, *LAYOUT.block_shape)
+    return numbers.view(torch.float32).view(NUM_BLOCKS, *LAYOUT.shapes[0])
 
 
 def own_address() -> str:
@@ -160,12 +161,10 @@ class NetEngine:
     def __init__(
         self, engine_id: str, config: TransferConfig, incarnation: int = 1, seed: int | None = None
     ) -> None:
-        self._pool = (
-            torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape) if seed is None else contents(seed)
-        )
+        self._pool = torch.zeros(NUM_BLOCKS, *LAYOUT.shapes[0]) if seed is None else contents(seed)
         self._events: list[Any] = []
         generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
-        memory = KVCacheMemory(self._pool, generations, LAYOUT, "model", "rows")
+        memory = KVCacheMemory(KVCache(self._pool, LAYOUT), generations, "model", "rows")
         self._sender, self._receiver = build_connector(
             config, memory, engine_id, incarnation, lambda: None, host=own_address()
         )

@@ -25,6 +25,7 @@ from support.pool_operations import copying, expire
 from support.waiting import until
 
 from pdserve.configs.transfer import PoolConfig
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, PoolDone, PoolEvent, PoolFailed, unchanged
 from pdserve.kvtransfer.pool.chunks import Shard
@@ -56,7 +57,7 @@ def rows_of(tokens: Sequence[int], block: int) -> torch.Tensor:
     """What a model would write for the `block`-th block of these tokens: depends on all tokens up
     to its end."""
     seed = hash(tuple(tokens[: (block + 1) * SIZE]))
-    return torch.rand(LAYOUT.block_shape, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(LAYOUT.shapes[0], generator=torch.Generator().manual_seed(seed))
 
 
 class Engine:
@@ -72,10 +73,10 @@ class Engine:
         device: str = "cpu",
         shard: Shard | None = None,
     ) -> None:
-        self.blocks = torch.full((NUM_BLOCKS, *LAYOUT.block_shape), EMPTY, device=device)
+        self.blocks = torch.full((NUM_BLOCKS, *LAYOUT.shapes[0]), EMPTY, device=device)
         self.generations = np.arange(100, 100 + NUM_BLOCKS, dtype=np.int64)
         self.memory = KVCacheMemory(
-            self.blocks, self.generations, LAYOUT, fingerprint, fingerprint + "/rows"
+            KVCache(self.blocks, LAYOUT), self.generations, fingerprint, fingerprint + "/rows"
         )
         self.woken = threading.Event()
         self.registry = CollectorRegistry()

@@ -9,6 +9,7 @@ import torch
 from kvtransfer.kv_peers import LAYOUT, NUM_BLOCKS, key
 from support.local_transfer import LocalTransferConfig
 
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.letters import Done, Letter, Party, decode_letter, encode_letter
@@ -125,26 +126,26 @@ def test_letter_survives_the_wire_and_nonsense_does_not() -> None:
         (
             torch.zeros(NUM_BLOCKS, 4),
             np.zeros(NUM_BLOCKS, np.int64),
-            "kv_cache must have the shape",
+            "must be whole blocks of",
         ),
         (
-            torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape),
+            torch.zeros(NUM_BLOCKS, *LAYOUT.shapes[0]),
             np.zeros(NUM_BLOCKS, np.int32),
             "generations must be contiguous int64",
         ),
         (
-            torch.zeros(NUM_BLOCKS, *LAYOUT.block_shape),
+            torch.zeros(NUM_BLOCKS, *LAYOUT.shapes[0]),
             np.zeros(NUM_BLOCKS - 1, np.int64),
             "generations must be contiguous int64",
         ),
         (
-            torch.zeros(2 * NUM_BLOCKS, *LAYOUT.block_shape)[::2],
+            torch.zeros(2 * NUM_BLOCKS, *LAYOUT.shapes[0])[::2],
             np.zeros(NUM_BLOCKS, np.int64),
             "one contiguous tensor",
         ),
     ],
 )
 def test_wrong_memory_is_refused(pool: torch.Tensor, generations: np.ndarray, message: str) -> None:
-    memory = KVCacheMemory(pool, generations, LAYOUT, "model", "rows")
     with pytest.raises(ValueError, match=message):
+        memory = KVCacheMemory(KVCache(pool, LAYOUT), generations, "model", "rows")
         build_connector(LocalTransferConfig(), memory, "e", len(message), lambda: None)

@@ -1,37 +1,71 @@
 """Descriptor arithmetic, also for tensor parallel degrees that differ, checked against copying
 element by element."""
 
+import itertools
+
 import msgspec
 import numpy as np
 import pytest
+import torch
 
-from pdserve.configs.kv_layout import KVLayout
+from pdserve.configs.kv_layout import KVLayout, LayerGroup
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.p2p.ranges import (
+    BlockRange,
     BlockSizes,
-    HeadRange,
     count_descriptors,
+    groups_of,
     local_descriptors,
     order_pairs,
     plan_for,
-    plan_heads,
     remote_descriptors,
 )
-from pdserve.protocol.handoff import GroupMemory, RankMemory
+from pdserve.protocol.handoff import GroupMemory, KVCacheMeta, RankMemory
 
 
 def layout(heads: tuple[int, ...]) -> KVLayout:
     return KVLayout.uniform(num_layers=2, heads=heads, head_dim=4, block_size=16, dtype="float32")
 
 
-def rank_pool(heads: tuple[int, ...], address: int = 0) -> RankMemory:
+def of_groups(*groups: LayerGroup) -> KVLayout:
+    return KVLayout(groups=groups, block_size=16)
+
+
+def rank_memory(groups: tuple[GroupMemory, ...], address: int = 0) -> RankMemory:
     return RankMemory(
         agent_name="p",
         agent_metadata=b"",
         address=address,
         memory="DRAM",
         device_id=0,
-        groups=(GroupMemory((0, 1), heads, 0, layout(heads).head_bytes),),
+        groups=groups,
     )
+
+
+def meta_of(*layouts: KVLayout) -> KVCacheMeta:
+    """Of an engine whose ranks have these layouts."""
+    return meta_with(*(groups_of(each) for each in layouts), block_bytes=layouts[0].block_bytes)
+
+
+def meta_with(*ranks: tuple[GroupMemory, ...], block_bytes: int) -> KVCacheMeta:
+    return KVCacheMeta(
+        engine_id="p",
+        incarnation=1,
+        connector="local",
+        model="model",
+        rows="rows",
+        block_size=16,
+        num_blocks=5,
+        block_bytes=block_bytes,
+        generation_address=0,
+        mailbox="",
+        ranks=tuple(rank_memory(groups) for groups in ranks),
+    )
+
+
+HEAD = layout((0,)).block_bytes
+WIDE = LayerGroup(layers=(0, 2), heads=(0, 1), row_width=4)
+NARROW = LayerGroup(layers=(1,), heads=(0, 1), row_width=12)
 
 
 @pytest.mark.parametrize(
@@ -52,86 +86,130 @@ def test_blocks_of_other_sizes(
 
 
 def test_equal_heads_are_one_whole_block() -> None:
-    assert plan_heads((0, 1, 2, 3), [(0, 1, 2, 3)], 10) == [HeadRange(0, 0, 0, 40)]
+    whole = layout((0, 1, 2, 3))
+    assert plan_for(whole, meta_of(whole)) == [BlockRange(0, 0, 0, 4 * HEAD)]
 
 
 def test_wide_prefill_narrow_decode_takes_each_rank_once() -> None:
-    plan = plan_heads((0, 1, 2, 3), [(0, 1), (2, 3)], 10)
-    assert plan == [HeadRange(0, 0, 0, 20), HeadRange(1, 20, 0, 20)]
+    plan = plan_for(layout((0, 1, 2, 3)), meta_of(layout((0, 1)), layout((2, 3))))
+    assert plan == [BlockRange(0, 0, 0, 2 * HEAD), BlockRange(1, 2 * HEAD, 0, 2 * HEAD)]
 
 
 def test_narrow_prefill_wide_decode_takes_a_part() -> None:
-    assert plan_heads((2, 3), [(0, 1, 2, 3)], 10) == [HeadRange(0, 0, 20, 20)]
+    plan = plan_for(layout((2, 3)), meta_of(layout((0, 1, 2, 3))))
+    assert plan == [BlockRange(0, 0, 2 * HEAD, 2 * HEAD)]
 
 
 def test_replicated_heads_are_read_from_one_rank() -> None:
-    assert plan_heads((1,), [(0,), (0,), (1,), (1,)], 10) == [HeadRange(2, 0, 0, 10)]
+    ranks = [layout((head,)) for head in (0, 0, 1, 1)]
+    assert plan_for(layout((1,)), meta_of(*ranks)) == [BlockRange(2, 0, 0, HEAD)]
 
 
-def test_a_peer_that_stores_other_layers_or_rows_is_refused() -> None:
+def test_stages_are_a_range_for_each_head() -> None:
     ours = layout((0, 1))
-    good = rank_pool((0, 1))
-    assert plan_for(ours, [good]) == [HeadRange(0, 0, 0, ours.block_bytes)]
-    group = good.groups[0]
-    later = msgspec.structs.replace(good, groups=(msgspec.structs.replace(group, offset=96),))
-    assert plan_for(ours, [later]) == [HeadRange(0, 0, 96, ours.block_bytes)]
-    for groups in (
-        (msgspec.structs.replace(group, layers=(0, 1, 2)),),
-        (group, group),
-        (),
-    ):
-        with pytest.raises(ValueError, match="the peer stores layers in groups"):
-            plan_for(ours, [msgspec.structs.replace(good, groups=groups)])
-    wide = msgspec.structs.replace(group, head_bytes=group.head_bytes + 8)
-    with pytest.raises(ValueError, match="KV head bytes differ"):
-        plan_for(ours, [msgspec.structs.replace(good, groups=(wide,))])
-
-
-def test_missing_head_is_named() -> None:
-    with pytest.raises(ValueError, match="KV head 5 is stored on no rank"):
-        plan_heads((4, 5), [(0, 1), (4,)], 10)
-
-
-@pytest.mark.parametrize("heads", [(0, 1, 2, 3), (1, 2), (3, 0, 1)])
-@pytest.mark.parametrize("ranks", [[(0, 1, 2, 3)], [(0, 1), (2, 3)], [(0,), (3,), (2, 1)]])
-def test_plan_moves_every_head_of_every_block(
-    heads: tuple[int, ...], ranks: list[tuple[int, ...]]
-) -> None:
-    """Apply the pieces to byte arrays: each destination head must hold exactly that global head of
-    that block."""
-    ours = layout(heads)
-    num_blocks = 5
-    head_bytes = ours.head_bytes
-
-    def content(block: int, head: int) -> np.ndarray:
-        return np.full(head_bytes, 10 * block + head, np.uint8)
-
-    pools = [
-        np.concatenate([content(block, head) for block in range(num_blocks) for head in stored])
-        for stored in ranks
+    stages = [of_groups(LayerGroup(layers=(i,), heads=(0, 1), row_width=4)) for i in (0, 1)]
+    half = HEAD // 2
+    assert plan_for(ours, meta_of(*stages)) == [
+        BlockRange(0, 0, 0, half),
+        BlockRange(1, half, 0, half),
+        BlockRange(0, HEAD, half, half),
+        BlockRange(1, HEAD + half, half, half),
     ]
-    local = np.zeros(num_blocks * ours.block_bytes, np.uint8)
-    for span in plan_heads(heads, ranks, head_bytes):
-        pool = rank_pool(ranks[span.rank])
-        theirs = remote_descriptors(pool, len(pool.groups[0].heads) * head_bytes, num_blocks, span)
-        mine = local_descriptors(0, ours.block_bytes, num_blocks, span, "DRAM", 0)
-        assert mine.num_bytes == theirs.num_bytes and mine.count == num_blocks
-        for block in range(num_blocks):
-            source = theirs.address + block * theirs.stride
-            target = mine.address + block * mine.stride
-            local[target : target + mine.num_bytes] = pools[span.rank][
-                source : source + theirs.num_bytes
-            ]
-    expected = np.concatenate(
-        [content(block, head) for block in range(num_blocks) for head in heads]
-    )
-    assert np.array_equal(local, expected)
+    assert plan_for(stages[1], meta_of(ours)) == [
+        BlockRange(0, 0, half, half),
+        BlockRange(0, half, HEAD + half, half),
+    ]
+
+
+def test_equal_blocks_of_several_groups_are_one_range_with_what_fills_them_up() -> None:
+    both = of_groups(WIDE, NARROW)
+    used = both.offsets[1] + 2 * both.head_bytes[1]
+    assert used < both.block_bytes
+    assert plan_for(both, meta_of(both)) == [BlockRange(0, 0, 0, both.block_bytes)]
+    longer = meta_with(groups_of(both), block_bytes=both.block_bytes + 64)
+    assert plan_for(both, longer) == [BlockRange(0, 0, 0, used)]
+
+
+def test_a_peer_without_a_layer_or_with_other_rows_is_refused() -> None:
+    ours = layout((0, 1))
+    [group] = groups_of(ours)
+
+    def plan(*groups: GroupMemory) -> list[BlockRange]:
+        return plan_for(ours, meta_with(groups, block_bytes=ours.block_bytes))
+
+    later = msgspec.structs.replace(group, offset=96)
+    assert plan(later) == [BlockRange(0, 0, 96, ours.block_bytes)]
+    with pytest.raises(ValueError, match="KV head 0 of layer 0 is stored on no rank of the peer"):
+        plan(msgspec.structs.replace(group, layers=(1, 2)))
+    with pytest.raises(ValueError, match="KV head 1 of layer 0 is stored on no rank of the peer"):
+        plan(msgspec.structs.replace(group, heads=(0, 2)))
+    with pytest.raises(ValueError, match="is stored on no rank"):
+        plan()
+    wide = msgspec.structs.replace(group, head_bytes=group.head_bytes + 8)
+    with pytest.raises(
+        ValueError, match="KV head 0 of layer 0 takes 512 bytes of a block here, 516 there"
+    ):
+        plan(wide)
+
+
+def shares(tp: int, pp: int, replicas: int) -> list[KVLayout]:
+    """The ranks of an engine of 4 KV heads and 6 layers, every third of which has wide rows."""
+    ranks = []
+    for stage, rank in itertools.product(range(pp), range(tp)):
+        layers = range(6 * stage // pp, 6 * (stage + 1) // pp)
+        heads = tuple(range(rank * 4 // tp, (rank + 1) * 4 // tp))
+        kinds = [tuple(i for i in layers if (i % 3 == 2) == wide) for wide in (False, True)]
+        groups = [
+            LayerGroup(layers=kind, heads=heads, row_width=width)
+            for kind, width in zip(kinds, (8, 12), strict=True)
+            if kind
+        ]
+        ranks += [of_groups(*groups)] * replicas
+    return ranks
+
+
+def filled(layout: KVLayout, num_blocks: int) -> np.ndarray:
+    """A rank's KV cache, in which a head of a layer holds the same bytes in every layout."""
+    blocks = np.zeros((num_blocks, layout.block_bytes), np.uint8)
+    cache = KVCache(torch.from_numpy(blocks), layout)
+    for group, rows in zip(layout.groups, cache.groups, strict=True):
+        for (i, head), (j, layer) in itertools.product(
+            enumerate(group.heads), enumerate(group.layers)
+        ):
+            cells = rows[:, i, j]
+            seed = torch.Generator().manual_seed(10 * layer + head)
+            cells.copy_(torch.rand(cells.shape, generator=seed))
+    return blocks
+
+
+@pytest.mark.parametrize("theirs", [(1, 1, 1), (2, 1, 1), (4, 1, 2), (1, 2, 1), (2, 3, 1)])
+@pytest.mark.parametrize("ours", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (2, 2, 1), (1, 6, 1)])
+def test_a_plan_moves_every_head_of_every_layer_of_every_block(
+    ours: tuple[int, int, int], theirs: tuple[int, int, int]
+) -> None:
+    """Applied to byte arrays: each of our ranks gets exactly its heads and layers, wherever a peer
+    of other ranks has them."""
+    num_blocks = 3
+    sources = shares(*theirs)
+    meta = meta_of(*sources)
+    memories = [filled(source, num_blocks) for source in sources]
+    for mine in shares(*ours):
+        local = np.zeros((num_blocks, mine.block_bytes), np.uint8).reshape(-1)
+        for span in plan_for(mine, meta):
+            source, memory = sources[span.rank], memories[span.rank].reshape(-1)
+            there = remote_descriptors(meta.ranks[span.rank], source.block_bytes, num_blocks, span)
+            here = local_descriptors(0, mine.block_bytes, num_blocks, span, "DRAM", 0)
+            assert here.num_bytes == there.num_bytes and here.count == num_blocks
+            for block in range(num_blocks):
+                start, target = (d.address + block * d.stride for d in (there, here))
+                local[target : target + here.num_bytes] = memory[start : start + there.num_bytes]
+        assert np.array_equal(local.reshape(num_blocks, -1), filled(mine, num_blocks))
 
 
 def test_addresses_count_from_the_pool() -> None:
-    span = HeadRange(0, 8, 16, 4)
+    span = BlockRange(0, 8, 16, 4)
     assert local_descriptors(1000, 64, 3, span, "VRAM", 2).address == 1008
-    assert remote_descriptors(rank_pool((0,), address=5000), 32, 3, span).address == 5016
+    assert remote_descriptors(rank_memory((), address=5000), 32, 3, span).address == 5016
 
 
 @pytest.mark.parametrize(

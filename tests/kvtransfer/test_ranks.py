@@ -160,7 +160,7 @@ def test_heads_that_nobody_stores_are_refused() -> None:
         )
         sink.receiver.connect(alone)
         status = sink.wait(PeerStatus)
-        assert not status.connected and "KV head 2 is stored on no rank" in status.detail
+        assert not status.connected and "KV head 2 of layer 0 is stored on no rank" in status.detail
     finally:
         sink.close()
         source.close()

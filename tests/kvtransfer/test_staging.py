@@ -25,6 +25,7 @@ from kvtransfer.kv_peers import (
 from support.local_transfer import LocalTransferConfig, transfer_config
 from support.waiting import stays, until
 
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled
 from pdserve.kvtransfer.p2p.link import peer_link
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging, StagingRing
@@ -603,8 +604,7 @@ def test_a_ring_that_cannot_be_registered_is_told(
 def test_a_run_holds_whole_blocks_of_any_size(num_tokens: int, expected: int) -> None:
     ring = StagingRing(
         LocalAgent(f"ring-{next(_names)}"),
-        torch.empty(0),
-        LAYOUT,
+        KVCache(torch.empty(0), LAYOUT),
         NUM_RUNS * num_tokens * LAYOUT.token_bytes,
     )
     assert ring.run_tokens == expected

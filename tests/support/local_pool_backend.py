@@ -170,7 +170,8 @@ def local_pool(
     registry: CollectorRegistry | None = None,
 ) -> ThreadedKVPool:
     """A KVPool over `server`. ValueError when config does not fit the memory."""
-    chunks = Chunks(memory, config.blocks_per_chunk(memory.layout.block_size), shard or Shard())
+    block_size = memory.kv_cache.layout.block_size
+    chunks = Chunks(memory, config.blocks_per_chunk(block_size), shard or Shard())
     metrics = PoolMetrics(registry or CollectorRegistry())
     copier = LocalBlockCopier(memory, server.faults)
     return ThreadedKVPool(LocalPoolBackend(server, chunks), copier, config, wake, metrics)

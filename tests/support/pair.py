@@ -100,7 +100,6 @@ class Worker:
         return KVCacheMemory(
             engine.kv_cache,
             engine.blocks.generations,
-            engine.layout,
             engine.model_fingerprint,
             engine.rows_digest,
         )

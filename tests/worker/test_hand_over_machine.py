@@ -42,6 +42,7 @@ from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import BlockManager
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
@@ -93,7 +94,7 @@ class SlowStaging:
     ) -> Callable[[], bool]:
         ends = time.monotonic() + cls.delay_s
         number = next(_names)
-        cls.running[number] = staging._kv_cache.data_ptr(), tuple(blocks)
+        cls.running[number] = staging._kv_cache.data.data_ptr(), tuple(blocks)
 
         def has_ended() -> bool:
             if number in cls.running and time.monotonic() >= ends:
@@ -117,10 +118,8 @@ class PaperWorker(Worker):
             layers=(0,), heads=(0,), planes=1, row_width=ROW_BYTES // 4, dtype="float32"
         )
         layout = KVLayout(groups=(row,), block_size=rows.shape[1])
-        kv_cache = (
-            torch.from_numpy(rows).view(torch.float32).view(rows.shape[0], *layout.block_shape)
-        )
-        return KVCacheMemory(kv_cache, self.engine.blocks.generations, layout, "paper", "rows")
+        kv_cache = KVCache(torch.from_numpy(rows), layout)
+        return KVCacheMemory(kv_cache, self.engine.blocks.generations, "paper", "rows")
 
 
 @dataclass(eq=False)
@@ -491,7 +490,7 @@ class HandOver(RuleBasedStateMachine):
                         assert not (bad and piece.is_written), (
                             f"blocks {bad} are not kept for what fills them"
                         )
-        own = self.d.memory().kv_cache.data_ptr()
+        own = self.d.memory().kv_cache.data.data_ptr()
         for number, (pool, written) in list(SlowStaging.running.items()):
             bad = [
                 b

@@ -5,12 +5,12 @@ sequences (decodes) by one op, the others (prefill chunks) by another. Knows the
 through tensors only; built anew each step by the model runner.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.ops import Ops
@@ -38,12 +38,10 @@ class AttentionBatch:
 
 
 class PagedAttention:
-    """`attend` of one step. layers: each layer `[blocks, kv_heads, 2, block_size, head_dim]` of the
-    KV cache.
-    """
+    """`attend` of one step."""
 
-    def __init__(self, layers: Sequence[Tensor], ops: Ops, batch: AttentionBatch) -> None:
-        self._layers = layers
+    def __init__(self, kv_cache: KVCache, ops: Ops, batch: AttentionBatch) -> None:
+        self._layers = kv_cache.layers
         self._ops = ops
         self._batch = batch
         shape = batch.shape
@@ -51,7 +49,7 @@ class PagedAttention:
         tables, rows, lens = batch.block_tables, batch.table_rows, batch.context_lens
         self._decodes = Paged(tables, rows[:num], lens[:num], shape.max_decode_context)
         self._prefills = Prefills(
-            Paged(tables, rows[num:], lens[num:], tables.shape[1] * layers[0].shape[3]),
+            Paged(tables, rows[num:], lens[num:], tables.shape[1] * kv_cache.layout.block_size),
             batch.query_starts,
             shape.max_query_len,
             shape.fresh_lens,

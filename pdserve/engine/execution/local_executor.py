@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pdserve.engine.execution.fence import Fence
 from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.sampling.device_copies import HostCopy
 from pdserve.engine.sampling.sampled_tokens import Sampled, SampledTokens, Scores
 from pdserve.engine.sampling.sampler import Sampler
@@ -85,7 +86,7 @@ class LocalExecutor:
     def __init__(self, runner: ModelRunner, sampler: Sampler) -> None:
         self.runner = runner
         self.sampler = sampler
-        self.kv_cache: Tensor = runner.kv_cache
+        self.kv_cache: KVCache = runner.kv_cache
         self._device = runner.device
         self._open: _Open | None = None
 

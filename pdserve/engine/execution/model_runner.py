@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
@@ -63,11 +64,9 @@ class ModelRunner:
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=device)
         self._graphs: DecodeGraphs | None = None
 
-    def use_kv_cache(self, kv_cache: Tensor) -> None:
-        """`[blocks, kv_heads, layers, 2, block_size, head_dim]`; after peak_activation_bytes, which
-        tells its size."""
+    def use_kv_cache(self, kv_cache: KVCache) -> None:
+        """After peak_activation_bytes, which tells its size."""
         self.kv_cache = kv_cache
-        self._layers = kv_cache.unbind(2)
 
     @torch.inference_mode()
     def capture_graphs(self, sizes: Sequence[int], report: Report) -> None:
@@ -90,7 +89,7 @@ class ModelRunner:
         """Queue the step's rows."""
         for copies in work.copies:
             src, dst = (to_device(ids, self.device) for ids in (copies.sources, copies.targets))
-            self.ops.kv.copy_blocks(self.kv_cache, src, dst)
+            self.ops.kv.copy_blocks(self.kv_cache.data, src, dst)
         if work.table_changes is not None:
             self.ops.batch.update_tables(self.tables, to_device(work.table_changes, self.device))
         if work.graph:
@@ -155,7 +154,7 @@ class ModelRunner:
             context_lens=arrays.context_lens,
             query_starts=arrays.query_starts,
         )
-        attend = PagedAttention(self._layers, self.ops, batch)
+        attend = PagedAttention(self.kv_cache, self.ops, batch)
         return self._hidden(ids, StepContext(attend, arrays.positions))
 
     def _hidden(self, ids: Tensor, step: StepContext) -> Tensor:
@@ -173,7 +172,7 @@ class ModelRunner:
         ) -> Tensor:
             if spec not in warmed:
                 warmed.add(spec)
-                kv = self._layers[layer]
+                kv = self.kv_cache.layers[layer]
                 q, k = self.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long())
                 self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
             return torch.zeros_like(q)

@@ -1,90 +1,81 @@
-"""The KV cache's memory: sized, allocated once, and never moved (a connector registers it).
+"""KVCache: the memory of one rank's blocks, and the rows of each layer in it.
 
-Knows the layout and the device; not who owns which block (block_manager) nor what is in them.
-Called by `engine.components`.
+Knows the layout; not who owns which block (block_manager), nor what is in them. Made by
+`kv_cache_size.allocate_kv_cache`; the staging ring is one too.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from pdserve.configs.engine import EngineConfig
-from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.memory import device_memory
+from pdserve.configs.kv_layout import KVLayout, LayerGroup
+from pdserve.kernels.attention.spec import AttentionSpec
 
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
-def allocate_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> Tensor:
-    """Zeroed `[num_blocks, kv_heads, layers, planes, block_size, row_width]`, contiguous, outside
-    torch's allocator; freed with its last view. ValueError when the device does not have that much.
+class KVCache:
+    """data: uint8 `[num_blocks, layout.block_bytes]`, contiguous; all else are views of it.
+
+    groups: of each group of layers `[num_blocks, kv_heads, layers, planes, block_size, row_width]`,
+    each block of it contiguous. layers: by global id `[num_blocks, kv_heads, planes, block_size,
+    row_width]`.
     """
-    shape = (num_blocks, *layout.block_shape)
-    try:
-        return device_memory.zeros(shape, TORCH_DTYPES[layout.group.dtype], device)
-    except device_memory.OutOfMemory:
-        raise _does_not_fit("num_kv_blocks", num_blocks, layout, device, 0) from None
+
+    def __init__(self, memory: Tensor, layout: KVLayout) -> None:
+        """memory: of any dtype and shape. ValueError when it is not one contiguous piece of whole
+        blocks."""
+        if not memory.is_contiguous():
+            raise ValueError(
+                "the KV cache must be one contiguous tensor: allocate it whole and pass it unsliced"
+            )
+        if memory.nbytes % layout.block_bytes:
+            raise ValueError(
+                f"the KV cache must be whole blocks of {layout.block_bytes} bytes, not "
+                f"{memory.nbytes} bytes"
+            )
+        self.layout = layout
+        self.data = memory.view(-1).view(torch.uint8).view(-1, layout.block_bytes)
+        self.groups = tuple(self._group(number) for number in range(len(layout.groups)))
+        self.layers = {
+            layer: rows
+            for group, views in zip(layout.groups, self.groups, strict=True)
+            for layer, rows in zip(group.layers, views.unbind(2), strict=True)
+        }
+
+    @property
+    def num_blocks(self) -> int:
+        return self.data.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    def _group(self, number: int) -> Tensor:
+        dtype = TORCH_DTYPES[self.layout.groups[number].dtype]
+        shape = self.layout.shapes[number]
+        start = self.layout.offsets[number]
+        used = torch.Size(shape).numel() * dtype.itemsize
+        return self.data[:, start : start + used].view(dtype).unflatten(1, shape)
 
 
-def num_blocks_for(
-    config: EngineConfig, layout: KVLayout, device: torch.device, reserved_bytes: int
-) -> int:
-    """How many blocks the KV cache gets: as configured, else what `kv_memory_bytes` (CPU) or the
-    device's memory holds.
-
-    On CUDA: total * kv_memory_fraction, less what is in use now (by anybody), less reserved_bytes:
-    what steps will need beyond it (activations, sampling, graphs). ValueError naming the parameter
-    when the KV cache does not fit, or when fewer than 2 blocks do.
-    """
-    if config.num_kv_blocks is not None:
-        return _checked("num_kv_blocks", config.num_kv_blocks, layout, device, reserved_bytes)
-    if device.type != "cuda":
-        count = _at_least_two(config.kv_memory_bytes, layout, "raise kv_memory_bytes")
-        return _checked("kv_memory_bytes", count, layout, device, reserved_bytes)
-    torch.cuda.empty_cache()  # what loading and profiling left in PyTorch's cache is free, too
-    free, total = torch.cuda.mem_get_info(device)
-    budget = int(total * config.kv_memory_fraction) - (total - free) - reserved_bytes
-    cure = (
-        f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} less "
-        f"{_gib(total - free)} in use and {_gib(reserved_bytes)} reserved for steps; raise "
-        "kv_memory_fraction, lower max_num_batched_tokens, or end what else uses the device"
+def layout_of(attention: Sequence[AttentionSpec], block_size: int, dtype: str) -> KVLayout:
+    """Of a model whose layers attend so: those that store rows of one shape make a group."""
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for layer, spec in enumerate(attention):
+        rows = spec.num_kv_heads, spec.planes, spec.row_width
+        groups.setdefault(rows, []).append(layer)
+    return KVLayout(
+        groups=tuple(
+            LayerGroup(
+                layers=tuple(layers),
+                heads=tuple(range(num_heads)),
+                row_width=row_width,
+                planes=planes,
+                dtype=dtype,
+            )
+            for (num_heads, planes, row_width), layers in groups.items()
+        ),
+        block_size=block_size,
     )
-    return _at_least_two(budget, layout, cure)
-
-
-def _at_least_two(budget: int, layout: KVLayout, cure: str) -> int:
-    count = budget // layout.block_bytes
-    if count < 2:
-        raise ValueError(
-            f"the KV cache needs at least 2 blocks of {layout.block_bytes} bytes "
-            f"({layout.block_size} tokens each), but gets {max(budget, 0)} bytes: {cure}"
-        )
-    return count
-
-
-def _checked(
-    name: str, num_blocks: int, layout: KVLayout, device: torch.device, reserved_bytes: int
-) -> int:
-    if num_blocks * layout.block_bytes > device_memory.available_bytes(device) - reserved_bytes:
-        raise _does_not_fit(name, num_blocks, layout, device, reserved_bytes)
-    return num_blocks
-
-
-def _does_not_fit(
-    name: str, num_blocks: int, layout: KVLayout, device: torch.device, reserved_bytes: int
-) -> ValueError:
-    room = max(0, device_memory.available_bytes(device) - reserved_bytes)
-    fitting = room // layout.block_bytes
-    cure = (
-        f"{fitting} blocks would fit"
-        if name == "num_kv_blocks"
-        else f"{fitting * layout.block_bytes} bytes would"
-    )
-    return ValueError(
-        f"{name} asks for a KV cache of {num_blocks} blocks of {layout.block_bytes} bytes, "
-        f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available "
-        f"beside what steps need: lower {name} ({cure})"
-    )
-
-
-def _gib(num_bytes: int) -> str:
-    return f"{num_bytes / (1 << 30):.2f} GiB"

@@ -105,7 +105,8 @@ class StepCollector:
         """num_rows: as counted when the step was queued; seq.num_computed counts steps in flight
         too."""
         blocks = tuple(seq.block_table[: num_rows // self._layout.block_size])
-        return WrittenPrompt(seq.request.key, blocks, seq.request.content_digest(self._hasher))
+        content = seq.request.content_digest(self._hasher)
+        return WrittenPrompt(seq.request.key, blocks, content, seq.home)
 
     def _accept(self, members: list[Sequence], sampled: list[Sampled], result: StepResult) -> None:
         """Append the tokens of a sequence and of the choices that forked off it in this step; emit

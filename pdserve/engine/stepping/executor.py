@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
-from torch import Tensor
 
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.stepping.work import ForwardWork, SampleWork
 from pdserve.protocol.events import TokenLogprob
@@ -55,9 +55,9 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """kv_cache: this rank's, `[blocks, kv_heads, layers, 2, block_size, head_dim]`."""
+    """kv_cache: this rank's."""
 
-    kv_cache: Tensor
+    kv_cache: KVCache
 
     def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
         """How a step of so many rows and sequences shall be padded. is_decode: each sequence has

@@ -39,6 +39,15 @@ class AttentionSpec:
             raise ValueError(f"soft_cap must be above 0, or None, not {self.soft_cap}")
 
     @property
+    def planes(self) -> int:
+        """Rows that a token stores for each KV head: K and V."""
+        return 2
+
+    @property
+    def row_width(self) -> int:
+        return self.head_dim
+
+    @property
     def is_plain(self) -> bool:
         """Whether every query sees all keys up to its own, by scaled scores alone."""
         return self.window is None and self.soft_cap is None

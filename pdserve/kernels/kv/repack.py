@@ -19,7 +19,7 @@ def launch_repack(
     skip: int,
     num_rows: int,
 ) -> None:
-    """reference.repack on contiguous tensors."""
+    """reference.repack of contiguous blocks."""
     _, num_heads, num_layers, planes, source_size, head_dim = source.shape
     block_size = kv_cache.shape[4]
     rows = min(source_size, block_size)

@@ -44,9 +44,9 @@ def repack(
     num_rows: int,
 ) -> None:
     """reference.repack."""
-    if not (source.is_contiguous() and kv_cache.is_contiguous()):
+    if not (source[0].is_contiguous() and kv_cache[0].is_contiguous()):
         raise ValueError(
-            "source and kv_cache must be contiguous: pass the whole ring and the whole KV cache"
+            "each block of source and kv_cache must be contiguous: pass all their heads and layers"
         )
     check_ids(source_ids=source_ids, block_ids=block_ids)
     if num_rows:

@@ -14,8 +14,14 @@ from typing import Any
 import torch
 
 from pdserve.configs.kv_layout import KVLayout
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.connector import KVCacheMemory
-from pdserve.kvtransfer.p2p.ranges import HeadRange, local_descriptors, plan_for, remote_descriptors
+from pdserve.kvtransfer.p2p.ranges import (
+    BlockRange,
+    local_descriptors,
+    plan_for,
+    remote_descriptors,
+)
 from pdserve.kvtransfer.p2p.staging import Staging, StagingRing
 from pdserve.kvtransfer.transport.agent import Descriptors, TransferAgent, TransferError, memory_of
 from pdserve.protocol.handoff import KVCacheMeta
@@ -31,7 +37,7 @@ class RankSource:
     """Where a part of each block comes from: the descriptors of that part of all our blocks (or
     ring blocks of the staging ring), and of all blocks of one peer rank."""
 
-    span: HeadRange
+    span: BlockRange
     local: Any
     remote: Any
 
@@ -44,12 +50,12 @@ class OwnKVCache:
     ring: StagingRing
 
     @property
-    def kv_cache(self) -> torch.Tensor:
+    def kv_cache(self) -> KVCache:
         return self.memory.kv_cache
 
     @property
     def layout(self) -> KVLayout:
-        return self.memory.layout
+        return self.memory.kv_cache.layout
 
 
 class Connection:
@@ -66,8 +72,8 @@ class Connection:
         """wake: see `StagingRing.open`."""
         self.meta = meta
         self._agent = agent
-        self.memory, device_id = memory_of(own.kv_cache)
-        layout = layout_of(meta, own.layout)
+        self.memory, device_id = memory_of(own.kv_cache.data)
+        layout = own.layout.with_block_size(meta.block_size)
         self.block_bytes = layout.block_bytes
         self.staging: Staging | None = None
         self._peers: dict[int, str] = {}
@@ -77,15 +83,14 @@ class Connection:
             if layout != own.layout:
                 self.staging = own.ring.open(meta.block_size, wake)
             into = own.kv_cache if self.staging is None else self.staging.ring_blocks
-            address = into.data_ptr()
-            num_blocks = into.shape[0]
+            address = into.data.data_ptr()
             self.peer = self._add_rank(0)  # holds the generations
             self.sources = []
-            for span in plan_for(layout, meta.ranks):
+            for span in plan_for(layout, meta):
                 peer = self._add_rank(span.rank)
                 rank = meta.ranks[span.rank]
                 mine = local_descriptors(
-                    address, self.block_bytes, num_blocks, span, self.memory, device_id
+                    address, self.block_bytes, into.num_blocks, span, self.memory, device_id
                 )
                 theirs = remote_descriptors(rank, meta.block_bytes, meta.num_blocks, span)
                 self.sources.append(
@@ -187,13 +192,7 @@ def check_compatible(own: OwnKVCache, kind: str, meta: KVCacheMeta) -> str:
             digests = f"ours has digest {ours}, the peer's {theirs}"
             return f"KV caches are not compatible (another {what}): {digests}"
     try:
-        plan_for(layout_of(meta, own.layout), meta.ranks)
+        plan_for(own.layout.with_block_size(meta.block_size), meta)
     except ValueError as error:
         return str(error)
     return ""
-
-
-def layout_of(meta: KVCacheMeta, own: KVLayout) -> KVLayout:
-    """Our heads in blocks of the peer's size: what is read. ValueError when that is no power of
-    two."""
-    return KVLayout(groups=own.groups, block_size=meta.block_size)

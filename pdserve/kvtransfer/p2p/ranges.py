@@ -1,20 +1,22 @@
 """Descriptor arithmetic: which byte ranges, and which rows, of which peer's blocks fill ours. Pure;
 touches no memory and no transport.
 
-A block is contiguous and its KV heads are its outermost axis (configs/kv_layout.py), so any run of
-heads is one range: `HeadRange`. With equal tensor parallelism there is one range, the whole block;
-with unequal, one per peer rank that holds some of our heads. Called by `connection.py` and
+Inside a block KV heads stand one after another, and inside a head its layers
+(configs/kv_layout.py), so what two ranks have in common is a few runs of bytes: `BlockRange`. Equal
+ranks have one, the whole block; with other tensor parallelism there is one for each peer rank and
+group of layers, with other stages one for each of our heads besides. Called by `connection.py` and
 `link/link_pulls.py`.
 """
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.kvtransfer.transport.agent import Descriptors
-from pdserve.protocol.handoff import RankMemory
+from pdserve.protocol.handoff import GroupMemory, KVCacheMeta, RankMemory
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class BlockSizes:
 
 
 @dataclass(frozen=True)
-class HeadRange:
+class BlockRange:
     """Bytes `[local_offset, +num_bytes)` of each of our blocks come from `[remote_offset,
     +num_bytes)` of rank `rank`'s."""
 
@@ -50,73 +52,94 @@ class HeadRange:
     num_bytes: int
 
 
-def plan_heads(
-    local_heads: Sequence[int], remote_heads: Sequence[Sequence[int]], head_bytes: int
-) -> list[HeadRange]:
-    """Ranges that cover all local heads once, in order, each as long as one peer rank allows.
+@dataclass(frozen=True)
+class _Cell:
+    """What a block holds of one KV head in one layer; both by global id."""
 
-    remote_heads: the global head ids each peer rank stores, in storage order; replicas are allowed,
-    any one is read. ValueError when a head is stored nowhere.
+    layer: int
+    head: int
+    offset: int
+    num_bytes: int
+
+
+def plan_for(layout: KVLayout, meta: KVCacheMeta) -> list[BlockRange]:
+    """Ranges that cover all KV of one of our blocks once, in order, each as long as one peer rank
+    allows. layout: of our rank, with the peer's block size.
+
+    A (head, layer) that several of the peer's ranks store is read from any one. ValueError when
+    none does, or it takes another number of bytes there.
     """
-    plan: list[HeadRange] = []
+    ours = _cells(groups_of(layout))
+    theirs = [
+        {(cell.layer, cell.head): cell for cell in _cells(rank.groups)} for rank in meta.ranks
+    ]
+    plan: list[BlockRange] = []
     done = 0
-    while done < len(local_heads):
-        rank, first, length = _longest_run(local_heads[done:], remote_heads)
-        if length == 0:
-            raise ValueError(
-                f"KV head {local_heads[done]} is stored on no rank of the peer "
-                f"({list(remote_heads)})"
-            )
-        plan.append(HeadRange(rank, done * head_bytes, first * head_bytes, length * head_bytes))
+    while done < len(ours):
+        first = ours[done]
+        lengths = [_run_length(ours[done:], stored) for stored in theirs]
+        length = max(lengths)
+        if not length:
+            raise ValueError(_refusal(first, theirs))
+        rank = lengths.index(length)
+        last = ours[done + length - 1]
+        start = theirs[rank][first.layer, first.head].offset
+        plan.append(
+            BlockRange(rank, first.offset, start, last.offset + last.num_bytes - first.offset)
+        )
         done += length
+    if len(plan) == 1 and plan[0].remote_offset == 0 and meta.block_bytes == layout.block_bytes:
+        return [replace(plan[0], num_bytes=layout.block_bytes)]  # what fills up the block, too
     return plan
 
 
-def _longest_run(
-    heads: Sequence[int], remote_heads: Sequence[Sequence[int]]
-) -> tuple[int, int, int]:
-    """`(rank, first index there, length)` of the longest run that starts with heads[0]; length 0 if
-    none does."""
-    best = (0, 0, 0)
-    for rank, stored in enumerate(remote_heads):
-        if heads[0] not in stored:
-            continue
-        first = list(stored).index(heads[0])
-        length = 0
-        while (
-            length < min(len(heads), len(stored) - first)
-            and stored[first + length] == heads[length]
-        ):
-            length += 1
-        best = max(best, (rank, first, length), key=lambda found: found[2])
-    return best
+def groups_of(layout: KVLayout) -> tuple[GroupMemory, ...]:
+    """As a rank of this layout tells its peers."""
+    return tuple(
+        GroupMemory(group.layers, group.heads, offset, head_bytes)
+        for group, offset, head_bytes in zip(
+            layout.groups, layout.offsets, layout.head_bytes, strict=True
+        )
+    )
 
 
-def plan_for(layout: KVLayout, ranks: Sequence[RankMemory]) -> list[HeadRange]:
-    """`plan_heads` for one of our ranks. ValueError when a peer rank stores other layers together,
-    or a head takes another number of bytes there."""
-    ours = layout.group
-    for there in ranks:
-        stored = [group.layers for group in there.groups]
-        if stored != [ours.layers]:
-            raise ValueError(
-                f"the peer stores layers in groups {stored}, not as {ours.layers}: only equal ones "
-                "can be pulled"
-            )
-    theirs = [there.groups[0] for there in ranks]
-    for group in theirs:
-        if group.head_bytes != layout.head_bytes:
-            raise ValueError(
-                f"KV head bytes differ: ours {layout.head_bytes}, the peer's {group.head_bytes}"
-            )
-    plan = plan_heads(ours.heads, [group.heads for group in theirs], layout.head_bytes)
-    return [
-        replace(span, remote_offset=theirs[span.rank].offset + span.remote_offset) for span in plan
-    ]
+def _cells(groups: Sequence[GroupMemory]) -> list[_Cell]:
+    """In order of their offsets, if those of the groups rise."""
+    cells = []
+    for group in groups:
+        num_bytes = group.head_bytes // len(group.layers)
+        places = itertools.product(group.heads, group.layers)
+        cells += [
+            _Cell(layer, head, group.offset + index * num_bytes, num_bytes)
+            for index, (head, layer) in enumerate(places)
+        ]
+    return cells
+
+
+def _run_length(cells: Sequence[_Cell], stored: Mapping[tuple[int, int], _Cell]) -> int:
+    """How many of the cells, from the first on, stand one after another in what a rank stores."""
+    distance = None
+    for length, cell in enumerate(cells):
+        there = stored.get((cell.layer, cell.head))
+        if there is None or there.num_bytes != cell.num_bytes:
+            return length
+        if distance is None:
+            distance = there.offset - cell.offset
+        if there.offset - cell.offset != distance:
+            return length
+    return len(cells)
+
+
+def _refusal(cell: _Cell, stored: Sequence[Mapping[tuple[int, int], _Cell]]) -> str:
+    found = [there[cell.layer, cell.head] for there in stored if (cell.layer, cell.head) in there]
+    where = f"KV head {cell.head} of layer {cell.layer}"
+    if not found:
+        return f"{where} is stored on no rank of the peer"
+    return f"{where} takes {cell.num_bytes} bytes of a block here, {found[0].num_bytes} there"
 
 
 def local_descriptors(
-    address: int, block_bytes: int, num_blocks: int, span: HeadRange, memory: str, device_id: int
+    address: int, block_bytes: int, num_blocks: int, span: BlockRange, memory: str, device_id: int
 ) -> Descriptors:
     """The part of each of our blocks that `span` fills, one piece a block."""
     return Descriptors(
@@ -125,7 +148,7 @@ def local_descriptors(
 
 
 def remote_descriptors(
-    there: RankMemory, block_bytes: int, num_blocks: int, span: HeadRange
+    there: RankMemory, block_bytes: int, num_blocks: int, span: BlockRange
 ) -> Descriptors:
     """The part of each of the peer's blocks that `span` reads. block_bytes: of the *peer's*
     block."""

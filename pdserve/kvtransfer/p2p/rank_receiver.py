@@ -100,9 +100,9 @@ class RankReceiver:
         `complete` say where from. deadline_s: see `KVReceiver.follow`. ValueError when a block does
         not exist.
         """
-        if any(not 0 <= block < self.own.kv_cache.shape[0] for block in local_blocks):
+        if any(not 0 <= block < self.own.kv_cache.num_blocks for block in local_blocks):
             raise ValueError(
-                f"local_blocks must lie in [0, {self.own.kv_cache.shape[0]}), not {local_blocks}"
+                f"local_blocks must lie in [0, {self.own.kv_cache.num_blocks}), not {local_blocks}"
             )
         with self._lock:
             refusal = self._refusal(engine_id, incarnation)
@@ -226,6 +226,8 @@ def _malformed(ticket: Ticket, meta: KVCacheMeta) -> str:
             f"the ticket's blocks have {ticket.block_size} tokens, the peer's KV cache "
             f"{meta.block_size}"
         )
+    if ticket.home:
+        return f"the ticket's blocks are of home {ticket.home}, the peer has home 0 alone"
     if any(not 0 <= block < meta.num_blocks for block in ticket.block_ids):
         return f"the ticket names blocks outside the peer's KV cache of {meta.num_blocks}"
     return ""

@@ -100,10 +100,11 @@ class Sender:
         num_tokens: int,
         content: bytes,
         written_at: float | None = None,
+        home: int = 0,
     ) -> Ticket:
         """See `KVSender.publish`. ValueError when the key has a ticket already or a block does not
         exist."""
-        ticket = self._ticket(key, block_ids, num_tokens, content, written_at)
+        ticket = self._ticket(key, block_ids, num_tokens, content, written_at, home)
         deadline = time.monotonic() + self.lease_s
         with self._changed:
             prompt = self._prompt(key)
@@ -124,9 +125,10 @@ class Sender:
         block_ids: Sequence[int],
         content: bytes,
         written_at: float | None = None,
+        home: int = 0,
     ) -> None:
         """See `KVSender.publish_part`."""
-        ticket = self._ticket(key, block_ids, 0, content, written_at)
+        ticket = self._ticket(key, block_ids, 0, content, written_at, home)
         with self._changed:
             prompt = self._prompt(key)
             if prompt.deadline is not None or _name_the_same(ticket, prompt.ticket):
@@ -167,6 +169,7 @@ class Sender:
         num_tokens: int,
         content: bytes,
         written_at: float | None,
+        home: int,
     ) -> Ticket:
         blocks = tuple(int(block) for block in block_ids)
         if any(not 0 <= block < self._meta.num_blocks for block in blocks):
@@ -182,6 +185,7 @@ class Sender:
             num_tokens=num_tokens,
             lease_s=self.lease_s,
             written_at=time.time() if written_at is None else written_at,
+            home=home,
         )
 
     def _prompt(self, key: RequestKey) -> _Prompt:

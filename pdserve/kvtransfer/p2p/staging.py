@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.memory.device_memory import OutOfMemory, zeros
+from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kernels.ops import Ops, ops_for
 from pdserve.kvtransfer.transport.agent import TransferAgent, TransferError
 
@@ -34,15 +34,13 @@ size."""
 
 
 class StagingRing:
-    """kv_cache, layout: ours, which rows are moved to. num_bytes: at most; taken and registered by
-    the first `open`."""
+    """kv_cache: ours, which rows are moved to. num_bytes: at most; taken and registered by the
+    first `open`."""
 
-    def __init__(
-        self, agent: TransferAgent, kv_cache: Tensor, layout: KVLayout, num_bytes: int
-    ) -> None:
-        self.layout = layout
+    def __init__(self, agent: TransferAgent, kv_cache: KVCache, num_bytes: int) -> None:
+        self.layout = kv_cache.layout
         self.kv_cache = kv_cache
-        self.run_tokens = _run_tokens(num_bytes // NUM_RUNS // layout.token_bytes)
+        self.run_tokens = _run_tokens(num_bytes // NUM_RUNS // self.layout.token_bytes)
         self._agent = agent
         self._num_bytes = num_bytes
         self._memory: Tensor | None = None
@@ -69,11 +67,9 @@ class StagingRing:
         return Staging(self, self._memory, block_size, wake)
 
     def _allocate(self) -> Tensor:
-        num_elements = (
-            NUM_RUNS * self.run_tokens * self.layout.token_bytes // self.kv_cache.element_size()
-        )
+        num_bytes = NUM_RUNS * self.run_tokens * self.layout.token_bytes
         try:
-            memory = zeros((num_elements,), self.kv_cache.dtype, self.kv_cache.device)
+            memory = zeros((num_bytes,), torch.uint8, self.kv_cache.device)
             self._agent.register(memory)
         except (TransferError, OutOfMemory) as error:
             reason = str(error) or "the memory lacks; lower transfer.staging_bytes"
@@ -106,16 +102,13 @@ class StagingRing:
 
 
 class Staging:
-    """The ring as one link uses it. ring_blocks: `[num_ring_blocks, heads, layers, planes, the
-    peer's block size, row width]`."""
+    """The ring as one link uses it. ring_blocks: as a KV cache of the peer's block size."""
 
     def __init__(
         self, ring: StagingRing, memory: Tensor, block_size: int, wake: Callable[[], None]
     ) -> None:
         self.wake = wake
-        self.ring_blocks = memory.view(
-            -1, *KVLayout(groups=ring.layout.groups, block_size=block_size).block_shape
-        )
+        self.ring_blocks = KVCache(memory, ring.layout.with_block_size(block_size))
         self._ring = ring
         self._kv_cache = ring.kv_cache
         self._per_run = ring.run_tokens // block_size
@@ -153,9 +146,8 @@ class Staging:
             ids = self._ids([*ring_blocks.tolist(), *[0] * padding, *blocks])
             source_ids = ids[: len(ring_blocks)]
             block_ids = ids[len(ring_blocks) + padding :]
-            self._ops.kv.repack(
-                self.ring_blocks, source_ids, self._kv_cache, block_ids, skip, num_rows
-            )
+            for source, target in zip(self.ring_blocks.groups, self._kv_cache.groups, strict=True):
+                self._ops.kv.repack(source, source_ids, target, block_ids, skip, num_rows)
             if self._stream is None:
                 return lambda: True
             return self._stream.record_event().query
@@ -174,10 +166,13 @@ class Staging:
     def _compile(self) -> None:
         """Now, not in the first pull: the kernel is compiled for each pair of sizes."""
         with self._on_stream():
-            source = torch.zeros_like(self.ring_blocks[:1])
-            target = torch.zeros_like(self._kv_cache[:1])
             first = self._ids([0])
-            self._ops.kv.repack(source, first, target, first, 0, 1)
+            source, target = (
+                KVCache(torch.zeros_like(cache.data[:1]), cache.layout)
+                for cache in (self.ring_blocks, self._kv_cache)
+            )
+            for theirs, ours in zip(source.groups, target.groups, strict=True):
+                self._ops.kv.repack(theirs, first, ours, first, 0, 1)
         self.close()
 
 

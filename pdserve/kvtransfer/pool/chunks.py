@@ -52,13 +52,14 @@ class Chunks:
     memory, seal included; model_name: equal for two ranks exactly when they may share chunks."""
 
     def __init__(self, memory: KVCacheMemory, blocks_per_chunk: int, shard: Shard) -> None:
-        layout = memory.layout
+        layout = memory.kv_cache.layout
         self.blocks_per_chunk = blocks_per_chunk
         self.shard = shard
         self.block_size = layout.block_size
         self.chunk_tokens = blocks_per_chunk * layout.block_size
         self.num_bytes = blocks_per_chunk * layout.block_bytes + SEAL_BYTES
-        sizes = f"{len(layout.group.heads)}|{layout.block_size}|{blocks_per_chunk}"
+        num_heads = [len(group.heads) for group in layout.groups]
+        sizes = f"{num_heads}|{layout.block_size}|{blocks_per_chunk}"
         what = f"{memory.rows_digest}|{sizes}"
         self.model_name = (
             "pdserve-" + blake2b(what.encode(), digest_size=16, person=FORMAT).hexdigest()
@@ -91,11 +92,11 @@ class BlockCopier:
     """
 
     def __init__(self, memory: KVCacheMemory) -> None:
-        pool = memory.kv_cache
-        self._blocks = pool.view(-1).view(torch.uint8).view(pool.shape[0], -1)
-        on_cuda = pool.is_cuda
-        self._in = torch.cuda.Stream(pool.device) if on_cuda else None
-        self._out = torch.cuda.Stream(pool.device) if on_cuda else None
+        self._blocks = memory.kv_cache.data
+        device = self._blocks.device
+        self._in, self._out = (
+            torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)
+        )
 
     @property
     def num_blocks(self) -> int:

@@ -125,7 +125,8 @@ def lmcache_pool(
 ) -> ThreadedKVPool:
     """A KVPool over the server at `address` (host:port, this host). shard: which part of the rows
     this rank stores. ValueError when config does not fit the memory."""
-    chunks = Chunks(memory, config.blocks_per_chunk(memory.layout.block_size), shard or Shard())
+    block_size = memory.kv_cache.layout.block_size
+    chunks = Chunks(memory, config.blocks_per_chunk(block_size), shard or Shard())
     backend = LMCacheBackend(address, chunks, config.request_deadline_s, memory.kv_cache.device)
     metrics = PoolMetrics(registry or CollectorRegistry())
     return ThreadedKVPool(backend, BlockCopier(memory), config, wake, metrics)

@@ -142,7 +142,7 @@ class PeerLink:
     def _run(self) -> None:
         # of this thread: its sleeps end 50 us late without
         ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
-        if self._own.kv_cache.is_cuda:
+        if self._own.kv_cache.device.type == "cuda":
             # UCX needs the KV cache's context current where it is called
             torch.cuda.set_device(self._own.kv_cache.device)
         try:

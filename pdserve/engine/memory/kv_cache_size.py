@@ -1,0 +1,88 @@
+"""How many blocks the KV cache gets, and its allocation: once, never to be moved (a connector
+registers it).
+
+Knows the configuration, the layout and the device. Called by `engine.components`.
+"""
+
+import torch
+
+from pdserve.configs.engine import EngineConfig
+from pdserve.configs.kv_layout import KVLayout
+from pdserve.engine.memory import device_memory
+from pdserve.engine.memory.kv_cache import KVCache
+
+
+def allocate_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
+    """Zeroed, outside torch's allocator; freed with its last view. ValueError when the device does
+    not have that much.
+    """
+    shape = (num_blocks, layout.block_bytes)
+    try:
+        return KVCache(device_memory.zeros(shape, torch.uint8, device), layout)
+    except device_memory.OutOfMemory:
+        raise _does_not_fit("num_kv_blocks", num_blocks, layout, device, 0) from None
+
+
+def num_blocks_for(
+    config: EngineConfig, layout: KVLayout, device: torch.device, reserved_bytes: int
+) -> int:
+    """How many blocks the KV cache gets: as configured, else what `kv_memory_bytes` (CPU) or the
+    device's memory holds.
+
+    On CUDA: total * kv_memory_fraction, less what is in use now (by anybody), less reserved_bytes:
+    what steps will need beyond it (activations, sampling, graphs). ValueError naming the parameter
+    when the KV cache does not fit, or when fewer than 2 blocks do.
+    """
+    if config.num_kv_blocks is not None:
+        return _checked("num_kv_blocks", config.num_kv_blocks, layout, device, reserved_bytes)
+    if device.type != "cuda":
+        count = _at_least_two(config.kv_memory_bytes, layout, "raise kv_memory_bytes")
+        return _checked("kv_memory_bytes", count, layout, device, reserved_bytes)
+    torch.cuda.empty_cache()  # what loading and profiling left in PyTorch's cache is free, too
+    free, total = torch.cuda.mem_get_info(device)
+    budget = int(total * config.kv_memory_fraction) - (total - free) - reserved_bytes
+    cure = (
+        f"kv_memory_fraction {config.kv_memory_fraction:g} of {_gib(total)} less "
+        f"{_gib(total - free)} in use and {_gib(reserved_bytes)} reserved for steps; raise "
+        "kv_memory_fraction, lower max_num_batched_tokens, or end what else uses the device"
+    )
+    return _at_least_two(budget, layout, cure)
+
+
+def _at_least_two(budget: int, layout: KVLayout, cure: str) -> int:
+    count = budget // layout.block_bytes
+    if count < 2:
+        raise ValueError(
+            f"the KV cache needs at least 2 blocks of {layout.block_bytes} bytes "
+            f"({layout.block_size} tokens each), but gets {max(budget, 0)} bytes: {cure}"
+        )
+    return count
+
+
+def _checked(
+    name: str, num_blocks: int, layout: KVLayout, device: torch.device, reserved_bytes: int
+) -> int:
+    if num_blocks * layout.block_bytes > device_memory.available_bytes(device) - reserved_bytes:
+        raise _does_not_fit(name, num_blocks, layout, device, reserved_bytes)
+    return num_blocks
+
+
+def _does_not_fit(
+    name: str, num_blocks: int, layout: KVLayout, device: torch.device, reserved_bytes: int
+) -> ValueError:
+    room = max(0, device_memory.available_bytes(device) - reserved_bytes)
+    fitting = room // layout.block_bytes
+    cure = (
+        f"{fitting} blocks would fit"
+        if name == "num_kv_blocks"
+        else f"{fitting * layout.block_bytes} bytes would"
+    )
+    return ValueError(
+        f"{name} asks for a KV cache of {num_blocks} blocks of {layout.block_bytes} bytes, "
+        f"{_gib(num_blocks * layout.block_bytes)} in all, but {device} has {_gib(room)} available "
+        f"beside what steps need: lower {name} ({cure})"
+    )
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / (1 << 30):.2f} GiB"
