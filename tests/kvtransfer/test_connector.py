@@ -163,6 +163,17 @@ def test_ticket_with_blocks_outside_the_pool_is_an_error(sink: Engine, source: S
     source.revoke(request)
 
 
+def test_ticket_of_a_home_that_the_peer_does_not_have_is_an_error(
+    sink: Engine, source: Source
+) -> None:
+    request = request_key()
+    ticket = source.publish(request, [1])
+    failed = pull(sink, msgspec.structs.replace(ticket, home=1), [0])
+    assert isinstance(failed, PullFailed) and failed.reason == "error" and failed.settled
+    assert failed.detail == "the ticket's blocks are of home 1, the peer has home 0 alone"
+    source.revoke(request)
+
+
 def test_arguments_that_do_not_fit_are_value_errors(sink: Engine, source: Source) -> None:
     request = request_key()
     ticket = source.publish(request, [1, 2])
