@@ -245,12 +245,13 @@ async def _http(cases: list[Case]) -> None:
 
     harness = await Harness(Tokenizer.load(DEMO), RouterConfig(), 1, 1, 60.0).start()
     async with harness.http() as client:
-        for number, bad in enumerate(BAD):
+        numbers: Counter[str] = Counter()  # of one name, that a new case renames no other
+        for bad in BAD:
             body = bad.body.replace(THEIR_MODEL.encode(), MODEL.encode())
             answer = await client.request(bad.method, bad.path, content=body)
-            cases.append(
-                (f"surface bad {number} {bad.names}", [answer.status_code, answer.text[:2000]])
-            )
+            numbers[bad.names] += 1
+            case = f"surface bad {bad.names} {numbers[bad.names]}"
+            cases.append((case, [answer.status_code, answer.text[:2000]]))
         for path in ("/openapi.json", "/v1/models", "/health"):
             answer = await client.get(path)
             cases.append((f"surface {path}", [answer.status_code, answer.text]))
