@@ -46,5 +46,7 @@ def test_repack(
 def test_a_layer_of_a_pool_is_refused() -> None:
     pool = pool_of(16, 64, torch.float32)
     ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="pass the whole ring"):
+    with pytest.raises(ValueError, match="each block of source and kv_cache must be contiguous"):
+        triton_ops.repack(pool[:, :, :1], ids, pool[:, :, :1], ids, 0, 16)
+    with pytest.raises(ValueError, match="must differ in the size of blocks alone"):
         triton_ops.repack(pool[:, :1], ids, pool, ids, 0, 16)

@@ -48,6 +48,11 @@ def repack(
         raise ValueError(
             "each block of source and kv_cache must be contiguous: pass all their heads and layers"
         )
+    if (*source.shape[1:4], source.shape[5]) != (*kv_cache.shape[1:4], kv_cache.shape[5]):
+        raise ValueError(
+            "source and kv_cache must differ in the size of blocks alone, not hold "
+            f"{tuple(source.shape[1:])} and {tuple(kv_cache.shape[1:])} a block"
+        )
     check_ids(source_ids=source_ids, block_ids=block_ids)
     if num_rows:
         launch_repack(source, source_ids, kv_cache, block_ids, skip, num_rows)
