@@ -45,7 +45,7 @@ class LayerGroup(BaseModel):
 
     @property
     def row_bytes(self) -> int:
-        """Of one token's row in one plane of one head."""
+        """One token's row in one plane of one head has so many."""
         return self.row_width * DTYPE_BYTES[self.dtype]
 
 
@@ -93,8 +93,8 @@ class KVLayout(BaseModel):
 
     @property
     def shapes(self) -> tuple[tuple[int, int, int, int, int], ...]:
-        """Of each group: `(kv_heads, layers, planes, block_size, row_width)`, contiguous in this
-        order."""
+        """Each group's part of a block: `(kv_heads, layers, planes, block_size, row_width)`,
+        contiguous in this order."""
         return tuple(
             (len(g.heads), len(g.layers), g.planes, self.block_size, g.row_width)
             for g in self.groups
@@ -102,12 +102,12 @@ class KVLayout(BaseModel):
 
     @property
     def head_bytes(self) -> tuple[int, ...]:
-        """Of each group: bytes of one KV head (its layers, all planes) in one block."""
+        """Bytes of one KV head of each group (its layers, all planes) in one block."""
         return tuple(len(g.layers) * g.planes * self.block_size * g.row_bytes for g in self.groups)
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """Of each group: the byte of a block where it begins."""
+        """Each group begins at this byte of a block."""
         sizes = [len(g.heads) * size for g, size in zip(self.groups, self.head_bytes, strict=True)]
         return tuple(accumulate(sizes[:-1], initial=0))
 

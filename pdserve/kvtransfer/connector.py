@@ -124,8 +124,8 @@ class KVSender(Protocol):
         """A ticket for a whole prompt's blocks, whose rows are completely written (the caller has
         waited for the device) and which the caller owns, so their generations stand still. It keeps
         them pinned until `poll` returns Unpinned for the key, or it calls `revoke`. content:
-        `protocol.block_digests.BlockHasher.content` of what the rows hold. written_at, home: see
-        Ticket; None: now."""
+        `protocol.block_digests.BlockHasher.content` of what the rows hold. written_at (None: now),
+        home: see Ticket."""
         ...
 
     def publish_part(

@@ -1,8 +1,8 @@
 """Paged attention of one step: the `attend` callable that a model's layers call.
 
 Rotates the step's q and k, writes its K and V rows into the KV cache, then attends: single-query
-sequences (decodes) by one op, the others (prefill chunks) by another. Knows the KV cache's layout
-through tensors only; built anew each step by the model runner.
+sequences (decodes) by one op, the others (prefill chunks) by another. Knows of the KV cache its
+layers and the size of its blocks; built anew each step by the model runner.
 """
 
 from dataclasses import dataclass

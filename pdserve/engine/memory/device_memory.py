@@ -4,8 +4,7 @@ allocator, never moved.
 On CUDA a plain `cudaMalloc` of its own, seen by torch as a tensor. The caching allocator may serve
 from expandable segments (virtual memory mapped piece by piece), which a transfer library registers
 without an error and then reads over TCP; it also rounds sizes and shares segments. Knows bytes and
-devices, no layout. Called by `memory.kv_cache` and by the
-staging ring.
+devices, no layout. Called by `memory.kv_cache_size` and by the staging ring.
 """
 
 import ctypes

@@ -61,7 +61,7 @@ class KVCache:
 
 
 def layout_of(attention: Sequence[AttentionSpec], block_size: int, dtype: str) -> KVLayout:
-    """Of a model whose layers attend so: those that store rows of one shape make a group."""
+    """The layout for layers that attend so: those that store rows of one shape make a group."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     for layer, spec in enumerate(attention):
         rows = spec.num_kv_heads, spec.planes, spec.row_width

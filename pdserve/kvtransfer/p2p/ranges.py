@@ -104,7 +104,7 @@ def groups_of(layout: KVLayout) -> tuple[GroupMemory, ...]:
 
 
 def _cells(groups: Sequence[GroupMemory]) -> list[_Cell]:
-    """In order of their offsets, if those of the groups rise."""
+    """The cells of all groups, in the order of these."""
     cells = []
     for group in groups:
         num_bytes = group.head_bytes // len(group.layers)
