@@ -35,13 +35,13 @@ class SamplingParams(
     min_p: filters, applied in the order top_k, top_p, min_p after the temperature.
     repetition_penalty: over prompt and output; presence_penalty, frequency_penalty: over the
     output. logit_bias: added to the logits of at most MAX_LOGIT_BIAS token ids. logit_rules: other
-    rules by name (`protocol.logit_rules`) and their settings. seed: None lets the receiver draw one.
-    stop: at most MAX_STOPS strings that end the text, of at most MAX_STOP_CHARS characters each and
-    MAX_STOP_CHARS_IN_ALL together; stop_token_ids (at most MAX_STOP_TOKEN_IDS) end the tokens.
-    ignore_eos: go on past end-of-sequence. min_tokens: no stop token before. max_tokens: None means
-    as many as fit the engine that generates them. logprobs, prompt_logprobs: how many alternatives
-    to report a position, besides the chosen one (0: the chosen one only; None: nothing), of the
-    distribution before any of the above.
+    rules by name (`protocol.logit_rules`) and their settings. seed: None lets the receiver draw
+    one. stop: at most MAX_STOPS strings that end the text, of at most MAX_STOP_CHARS characters
+    each and MAX_STOP_CHARS_IN_ALL together; stop_token_ids (at most MAX_STOP_TOKEN_IDS) end the
+    tokens. ignore_eos: go on past end-of-sequence. min_tokens: no stop token before. max_tokens:
+    None means as many as fit the engine that generates them. logprobs, prompt_logprobs: how many
+    alternatives to report a position, besides the chosen one (0: the chosen one only; None:
+    nothing), of the distribution before any of the above.
     """
 
     n: int = 1
