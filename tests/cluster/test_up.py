@@ -30,6 +30,12 @@ pytestmark = pytest.mark.slow
 
 
 ISOLATED = {"RAY_AUTH_MODE": "disabled"}
+STOP_S = 60.0
+
+
+def _heed_ctrl_c() -> None:
+    """A shell starts what runs in its background with Ctrl-C ignored, and children inherit it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @contextmanager
@@ -41,7 +47,12 @@ def up(
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     environment = inherited | {"PYTHONPATH": str(ROOT)} | dict(env)
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        preexec_fn=_heed_ctrl_c,
     ) as process:
         said = ""
         assert process.stdout is not None
@@ -53,16 +64,16 @@ def up(
             yield process, said
         finally:
             if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-            process.stdout.read()
+                process.terminate()
+            process.communicate(timeout=STOP_S)
 
 
 def seconds_to_stop(process: subprocess.Popen[str]) -> float:
+    """By Ctrl-C, which must end it and all that it started: they have its output open."""
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    assert process.stdout is not None
-    process.stdout.read()
-    assert process.wait(timeout=60) == 0
+    process.communicate(timeout=STOP_S)
+    assert process.returncode == 0
     return time.monotonic() - began
 
 
@@ -89,6 +100,18 @@ def test_options_of_serves_server_are_named_and_work(tmp_path: Path) -> None:
         with urllib.request.urlopen(f"{url}/v1/models", timeout=10) as answer:
             assert answer.status == 200
         assert seconds_to_stop(process) < 15
+
+
+def until_linked(url: str) -> None:
+    """Until a worker may pull from another: the first requests are served before that."""
+    deadline = time.monotonic() + 60
+    while True:
+        with urllib.request.urlopen(f"{url}/admin/workers", timeout=10) as answer:
+            workers = json.load(answer)["workers"]
+        if any(worker["num_peers"] for worker in workers):
+            return
+        assert time.monotonic() < deadline, workers
+        time.sleep(0.1)
 
 
 def status_of(url: str, key: str | None = None) -> int:
@@ -151,9 +174,7 @@ def test_api_keys_of_the_environment_and_rays_token_by_default(tmp_path: Path) -
             assert not any("one-key" in part for line in lines for part in line), (
                 "a command line is for all to see"
             )
-            process.send_signal(signal.SIGINT)
-            assert process.stdout is not None
-            process.stdout.read()
+            seconds_to_stop(process)
         found = [
             file
             for file in Path(folder).rglob("*")
@@ -221,6 +242,7 @@ def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> N
     document["applications"][0]["args"] |= {
         "logging": {"format": "json"},
         "slo": {"ttft_ms": 9000, "tpot_ms": 900},
+        "router": {"admin_http": True},
     }
     path = tmp_path / "cluster.yaml"
     port = str(free_port())
@@ -229,6 +251,7 @@ def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> N
         tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder,
         up(str(path), "--port", port, env=ISOLATED | {"RAY_TMPDIR": folder}),
     ):
+        until_linked(f"http://127.0.0.1:{port}")
         body = json.dumps(
             {"model": "pdserve-demo", "prompt": "Once upon a time", "max_tokens": 4}
         ).encode()
