@@ -242,8 +242,8 @@ def test_rays_grafana_finds_a_dashboard_of_what_ray_exports(tmp_path: Path) -> N
     document["applications"][0]["args"] |= {
         "logging": {"format": "json"},
         "slo": {"ttft_ms": 9000, "tpot_ms": 900},
-        "router": {"admin_http": True},
     }
+    document["applications"][0]["args"]["router"]["admin_http"] = True
     path = tmp_path / "cluster.yaml"
     port = str(free_port())
     path.write_text(yaml.safe_dump(document))
