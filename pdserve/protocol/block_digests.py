@@ -72,10 +72,12 @@ class BlockHasher:
             tokens[first * self.block_size : end * self.block_size], dtype="<i4"
         ).tobytes()
         size = 4 * self.block_size  # bytes of a block's ids
-        for index in range(end - first):
-            start = (first + index) * self.block_size
-            salt = _salt_of(parts, start, start + self.block_size) if parts else b""
-            block = parent + ids[index * size : (index + 1) * size]
+        salt = b""
+        for at in range(0, len(ids), size):
+            if parts:
+                start = first * self.block_size + at // 4
+                salt = _salt_of(parts, start, start + self.block_size)
+            block = parent + ids[at : at + size]
             parent = blake2b(block, digest_size=16, key=key, salt=salt).digest()
             hashes.append(parent)
 

@@ -98,7 +98,10 @@ class LocalExecutor:
         began = Fence(self._device)
         output = self.runner.forward(work)
         scores = [self._score(output.hidden, scored) for scored in work.scores]
-        step = LocalStep(began, scores, self._hidden_rows(output.hidden, work.hidden_rows))
+        hidden = None
+        if work.hidden_rows is not None:
+            hidden = self._hidden_rows(output.hidden, work.hidden_rows)
+        step = LocalStep(began, scores, hidden)
         if not work.num_samples:
             step.ended = Fence(self._device)
             return step
@@ -136,9 +139,7 @@ class LocalExecutor:
         self.runner.synchronize()
 
     @torch.inference_mode()
-    def _hidden_rows(self, hidden: Tensor, rows: np.ndarray | None) -> HostCopy | None:
-        if rows is None:
-            return None
+    def _hidden_rows(self, hidden: Tensor, rows: np.ndarray) -> HostCopy:
         return HostCopy([hidden.index_select(0, to_device(rows, self._device)).float()])
 
     @torch.inference_mode()

@@ -110,9 +110,9 @@ class ModelRunner:
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Sequence[int] | np.ndarray) -> Tensor:
         """`[len(rows), vocab]` of these rows of a step's hidden."""
-        index = np.asarray(rows, dtype=np.int32)
-        if self.device.type == "cpu":
-            index = np.pad(index, (0, -len(index) % ROW_MULTIPLE))
+        more = -len(rows) % ROW_MULTIPLE if self.device.type == "cpu" else 0
+        index = np.zeros(len(rows) + more, dtype=np.int32)
+        index[: len(rows)] = rows
         return self.model.logits(hidden.index_select(0, to_device(index, self.device)))[: len(rows)]
 
     def synchronize(self) -> None:

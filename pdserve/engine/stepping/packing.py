@@ -6,6 +6,7 @@ takes the newest token of the slot. Knows no model. Packed by the planner, unpac
 runner.
 """
 
+import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, fields
@@ -161,5 +162,5 @@ def _aligned(length: int) -> int:
 
 
 def _offsets(lengths: SequenceOf[int]) -> list[int]:
-    ends = np.cumsum([_aligned(length) for length in lengths])
-    return [0, *ends[:-1].tolist()]
+    ends = itertools.accumulate(map(_aligned, lengths), initial=0)
+    return list(ends)[:-1]

@@ -93,7 +93,7 @@ class StepPlanner:
         rows = [self._row(seq) for seq in members]
         positions = [seq.next_position for seq in members]
         is_late = any(
-            seq.num_pending and self.staging.needs_values(row)
+            row.states and seq.num_pending and self.staging.needs_values(row)
             for seq, row in zip(members, rows, strict=True)
         )
         inputs = step_inputs(plan, padding, self._hasher.block_size)

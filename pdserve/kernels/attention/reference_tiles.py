@@ -156,12 +156,13 @@ def _make_batch(
     tail = int(first_positions.min()) + 1 if window is None else 0
     keys = np.arange(tail, num_keys)
     last_seen = np.repeat(first_positions + offsets, group, axis=1)  # [n, P * G]
-    first_seen = np.zeros_like(last_seen)
+    written = keys < lens
+    is_seen = keys <= last_seen[:, :, None]
     if window is not None:
-        # What all queries of a tile are past may have been given to others.
         first_seen = np.maximum(last_seen - window + 1, 0)
-    written = (keys >= first_seen.min(axis=1, keepdims=True)) & (keys < lens)
-    is_seen = (keys >= first_seen[:, :, None]) & (keys <= last_seen[:, :, None])
+        # What all queries of a tile are past may have been given to others.
+        written &= keys >= first_seen.min(axis=1, keepdims=True)
+        is_seen &= keys >= first_seen[:, :, None]
     arrays = {
         "rows": (first_rows + offsets).ravel(),
         "kv_rows": _kv_rows(blocks, kv_shape, kv_strides),
