@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 import torch
+from support.dense_model import dense_attend, our_logits
 from support.tiny_models import make_tiny
 
 from pdserve.kernels.attention.spec import AttentionSpec
-from pdserve.kernels.kv.reference import apply_rope
 from pdserve.kernels.norm.ops import Norm
 from pdserve.kernels.ops import TORCH, Ops, ops_for
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
-from pdserve.models.step_context import Attend, RopeTables, StepContext
+from pdserve.models.step_context import Attend, RopeTables
 from pdserve.models.weights import Source, Weight
 
 pytestmark = pytest.mark.lengthy
@@ -57,31 +57,6 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return get
 
 
-def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
-    """Causal attention over one sequence given whole; `window` and `scale` mutate mask and softmax
-    scale."""
-
-    def attend(
-        layer: int,
-        spec: AttentionSpec,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        rope: RopeTables,
-    ) -> torch.Tensor:
-        q, k = apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
-        groups = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
-        scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale * scale
-        t = torch.arange(len(q), device=q.device)
-        hidden = t[None, :] > t[:, None]
-        if window:
-            hidden |= t[None, :] <= t[:, None] - window
-        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
-
-    return attend
-
-
 def load(folder: Path, spec: ModelSpec | None = None, ops: Ops | None = None) -> CausalLM:
     return load_model(
         str(folder), spec or read_spec(str(folder)), torch.float32, CPU, ops or ops_for(CPU)
@@ -90,12 +65,6 @@ def load(folder: Path, spec: ModelSpec | None = None, ops: Ops | None = None) ->
 
 def prompt(num_tokens: int = PROMPT_TOKENS) -> torch.Tensor:
     return torch.randint(256, (num_tokens,), generator=torch.Generator().manual_seed(1))
-
-
-def our_logits(model: CausalLM, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
-    step = StepContext(attend or dense_attend())
-    with torch.inference_mode():
-        return model.logits(model.hidden(model.forward(model.embed(ids, step), step)))
 
 
 def reference(folder: Path) -> Any:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from models.test_parity import our_logits
 from safetensors.torch import load_file, save_file
+from support.dense_model import our_logits
 from support.pair import Pair, expected, prompt_of
 from support.tiny_models import make_tiny
 
