@@ -126,7 +126,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's own memory as uint8 `[num_bytes]`; ValueError unless it is contiguous."""
     if not tensor.is_contiguous():
         raise ValueError(
-            "kv_cache must be one contiguous tensor: allocate it whole and pass it unsliced"
+            "memory to register must be one contiguous tensor: take it whole and unsliced"
         )
     return tensor.view(-1).view(torch.uint8)
 
