@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from support.raylets import Nodes, children, connected, kill_raylet, serving, wait_until_healthy
+from support.raylets import Nodes, connected, kill_raylet, serving, wait_until_healthy
 from support.served import DEMO
 from support.streams import Ask, check, drafted, mid_stream, prompts
 
@@ -64,9 +64,7 @@ def kill_node(nodes: Nodes, role: str) -> None:
 def vanish(nodes: Nodes, role: str) -> None:
     """No connection is closed, as if the node's network were cut: Ray's health checks find out,
     after 6 s."""
-    _, raylet = nodes.take(role)
-    for pid in (*children(raylet), raylet):
-        os.kill(pid, signal.SIGSTOP)
+    nodes.freeze(role)
 
 
 @pytest.mark.parametrize(("role", "num_tokens"), [("decode", 12), ("prefill", 1)])

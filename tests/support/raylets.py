@@ -41,6 +41,7 @@ class Nodes:
             initialize_head=True, connect=True, head_node_args={**head, "include_dashboard": False}
         )
         self._raylets: list[tuple[Resources, int]] = []
+        self._frozen: list[int] = []
         for resources in nodes:
             self.add(resources)
 
@@ -54,6 +55,19 @@ class Nodes:
         found = next(r for r in self._raylets if role in r[0] and engine_of(r[1]) is not None)
         self._raylets.remove(found)
         return found
+
+    def freeze(self, role: str) -> None:
+        """A raylet as `take` finds it, with all its processes."""
+        _, raylet = self.take(role)
+        for pid in (*children(raylet), raylet):
+            os.kill(pid, signal.SIGSTOP)
+            self._frozen.append(pid)
+
+    def shutdown(self) -> None:
+        """The cluster, and what is frozen: nothing else ends that."""
+        for pid in self._frozen:
+            os.kill(pid, signal.SIGKILL)
+        self.cluster.shutdown()
 
     def engine(self, role: str) -> int:
         """The process of an engine."""
@@ -108,7 +122,7 @@ def serving(name: str, port: int, config: dict[str, Any], *nodes: Resources) -> 
         finally:
             serve.shutdown()
             ray.shutdown()
-            made.cluster.shutdown()
+            made.shutdown()
 
 
 def wait_until_healthy(name: str) -> None:
