@@ -15,7 +15,7 @@ from support.tiny_models import make_tiny
 
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
 from pdserve.engine.llm import LLM, SamplingParams
-from pdserve.engine.stepping.packing import Arrays, pack
+from pdserve.engine.stepping.packing import Arrays, blank, unpack
 from pdserve.kernels.attention import dense
 from pdserve.protocol.start_progress import StartProgress
 
@@ -287,11 +287,12 @@ def test_graphs_share_one_memory_and_keep_their_outputs_apart_from_other_use() -
     assert torch.cuda.memory_allocated() - before < 1 << 20
     others = [torch.full((1 << 27,), 7, dtype=torch.uint8, device="cuda") for _ in range(4)]
     for size in (8, 128, 32, 128):
-        zeros = np.zeros(size, dtype=np.int32)
+        lengths = [size, size, size, size, size, 1]
+        packed = blank(lengths)
         ids = np.arange(size, dtype=np.int32)
-        hidden, logits, slots = graphs.replay(
-            size, pack(Arrays(ids, zeros, ids, zeros, zeros, zeros[:1]))
-        )
+        arrays = unpack(packed, lengths)
+        arrays.ids[:] = arrays.slots[:] = ids
+        hidden, logits, slots = graphs.replay(size, packed)
         want = torch.arange(size, device="cuda").bfloat16()
         assert torch.equal(hidden, want[:, None].expand(-1, 16)) and torch.equal(
             logits[:, -1], want + 1

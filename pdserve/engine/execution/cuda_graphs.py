@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pdserve.engine.stepping.packing import Arrays, pack, unpack
+from pdserve.engine.stepping.packing import Arrays, blank, unpack
 from pdserve.protocol.start_progress import Report
 
 DecodeStep = Callable[[Arrays[Tensor]], tuple[Tensor, Tensor]]
@@ -98,10 +98,9 @@ class DecodeGraphs:
 
     def _capture_one(self, size: int, memory: Any) -> _Graph:
         # No context, all rows to the null block: the captured addresses are what counts.
-        zeros = np.zeros(size, dtype=np.int32)
-        host = pack(Arrays(zeros, zeros, zeros, zeros, zeros, zeros[:1]))
-        packed = torch.from_numpy(host).to(self._device)
-        arrays = unpack(packed, [size, size, size, size, size, 1])
+        lengths = [size, size, size, size, size, 1]
+        packed = torch.from_numpy(blank(lengths)).to(self._device)
+        arrays = unpack(packed, lengths)
         self._step(arrays)  # compiles and loads the kernels, which a capture may not
         graph = torch.cuda.CUDAGraph()
         # Other threads (a connector's) may use CUDA meanwhile.

@@ -9,7 +9,7 @@ runner.
 import itertools
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -24,7 +24,7 @@ from pdserve.engine.stepping.work import StepShape
 ALIGNMENT = 4  # int32s: Triton compiles a kernel anew for pointers that are not 16-byte aligned
 
 
-A = TypeVar("A")
+A = TypeVar("A", np.ndarray, Tensor)
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,11 @@ class Arrays(Generic[A]):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """arrays, and what the host must know of them. first_row: where each sequence's rows begin."""
+    """packed: the step's `Arrays`, of these lengths (see `unpack`), and what the host must know of
+    them. first_row: where each sequence's rows begin."""
 
-    arrays: Arrays[np.ndarray]
+    packed: np.ndarray
+    lengths: tuple[int, ...]
     first_row: dict[Sequence, int]
     shape: StepShape
 
@@ -64,36 +66,39 @@ def step_inputs(plan: StepPlan, padding: Padding, block_size: int) -> StepInputs
     prefills = [(seq, chunk.num_rows) for seq, chunk in plan.chunks.items() if chunk.num_rows > 1]
     num_decodes = len(decodes)
     counts = [count for _, count in prefills]
-    starts = np.cumsum([0, *counts], dtype=np.int32)
-    num_rows = num_decodes + int(starts[-1])
+    starts = list(itertools.accumulate(counts, initial=0))
+    num_rows = num_decodes + starts[-1]
 
-    ids = np.zeros(padding.num_rows, dtype=np.int32)
-    positions = np.zeros(padding.num_rows, dtype=np.int32)
-    slots = np.zeros(padding.num_rows, dtype=np.int32)
-    table_rows = np.zeros(padding.num_sequences, dtype=np.int32)
-    context_lens = np.zeros(padding.num_sequences, dtype=np.int32)
+    num_sequences = padding.num_sequences
+    lengths = (*(padding.num_rows,) * 3, num_sequences, num_sequences, len(starts))
+    packed = blank(lengths)
+    arrays = unpack(packed, lengths)
 
-    ids[:num_decodes] = [_last_input(seq) for seq in decodes]
-    context_lens[:num_decodes] = [seq.num_computed for seq in decodes]
-    table_rows[:num_decodes] = slots[:num_decodes] = [seq.slot for seq in decodes]
-    positions[:num_decodes] = context_lens[:num_decodes] - 1
+    contexts = [seq.num_computed for seq in decodes]
+    arrays.ids[:num_decodes] = [_last_input(seq) for seq in decodes]
+    arrays.slots[:num_decodes] = arrays.table_rows[:num_decodes] = [seq.slot for seq in decodes]
+    arrays.context_lens[:num_decodes] = contexts
+    arrays.positions[:num_decodes] = arrays.context_lens[:num_decodes] - 1
     for i, (seq, count) in enumerate(prefills):
         end = seq.num_computed
         rows = slice(num_decodes + starts[i], num_decodes + starts[i + 1])
-        ids[rows] = _inputs(seq, end - count, end)
-        positions[rows] = np.arange(end - count, end, dtype=np.int32)
-        slots[rows] = table_rows[num_decodes + i] = seq.slot
-        context_lens[num_decodes + i] = end
-    positions[num_rows:] = np.arange(padding.num_rows - num_rows, dtype=np.int32) % block_size
+        arrays.ids[rows] = _inputs(seq, end - count, end)
+        arrays.positions[rows] = np.arange(end - count, end, dtype=np.int32)
+        arrays.slots[rows] = arrays.table_rows[num_decodes + i] = seq.slot
+        arrays.context_lens[num_decodes + i] = end
+    if more := padding.num_rows - num_rows:
+        arrays.positions[num_rows:] = np.arange(more, dtype=np.int32) % block_size
+    arrays.query_starts[:] = starts
 
     first_row = {seq: row for row, seq in enumerate(decodes)}
-    first_row |= {seq: num_decodes + int(starts[i]) for i, (seq, _) in enumerate(prefills)}
+    first_row |= {seq: num_decodes + starts[i] for i, (seq, _) in enumerate(prefills)}
     return StepInputs(
-        arrays=Arrays(ids, positions, slots, table_rows, context_lens, starts),
+        packed=packed,
+        lengths=lengths,
         first_row=first_row,
         shape=StepShape(
             num_decodes=num_decodes,
-            max_decode_context=int(context_lens[:num_decodes].max(initial=0)),
+            max_decode_context=max(contexts, default=0),
             max_query_len=max(counts, default=0),
             fresh_lens=tuple(counts)
             if all(seq.num_computed == count for seq, count in prefills)
@@ -120,24 +125,19 @@ def table_changes(seqs: Iterable[Sequence]) -> np.ndarray | None:
     return np.array([slots, indices, blocks], dtype=np.int32) if slots else None
 
 
-def pack(arrays: Arrays[np.ndarray]) -> np.ndarray:
-    """All arrays in one, each at an aligned offset."""
-    parts = [getattr(arrays, f.name) for f in fields(arrays)]
-    packed = np.zeros(sum(_aligned(len(part)) for part in parts), dtype=np.int32)
-    for part, offset in zip(parts, _offsets([len(part) for part in parts]), strict=True):
-        packed[offset : offset + len(part)] = part
-    return packed
+def blank(lengths: SequenceOf[int]) -> np.ndarray:
+    """Zeros for arrays of these lengths, for `unpack`."""
+    return np.zeros(sum(map(_aligned, lengths)), dtype=np.int32)
 
 
-def unpack(packed: Tensor, lengths: SequenceOf[int]) -> Arrays[Tensor]:
-    """Views of a packed tensor; lengths: of each array, in order."""
-    offsets = _offsets(lengths)
-    return Arrays(*(packed[at : at + length] for at, length in zip(offsets, lengths, strict=True)))
-
-
-def lengths_of(arrays: Arrays[np.ndarray]) -> tuple[int, ...]:
-    """For `unpack`."""
-    return tuple(len(getattr(arrays, f.name)) for f in fields(arrays))
+def unpack(packed: A, lengths: SequenceOf[int]) -> Arrays[A]:
+    """Views of one packed array, each at an aligned offset; lengths: of each, in order."""
+    views = []
+    offset = 0
+    for length in lengths:
+        views.append(packed[offset : offset + length])
+        offset += _aligned(length)
+    return Arrays(*views)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -159,8 +159,3 @@ def _inputs(seq: Sequence, start: int, end: int) -> list[int]:
 
 def _aligned(length: int) -> int:
     return length + -length % ALIGNMENT
-
-
-def _offsets(lengths: SequenceOf[int]) -> list[int]:
-    ends = itertools.accumulate(map(_aligned, lengths), initial=0)
-    return list(ends)[:-1]

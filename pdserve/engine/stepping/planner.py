@@ -19,13 +19,7 @@ from pdserve.engine.scheduling.sequence import Request, Sequence, Status
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.engine.step_result import EngineStats
 from pdserve.engine.stepping.executor import Padding, StepHandle
-from pdserve.engine.stepping.packing import (
-    StepInputs,
-    lengths_of,
-    pack,
-    step_inputs,
-    table_changes,
-)
+from pdserve.engine.stepping.packing import StepInputs, step_inputs, table_changes
 from pdserve.engine.stepping.work import (
     BlockCopies,
     ForwardWork,
@@ -108,8 +102,8 @@ class StepPlanner:
         work = ForwardWork(
             number=self._num_steps,
             graph=padding.graph,
-            packed=pack(inputs.arrays),
-            lengths=lengths_of(inputs.arrays),
+            packed=inputs.packed,
+            lengths=inputs.lengths,
             shape=inputs.shape,
             table_changes=table_changes([*plan.chunks, *forks]),
             copies=_batches(plan.copies),
