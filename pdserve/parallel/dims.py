@@ -6,6 +6,10 @@ no devices.
 """
 
 from dataclasses import dataclass
+from typing import Literal
+
+Axis = Literal["tp", "pp", "dp", "ep"]
+AXES: tuple[Axis, ...] = ("tp", "pp", "dp", "ep")
 
 
 @dataclass(frozen=True)
@@ -14,7 +18,7 @@ class ParallelDims:
     process's `rank`.
 
     Ranks are numbered with tp innermost, then dp, then pp; expert groups reuse the tp and dp ranks.
-    ValueError for a degree below 1, a degree above 1 (not supported yet) and a rank outside the
+    ValueError for a degree below 1, an ep that tp * dp is no multiple of, and a rank outside the
     world.
     """
 
@@ -25,12 +29,14 @@ class ParallelDims:
     rank: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("tp", "pp", "dp", "ep"):
-            degree = getattr(self, name)
-            if degree < 1:
-                raise ValueError(f"{name}={degree}: a parallel degree is at least 1")
-            if degree > 1:
-                raise ValueError(f"{name}={degree} is not supported yet: set {name} to 1")
+        for name in AXES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: a parallel degree is at least 1")
+        if self.tp * self.dp % self.ep:
+            raise ValueError(
+                f"ep={self.ep} must divide tp * dp = {self.tp * self.dp}: experts are shared by "
+                "these ranks"
+            )
         if not 0 <= self.rank < self.world_size:
             raise ValueError(f"rank={self.rank} is outside the {self.world_size} rank(s) of {self}")
 
@@ -41,3 +47,23 @@ class ParallelDims:
     @property
     def tp_rank(self) -> int:
         return self.rank % self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.tp % self.dp
+
+    @property
+    def pp_rank(self) -> int:
+        return self.rank // (self.tp * self.dp)
+
+    @property
+    def ep_rank(self) -> int:
+        return self.rank % self.ep
+
+    def ranks_along(self, axis: Axis) -> tuple[int, ...]:
+        """The ranks that differ from this one in its place on `axis` alone, itself among them, in
+        order."""
+        stride = {"tp": 1, "ep": 1, "dp": self.tp, "pp": self.tp * self.dp}[axis]
+        place: int = getattr(self, f"{axis}_rank")
+        first = self.rank - place * stride
+        return tuple(first + stride * i for i in range(getattr(self, axis)))

@@ -1,0 +1,168 @@
+"""The ranks of one engine come up together: phase by phase, each waits until all are through, and
+an error of one is an error of all.
+
+They meet at a store that rank 0 hosts. What they tell each other there is JSON: nothing is pickled.
+Knows no model and no device. Used by `engine.ranks` and by whoever makes an engine's components.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+from torch.distributed import PrefixStore, Store, TCPStore
+
+from pdserve.parallel.dims import ParallelDims
+
+PHASE_DEADLINE_S = 600.0
+STEP_DEADLINE_S = 30.0
+LAST_LOOK_S = 1.0  # for what another rank failed with, when this one fails too
+LOOK_S = 0.005  # between two looks at the store
+FAILED = "failed"
+LOOPBACK = "127.0.0.1"
+
+
+class RankFailed(RuntimeError):
+    """Another rank of the engine could not come up."""
+
+
+class RankGroup:
+    """This process's place among the ranks of an engine. is_alone: there is no other, and nothing
+    here waits.
+
+    device_index: of the devices that the process sees, this rank's. step_deadline_s: of what ranks
+    do together in a step. watch: is called while this rank waits; raises what it has learnt of
+    another (its process has ended, say).
+    """
+
+    def __init__(
+        self,
+        dims: ParallelDims,
+        store: Store | None = None,
+        address: str = "",
+        device_index: int = 0,
+        step_deadline_s: float = STEP_DEADLINE_S,
+    ) -> None:
+        assert store is not None or dims.world_size == 1, "several ranks meet at a store"
+        self.dims = dims
+        self.address = address
+        self.device_index = device_index
+        self.step_deadline_s = step_deadline_s
+        self.watch: Callable[[], None] = lambda: None
+        self._store = store
+
+    @property
+    def is_alone(self) -> bool:
+        return self.dims.world_size == 1
+
+    @classmethod
+    def host(
+        cls, dims: ParallelDims, address: str = LOOPBACK, device_index: int = 0
+    ) -> "RankGroup":
+        """Of rank 0, which opens the store at a free port of `address`; nobody is waited for."""
+        listening = socket.create_server((address, 0), backlog=dims.world_size)
+        port = listening.getsockname()[1]
+        store = TCPStore(
+            address,
+            port,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=PHASE_DEADLINE_S),
+            master_listen_fd=listening.detach(),
+        )
+        return cls(dims, store, f"{address}:{port}", device_index)
+
+    @classmethod
+    def join(cls, dims: ParallelDims, address: str, device_index: int = 0) -> "RankGroup":
+        """Of another rank. address: of rank 0's group."""
+        host, _, port = address.rpartition(":")
+        return cls(dims, _client(host, int(port)), address, device_index)
+
+    def store_for(self, name: str) -> Store:
+        """A part of the store for somebody who may wait there: over a connection of its own,
+        because whoever waits at one keeps others from it."""
+        host, _, port = self.address.rpartition(":")
+        return PrefixStore(name, _client(host, int(port)))
+
+    def agree(
+        self, phase: str, value: Any = None, deadline_s: float = PHASE_DEADLINE_S
+    ) -> list[Any]:
+        """This rank is through `phase`, which no rank begins twice. Returns the value of each rank
+        once all are.
+
+        RankFailed, or ValueError if that is what it was, names the first rank that failed, or one
+        that is not through in time."""
+        if self._store is None:
+            return [value]
+        rank = self.dims.rank
+        self._store.set(f"{phase}/{rank}", _text(value))
+        missing = set(range(self.dims.world_size))
+        deadline = time.monotonic() + deadline_s
+        while missing:
+            missing -= {other for other in missing if self._store.check([f"{phase}/{other}"])}
+            self.check()
+            if missing and time.monotonic() > deadline:
+                raise RankFailed(
+                    f"rank {min(missing)} was not through the phase {phase!r} within "
+                    f"{deadline_s:g} s of rank {rank}"
+                )
+            if missing:
+                time.sleep(LOOK_S)
+        return [
+            msgspec.json.decode(self._store.get(f"{phase}/{other}"))
+            for other in range(self.dims.world_size)
+        ]
+
+    @contextmanager
+    def shared_fate(self) -> Iterator[None]:
+        """What fails inside, on whichever rank, is raised on all of them at their next `agree`."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            if isinstance(error, Exception) and not isinstance(error, (ValueError, RankFailed)):
+                self._look_back(error)
+            raise
+
+    def _look_back(self, error: Exception) -> None:
+        """What failed here may only follow from what failed elsewhere."""
+        until = time.monotonic() + LAST_LOOK_S
+        while not self.is_alone and time.monotonic() < until:
+            try:
+                self.check()
+            except (ValueError, RankFailed) as cause:
+                raise cause from error
+            time.sleep(LOOK_S)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank cannot go on; the first that fails is heard."""
+        if self._store is None:
+            return
+        is_value = isinstance(error, ValueError)
+        what = str(error) if is_value else f"{type(error).__name__}: {error}"
+        told = {"rank": self.dims.rank, "is_value": is_value, "what": what}
+        if self._store.add(f"{FAILED}/count", 1) == 1:
+            self._store.set(FAILED, _text(told))
+
+    def check(self) -> None:
+        """Raise what another rank failed with."""
+        if self._store is not None and self._store.check([FAILED]):
+            told = msgspec.json.decode(self._store.get(FAILED))
+            if told["rank"] != self.dims.rank:
+                kind = ValueError if told["is_value"] else RankFailed
+                raise kind(f"rank {told['rank']}: {told['what']}")
+        self.watch()
+
+
+def _client(host: str, port: int) -> TCPStore:
+    return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=PHASE_DEADLINE_S))
+
+
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+ALONE = RankGroup(ParallelDims())
