@@ -50,7 +50,7 @@ ONLY: dict[tuple[str, str], set[str]] = {
 ORDER: dict[str, list[str]] = {
     "kernels": [
         "launching",
-        "batch kv norm sampling",
+        "batch collective kv norm sampling",
         "linear",
         "attention",
         "ops",
@@ -65,6 +65,7 @@ ORDER: dict[str, list[str]] = {
         "engine",
         "warm_up",
         "build",
+        "ranks",
         "llm",
     ],
     "kvtransfer": ["connector transport", "p2p pool", "build"],

@@ -10,6 +10,7 @@ from pdserve.configs.base import Config
 
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
+MAX_RANKS = 32  # of tensor parallelism: more than any node has GPUs
 
 
 class ModelConfig(Config):
@@ -54,7 +55,8 @@ class EngineConfig(Config):
     kv_memory_bytes (CPU) or from a profiling step and kv_memory_fraction (CUDA). deterministic:
     batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan
     and queue a step while the device computes the one before (on CUDA). cuda_graphs: replay
-    captured decode steps (CUDA only).
+    captured decode steps (CUDA only). tensor_parallel: so many ranks, each with a GPU of its own,
+    share every layer (docs/parallel.md).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -69,6 +71,7 @@ class EngineConfig(Config):
     deterministic: bool = False
     async_scheduling: bool | None = None
     cuda_graphs: bool = True
+    tensor_parallel: int = Field(1, ge=1, le=MAX_RANKS)
 
     def for_device(self, device: Device) -> "ResolvedEngineConfig":
         """The same with nothing left to choose."""

@@ -172,6 +172,13 @@ class ClusterConfig(Config):
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: "
                 "aggregated"
             )
+        for key in self.worker_keys:
+            if self.worker(key).engine.tensor_parallel > 1:
+                raise ValueError(
+                    f"{key}.engine.tensor_parallel (from engine, unless set there) must be 1: a "
+                    "cluster's workers have one rank each for now; LLM(tensor_parallel_size=...) "
+                    "has several"
+                )
         if self.transfer.pool.mode != "off":
             for key in self.worker_keys:
                 self._check_pool(key)

@@ -1,25 +1,76 @@
 """Builds an engine that is ready to serve: its components, the engine over them, and on CUDA the
-warm-up.
+warm-up; or, as one of its other ranks, what rank 0 drives.
 
 Knows no requests but the warm-up's. Called by `LLM` and by the worker's host.
 """
 
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
 from pdserve.configs.engine import EngineConfig, ModelConfig
-from pdserve.engine.components import make_components
+from pdserve.engine.components import make_components, make_follower
 from pdserve.engine.engine import Engine
+from pdserve.engine.execution.group_executor import GroupExecutor
+from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.warm_up import warm_up
+from pdserve.parallel.bring_up import ALONE, PHASE_DEADLINE_S, RankGroup
+from pdserve.parallel.hang_up import HangUpWatch
+from pdserve.parallel.step_channel import StepReceiver, StepSender
 from pdserve.protocol.start_progress import StartProgress
+
+RankLost = Callable[[int], None]
 
 
 def build_engine(
-    model: ModelConfig, config: EngineConfig, progress: StartProgress | None = None
+    model: ModelConfig,
+    config: EngineConfig,
+    progress: StartProgress | None = None,
+    group: RankGroup = ALONE,
+    on_rank_lost: RankLost | None = None,
 ) -> Engine:
     """Load the model and allocate the KV cache; ValueError names the parameter that is wrong.
-    progress: hears how far the start is."""
+    progress: hears how far the start is. group: of rank 0; the others `follow`. on_rank_lost: is
+    called from a thread when the process of another rank has died; by default the next step fails.
+    """
     progress = progress or StartProgress()
-    engine = Engine(make_components(model, config, progress))
+    with group.shared_fate():
+        components = make_components(model, config, progress, group)
+        if not group.is_alone:
+            assert isinstance(components.executor, LocalExecutor)
+            executor = _lead(components.executor, group, on_rank_lost)
+            components = replace(components, executor=executor)
+    engine = Engine(components)
     if engine.device.type == "cuda":
         progress.enter("warm_up")
         warm_up(engine, progress.report)
         engine.mark_warm()
     return engine
+
+
+def follow(
+    model: ModelConfig,
+    config: EngineConfig,
+    group: RankGroup,
+    progress: StartProgress | None = None,
+) -> None:
+    """What another rank does from its start to its end: returns when rank 0 says so. The process
+    ends at once when rank 0's is gone."""
+    with group.shared_fate():
+        follower = make_follower(model, config, progress or StartProgress(), group)
+        address = group.agree("steps")[0]
+        on_cuda = follower.runner.device.type == "cuda"
+        receiver = StepReceiver(address, group.dims.rank, spins=on_cuda)
+    watch = HangUpWatch({0: receiver.bell}, lambda _: os._exit(1))
+    follower.run(receiver.receive)
+    watch.stop()
+    receiver.close()
+
+
+def _lead(local: LocalExecutor, group: RankGroup, on_rank_lost: RankLost | None) -> GroupExecutor:
+    sender = StepSender(group.dims.world_size - 1, group.step_deadline_s)
+    group.agree("steps", sender.address)
+    sender.accept(group.check, PHASE_DEADLINE_S)
+    executor = GroupExecutor(local, sender)
+    sender.watch(on_rank_lost or executor.lose)
+    return executor

@@ -1,12 +1,13 @@
 """The parts of an engine: device, model, KV cache and executor, put together in the order that
 their memory asks for.
 
-Weights first, then a profiling step, then the KV cache from what is left. Knows no requests. Called
-once by each engine.
+Weights first, then a profiling step, then the KV cache from what is left. The ranks of one engine
+do it side by side and agree after each part. Knows no requests. Called once by each engine, and by
+each of its other ranks.
 """
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.execution.cuda_graphs import graph_sizes
+from pdserve.engine.execution.follower import Follower
 from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
@@ -24,10 +26,15 @@ from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.home import num_slots_for
 from pdserve.engine.stepping.executor import Executor
+from pdserve.kernels.collective.ops import ALONE as ALONE_COLLECTIVE
+from pdserve.kernels.collective.ops import Collective
+from pdserve.kernels.collective.reference import GroupCollective
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
+from pdserve.parallel.bring_up import RankGroup
+from pdserve.parallel.groups import cpu_group
 from pdserve.protocol.start_progress import StartProgress
 
 
@@ -48,12 +55,67 @@ class EngineComponents:
     max_model_len: int
 
 
+@dataclass(frozen=True)
+class _Loaded:
+    """A rank with its share of the model, and no KV cache yet."""
+
+    config: ResolvedEngineConfig
+    spec: ModelSpec
+    layout: KVLayout
+    runner: ModelRunner
+    num_slots: int
+    fingerprint: str
+    max_model_len: int
+
+
 def make_components(
-    model: ModelConfig, config: EngineConfig, progress: StartProgress
+    model: ModelConfig, config: EngineConfig, progress: StartProgress, group: RankGroup
 ) -> EngineComponents:
-    """Load the model and allocate the KV cache; ValueError names the parameter that is wrong."""
+    """Of rank 0: load its share of the model and allocate its KV cache; ValueError names the
+    parameter that is wrong."""
+    loaded = _load(model, config, progress, group)
+    resolved = loaded.config
+    runner = loaded.runner
+    device = runner.device
+    vocab_size = loaded.spec.vocab_size
+    num_eos = len(loaded.spec.eos_token_ids)
+    rules = logit_rules(runner.ops, vocab_size, loaded.num_slots, num_eos, device)
+    sampler = Sampler(runner.ops, vocab_size, rules, device)
+    samples = min(resolved.max_num_batched_tokens, resolved.max_num_seqs)
+    beside = sampler.peak_bytes(samples) + sampler.state_bytes()
+    num_blocks = _give_memory(loaded, beside, progress, group)
+    executor = LocalExecutor(runner, sampler)
+    _compile(executor, resolved, device, progress, group)
+    staging = RowStaging(rules, vocab_size, loaded.num_slots)
+    return EngineComponents(
+        resolved,
+        device,
+        loaded.spec,
+        loaded.layout,
+        executor,
+        staging,
+        num_blocks,
+        loaded.fingerprint,
+        loaded.max_model_len,
+    )
+
+
+def make_follower(
+    model: ModelConfig, config: EngineConfig, progress: StartProgress, group: RankGroup
+) -> Follower:
+    """Of another rank, beside rank 0's `make_components`."""
+    loaded = _load(model, config, progress, group)
+    _give_memory(loaded, 0, progress, group)
+    follower = Follower(loaded.runner)
+    _compile(follower, loaded.config, loaded.runner.device, progress, group)
+    return follower
+
+
+def _load(
+    model: ModelConfig, config: EngineConfig, progress: StartProgress, group: RankGroup
+) -> _Loaded:
     progress.enter("config")
-    device = _device(config.device)
+    device = _device(config.device, group.device_index)
     resolved = config.for_device("cuda" if device.type == "cuda" else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
@@ -62,19 +124,24 @@ def make_components(
             "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
         )
     path = model.resolved_path
-    load_format = model.load_format
     with ThreadPoolExecutor(1) as beside:  # both wait rather than work
         awake = beside.submit(_wake, device)
-        if not Path(path).is_dir():
-            progress.enter("download")
-            path = str(resolve_folder(path, load_format))
-            progress.enter("config")
-        spec = read_spec(path, load_format, model.seed)
+        if group.dims.rank == 0:
+            if not Path(path).is_dir():
+                progress.enter("download")
+                path = str(resolve_folder(path, model.load_format))
+                progress.enter("config")
+            spec = read_spec(path, model.load_format, model.seed)
+            spec.check_tensor_parallel(group.dims.tp)
+            group.agree("config", [path, spec.model_dump_json()])
+        else:
+            path, said = group.agree("config")[0]
+            spec = ModelSpec.model_validate_json(said)
         progress.enter("device")
         awake.result()
     max_len = spec.max_len(resolved.max_model_len)
     dtype = _dtype(model.dtype, spec, device)
-    ops = ops_for(device)
+    ops = replace(ops_for(device), collective=_collective(group, device))
     progress.enter("weights")
     weights = load_model(
         path,
@@ -82,63 +149,90 @@ def make_components(
         TORCH_DTYPES[dtype],
         device,
         ops,
-        load_format=load_format,
+        load_format=model.load_format,
         seed=model.seed,
+        dims=group.dims,
         report=progress.report,
     )
+    group.agree("weights")
     layout = layout_of(weights.attention, resolved.block_size, dtype)
     num_slots = num_slots_for(resolved.max_num_seqs)
     runner = ModelRunner(
         weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device
     )
-    rules = logit_rules(ops, spec.vocab_size, num_slots, len(spec.eos_token_ids), device)
-    sampler = Sampler(ops, spec.vocab_size, rules, device)
-    if _is_profiled(resolved, device):
+    fingerprint = f"{spec.fingerprint()}/{dtype}"
+    return _Loaded(resolved, spec, layout, runner, num_slots, fingerprint, max_len)
+
+
+def _collective(group: RankGroup, device: torch.device) -> Collective:
+    if group.is_alone:
+        return ALONE_COLLECTIVE
+    if device.type == "cuda":
+        raise ValueError(
+            "engine.tensor_parallel is not supported on CUDA yet: set it to 1, or engine.device to "
+            "cpu"
+        )
+    return GroupCollective(cpu_group(group, "tp", group.step_deadline_s))
+
+
+def _give_memory(
+    loaded: _Loaded, sampling_bytes: int, progress: StartProgress, group: RankGroup
+) -> int:
+    """Allocate the KV cache, of as many blocks as all ranks have room for. sampling_bytes: that
+    this rank needs for sampling."""
+    runner = loaded.runner
+    is_profiled = runner.device.type == "cuda" and loaded.config.num_kv_blocks is None
+    reserved = 0
+    if is_profiled:
         progress.enter("compile")
-    reserved = _reserved_bytes(resolved, runner, sampler)
+        reserved = _step_bytes(loaded.config, runner) + sampling_bytes
     progress.enter("kv_memory")
-    num_blocks = num_blocks_for(resolved, layout, device, reserved)
-    runner.use_kv_cache(allocate_kv_cache(layout, num_blocks, device))
-    executor = LocalExecutor(runner, sampler)
+    num_blocks = num_blocks_for(loaded.config, loaded.layout, runner.device, reserved)
+    num_blocks = min(group.agree("kv_memory", num_blocks))
+    runner.use_kv_cache(allocate_kv_cache(loaded.layout, num_blocks, runner.device))
+    return num_blocks
+
+
+def _compile(
+    hands: LocalExecutor | Follower,
+    config: ResolvedEngineConfig,
+    device: torch.device,
+    progress: StartProgress,
+    group: RankGroup,
+) -> None:
     if device.type == "cuda":
         progress.enter("graphs")
-        sizes = graph_sizes(resolved.max_num_seqs) if resolved.cuda_graphs else []
-        executor.compile(sizes, progress.report)
-    fingerprint = f"{spec.fingerprint()}/{dtype}"
-    staging = RowStaging(rules, spec.vocab_size, num_slots)
-    return EngineComponents(
-        resolved, device, spec, layout, executor, staging, num_blocks, fingerprint, max_len
-    )
+        sizes = graph_sizes(config.max_num_seqs) if config.cuda_graphs else []
+        hands.compile(sizes, progress.report)
+        group.agree("graphs")
 
 
-def _is_profiled(config: ResolvedEngineConfig, device: torch.device) -> bool:
-    return device.type == "cuda" and config.num_kv_blocks is None
-
-
-def _reserved_bytes(config: ResolvedEngineConfig, runner: ModelRunner, sampler: Sampler) -> int:
-    """Device memory that the largest step, and the graphs, need beside weights and KV cache."""
-    if not _is_profiled(config, runner.device):
-        return 0
+def _step_bytes(config: ResolvedEngineConfig, runner: ModelRunner) -> int:
+    """Device memory that the largest step, and the graphs, need beside weights, KV cache and
+    sampling."""
     rows = config.max_num_batched_tokens
     samples = min(rows, config.max_num_seqs)
-    step = (
-        runner.peak_activation_bytes(rows, samples)
-        + sampler.peak_bytes(samples)
-        + sampler.state_bytes()
-    )
+    step = runner.peak_activation_bytes(rows, samples)
     if not config.cuda_graphs:
         return step
     return step + runner.peak_activation_bytes(samples, samples)  # the graphs share one memory
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str, index: int) -> torch.device:
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "engine.device is 'cuda', but torch sees no CUDA device: set it to cpu or auto"
         )
-    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+    if name != "cuda":
+        return torch.device(name)
+    if index >= torch.cuda.device_count():
+        raise ValueError(
+            f"engine.tensor_parallel asks for a GPU a rank, but torch sees "
+            f"{torch.cuda.device_count()}: lower it, or give the process more GPUs"
+        )
+    return torch.device(name, index)
 
 
 def _wake(device: torch.device) -> None:

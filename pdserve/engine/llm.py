@@ -16,7 +16,7 @@ from typing import Any, TypedDict
 from tqdm import tqdm
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
-from pdserve.engine.build import build_engine
+from pdserve.engine.ranks import build_with_ranks
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.generation_defaults import described, read_generation_defaults
@@ -75,9 +75,10 @@ class LLM:
 
     model: a folder in Hugging Face format or a Hub id. load_format: "auto" or "dummy" (random
     weights). dtype, generation_config: see ModelConfig. seed: ModelConfig's; it also draws the
-    seeds of requests that have none, so that a run repeats. tokenizer: another folder to take the
-    tokenizer from; False works with token ids alone. Other keywords are EngineConfig's. ValueError
-    names a bad one.
+    seeds of requests that have none, so that a run repeats. tokenizer: another
+    folder to take the tokenizer from; False works with token ids alone. tensor_parallel_size: so
+    many GPUs (processes, on CPU) share the model; the processes end with this object, and an error
+    in a step ends it. Other keywords are EngineConfig's. ValueError names a bad one.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class LLM:
         seed: int = 0,
         tokenizer: str | bool = True,
         generation_config: str = "auto",
+        tensor_parallel_size: int = 1,
         **engine: Any,
     ) -> None:
         config = ModelConfig(
@@ -106,7 +108,8 @@ class LLM:
             logger.info(
                 "sampling parameters by default, of generation_config.json: %s", described(defaults)
             )
-        self.engine = build_engine(config, EngineConfig(**engine))
+        engine.setdefault("tensor_parallel", tensor_parallel_size)
+        self.engine, self._steps = build_with_ranks(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None
         self._seeds = random.Random(seed)
@@ -223,30 +226,39 @@ class LLM:
         """
         with self._lock:
             if self._is_dirty:
-                self.engine.reset()
+                self._steps(lambda _: self.engine.reset())
             self._is_dirty = True
             try:
-                self._run_to_end(runs, use_tqdm)
-            except BaseException:
-                self.engine.reset()
-                self._is_dirty = False
+                self._steps(lambda is_over: self._run_to_end(runs, use_tqdm, is_over))
+            except BaseException as error:
+                self._empty(error)
                 raise
             self._is_dirty = False
 
-    def _run_to_end(self, runs: list["_Run"], use_tqdm: bool) -> None:
+    def _empty(self, error: BaseException) -> None:
+        """After an error. When the engine cannot be emptied, the next call hears of that."""
+        try:
+            self._steps(lambda _: self.engine.reset())
+        except RuntimeError as another:
+            error.add_note(str(another))
+        else:
+            self._is_dirty = False
+
+    def _run_to_end(self, runs: list["_Run"], use_tqdm: bool, is_over: threading.Event) -> None:
         live = {run.request.key: run for run in runs}
         for run in runs:
             self.engine.add(run.request, run.starts)
         bar = tqdm(total=len(runs), desc="generating", unit="request", disable=not use_tqdm)
         with bar as progress:
-            while live:
+            while live and not is_over.is_set():
                 for key, event in self.engine.step().events:
                     if key in live:
                         self._take(live[key], event)
                         if live[key].finished:
                             del live[key]
                             progress.update()
-        while self.engine.has_work:  # what was queued for sequences that have ended
+        # what was queued for sequences that have ended
+        while self.engine.has_work and not is_over.is_set():
             self.engine.step()
 
     def _take(self, run: "_Run", event: Event) -> None:

@@ -15,6 +15,7 @@ from pdserve.kernels.attention import reference as attention
 from pdserve.kernels.attention.ops import AttentionOps
 from pdserve.kernels.batch import reference as batch
 from pdserve.kernels.batch.ops import BatchOps
+from pdserve.kernels.collective.ops import ALONE, Collective
 from pdserve.kernels.kv import reference as kv
 from pdserve.kernels.kv.ops import KVOps
 from pdserve.kernels.norm import reference as norm
@@ -25,14 +26,15 @@ from pdserve.kernels.sampling.ops import SamplingOps
 
 @dataclass(frozen=True)
 class Ops:
-    """All ops on one device, but for products: those are of a weight's scheme
-    (`linear/schemes`)."""
+    """All ops on one device, but for products: those are of a weight's scheme (`linear/schemes`).
+    collective: of the ranks that share a model."""
 
     attention: AttentionOps
     kv: KVOps
     norm: NormOps
     batch: BatchOps
     sampling: SamplingOps
+    collective: Collective = ALONE
 
 
 TORCH = Ops(attention, kv, norm, batch, sampling)

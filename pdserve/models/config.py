@@ -103,6 +103,28 @@ class ModelSpec(BaseModel):
         said = self.model_dump_json(exclude=plain)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
+    def check_tensor_parallel(self, degree: int) -> None:
+        """ValueError unless so many ranks can share every layer."""
+        if uneven := self._uneven(degree):
+            fitting = [str(d) for d in range(1, degree) if not self._uneven(d)]
+            raise ValueError(
+                f"engine.tensor_parallel ({degree}) does not fit the model: that many ranks cannot "
+                f"share its {' and '.join(uneven)} (config.json) evenly. Set it to "
+                f"{' or '.join(fitting)}"
+            )
+
+    def _uneven(self, degree: int) -> list[str]:
+        """What this degree of tensor parallelism does not divide. Ranks may have one KV head in
+        common."""
+        shared = {
+            "num_attention_heads": self.num_heads,
+            "intermediate_size": self.intermediate_size,
+        }
+        uneven = [f"{name} {size}" for name, size in shared.items() if size % degree]
+        if self.num_kv_heads % degree and degree % self.num_kv_heads:
+            uneven.append(f"num_key_value_heads {self.num_kv_heads}")
+        return uneven
+
     def max_len(self, max_model_len: int | None) -> int:
         """Tokens that a request may have: as many as the model takes, or fewer on demand.
         ValueError when more are asked for, as in vLLM.

@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from pdserve.kernels.collective.ops import slice_of
 from pdserve.kernels.linear.matrix import WHOLE, Shard
 from pdserve.kernels.linear.schemes.scheme import TensorSpec
 from pdserve.models.dummy import fill_normal
@@ -35,23 +36,31 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Part:
     """A module of the checkpoint that a weight holds: of its `rows` the rank has part `index` of
-    `count` equal ones."""
+    `count`. is_equal False: parts may differ (`collective.ops.slice_of`)."""
 
     module: str
     rows: int
     index: int = 0
     count: int = 1
+    is_equal: bool = True
 
     def __post_init__(self) -> None:
-        if self.rows % self.count:
+        if self.is_equal and self.rows % self.count:
             raise ValueError(
                 f"{self.module} has {self.rows} rows, which {self.count} ranks cannot share: "
-                "choose a degree of tensor parallelism that divides them"
+                "choose an engine.tensor_parallel that divides them"
             )
 
     @property
+    def held(self) -> slice:
+        if not self.is_equal:
+            return slice_of(self.rows, self.index, self.count)
+        each = self.rows // self.count
+        return slice(self.index * each, (self.index + 1) * each)
+
+    @property
     def num_held(self) -> int:
-        return self.rows // self.count
+        return self.held.stop - self.held.start
 
 
 @dataclass(frozen=True)
@@ -197,9 +206,9 @@ def _place(
         size = shape[spec.out_axis]
         begin, end = (row * size // num_held for row in (first, first + part.num_held))
         target = tensor.narrow(spec.out_axis, begin, end - begin)
-        held = end - begin
-        shape[spec.out_axis] = held * part.count
-        window[spec.out_axis] = slice(part.index * held, (part.index + 1) * held)
+        shape[spec.out_axis] = part.rows * size // num_held
+        start = part.held.start * size // num_held
+        window[spec.out_axis] = slice(start, start + end - begin)
     if shard.axis == "in" and spec.in_axis is not None:
         held = shape[spec.in_axis]
         shape[spec.in_axis] = held * shard.count

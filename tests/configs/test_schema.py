@@ -36,6 +36,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "deterministic": False,
         "async_scheduling": None,
         "cuda_graphs": True,
+        "tensor_parallel": 1,
     },
     DeploymentConfig: {
         "replicas": 1,

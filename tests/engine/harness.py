@@ -39,7 +39,6 @@ from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.events import Delta, PromptScored, TokenLogprob
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.protocol.start_progress import Report
 
 _names = itertools.count()
 
@@ -252,8 +251,6 @@ class PaperExecutor:
         self.last_token.update(zip(step.slots, tokens, strict=True))
 
     def warm_prefill(self, num_rows: int) -> None: ...
-
-    def compile(self, graph_sizes: SequenceOf[int], report: Report) -> None: ...
 
     def reset(self) -> None:
         """Everything that was queued moves now, in order."""

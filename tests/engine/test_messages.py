@@ -18,7 +18,6 @@ from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.stepping.executor import Executor, Padding, StepHandle
 from pdserve.engine.stepping.work import ForwardWork, SampleWork
 from pdserve.protocol.sampling_params import SamplingParams
-from pdserve.protocol.start_progress import Report
 
 
 def encode_array(array: Any) -> Any:
@@ -57,9 +56,6 @@ class WireExecutor:
 
     def warm_prefill(self, num_rows: int) -> None:
         self._executor.warm_prefill(num_rows)
-
-    def compile(self, graph_sizes: Any, report: Report) -> None:
-        self._executor.compile(graph_sizes, report)
 
     def reset(self) -> None:
         self._executor.reset()

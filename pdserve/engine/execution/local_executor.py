@@ -4,7 +4,7 @@ The executor of an engine with one rank, and what each rank of a larger one does
 Knows no plan and no sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -87,6 +87,7 @@ class LocalExecutor:
         self.runner = runner
         self.sampler = sampler
         self.kv_cache: KVCache = runner.kv_cache
+        self._collective = runner.ops.collective
         self._device = runner.device
         self._open: _Open | None = None
 
@@ -120,7 +121,8 @@ class LocalExecutor:
         if step.forwarded is not None:
             step.resumed = Fence(self._device)
         step.sampled = self.sampler.sample(opened.logits, work.rows)
-        self.runner.store_tokens(opened.slots, step.sampled.token_ids)
+        tokens = self._collective.broadcast(step.sampled.token_ids)
+        self.runner.store_tokens(opened.slots, tokens)
         step.ended = Fence(self._device)
 
     def warm_prefill(self, num_rows: int) -> None:
@@ -135,7 +137,9 @@ class LocalExecutor:
             sampling.result()
 
     def reset(self) -> None:
-        self._open = None
+        if self._open is not None:  # other ranks wait for its tokens
+            self._collective.broadcast(torch.zeros_like(self._open.slots))
+            self._open = None
         self.runner.synchronize()
 
     @torch.inference_mode()
@@ -144,10 +148,17 @@ class LocalExecutor:
 
     @torch.inference_mode()
     def _score(self, hidden: Tensor, scored: ScoredRows) -> list[Scores]:
-        parts = []
-        for start in range(0, len(scored.targets), SCORED_ROWS):
-            targets = scored.targets[start : start + SCORED_ROWS]
-            first = scored.first_row + start
-            logits = self.runner.logits(hidden, range(first, first + len(targets)))
-            parts.append(self.sampler.score(logits, targets, scored.num_top))
-        return parts
+        return [
+            self.sampler.score(logits, targets, scored.num_top)
+            for targets, logits in logits_to_score(self.runner, hidden, scored)
+        ]
+
+
+def logits_to_score(
+    runner: ModelRunner, hidden: Tensor, scored: ScoredRows
+) -> Iterator[tuple[np.ndarray, Tensor]]:
+    """Some of the tokens to be scored and the logits of their rows, until all have been."""
+    for start in range(0, len(scored.targets), SCORED_ROWS):
+        targets = scored.targets[start : start + SCORED_ROWS]
+        first = scored.first_row + start
+        yield targets, runner.logits(hidden, range(first, first + len(targets)))

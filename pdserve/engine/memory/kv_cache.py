@@ -62,20 +62,20 @@ class KVCache:
 
 def layout_of(attention: Sequence[AttentionSpec], block_size: int, dtype: str) -> KVLayout:
     """The layout for layers that attend so: those that store rows of one shape make a group."""
-    groups: dict[tuple[int, int, int], list[int]] = {}
+    groups: dict[tuple[range, int, int], list[int]] = {}
     for layer, spec in enumerate(attention):
-        rows = spec.num_kv_heads, spec.planes, spec.row_width
-        groups.setdefault(rows, []).append(layer)
+        heads = range(spec.first_kv_head, spec.first_kv_head + spec.num_kv_heads)
+        groups.setdefault((heads, spec.planes, spec.row_width), []).append(layer)
     return KVLayout(
         groups=tuple(
             LayerGroup(
                 layers=tuple(layers),
-                heads=tuple(range(num_heads)),
+                heads=tuple(heads),
                 row_width=row_width,
                 planes=planes,
                 dtype=dtype,
             )
-            for (num_heads, planes, row_width), layers in groups.items()
+            for (heads, planes, row_width), layers in groups.items()
         ),
         block_size=block_size,
     )

@@ -2,10 +2,9 @@
 
 The engine sends each step's ForwardWork and then its SampleWork, and reads what came of them from
 the step's handle. Nothing here waits for the device but a handle that is asked to. Implemented by
-`execution.local_executor`.
+`execution.local_executor` and `execution.group_executor`.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +14,6 @@ from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.sampling.sampled_tokens import Sampled
 from pdserve.engine.stepping.work import ForwardWork, SampleWork
 from pdserve.protocol.events import TokenLogprob
-from pdserve.protocol.start_progress import Report
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,6 @@ class Executor(Protocol):
 
     def warm_prefill(self, num_rows: int) -> None:
         """Prepare attention of prompts for steps of up to so many rows."""
-        ...
-
-    def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
-        """Capture CUDA graphs of these sizes and compile the sampler's kernels. report: is called
-        after each graph."""
         ...
 
     def reset(self) -> None:

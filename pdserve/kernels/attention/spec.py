@@ -12,7 +12,8 @@ from torch import Tensor
 class AttentionSpec:
     """How one layer attends. scale: of the scores, above 0. window: a query sees its own position
     and window - 1 before it; None: all. soft_cap: scaled scores s become soft_cap * tanh(s /
-    soft_cap); None: they stay.
+    soft_cap); None: they stay. first_kv_head: of the layer's KV heads, which these begin with; no
+    kernel looks at it.
     """
 
     num_heads: int
@@ -21,6 +22,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    first_kv_head: int = 0
 
     def __post_init__(self) -> None:
         if self.scale <= 0:

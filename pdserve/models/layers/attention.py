@@ -29,11 +29,10 @@ class Attention:
         self._norm = norm
         self._post_norm = post_norm
         self.attends = attention_spec(context, layer)
-        q_size = spec.num_heads * spec.head_dim
-        kv_size = spec.num_kv_heads * spec.head_dim
-        outs = {f"{module}.q_proj": q_size, f"{module}.k_proj": kv_size}
-        outs[f"{module}.v_proj"] = kv_size
-        parts = column_parts(context, outs)
+        parts = [
+            *column_parts(context, {f"{module}.q_proj": spec.num_heads * spec.head_dim}),
+            *(kv_part(context, f"{module}.{name}") for name in ("k_proj", "v_proj")),
+        ]
         self._qkv = Linear(context, parts, spec.hidden_size, spec.qkv_bias)
         out = [Part(f"{module}.o_proj", spec.hidden_size)]
         heads = self.attends
@@ -61,12 +60,24 @@ class Attention:
 def attention_spec(context: LayerContext, layer: int) -> AttentionSpec:
     """Of this rank's heads in a layer."""
     spec = context.spec
-    tp = context.dims.tp
+    dims = context.dims
+    num_kv_heads = max(spec.num_kv_heads // dims.tp, 1)
     return AttentionSpec(
-        num_heads=spec.num_heads // tp,
-        num_kv_heads=spec.num_kv_heads // tp,
+        num_heads=spec.num_heads // dims.tp,
+        num_kv_heads=num_kv_heads,
+        first_kv_head=dims.tp_rank * spec.num_kv_heads // dims.tp,
         head_dim=spec.head_dim,
         scale=spec.attention_scale or spec.head_dim**-0.5,
         window=spec.windows[layer] if spec.windows else None,
         soft_cap=spec.attention_soft_cap,
     )
+
+
+def kv_part(context: LayerContext, module: str) -> Part:
+    """This rank's KV heads of a projection. Where there are more ranks than KV heads, several have
+    the same one."""
+    spec = context.spec
+    dims = context.dims
+    count = min(dims.tp, spec.num_kv_heads)
+    index = dims.tp_rank * count // dims.tp
+    return Part(module, spec.num_kv_heads * spec.head_dim, index, count)

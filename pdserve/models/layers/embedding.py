@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.collective.ops import slice_of
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.ops import Stream
 from pdserve.kernels.linear.schemes.scheme import TensorSpec
@@ -50,7 +51,8 @@ class Embedding:
 
 
 class Head:
-    """The last norm, and the product with the vocabulary: with `tied`'s table if given."""
+    """The last norm, and the product with the vocabulary: with `tied`'s table if given. Ranks of
+    tensor parallelism share the vocabulary."""
 
     def __init__(
         self, context: LayerContext, module: str, norm: RmsNorm, tied: Embedding | None
@@ -60,9 +62,13 @@ class Head:
         self._tied = tied
         self._soft_cap = spec.logit_soft_cap
         self._ops = DENSE.ops(context.weights.device)
+        self._collective = context.ops.collective
+        self._vocab_size = spec.vocab_size
+        dims = context.dims
+        self._held = slice_of(spec.vocab_size, dims.tp_rank, dims.tp)
         self._linear: Linear | None = None
         if tied is None:
-            part = Part(module, spec.vocab_size)
+            part = Part(module, spec.vocab_size, dims.tp_rank, dims.tp, is_equal=False)
             self._linear = Linear(context, [part], spec.hidden_size, bias=False, scheme=DENSE)
 
     def hidden(self, stream: Stream) -> Tensor:
@@ -70,15 +76,16 @@ class Head:
         return self._norm(stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype."""
+        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype; on other ranks than the first
+        the columns that they have."""
         logits = self._ops.linear(hidden, self._matrix)
         if self._soft_cap is not None:
             logits = torch.tanh(logits / self._soft_cap) * self._soft_cap
-        return logits
+        return self._collective.gather_columns(logits, self._vocab_size)
 
     @property
     def _matrix(self) -> Matrix:
         if self._linear is not None:
             return self._linear.matrix
         assert self._tied is not None
-        return Matrix(self._tied.table)
+        return Matrix(self._tied.table[self._held])

@@ -36,13 +36,16 @@ class Linear:
         scheme: Scheme | None = None,
     ) -> None:
         self._shard = shard
+        self._collective = context.ops.collective
         self._scheme = scheme or scheme_of(context.spec.quantization, parts[0].module) or DENSE
         weights = context.weights
         self.ops: LinearOps = self._scheme.ops(weights.device)
         rows = sum(part.num_held for part in parts)
         specs: dict[str, TensorSpec] = dict(self._scheme.tensors(rows, num_inputs, weights.dtype))
         inits: dict[str, Init] = dict.fromkeys(specs, "matrix")
-        if bias and (shard.axis != "in" or shard.index == 0):
+        if bias and shard.axis == "in" and shard.index:
+            weights.elsewhere += tuple(f"{part.module}.bias" for part in parts)
+        elif bias:
             specs["bias"] = TensorSpec((rows,), weights.dtype, out_axis=0)
             inits["bias"] = "bias"
         weights.add(Weight(parts, specs, inits, weights.device, self._finish, shard))
@@ -59,9 +62,13 @@ class Linear:
         return self.ops.norm_gated(stream, norm.value, self.matrix, activation)
 
     def add_to(self, stream: Stream, x: Tensor, post_norm: RmsNorm | None = None) -> Stream:
-        """The stream with the projection of x added, normed before if post_norm is given."""
-        post = post_norm.value if post_norm is not None else None
-        return self.ops.add_linear(stream, x, self.matrix, post)
+        """The stream with the projection of x added, normed before if post_norm is given. Of
+        columns that ranks share, all ranks together."""
+        if self._shard.axis != "in":
+            post = post_norm.value if post_norm is not None else None
+            return self.ops.add_linear(stream, x, self.matrix, post)
+        added = self._collective.sum(self.ops.linear(x, self.matrix))
+        return stream + (post_norm(added) if post_norm is not None else added)
 
     def _finish(self, tensors: Mapping[str, Tensor]) -> None:
         held = dict(tensors)

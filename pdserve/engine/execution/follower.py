@@ -1,0 +1,52 @@
+"""The other ranks' side of a group: each carries out rank 0's messages on its own device, in the
+order that they come.
+
+It samples nothing: the tokens that rank 0 draws come by a collective.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from pdserve.engine.execution.local_executor import logits_to_score
+from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.stepping.wire import Reset, Stop, WarmPrefill, decode_work
+from pdserve.engine.stepping.work import ForwardWork
+from pdserve.protocol.start_progress import Report
+
+
+class Follower:
+    """runner: with its KV cache."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.kv_cache = runner.kv_cache
+
+    def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
+        """Beside rank 0's `LocalExecutor.compile`, in the same order."""
+        if graph_sizes:
+            self.runner.capture_graphs(graph_sizes, report)
+
+    def run(self, receive: Callable[[], bytes]) -> None:
+        """Until a Stop. receive: waits for the next message."""
+        while True:
+            work = decode_work(receive())
+            match work:
+                case ForwardWork():
+                    self._forward(work)
+                case WarmPrefill(num_rows):
+                    self.runner.warm_dense_prefill(num_rows)
+                case Reset():
+                    self.runner.synchronize()
+                case Stop():
+                    return
+
+    def _forward(self, work: ForwardWork) -> None:
+        output = self.runner.forward(work)
+        for scored in work.scores:
+            for _ in logits_to_score(self.runner, output.hidden, scored):
+                pass  # rank 0 has them
+        if work.num_samples:
+            room = torch.empty(work.num_samples, dtype=torch.int32, device=self.runner.device)
+            tokens = self.runner.ops.collective.broadcast(room)
+            self.runner.store_tokens(output.slots, tokens)

@@ -1,0 +1,89 @@
+"""The executor of an engine with several ranks: tells the others what to do, and does it here.
+
+Each message goes out before this rank's own work, so that all ranks reach a collective at about the
+same time. What this rank fails in, the others wait for: after an error the group is of no use any
+more. Rank 0's; the others run `follower.Follower`.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from pdserve.engine.execution.local_executor import LocalExecutor
+from pdserve.engine.memory.kv_cache import KVCache
+from pdserve.engine.stepping.executor import Padding, StepHandle
+from pdserve.engine.stepping.wire import GroupWork, Reset, Stop, WarmPrefill, encode_work
+from pdserve.engine.stepping.work import ForwardWork, SampleWork
+
+T = TypeVar("T")
+LOST_S = 0.1
+
+
+class Channel(Protocol):
+    """To all other ranks."""
+
+    def send(self, message: bytes) -> None:
+        """In order. Raises when one of them is gone."""
+        ...
+
+    def close(self) -> None:
+        """What was sent is still read."""
+        ...
+
+
+class GroupExecutor:
+    """See `Executor`. local: of this rank."""
+
+    def __init__(self, local: LocalExecutor, channel: Channel) -> None:
+        self.kv_cache: KVCache = local.kv_cache
+        self._local = local
+        self._channel = channel
+        self._ended = ""  # why: not the exception, which would keep what it passed through
+        self._lost = threading.Event()
+
+    def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
+        return self._local.padding(num_rows, num_sequences, is_decode)
+
+    def forward(self, work: ForwardWork) -> StepHandle:
+        return self._together(work, lambda: self._local.forward(work))
+
+    def sample(self, work: SampleWork) -> None:
+        self._together(None, lambda: self._local.sample(work))
+
+    def warm_prefill(self, num_rows: int) -> None:
+        self._together(WarmPrefill(num_rows), lambda: self._local.warm_prefill(num_rows))
+
+    def reset(self) -> None:
+        self._together(Reset(), self._local.reset)
+
+    def stop(self) -> None:
+        """The other ranks end. Nothing else may follow."""
+        if not self._ended:
+            self._together(Stop(), lambda: None)
+        self._ended = self._ended or "it was stopped"
+        self._channel.close()
+
+    def lose(self, rank: int) -> None:
+        """The process of another rank is gone: nothing is begun any more. From any thread."""
+        self._ended = self._ended or f"the process of rank {rank} has ended"
+        self._lost.set()
+
+    def _together(self, work: GroupWork | None, here: Callable[[], T]) -> T:
+        if self._ended:
+            raise RuntimeError(
+                f"the ranks of this engine are of no use any more ({self._ended}): make another "
+                "engine"
+            )
+        try:
+            if work is not None:
+                self._channel.send(encode_work(work))
+            return here()
+        except (RuntimeError, ConnectionError) as error:
+            # a collective breaks off before the watch has told whose process is gone
+            if self._lost.wait(LOST_S):
+                raise RuntimeError(self._ended) from error
+            self._ended = str(error)
+            raise
+        except BaseException as error:
+            self._ended = f"{type(error).__name__}: {error}"
+            raise

@@ -1,0 +1,212 @@
+"""The other ranks of an `LLM` that runs on several devices: processes of their own on this machine,
+which end with it.
+
+    python -m pdserve.engine.ranks    reads what to be from standard input, as JSON
+
+Ray starts the ranks of a cluster's workers (cluster.deployments). Knows no requests.
+"""
+
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+
+import msgspec
+import torch
+
+import pdserve
+from pdserve.configs.engine import EngineConfig, ModelConfig
+from pdserve.engine.build import build_engine, follow
+from pdserve.engine.engine import Engine
+from pdserve.engine.execution.group_executor import GroupExecutor
+from pdserve.engine.stepping.executor import Executor
+from pdserve.models.checkpoint import resolve_folder
+from pdserve.models.config import read_spec
+from pdserve.parallel.bring_up import RankFailed, RankGroup
+from pdserve.parallel.dims import ParallelDims
+
+END_S = 5.0
+GENTLY_S = 0.01
+
+
+class RankProcesses:
+    """Ranks 1 and on of a model, started; `group` is rank 0's. They end when this process does, or
+    by `close`. children: by rank."""
+
+    def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
+        degree = config.tensor_parallel
+        self.group = RankGroup.host(ParallelDims(tp=degree))
+        self.group.watch = self._check
+        self.children: dict[int, subprocess.Popen[bytes]] = {}
+        try:
+            for rank in range(1, degree):
+                self.children[rank] = self._start(model, config, rank)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Returns when they have ended; those that do not end by themselves are killed."""
+        until = time.monotonic() + END_S
+        for child in self.children.values():
+            assert child.stdin is not None
+            with contextlib.suppress(OSError):
+                child.stdin.close()
+        for child in self.children.values():
+            try:
+                child.wait(max(until - time.monotonic(), GENTLY_S))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+
+    def _start(
+        self, model: ModelConfig, config: EngineConfig, rank: int
+    ) -> "subprocess.Popen[bytes]":
+        task = RankTask.of(model, config, rank, self.group)
+        package = str(Path(pdserve.__file__).parent.parent)
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        child = subprocess.Popen(
+            [sys.executable, "-m", "pdserve.engine.ranks"],
+            stdin=subprocess.PIPE,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            process_group=0,  # Ctrl-C at a terminal is rank 0's
+        )
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(task) + b"\n")
+        child.stdin.flush()
+        return child
+
+    def _check(self) -> None:
+        for rank, child in self.children.items():
+            if (status := child.poll()) is not None:
+                raise RankFailed(
+                    f"rank {rank} (process {child.pid}) ended with status {status} while the "
+                    "engine started: what it said stands above"
+                )
+
+
+Steps = Callable[[Callable[[threading.Event], None]], None]
+
+
+def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, Steps]:
+    """An engine of `config.tensor_parallel` ranks, the others in processes that end with it; and
+    what runs work on it: work ends soon after the event that it is given is set. ValueError names a
+    parameter that is wrong."""
+    if config.tensor_parallel == 1:
+        return build_engine(model, config), lambda work: work(threading.Event())
+    folder = resolve_folder(model.resolved_path, model.load_format)
+    read_spec(str(folder), "dummy").check_tensor_parallel(config.tensor_parallel)
+    processes = RankProcesses(model, config)
+    try:
+        engine = build_engine(model, config, group=processes.group)
+    except BaseException:
+        processes.close()
+        raise
+    weakref.finalize(engine, _end, engine.executor, processes)
+    return engine, _OwnThread()
+
+
+def _end(executor: Executor, processes: RankProcesses) -> None:
+    assert isinstance(executor, GroupExecutor)
+    with contextlib.suppress(ConnectionError):
+        executor.stop()
+    processes.close()
+
+
+class _OwnThread:
+    """Runs work on a thread that no signal reaches: what ranks do together must not be cut off.
+    What interrupts the caller ends the work at its next step, and only then the wait."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "engine")
+
+    def __call__(self, work: Callable[[threading.Event], None]) -> None:
+        is_over = threading.Event()
+        done = self._thread.submit(work, is_over)
+        try:
+            done.result()
+        except BaseException:
+            is_over.set()
+            wait([done])
+            raise
+
+
+class RankTask(msgspec.Struct, frozen=True):
+    """What a rank's process is told. num_threads: for torch. parent: process of rank 0."""
+
+    model: dict[str, object]
+    config: dict[str, object]
+    rank: int
+    address: str
+    step_deadline_s: float
+    num_threads: int
+    parent: int
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, config: EngineConfig, rank: int, group: RankGroup
+    ) -> "RankTask":
+        return cls(
+            model.model_dump(mode="json"),
+            config.model_dump(mode="json", exclude_unset=True),
+            rank,
+            group.address,
+            group.step_deadline_s,
+            max(torch.get_num_threads() // config.tensor_parallel, 1),
+            os.getpid(),
+        )
+
+    def run(self) -> None:
+        """Be this rank, to its end."""
+        config = EngineConfig.model_validate(self.config)
+        dims = ParallelDims(tp=config.tensor_parallel, rank=self.rank)
+        group = RankGroup.join(dims, self.address, device_index=self.rank)
+        group.step_deadline_s = self.step_deadline_s
+        follow(ModelConfig.model_validate(self.model), config, group)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Standard input ends when rank 0 lets this process go. It may live on in others that rank 0
+    has forked: its process is watched besides."""
+    look = select.poll()
+    look.register(0, select.POLLHUP)
+    with contextlib.suppress(ProcessLookupError):
+        look.register(os.pidfd_open(parent), select.POLLIN)
+        look.poll()
+    os._exit(1)
+
+
+def main() -> None:
+    task = msgspec.json.decode(_read_line(), type=RankTask)
+    threading.Thread(target=_end_with_parent, args=(task.parent,), daemon=True).start()
+    torch.set_num_threads(task.num_threads)
+    try:
+        task.run()
+    except (ValueError, RankFailed) as error:
+        # rank 0 has heard it, and says it
+        print(f"rank {task.rank}: {error}", file=sys.stderr, flush=True)
+        os._exit(1)
+    sys.stdout.flush()
+    os._exit(0)  # groups are left, not taken apart: that may wait for others
+
+
+def _read_line() -> bytes:
+    """Without a buffer: what follows is for others."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = os.read(0, 1)
+        if not byte:
+            os._exit(1)
+        line += byte
+    return bytes(line)
+
+
+if __name__ == "__main__":
+    main()

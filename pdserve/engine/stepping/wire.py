@@ -1,0 +1,60 @@
+"""A group's messages as bytes: what rank 0 tells the other ranks of an engine to do.
+
+Numbers and arrays by msgpack, nothing pickled. SampleWork is not among them: rank 0 samples alone
+(docs/parallel.md). Written by `execution.group_executor`, read by `execution.follower`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from pdserve.engine.stepping.work import ForwardWork
+
+
+@dataclass(frozen=True)
+class WarmPrefill:
+    """See Executor.warm_prefill."""
+
+    num_rows: int
+
+
+@dataclass(frozen=True)
+class Reset:
+    """See Executor.reset."""
+
+
+@dataclass(frozen=True)
+class Stop:
+    """No message follows: end the process."""
+
+
+GroupWork = ForwardWork | WarmPrefill | Reset | Stop
+_KINDS: tuple[type[Any], ...] = (ForwardWork, WarmPrefill, Reset, Stop)
+
+
+def encode_work(work: GroupWork) -> bytes:
+    body = _encoder.encode(work)
+    return bytes([_KINDS.index(type(work))]) + body
+
+
+def decode_work(data: bytes) -> GroupWork:
+    """Its arrays may be written to."""
+    work: GroupWork = _decoders[data[0]].decode(memoryview(data)[1:])
+    return work
+
+
+def _encode_array(array: Any) -> Any:
+    if not isinstance(array, np.ndarray):
+        raise TypeError(f"a message holds a {type(array).__name__}")
+    return [array.dtype.str, array.shape, np.ascontiguousarray(array).data]
+
+
+def _decode_array(kind: type, value: Any) -> Any:
+    dtype, shape, data = value
+    return np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
+_decoders = [msgspec.msgpack.Decoder(kind, dec_hook=_decode_array) for kind in _KINDS]
