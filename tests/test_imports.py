@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "background": set(),
     "text": set(),
     "kernels": set(),
-    "parallel": set(),
+    "parallel": {"kernels"},
     "models": {"kernels", "parallel"},
     "engine": {"protocol", "models", "kernels", "parallel", "text"},
     "kvtransfer": {"protocol", "background", "engine", "kernels"},
@@ -50,7 +50,8 @@ ONLY: dict[tuple[str, str], set[str]] = {
 ORDER: dict[str, list[str]] = {
     "kernels": [
         "launching",
-        "batch collective kv norm sampling",
+        "batch kv norm sampling",
+        "collective",
         "linear",
         "attention",
         "ops",

@@ -16,7 +16,7 @@ from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConf
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.follower import Follower
-from pdserve.engine.execution.local_executor import LocalExecutor
+from pdserve.engine.execution.local_executor import SCORED_ROWS, LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES, layout_of
@@ -35,6 +35,7 @@ from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.groups import cpu_group
+from pdserve.parallel.peer_memory import PeerMemory
 from pdserve.protocol.start_progress import StartProgress
 
 
@@ -141,12 +142,15 @@ def _load(
         awake.result()
     max_len = spec.max_len(resolved.max_model_len)
     dtype = _dtype(model.dtype, spec, device)
-    ops = replace(ops_for(device), collective=_collective(group, device))
+    torch_dtype = TORCH_DTYPES[dtype]
+    ops = replace(
+        ops_for(device), collective=_collective(group, device, spec, torch_dtype, resolved)
+    )
     progress.enter("weights")
     weights = load_model(
         path,
         spec,
-        TORCH_DTYPES[dtype],
+        torch_dtype,
         device,
         ops,
         load_format=model.load_format,
@@ -164,15 +168,24 @@ def _load(
     return _Loaded(resolved, spec, layout, runner, num_slots, fingerprint, max_len)
 
 
-def _collective(group: RankGroup, device: torch.device) -> Collective:
+def _collective(
+    group: RankGroup,
+    device: torch.device,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    config: ResolvedEngineConfig,
+) -> Collective:
     if group.is_alone:
         return ALONE_COLLECTIVE
-    if device.type == "cuda":
-        raise ValueError(
-            "engine.tensor_parallel is not supported on CUDA yet: set it to 1, or engine.device to "
-            "cpu"
-        )
-    return GroupCollective(cpu_group(group, "tp", group.step_deadline_s))
+    if device.type == "cpu":
+        return GroupCollective(cpu_group(group, "tp", group.step_deadline_s))
+    from pdserve.kernels.collective.triton_ops import PeerCollective, RegionLayout
+
+    rows = max(config.max_num_seqs, SCORED_ROWS)
+    layout = RegionLayout(group.dims.tp, spec.hidden_size, dtype, rows, spec.vocab_size)
+    memory = PeerMemory(group, layout.num_bytes, device)
+    host_fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    return PeerCollective(layout, group.dims.tp_rank, memory.addresses, host_fault)
 
 
 def _give_memory(

@@ -15,7 +15,7 @@ stands between two products is one op, for kernels to fuse.
 import torch
 from torch import Tensor
 
-from pdserve.kernels.linear.ops import Stream
+from pdserve.kernels.collective.ops import Stream, finished
 from pdserve.kernels.ops import Ops
 from pdserve.models.config import ModelSpec
 from pdserve.models.layers.attention import Attention
@@ -75,6 +75,7 @@ class Llama:
     def forward(self, stream: Stream, step: StepContext) -> Stream:
         for number, layer in enumerate(self._layers):
             if number in step.taps:
+                stream = finished(stream)
                 step.taps[number] = stream.clone()
             stream = layer(stream, step)
         return stream

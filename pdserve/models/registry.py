@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.spec import AttentionSpec
-from pdserve.kernels.linear.ops import Stream
+from pdserve.kernels.collective.ops import Stream
 from pdserve.kernels.ops import Ops
 from pdserve.models.config import ModelSpec
 from pdserve.models.families import FAMILIES

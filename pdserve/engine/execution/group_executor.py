@@ -67,6 +67,7 @@ class GroupExecutor:
         """The process of another rank is gone: nothing is begun any more. From any thread."""
         self._ended = self._ended or f"the process of rank {rank} has ended"
         self._lost.set()
+        self._local.runner.ops.collective.call_off()
 
     def _together(self, work: GroupWork | None, here: Callable[[], T]) -> T:
         if self._ended:

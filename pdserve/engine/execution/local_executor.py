@@ -4,7 +4,7 @@ The executor of an engine with one rank, and what each rank of a larger one does
 Knows no plan and no sequence.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -30,9 +30,15 @@ SCORED_ROWS = 256
 
 class LocalStep:
     """StepHandle of a step on this device. forwarded, resumed: of a late one, the ends of the gap
-    before its sampling."""
+    before its sampling. check: raises when what the device has done is not valid."""
 
-    def __init__(self, began: Fence, scores: list[list[Scores]], hidden: HostCopy | None) -> None:
+    def __init__(
+        self,
+        began: Fence,
+        scores: list[list[Scores]],
+        hidden: HostCopy | None,
+        check: Callable[[], None],
+    ) -> None:
         self.began = began
         self.forwarded: Fence | None = None
         self.resumed: Fence | None = None
@@ -40,12 +46,14 @@ class LocalStep:
         self.sampled: SampledTokens | None = None
         self._scores = scores
         self._hidden = hidden
+        self._check = check
 
     def ready(self) -> bool:
         return self._end.ready()
 
     def wait(self) -> None:
         self._end.wait()
+        self._check()
 
     def seconds(self) -> float:
         seconds = self._end.seconds_since(self.began)
@@ -102,7 +110,7 @@ class LocalExecutor:
         hidden = None
         if work.hidden_rows is not None:
             hidden = self._hidden_rows(output.hidden, work.hidden_rows)
-        step = LocalStep(began, scores, hidden)
+        step = LocalStep(began, scores, hidden, self._collective.check)
         if not work.num_samples:
             step.ended = Fence(self._device)
             return step

@@ -8,13 +8,14 @@ devices, no layout. Called by `memory.kv_cache_size` and by the staging ring.
 """
 
 import ctypes
-from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from pdserve.kernels.launching.cuda_runtime import cudart
 
 CUDA_ERROR_MEMORY_ALLOCATION = 2  # <driver_types.h>
 
@@ -87,11 +88,4 @@ def _cuda_bytes(num_bytes: int, device: torch.device) -> Tensor:
     torch.cuda.init()
     torch.cuda.empty_cache()
     with torch.cuda.device(device):
-        return torch.as_tensor(_CudaBytes(_cudart(), num_bytes), device=device)
-
-
-@cache
-def _cudart() -> ctypes.CDLL:
-    """The CUDA runtime that torch itself has loaded: by its soname, so that no second one is."""
-    assert torch.version.cuda is not None, "this torch was built without CUDA"
-    return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}")
+        return torch.as_tensor(_CudaBytes(cudart(), num_bytes), device=device)

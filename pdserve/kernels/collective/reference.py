@@ -6,7 +6,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import BroadcastOptions
 from torch.nn import functional
 
-from pdserve.kernels.collective.ops import slice_of
+from pdserve.kernels.collective.ops import Stream, Unsummed, slice_of
+from pdserve.kernels.norm.ops import Norm
 
 
 class GroupCollective:
@@ -16,6 +17,18 @@ class GroupCollective:
         self.rank = group.rank()
         self.size = group.size()
         self._group = group
+
+    def add(self, stream: Tensor, partial: Tensor) -> Stream:
+        return stream + self.sum(partial)
+
+    def add_norm(self, unsummed: Unsummed, norm: Norm) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError("nothing is left unsummed")
+
+    def call_off(self) -> None:
+        """Its collectives fail by themselves."""
+
+    def check(self) -> None:
+        """A collective that fails has raised."""
 
     def sum(self, partial: Tensor) -> Tensor:
         first, *others = self._gathered(partial)

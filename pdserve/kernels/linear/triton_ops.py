@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.launching.checks import num_sms
 from pdserve.kernels.launching.launch import is_hopper
 from pdserve.kernels.linear.matrix import Matrix
-from pdserve.kernels.linear.ops import Stream
 from pdserve.kernels.linear.small_products import MAX_ROWS, launch_row_product, launch_small_product
 from pdserve.kernels.norm import triton_ops as norms
 from pdserve.kernels.norm.ops import Activation, Norm
@@ -19,20 +19,21 @@ def linear(x: Tensor, m: Matrix) -> Tensor:
     return _small_product(x, m)
 
 
-def norm_linear(stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Stream]:
-    return linear(norms.rms_norm(stream, norm), m), stream
+def norm_linear(stream: Stream, norm: Norm, m: Matrix) -> tuple[Tensor, Tensor]:
+    x, finished = normed(stream, norm, norms)
+    return linear(x, m), finished
 
 
 def norm_gated(
     stream: Stream, norm: Norm, m: Matrix, activation: Activation
-) -> tuple[Tensor, Stream]:
-    normed = norms.rms_norm(stream, norm)
-    if activation == "silu" and _is_small(normed, m.data):
-        return _small_product(normed, m, silu=True), stream
-    return norms.gate(linear(normed, m), activation), stream
+) -> tuple[Tensor, Tensor]:
+    x, finished = normed(stream, norm, norms)
+    if activation == "silu" and _is_small(x, m.data):
+        return _small_product(x, m, silu=True), finished
+    return norms.gate(linear(x, m), activation), finished
 
 
-def add_linear(stream: Stream, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Stream:
+def add_linear(stream: Tensor, x: Tensor, m: Matrix, post_norm: Norm | None = None) -> Tensor:
     """Written to the stream."""
     if stream.shape != (len(x), len(m.data)) or not stream.is_contiguous():
         raise ValueError(
@@ -60,7 +61,7 @@ def _is_small(x: Tensor, weight: Tensor) -> bool:
 
 
 def _small_product(
-    x: Tensor, m: Matrix, silu: bool = False, stream: Stream | None = None
+    x: Tensor, m: Matrix, silu: bool = False, stream: Tensor | None = None
 ) -> Tensor:
     if len(x) == 1:
         return launch_row_product(x, m.data, m.bias, silu, residual=stream)

@@ -2,7 +2,7 @@
 included, is the step's."""
 
 from pdserve.kernels.attention.spec import AttentionSpec
-from pdserve.kernels.linear.ops import Stream
+from pdserve.kernels.collective.ops import Stream
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, column_parts, row_shard
 from pdserve.models.layers.norm import RmsNorm

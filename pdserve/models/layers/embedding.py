@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pdserve.kernels.collective.ops import slice_of
+from pdserve.kernels.collective.ops import Stream, normed, slice_of
 from pdserve.kernels.linear.matrix import Matrix
-from pdserve.kernels.linear.ops import Stream
 from pdserve.kernels.linear.schemes.scheme import TensorSpec
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import DENSE, Linear
@@ -59,6 +58,7 @@ class Head:
     ) -> None:
         spec = context.spec
         self._norm = norm
+        self._norms = context.ops.norm
         self._tied = tied
         self._soft_cap = spec.logit_soft_cap
         self._ops = DENSE.ops(context.weights.device)
@@ -73,7 +73,7 @@ class Head:
 
     def hidden(self, stream: Stream) -> Tensor:
         """`[T, hidden]`, normed."""
-        return self._norm(stream)
+        return normed(stream, self._norm.value, self._norms)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype; on other ranks than the first

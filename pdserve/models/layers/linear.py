@@ -4,8 +4,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from pdserve.kernels.collective.ops import Stream
 from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
-from pdserve.kernels.linear.ops import LinearOps, Stream
+from pdserve.kernels.linear.ops import LinearOps
 from pdserve.kernels.linear.schemes.dense import Dense
 from pdserve.kernels.linear.schemes.scheme import Scheme, TensorSpec
 from pdserve.kernels.norm.ops import Activation
@@ -53,22 +54,24 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         return self.ops.linear(x, self.matrix)
 
-    def of_norm(self, stream: Stream, norm: RmsNorm) -> tuple[Tensor, Stream]:
-        """Of the normed stream."""
+    def of_norm(self, stream: Stream, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+        """Of the normed stream; and the stream, finished."""
         return self.ops.norm_linear(stream, norm.value, self.matrix)
 
-    def gated(self, stream: Stream, norm: RmsNorm, activation: Activation) -> tuple[Tensor, Stream]:
+    def gated(self, stream: Stream, norm: RmsNorm, activation: Activation) -> tuple[Tensor, Tensor]:
         """of_norm, then the gate: of gate and up, stacked."""
         return self.ops.norm_gated(stream, norm.value, self.matrix, activation)
 
-    def add_to(self, stream: Stream, x: Tensor, post_norm: RmsNorm | None = None) -> Stream:
+    def add_to(self, stream: Tensor, x: Tensor, post_norm: RmsNorm | None = None) -> Stream:
         """The stream with the projection of x added, normed before if post_norm is given. Of
         columns that ranks share, all ranks together."""
         if self._shard.axis != "in":
             post = post_norm.value if post_norm is not None else None
             return self.ops.add_linear(stream, x, self.matrix, post)
-        added = self._collective.sum(self.ops.linear(x, self.matrix))
-        return stream + (post_norm(added) if post_norm is not None else added)
+        partial = self.ops.linear(x, self.matrix)
+        if post_norm is None:
+            return self._collective.add(stream, partial)
+        return stream + post_norm(self._collective.sum(partial))
 
     def _finish(self, tensors: Mapping[str, Tensor]) -> None:
         held = dict(tensors)

@@ -1,6 +1,6 @@
 """Gated MLPs (Shazeer 2020): `down(activation(gate(x)) * up(x))` with gate and up in one matrix."""
 
-from pdserve.kernels.linear.ops import Stream
+from pdserve.kernels.collective.ops import Stream
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, column_parts, row_shard
 from pdserve.models.layers.norm import RmsNorm
