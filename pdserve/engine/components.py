@@ -185,7 +185,7 @@ def _collective(
     layout = RegionLayout(group.dims.tp, spec.hidden_size, dtype, rows, spec.vocab_size)
     memory = PeerMemory(group, layout.num_bytes, device)
     host_fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-    return PeerCollective(layout, group.dims.tp_rank, memory.addresses, host_fault)
+    return PeerCollective(layout, group.dims.tp_rank, memory.addresses, host_fault, memory)
 
 
 def _give_memory(

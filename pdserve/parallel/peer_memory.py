@@ -21,15 +21,17 @@ class _Handle(ctypes.Structure):
 
 
 class PeerMemory:
-    """num_bytes of zeros on each rank. addresses: int64 `[ranks]` on `device`, where each begins as
-    this rank sees it. Every rank makes one, once."""
+    """num_bytes of zeros on each rank, this one's until the object goes. addresses: int64 `[ranks]`
+    on `device`, where each begins as this rank sees it. Every rank makes one, once."""
 
     def __init__(self, group: RankGroup, num_bytes: int, device: torch.device) -> None:
+        self._own = ctypes.c_void_p()
+        self._opened: list[ctypes.c_void_p] = []
         torch.cuda.set_device(device)
         torch.cuda.init()
-        runtime = cudart()
+        runtime = self._runtime = cudart()
         runtime.cudaIpcOpenMemHandle.argtypes = [ctypes.c_void_p, _Handle, ctypes.c_uint]
-        own = ctypes.c_void_p()
+        own = self._own
         check("cudaMalloc", runtime.cudaMalloc(ctypes.byref(own), ctypes.c_size_t(num_bytes)))
         check("cudaMemset", runtime.cudaMemset(own, 0, ctypes.c_size_t(num_bytes)))
         torch.cuda.synchronize(device)
@@ -45,6 +47,13 @@ class PeerMemory:
                     f"cudaIpcOpenMemHandle of rank {rank}",
                     runtime.cudaIpcOpenMemHandle(ctypes.byref(place), theirs, LAZY_PEER_ACCESS),
                 )
+                self._opened.append(place)
             places.append(place.value)
         self.addresses: Tensor = torch.tensor(places, dtype=torch.int64, device=device)
         group.agree("peers")
+
+    def __del__(self) -> None:
+        for place in self._opened:
+            self._runtime.cudaIpcCloseMemHandle(place)
+        if self._own.value is not None:
+            self._runtime.cudaFree(self._own)  # waits for the kernels that use it

@@ -150,7 +150,7 @@ def test_on_the_device_the_pool_is_outside_torchs_cache_and_returns(dtype: str) 
     assert free - torch.cuda.mem_get_info()[0] >= pool.data.nbytes
     handle = (ctypes.c_byte * 64)()
     assert (
-        device_memory._cudart().cudaIpcGetMemHandle(handle, ctypes.c_void_p(pool.data.data_ptr()))
+        device_memory.cudart().cudaIpcGetMemHandle(handle, ctypes.c_void_p(pool.data.data_ptr()))
         == 0
     ), "UCX needs one"
     assert pool.data.data_ptr() % 256 == 0 and pool.data.is_contiguous() and not pool.data.any()

@@ -133,7 +133,7 @@ def _summed(
     return low, high
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_words"])
 def sum_kernel(
     partial_ptr,  # int32 [num_words]
     sum_ptr,  # int32 [num_words]
@@ -248,7 +248,7 @@ def add_norm_kernel(
     tl.store(epochs_ptr + row, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def broadcast_kernel(
     numbers_ptr,  # int32 [count]: rank 0's are sent to the others, whose are overwritten
     regions_ptr,
@@ -303,7 +303,7 @@ def _flag_reached(flag_ptr, epoch, faults_ptr, host_ptr, limit, LOOKS: tl.conste
     tl.debug_barrier()
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def send_columns_kernel(
     columns_ptr,  # [count], of 2 or 4 bytes each
     regions_ptr,
@@ -340,7 +340,7 @@ def send_columns_kernel(
     tl.store(epochs_ptr + chunk, epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def take_columns_kernel(
     logits_ptr,  # [rows, width]: columns [first, first + columns) are written
     regions_ptr,

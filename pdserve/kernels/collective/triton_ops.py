@@ -89,10 +89,16 @@ class RegionLayout:
 
 class PeerCollective:
     """See `Collective`. regions: int64 `[size]` on the device, where each rank's zeroed region of
-    `layout.num_bytes` begins. host_fault: int32 `[1]` in memory that device and host see, 0."""
+    `layout.num_bytes` begins. host_fault: int32 `[1]` in memory that device and host see, 0.
+    memory: what owns the regions, kept."""
 
     def __init__(
-        self, layout: RegionLayout, rank: int, regions: Tensor, host_fault: Tensor
+        self,
+        layout: RegionLayout,
+        rank: int,
+        regions: Tensor,
+        host_fault: Tensor,
+        memory: object = None,
     ) -> None:
         self.rank = rank
         self.size = layout.size
@@ -100,6 +106,7 @@ class PeerCollective:
         self._layout = layout
         self._regions = regions
         self._host_fault = host_fault
+        self._memory = memory
         device = regions.device
         self._options = launch_options(device)
 
