@@ -101,7 +101,7 @@ def _registered(
     agent.register(memory.kv_cache.data)
     agent.register(torch.from_numpy(memory.generations))
     ring = StagingRing(agent, memory.kv_cache, config.staging_bytes)
-    own = OwnKVCache(memory, ring)
+    own = OwnKVCache(memory, ring, rank)
     return agent, _describe(agent, memory, engine_id, incarnation), own
 
 

@@ -114,16 +114,18 @@ class Engine:
 
 def pull_of(sink: Engine, pull_id: int) -> Any:
     """As the link knows it; None before it does."""
-    links = sink.receiver.ranks[0].links
+    links = sink.receiver.local_ranks[0].links
     pulls = [pull for link in links for pull in link.pulls.under_way if pull.pull_id == pull_id]
     return next(iter(pulls), None)
 
 
-def expire(receiver: Any, pull_id: int, rank: int = 0) -> None:
-    """The deadline of a pull comes for this rank as soon as reads of it are under way there."""
+def expire(receiver: Any, pull_id: int) -> None:
+    """The deadline of a pull comes as soon as reads of it are under way. receiver: an engine's, or
+    a rank's."""
+    rank = getattr(receiver, "local_ranks", [receiver])[0]
 
     def reading() -> list[Any]:
-        links = receiver.ranks[rank].links
+        links = rank.links
         pulls = [pull for link in links for pull in link.pulls.under_way]
         return [pull for pull in pulls if pull.pull_id == pull_id and pull.pieces]
 

@@ -5,7 +5,10 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import socket
 import time
+from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,14 +21,19 @@ from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector, build_rank
-from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned
+from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned, Wake
+from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
+from pdserve.kvtransfer.p2p.remote_rank import RankService, RemoteRank
+from pdserve.parallel.rank_link import RankLink
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import KVCacheMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 
+Make = Callable[[Wake], tuple[RankMemory, RankReceiver]]
 HEADS = 4
 BLOCK_SIZE = 16
 NUM_TOKENS = 24 * 16
 CONFIG = {name: transfer_config(name, lease_s=600.0) for name in ("local", "nixl")}
+CONFIG["linked"] = CONFIG["local"]
 
 
 def content(block_size: int = BLOCK_SIZE) -> torch.Tensor:
@@ -41,7 +49,7 @@ def heads_of(rank: int, degree: int) -> tuple[int, ...]:
 
 class Ranks:
     """A tensor parallel engine whose ranks all live in this process. filled: its KV caches hold
-    `content`."""
+    `content`. linked: rank 0 reaches the others as if they lived elsewhere."""
 
     def __init__(
         self,
@@ -50,7 +58,10 @@ class Ranks:
         degree: int,
         filled: bool,
         block_size: int = BLOCK_SIZE,
+        linked: bool = False,
     ) -> None:
+        self.rank_receivers: list[RankReceiver] = []
+        self._services: list[RankService] = []
         self.kv_caches: list[torch.Tensor] = []
         self.block_size = block_size
         num_blocks = NUM_TOKENS // block_size
@@ -69,17 +80,35 @@ class Ranks:
                     config, memory, engine_id, 1, lambda: None
                 )
                 others = []
-                receivers = []
+                receivers: list[RankReceiver | RemoteRank] = []
+                self.rank_receivers += self.receiver.local_ranks
             else:
                 memory = KVCacheMemory(
                     KVCache(kv_cache, layout), np.zeros(num_blocks, np.int64), "model", "rows"
                 )
-                rank_pool, receiver = build_rank(config, memory, engine_id, 1, rank, lambda: None)
+                make = partial(build_rank, config, memory, engine_id, 1, rank)
+                rank_pool, receiver, remote = self._linked(make) if linked else _here(make)
                 others.append(rank_pool)
-                receivers.append(receiver)
+                receivers.append(remote)
+                self.rank_receivers.append(receiver)
         self.sender.add_ranks(others)
         self.receiver.add_ranks(receivers)
         self._events: list[Any] = []
+
+    def _linked(self, make: Make) -> tuple[RankMemory, RankReceiver, RemoteRank]:
+        near, far = socket.socketpair()
+        made: list[RankMemory] = []
+
+        def receiver(wake: Wake) -> RankReceiver:
+            memory, receiver = make(wake)
+            made.append(memory)
+            return receiver
+
+        service = RankService(RankLink(far), receiver)
+        service.start()
+        self._services.append(service)
+        remote = RemoteRank(RankLink(near), self.block_size, lambda: None)
+        return made[0], service.receiver, remote
 
     def meta(self) -> KVCacheMeta:
         return self.sender.meta()
@@ -109,7 +138,14 @@ class Ranks:
 
     def close(self) -> None:
         self.receiver.close()
+        for service in self._services:
+            service.close()
         self.sender.close()
+
+
+def _here(make: Make) -> tuple[RankMemory, RankReceiver, RankReceiver]:
+    memory, receiver = make(lambda: None)
+    return memory, receiver, receiver
 
 
 def _child(pipe: Connection, parent: int, degree: int, block_size: int) -> None:

@@ -203,12 +203,12 @@ class NetEngine:
 
     def has_posted(self, pull_id: int) -> bool:
         """Its first read is on its way, if nothing else went wrong."""
-        links = self._receiver.ranks[0].links
+        links = self._receiver.local_ranks[0].links
         pulls = [pull for link in links for pull in link.pulls.under_way]
         return any(pull.pull_id == pull_id and pull.pieces for pull in pulls)
 
     def sever(self, agent_name: str) -> int:
-        return self._receiver.ranks[0].agent.sever(agent_name)
+        return self._receiver.local_ranks[0].agent.sever(agent_name)
 
     def num_equal(self, seed: int) -> int:
         """How many blocks hold what those of the same number do in a KV cache of this seed."""

@@ -190,7 +190,7 @@ def test_severed_read_of_a_frozen_peer_is_lost_and_settles(
         source.freeze()
         sink.receiver.pull(600, ticket, [1, 2], 0, 300.0)
         until_posted(sink, 600, 1)
-        assert sink.receiver.ranks[0].agent.sever(source.meta.ranks[0].agent_name) > 0
+        assert sink.receiver.local_ranks[0].agent.sever(source.meta.ranks[0].agent_name) > 0
         failed = sink.wait_for(PullFailed)
         assert (failed.pull_id, failed.reason, failed.settled) == (600, "peer-lost", False)
         assert sink.wait_for(PullSettled).pull_id == 600

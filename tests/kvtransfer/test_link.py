@@ -154,8 +154,8 @@ def test_waiting_costs_no_thread_per_past_incarnation(sink: Engine) -> None:
         source = LocalSource("q", CONFIG, incarnation=incarnation)
         assert sink.connect(source.meta).connected
         source.close()
-    until(lambda: len(sink.receiver.ranks[0].links) == 1)
-    [link] = sink.receiver.ranks[0].links
+    until(lambda: len(sink.receiver.local_ranks[0].links) == 1)
+    [link] = sink.receiver.local_ranks[0].links
     assert (link.meta.engine_id, link.meta.incarnation) == ("q", 3)
 
 

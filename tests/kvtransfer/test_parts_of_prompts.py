@@ -305,7 +305,7 @@ def test_reads_of_one_pull_never_overlap_in_memory(local: LocalSource, local_sin
     local.bump(32)
     local.engine.kv_cache[30:33] = 9.0
     local.publish_part(request, [40, 41, 42])
-    agent = local_sink.receiver.ranks[0].agent
+    agent = local_sink.receiver.local_ranks[0].agent
     assert isinstance(agent, LocalAgent)
     agent._in_flight[-1].ready_at = time.monotonic() + 0.3
     local.thaw()

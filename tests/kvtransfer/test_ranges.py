@@ -105,6 +105,14 @@ def test_replicated_heads_are_read_from_one_rank() -> None:
     assert plan_for(layout((1,)), meta_of(*ranks)) == [BlockRange(2, 0, 0, HEAD)]
 
 
+def test_ranks_take_turns_at_the_copies_of_a_head() -> None:
+    """TP4 of two KV heads, at both ends."""
+    meta = meta_of(*(layout((rank // 2,)) for rank in range(4)))
+    plans = [plan_for(layout((rank // 2,)), meta, rank) for rank in range(4)]
+    assert [[span.rank for span in plan] for plan in plans] == [[0], [1], [2], [3]]
+    assert [span.rank for span in plan_for(layout((0, 1)), meta, 1)] == [1, 3]
+
+
 def test_stages_are_a_range_for_each_head() -> None:
     ours = layout((0, 1))
     stages = [of_groups(LayerGroup(layers=(i,), heads=(0, 1), row_width=4)) for i in (0, 1)]

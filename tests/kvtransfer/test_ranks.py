@@ -22,7 +22,7 @@ DEGREES = [(1, 2), (2, 1), (2, 4), (4, 2), (4, 1), (2, 2)]
 _names = itertools.count()
 
 
-@pytest.fixture(scope="module", params=["local", "nixl"])
+@pytest.fixture(scope="module", params=["local", "nixl", "linked"])
 def transport(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -31,13 +31,14 @@ def transport(request: pytest.FixtureRequest) -> str:
 def pair(transport: str, request: pytest.FixtureRequest) -> Iterator[tuple[Any, Ranks]]:
     from_degree, to_degree, *sizes = request.param
     p_size, d_size = sizes or (BLOCK_SIZE, BLOCK_SIZE)
-    near = transport == "local"
+    near = transport != "nixl"
+    linked = transport == "linked"
     source: Any = (
         Ranks("p", CONFIG["local"], from_degree, True, p_size)
         if near
         else Elsewhere(from_degree, p_size)
     )
-    sink = Ranks(f"d{next(_names)}", CONFIG[transport], to_degree, False, d_size)
+    sink = Ranks(f"d{next(_names)}", CONFIG[transport], to_degree, False, d_size, linked)
     try:
         sink.receiver.connect(source.meta())
         status = sink.wait(PeerStatus)
@@ -110,12 +111,12 @@ def test_every_rank_gets_its_heads_in_blocks_of_its_size(pair: tuple[Any, Ranks]
 
 
 def faults_of(side: Ranks, rank: int) -> LocalFaults:
-    agent = side.receiver.ranks[rank].agent
+    agent = side.rank_receivers[rank].agent
     assert isinstance(agent, LocalAgent)
     return agent.faults
 
 
-@pytest.mark.parametrize("transport", ["local"], indirect=True)
+@pytest.mark.parametrize("transport", ["local", "linked"], indirect=True)
 @pytest.mark.parametrize(
     "pair", [(2, 2), (4, 1)], indirect=True, ids=lambda degrees: f"{degrees[0]}to{degrees[1]}"
 )
@@ -127,7 +128,7 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(
     faults.frozen = True
     ticket = source.publish("a", [4, 5])
     sink.receiver.pull(1, ticket, [4, 5], 0, 300.0)
-    expire(sink.receiver, 1, rank=-1)
+    expire(sink.rank_receivers[-1], 1)
     failed = sink.wait(PullDone, PullFailed)
     assert isinstance(failed, PullFailed) and failed.reason == "deadline" and not failed.settled
     stays(lambda: not sink.receiver.poll(), 0.1)  # bytes of the frozen rank may still land
@@ -137,7 +138,7 @@ def test_one_frozen_rank_keeps_the_memory_of_all_until_it_is_quiet(
     assert isinstance(sink.wait(PullDone, PullFailed), PullDone)
 
 
-@pytest.mark.parametrize("transport", ["local"], indirect=True)
+@pytest.mark.parametrize("transport", ["local", "linked"], indirect=True)
 @pytest.mark.parametrize("pair", [(2, 1)], indirect=True)
 def test_a_dead_rank_loses_the_peer(pair: tuple[Ranks, Ranks]) -> None:
     source, sink = pair

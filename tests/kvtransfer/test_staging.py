@@ -62,7 +62,7 @@ def pull_that_expires(sink: Engine, ticket: Ticket, local: list[int]) -> Any:
 
 
 def ring_of(sink: Engine) -> StagingRing:
-    return sink.receiver.ranks[0].own.ring
+    return sink.receiver.local_ranks[0].own.ring
 
 
 def num_free(sink: Engine) -> int:

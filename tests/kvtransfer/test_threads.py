@@ -83,7 +83,7 @@ def test_a_link_answers_and_connects_again(failures: Callable[[str], float]) -> 
     sink = Engine("d", config)
     source = LocalSource("p", config)
     assert sink.connect(source.meta).connected
-    [link] = sink.receiver.ranks[0].links
+    [link] = sink.receiver.local_ranks[0].links
     inject(link, "_wait")
     link._enqueue(lambda: None)
     assert not sink.wait_for(PeerStatus).connected

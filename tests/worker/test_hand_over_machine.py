@@ -479,7 +479,7 @@ class HandOver(RuleBasedStateMachine):
             for pull in decode.pulls.under_way.values()
             for block in pull.reservation.destination
         }
-        for link in self.d.receiver.ranks[0].links:
+        for link in self.d.receiver.local_ranks[0].links:
             for pull in link.pulls.under_way:
                 for piece in list(pull.pieces):
                     if piece.is_written:
@@ -522,7 +522,7 @@ class HandOver(RuleBasedStateMachine):
         limit = time.monotonic() + REST_S
         decode = self.d.loop.decode
         sender = self.p.sender
-        ring = self.d.receiver.ranks[0].own.ring
+        ring = self.d.receiver.local_ranks[0].own.ring
         assert decode is not None
         while True:
             self.work(2, 2, 0)

@@ -330,7 +330,7 @@ def test_p_dies_behind_the_first_part(pair: Pair, llm: LLM) -> None:
 
 
 def all_links(pair: Pair) -> list:
-    return pair.d.receiver.ranks[0].links
+    return pair.d.receiver.local_ranks[0].links
 
 
 def links(pair: Pair) -> list:

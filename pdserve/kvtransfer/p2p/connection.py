@@ -44,10 +44,12 @@ class RankSource:
 
 @dataclass
 class OwnKVCache:
-    """Our side of every link: the registered KV cache, and the ring before it."""
+    """Our side of every link: the registered KV cache, and the ring before it. rank: of the engine,
+    this process's."""
 
     memory: KVCacheMemory
     ring: StagingRing
+    rank: int = 0
 
     @property
     def kv_cache(self) -> KVCache:
@@ -86,7 +88,7 @@ class Connection:
             address = into.data.data_ptr()
             self.peer = self._add_rank(0)  # holds the generations
             self.sources = []
-            for span in plan_for(layout, meta):
+            for span in plan_for(layout, meta, own.rank):
                 peer = self._add_rank(span.rank)
                 rank = meta.ranks[span.rank]
                 mine = local_descriptors(

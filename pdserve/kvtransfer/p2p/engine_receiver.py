@@ -17,6 +17,7 @@ from pdserve.kvtransfer.connector import PullDone, PullFailed, PullSettled, Rece
 from pdserve.kvtransfer.p2p.letters import Done, Follow, Notice, Part, Party, Rejected, Renew
 from pdserve.kvtransfer.p2p.mailbox import Mailbox
 from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
+from pdserve.kvtransfer.p2p.remote_rank import RemoteRank
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, Source, Ticket
 from pdserve.protocol.request_key import RequestKey
@@ -49,11 +50,10 @@ class _Followed:
 
 
 class EngineReceiver:
-    """See `connector.KVReceiver`; an engine without tensor parallelism has one rank.
-    ranks: for tests too."""
+    """See `connector.KVReceiver`; an engine without tensor parallelism has one rank."""
 
     def __init__(self, rank: RankReceiver, mailbox: Mailbox) -> None:
-        self.ranks = [rank]
+        self.ranks: list[RankReceiver | RemoteRank] = [rank]
         self._mailbox = mailbox
         self._block_size = rank.block_size
         self._pulls: dict[int, _Pull] = {}
@@ -65,7 +65,12 @@ class EngineReceiver:
         mailbox.attach()
         mailbox.on(Part, self._part)
 
-    def add_ranks(self, ranks: Sequence[RankReceiver]) -> None:
+    @property
+    def local_ranks(self) -> list[RankReceiver]:
+        """Those of this process."""
+        return [rank for rank in self.ranks if isinstance(rank, RankReceiver)]
+
+    def add_ranks(self, ranks: Sequence[RankReceiver | RemoteRank]) -> None:
         """The receivers of the engine's other ranks, before anybody connects."""
         self.ranks += ranks
 

@@ -62,12 +62,12 @@ class _Cell:
     num_bytes: int
 
 
-def plan_for(layout: KVLayout, meta: KVCacheMeta) -> list[BlockRange]:
+def plan_for(layout: KVLayout, meta: KVCacheMeta, own_rank: int = 0) -> list[BlockRange]:
     """Ranges that cover all KV of one of our blocks once, in order, each as long as one peer rank
     allows. layout: of our rank, with the peer's block size.
 
-    A (head, layer) that several of the peer's ranks store is read from any one. ValueError when
-    none does, or it takes another number of bytes there.
+    A (head, layer) that several of the peer's ranks store is read from one of them; our ranks take
+    them in turns. ValueError when none does, or it takes another number of bytes there.
     """
     ours = _cells(groups_of(layout))
     theirs = [
@@ -81,7 +81,8 @@ def plan_for(layout: KVLayout, meta: KVCacheMeta) -> list[BlockRange]:
         length = max(lengths)
         if not length:
             raise ValueError(_refusal(first, theirs))
-        rank = lengths.index(length)
+        able = [rank for rank, found in enumerate(lengths) if found == length]
+        rank = able[own_rank % len(able)]
         last = ours[done + length - 1]
         start = theirs[rank][first.layer, first.head].offset
         plan.append(
