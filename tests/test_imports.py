@@ -19,7 +19,7 @@ ALLOWED: dict[str, set[str]] = {
     "background": set(),
     "text": set(),
     "kernels": set(),
-    "parallel": {"kernels"},
+    "parallel": {"background", "kernels"},
     "models": {"kernels", "parallel"},
     "engine": {"protocol", "models", "kernels", "parallel", "text"},
     "kvtransfer": {"protocol", "background", "engine", "kernels"},

@@ -8,7 +8,6 @@ Ray starts the ranks of a cluster's workers (cluster.deployments). Knows no requ
 
 import contextlib
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import read_spec
 from pdserve.parallel.bring_up import RankFailed, RankGroup
 from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.hang_up import end_with
 
 END_S = 5.0
 GENTLY_S = 0.01
@@ -172,20 +172,9 @@ class RankTask(msgspec.Struct, frozen=True):
         follow(ModelConfig.model_validate(self.model), config, group)
 
 
-def _end_with_parent(parent: int) -> None:
-    """Standard input ends when rank 0 lets this process go. It may live on in others that rank 0
-    has forked: its process is watched besides."""
-    look = select.poll()
-    look.register(0, select.POLLHUP)
-    with contextlib.suppress(ProcessLookupError):
-        look.register(os.pidfd_open(parent), select.POLLIN)
-        look.poll()
-    os._exit(1)
-
-
 def main() -> None:
     task = msgspec.json.decode(_read_line(), type=RankTask)
-    threading.Thread(target=_end_with_parent, args=(task.parent,), daemon=True).start()
+    end_with(task.parent, sys.stdin.fileno())
     torch.set_num_threads(task.num_threads)
     try:
         task.run()

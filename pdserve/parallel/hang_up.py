@@ -1,11 +1,12 @@
-"""A thread that learns at once when a process at the other end of a socket has died, whatever the
-other threads wait for."""
+"""Threads that learn at once when another process has died, whatever the other threads wait for."""
 
+import contextlib
 import os
 import select
 import socket
-import threading
 from collections.abc import Callable, Mapping
+
+from pdserve.background.threads import KeptThread
 
 
 class HangUpWatch:
@@ -22,16 +23,31 @@ class HangUpWatch:
         for number in self._ranks:
             self._poll.register(number, select.POLLRDHUP)
         self._on_gone = on_gone
-        self._thread = threading.Thread(target=self._watch, name="rank watch", daemon=True)
-        self._thread.start()
+        self._thread = KeptThread("rank watch", self._watch)
 
     def stop(self) -> None:
         """Nothing is called any more once this has returned. Once, and not from on_gone."""
         os.eventfd_write(self._stop, 1)
-        self._thread.join()
+        self._thread.finish()
         os.close(self._stop)
 
     def _watch(self) -> None:
         ready = {number for number, _ in self._poll.poll()}
         if self._stop not in ready:
             self._on_gone(min(self._ranks[number] for number in ready))
+
+
+def end_with(parent: int, descriptor: int) -> None:
+    """From now on this process ends when process `parent` has, or when the descriptor's other end
+    is closed. That end may live on in others that the parent has forked: so both are watched."""
+    look = select.poll()
+    look.register(descriptor, select.POLLHUP)
+    with contextlib.suppress(ProcessLookupError):
+        look.register(os.pidfd_open(parent), select.POLLIN)
+
+    def watch() -> None:
+        if os.getppid() == parent:
+            look.poll()
+        os._exit(1)
+
+    KeptThread("parent watch", watch)

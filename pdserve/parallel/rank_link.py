@@ -10,6 +10,9 @@ import socket
 import struct
 import threading
 from collections.abc import Callable
+from functools import partial
+
+from pdserve.background.threads import KeptThread
 
 HEAD = struct.Struct("=I")
 MAX_BYTES = 1 << 30
@@ -21,15 +24,12 @@ class RankLink:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._sending = threading.Lock()
-        self._reader: threading.Thread | None = None
+        self._reader: KeptThread | None = None
 
     def read(self, on_message: Callable[[bytes], None], on_gone: Callable[[], None]) -> None:
         """From now on every message goes to on_message, on a thread of the link's; on_gone is
         called there once when the other end is gone, or this one closed."""
-        self._reader = threading.Thread(
-            target=self._read, args=(on_message, on_gone), name="rank link", daemon=True
-        )
-        self._reader.start()
+        self._reader = KeptThread("rank link", partial(self._read, on_message, on_gone))
 
     def send(self, message: bytes) -> None:
         """Waits while the other end is far behind. ConnectionError when it is gone; ValueError for
@@ -47,7 +47,7 @@ class RankLink:
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_RDWR)
         if self._reader is not None:
-            self._reader.join()
+            self._reader.finish()
         self._end.close()
 
     def _read(self, on_message: Callable[[bytes], None], on_gone: Callable[[], None]) -> None:
