@@ -88,6 +88,8 @@ class PacedExecutor:
 
     def reset(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 class PacedWorker(threading.Thread):
     """A worker loop in a thread of its own, and a router's link to it."""

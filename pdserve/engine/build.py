@@ -30,9 +30,9 @@ def build_engine(
     on_rank_lost: RankLost | None = None,
 ) -> Engine:
     """Load the model and allocate the KV cache; ValueError names the parameter that is wrong.
-    progress: hears how far the start is. group: of rank 0; the others `follow`. on_rank_lost: is
-    called from a thread when the process of another rank has died; by default the next step fails.
-    """
+    progress: hears how far the start is. group: of rank 0; the others are `Following`.
+    on_rank_lost: is called from a thread when the process of another rank has died; by default the
+    next step fails."""
     progress = progress or StartProgress()
     with group.shared_fate():
         components = make_components(model, config, progress, group)
@@ -48,23 +48,30 @@ def build_engine(
     return engine
 
 
-def follow(
-    model: ModelConfig,
-    config: EngineConfig,
-    group: RankGroup,
-    progress: StartProgress | None = None,
-) -> None:
-    """What another rank does from its start to its end: returns when rank 0 says so. The process
-    ends at once when rank 0's is gone."""
-    with group.shared_fate():
-        follower = make_follower(model, config, progress or StartProgress(), group)
-        address = group.agree("steps")[0]
-        on_cuda = follower.runner.device.type == "cuda"
-        receiver = StepReceiver(address, group.dims.rank, spins=on_cuda)
-    watch = HangUpWatch({0: receiver.bell}, lambda _: os._exit(1))
-    follower.run(receiver.receive)
-    watch.stop()
-    receiver.close()
+class Following:
+    """What another rank is from its start to its end. follower: with its share of the model. The
+    process ends at once when rank 0's is gone."""
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        group: RankGroup,
+        progress: StartProgress | None = None,
+    ) -> None:
+        """Beside rank 0's `build_engine`."""
+        with group.shared_fate():
+            self.follower = make_follower(model, config, progress or StartProgress(), group)
+            address = group.agree("steps")[0]
+            on_cuda = self.follower.runner.device.type == "cuda"
+            self._receiver = StepReceiver(address, group.dims.rank, spins=on_cuda)
+        self._watch = HangUpWatch({0: self._receiver.bell}, lambda _: os._exit(1))
+
+    def run(self) -> None:
+        """Do what rank 0 says, until it says stop."""
+        self.follower.run(self._receiver.receive)
+        self._watch.stop()
+        self._receiver.close()
 
 
 def _lead(local: LocalExecutor, group: RankGroup, on_rank_lost: RankLost | None) -> GroupExecutor:

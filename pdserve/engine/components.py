@@ -107,7 +107,7 @@ def make_follower(
     """Of another rank, beside rank 0's `make_components`."""
     loaded = _load(model, config, progress, group)
     _give_memory(loaded, 0, progress, group)
-    follower = Follower(loaded.runner)
+    follower = Follower(loaded.runner, loaded.fingerprint)
     _compile(follower, loaded.config, loaded.runner.device, progress, group)
     return follower
 

@@ -210,7 +210,7 @@ class Engine:
         any more.
         """
         self._is_torn = True
-        self.executor.reset()
+        self.executor.close()
 
     def _require_whole(self) -> None:
         if self._is_torn:

@@ -22,9 +22,8 @@ import torch
 
 import pdserve
 from pdserve.configs.engine import EngineConfig, ModelConfig
-from pdserve.engine.build import build_engine, follow
+from pdserve.engine.build import Following, build_engine
 from pdserve.engine.engine import Engine
-from pdserve.engine.execution.group_executor import GroupExecutor
 from pdserve.engine.stepping.executor import Executor
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import read_spec
@@ -114,9 +113,8 @@ def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, 
 
 
 def _end(executor: Executor, processes: RankProcesses) -> None:
-    assert isinstance(executor, GroupExecutor)
-    with contextlib.suppress(ConnectionError):
-        executor.stop()
+    with contextlib.suppress(RuntimeError, ConnectionError):
+        executor.close()
     processes.close()
 
 
@@ -169,7 +167,7 @@ class RankTask(msgspec.Struct, frozen=True):
         dims = ParallelDims(tp=config.tensor_parallel, rank=self.rank)
         group = RankGroup.join(dims, self.address, device_index=self.rank)
         group.step_deadline_s = self.step_deadline_s
-        follow(ModelConfig.model_validate(self.model), config, group)
+        Following(ModelConfig.model_validate(self.model), config, group).run()
 
 
 def main() -> None:

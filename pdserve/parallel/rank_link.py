@@ -1,5 +1,5 @@
-"""Messages of bytes between two ranks, both ways, whole and in order: what the step channel is not
-for.
+"""Messages of bytes between rank 0 and each other, both ways, whole and in order: what the step
+channel is not for.
 
 Over a stream socket, with a thread that reads; any thread may send. Knows nothing of what is in the
 messages.
@@ -8,11 +8,15 @@ messages.
 import contextlib
 import socket
 import struct
+import tempfile
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from pdserve.background.threads import KeptThread
+from pdserve.parallel.bring_up import PHASE_DEADLINE_S, RankGroup
 
 HEAD = struct.Struct("=I")
 MAX_BYTES = 1 << 30
@@ -66,3 +70,39 @@ class RankLink:
                 raise EOFError
             found += piece
         return bytes(found)
+
+
+def host_links(group: RankGroup) -> dict[int, RankLink]:
+    """Of rank 0: a link to each other rank, which calls `join_link` meanwhile. TimeoutError names
+    one that does not."""
+    links: dict[int, RankLink] = {}
+    with (
+        tempfile.TemporaryDirectory(prefix="pdserve-") as folder,  # only this user can enter it
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,
+    ):
+        address = str(Path(folder) / "links")
+        listening.bind(address)
+        listening.listen(group.dims.world_size)
+        listening.settimeout(0.05)
+        group.agree("links", address)
+        deadline = time.monotonic() + PHASE_DEADLINE_S
+        while missing := set(range(1, group.dims.world_size)) - links.keys():
+            group.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank {min(missing)} did not link up in time")
+            with contextlib.suppress(TimeoutError):
+                end, _ = listening.accept()
+                end.settimeout(1.0)
+                [rank] = HEAD.unpack(end.recv(HEAD.size, socket.MSG_WAITALL))
+                end.settimeout(None)
+                links[rank] = RankLink(end)
+    return links
+
+
+def join_link(group: RankGroup) -> RankLink:
+    """Of another rank: its link to rank 0."""
+    address = group.agree("links")[0]
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    end.connect(address)
+    end.sendall(HEAD.pack(group.dims.rank))
+    return RankLink(end)

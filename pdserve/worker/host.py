@@ -18,9 +18,16 @@ import zmq
 
 from pdserve.configs.schema import WorkerConfig
 from pdserve.engine.build import build_engine
+from pdserve.engine.engine import Engine
 from pdserve.kvtransfer.build import build_connector, build_pool
-from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, KVReceiver, KVSender
+from pdserve.kvtransfer.connector import KVCacheMemory, KVPool
+from pdserve.kvtransfer.p2p.engine_receiver import EngineReceiver
+from pdserve.kvtransfer.p2p.remote_rank import RemoteRank
+from pdserve.kvtransfer.p2p.sender import Sender
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
+from pdserve.parallel.bring_up import ALONE, PHASE_DEADLINE_S, RankGroup
+from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.rank_link import host_links
 from pdserve.protocol.codec import decode_command, encode
 from pdserve.protocol.events import EventBatch
 from pdserve.protocol.start_progress import StartProgress
@@ -54,12 +61,19 @@ class EngineHost:
         self._incarnation = incarnation
         self._address = address
         self._loop: WorkerLoop | None = None
+        degree = config.engine.tensor_parallel
+        self._group = RankGroup.host(ParallelDims(tp=degree)) if degree > 1 else ALONE
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK)
-        self._sender: KVSender | None = None
-        self._receiver: KVReceiver | None = None
+        self._sender: Sender | None = None
+        self._receiver: EngineReceiver | None = None
         self._pool: KVPool | None = None
         self._pool_server: SharedServer | None = None
         self._socket: zmq.Socket[bytes] | None = None
+
+    @property
+    def meeting(self) -> str:
+        """Where the engine's other ranks meet this one (`FollowerHost`); "" when there is none."""
+        return self._group.address
 
     def start(self) -> dict[str, Any]:
         """Load the model, allocate and register the KV cache, bind the address; what there is now,
@@ -68,7 +82,9 @@ class EngineHost:
         pool_config = self._config.transfer.pool
         if pool_config.mode == "start":
             self._pool_server = SharedServer(pool_config)
-        engine = build_engine(self._config.model, self._config.engine, self.progress)
+        engine = build_engine(
+            self._config.model, self._config.engine, self.progress, self._group, self._lost
+        )
         if engine.device.type == "cpu":
             torch.set_num_threads(1)
         metrics = WorkerMetrics(engine)
@@ -89,6 +105,7 @@ class EngineHost:
                 host=self._config.host,
                 registry=metrics.registry,
             )
+            self._add_ranks(engine, self._sender, self._receiver)
         if pool_config.mode != "off":
             self.progress.enter("pool")
             address = (
@@ -125,6 +142,21 @@ class EngineHost:
             "block_size": engine.config.block_size,
             "seconds": round(time.monotonic() - began, 2),
         }
+
+    def _add_ranks(self, engine: Engine, sender: Sender, receiver: EngineReceiver) -> None:
+        """The parts of the KV cache that other ranks have."""
+        if self._group.is_alone:
+            return
+        links = host_links(self._group)
+        block_size = engine.config.block_size
+        ranks = [RemoteRank(links[rank], block_size, self._wake) for rank in sorted(links)]
+        sender.add_ranks([rank.memory(PHASE_DEADLINE_S) for rank in ranks])
+        receiver.add_ranks(ranks)
+
+    def _lost(self, rank: int) -> None:
+        """On a thread. What is under way with the others may never return: the process ends."""
+        logger.error("the process of rank %d of %s has ended", rank, self._worker_id)
+        os._exit(1)
 
     def _pool_name(self) -> str:
         """Equal for the workers of one host that use one server; a server without address is its

@@ -252,6 +252,9 @@ class PaperExecutor:
 
     def warm_prefill(self, num_rows: int) -> None: ...
 
+    def close(self) -> None:
+        self.reset()
+
     def reset(self) -> None:
         """Everything that was queued moves now, in order."""
         self._open = None

@@ -60,6 +60,9 @@ class WireExecutor:
     def reset(self) -> None:
         self._executor.reset()
 
+    def close(self) -> None:
+        self._executor.close()
+
 
 def workload() -> tuple[list[list[int]], list[SamplingParams]]:
     rng = random.Random(4)

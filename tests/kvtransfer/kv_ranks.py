@@ -97,18 +97,10 @@ class Ranks:
 
     def _linked(self, make: Make) -> tuple[RankMemory, RankReceiver, RemoteRank]:
         near, far = socket.socketpair()
-        made: list[RankMemory] = []
-
-        def receiver(wake: Wake) -> RankReceiver:
-            memory, receiver = make(wake)
-            made.append(memory)
-            return receiver
-
-        service = RankService(RankLink(far), receiver)
-        service.start()
+        service = RankService(RankLink(far), make)
         self._services.append(service)
         remote = RemoteRank(RankLink(near), self.block_size, lambda: None)
-        return made[0], service.receiver, remote
+        return remote.memory(5.0), service.receiver, remote
 
     def meta(self) -> KVCacheMeta:
         return self.sender.meta()

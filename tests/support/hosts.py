@@ -1,9 +1,9 @@
 """Engine hosts in processes of their own, reached over zmq without Ray: real NIXL, real sockets,
 quick to start.
 
-`Host` is one worker process. `LocalLink` gives one router in this process a link to it, a shell
-(shell.py) several routers in processes of their own. What needs Serve itself is tested in
-tests/cluster.
+`Host` is one worker process, with one more for each other rank. `LocalLink` gives one router in
+this process a link to it, a shell (shell.py) several routers in processes of their own. What needs
+Serve itself is tested in tests/cluster.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 # once. (It holds no NIXL agent: a fork after one exists hangs. It sees the environment as it was at
 # the first host's start.)
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pdserve.worker.host"])
+_forks.set_forkserver_preload(["pdserve.worker.host", "pdserve.worker.follower_host"])
 
 
 def _serve(
@@ -46,11 +46,36 @@ def _serve(
     from pdserve.worker.host import EngineHost
 
     host = EngineHost(config, worker_id, incarnation, address)
+    if host.meeting:
+        meeting = _meeting_of(address)
+        meeting.with_suffix(".new").write_text(host.meeting)
+        meeting.with_suffix(".new").rename(meeting)
     host.start()
     if shell is not None:
         threading.Thread(target=run_shell, args=(address, shell), daemon=True).start()
     ready.set()
     host.run()
+
+
+def _meeting_of(address: str) -> Path:
+    """The file that says where an engine's ranks meet."""
+    return Path(address.removeprefix("ipc://")).with_name("meeting")
+
+
+def _follow(
+    config: WorkerConfig, worker_id: str, incarnation: int, address: str, rank: int
+) -> None:
+    die_with_parent(os.getppid())
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from pdserve.worker.follower_host import FollowerHost
+
+    while not _meeting_of(address).exists():
+        time.sleep(0.01)
+    meeting = _meeting_of(address).read_text()
+    host = FollowerHost(config, worker_id, incarnation, rank, meeting)
+    host.start()
+    host.run()
+    os._exit(0)
 
 
 class Host:
@@ -64,9 +89,17 @@ class Host:
         self._folder = tempfile.TemporaryDirectory(prefix="pdserve-test-")
         self.address = f"ipc://{self._folder.name}/engine"
         self._ready = _forks.Event()
-        arguments = (config, worker_id, time.time_ns(), self.address, self.shell, self._ready)
-        self.process = _forks.Process(target=_serve, args=arguments, daemon=True)
+        shared = (config, worker_id, time.time_ns(), self.address)
+        self.process = _forks.Process(
+            target=_serve, args=(*shared, self.shell, self._ready), daemon=True
+        )
         self.process.start()
+        self.followers = [
+            _forks.Process(target=_follow, args=(*shared, rank), daemon=True)
+            for rank in range(1, config.engine.tensor_parallel)
+        ]
+        for follower in self.followers:
+            follower.start()
 
     @property
     def pid(self) -> int:
@@ -87,7 +120,8 @@ class Host:
     def close(self) -> None:
         if self.process.is_alive():
             self.process.kill()
-        self.process.join(60)
+        for process in (self.process, *self.followers):
+            process.join(60)
         self._folder.cleanup()
         if self.shell is not None:
             self.shell.unlink(missing_ok=True)
@@ -98,11 +132,12 @@ def hosts(
     model: Path | str,
     *names: str,
     engine: dict | None = None,
+    degrees: Mapping[str, int] | None = None,
     transfer: dict | None = None,
     shells: Path | None = None,
 ) -> Iterator[list[Host]]:
     """One host a name: P… prefills, D… decodes, A… takes whole requests and has no connector.
-    shells: see Host."""
+    degrees: of tensor parallelism, by name. shells: see Host."""
     started = []
     try:
         for name in names:
@@ -110,7 +145,10 @@ def hosts(
                 role={"P": "prefill", "D": "decode", "A": "both"}[name[0]],
                 connects=name[0] != "A",
                 model=ModelConfig(path=str(model)),
-                engine=EngineConfig(**{"device": "cpu", "num_kv_blocks": 512, **(engine or {})}),
+                engine=EngineConfig(
+                    **{"device": "cpu", "num_kv_blocks": 512, **(engine or {})},
+                    tensor_parallel=(degrees or {}).get(name, 1),
+                ),
                 transfer=TransferConfig(**(transfer or {})),
             )
             started.append(Host(config, f"{name}-{time.time_ns()}", shells))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pdserve.configs.kv_layout import rows_digest
 from pdserve.engine.execution.local_executor import logits_to_score
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.stepping.wire import Reset, Stop, WarmPrefill, decode_work
@@ -16,11 +17,13 @@ from pdserve.protocol.start_progress import Report
 
 
 class Follower:
-    """runner: with its KV cache."""
+    """runner: with its KV cache. fingerprint: see EngineComponents."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: ModelRunner, fingerprint: str) -> None:
         self.runner = runner
         self.kv_cache = runner.kv_cache
+        self.fingerprint = fingerprint
+        self.rows_digest = rows_digest(fingerprint, self.kv_cache.layout.groups)
 
     def compile(self, graph_sizes: Sequence[int], report: Report) -> None:
         """Beside rank 0's `LocalExecutor.compile`, in the same order."""

@@ -39,6 +39,7 @@ class GroupExecutor:
         self._local = local
         self._channel = channel
         self._ended = ""  # why: not the exception, which would keep what it passed through
+        self._is_closed = False
         self._lost = threading.Event()
 
     def padding(self, num_rows: int, num_sequences: int, is_decode: bool) -> Padding:
@@ -56,12 +57,15 @@ class GroupExecutor:
     def reset(self) -> None:
         self._together(Reset(), self._local.reset)
 
-    def stop(self) -> None:
-        """The other ranks end. Nothing else may follow."""
+    def close(self) -> None:
+        """Idempotent."""
         if not self._ended:
+            self._together(Reset(), self._local.reset)
             self._together(Stop(), lambda: None)
-        self._ended = self._ended or "it was stopped"
-        self._channel.close()
+            self._ended = "it was closed"
+        if not self._is_closed:
+            self._is_closed = True
+            self._channel.close()
 
     def lose(self, rank: int) -> None:
         """The process of another rank is gone: nothing is begun any more. From any thread."""

@@ -150,6 +150,9 @@ class LocalExecutor:
             self._open = None
         self.runner.synchronize()
 
+    def close(self) -> None:
+        self.reset()
+
     @torch.inference_mode()
     def _hidden_rows(self, hidden: Tensor, rows: np.ndarray) -> HostCopy:
         return HostCopy([hidden.index_select(0, to_device(rows, self._device)).float()])

@@ -78,3 +78,8 @@ class Executor(Protocol):
         """Forget a step that was not sampled, and return when the device has nothing left to do,
         also when it has failed."""
         ...
+
+    def close(self) -> None:
+        """`reset`, for good; other ranks end. Whatever has failed before, it does not wait for
+        ever."""
+        ...

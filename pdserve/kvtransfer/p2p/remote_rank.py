@@ -22,7 +22,7 @@ from pdserve.kvtransfer.connector import (
 )
 from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
 from pdserve.protocol.events import PeerStatus
-from pdserve.protocol.handoff import KVCacheMeta, Ticket
+from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 
 logger = logging.getLogger(__name__)
 
@@ -71,19 +71,19 @@ class Cancel(msgspec.Struct, frozen=True, tag=True):
 
 
 Call = Connect | Disconnect | Begin | Extend | Complete | Cancel
-EVENTS: tuple[type[Any], ...] = (PullDone, PullFailed, PullSettled, PeerStatus)
+EVENTS: tuple[type[Any], ...] = (PullDone, PullFailed, PullSettled, PeerStatus, RankMemory)
 
 _encoder = msgspec.msgpack.Encoder()
 _call_decoder = msgspec.msgpack.Decoder(Call)
 _event_decoders = [msgspec.msgpack.Decoder(kind) for kind in EVENTS]
 
 
-def _encode_event(event: ReceiverEvent) -> bytes:
+def _encode_event(event: ReceiverEvent | RankMemory) -> bytes:
     return bytes([EVENTS.index(type(event))]) + _encoder.encode(event)
 
 
-def _decode_event(data: bytes) -> ReceiverEvent:
-    event: ReceiverEvent = _event_decoders[data[0]].decode(memoryview(data)[1:])
+def _decode_event(data: bytes) -> ReceiverEvent | RankMemory:
+    event: ReceiverEvent | RankMemory = _event_decoders[data[0]].decode(memoryview(data)[1:])
     return event
 
 
@@ -96,7 +96,16 @@ class RemoteRank:
         self._link = link
         self._wake = wake
         self._events: deque[ReceiverEvent] = deque()
-        link.read(self._heard, lambda: None)
+        self._memory: RankMemory | None = None
+        self._introduced = threading.Event()
+        link.read(self._heard, self._introduced.set)
+
+    def memory(self, deadline_s: float) -> RankMemory:
+        """What the rank says of its KV cache, first of all. ConnectionError when it does not."""
+        self._introduced.wait(deadline_s)
+        if self._memory is None:
+            raise ConnectionError("a rank of this engine did not register its KV cache")
+        return self._memory
 
     def connect(self, meta: KVCacheMeta) -> None:
         self._call(Connect(meta))
@@ -138,21 +147,25 @@ class RemoteRank:
         self._link.send(_encoder.encode(call))
 
     def _heard(self, data: bytes) -> None:
-        self._events.append(_decode_event(data))
-        self._wake()
+        event = _decode_event(data)
+        if isinstance(event, RankMemory):
+            self._memory = event
+            self._introduced.set()
+        else:
+            self._events.append(event)
+            self._wake()
 
 
 class RankService:
     """Serves the receiver of this process to rank 0, until rank 0's end of the link is closed.
-    make_receiver: given the wake that it shall have."""
+    make: the rank's memory and receiver, given the wake that this one shall have."""
 
-    def __init__(self, link: Link, make_receiver: Callable[[Wake], RankReceiver]) -> None:
+    def __init__(self, link: Link, make: Callable[[Wake], tuple[RankMemory, RankReceiver]]) -> None:
         self._link = link
         self._telling = threading.Lock()
-        self.receiver = make_receiver(self._tell)
-
-    def start(self) -> None:
-        self._link.read(self._do, lambda: None)
+        memory, self.receiver = make(self._tell)
+        link.send(_encode_event(memory))
+        link.read(self._do, lambda: None)
 
     def close(self) -> None:
         self._link.close()

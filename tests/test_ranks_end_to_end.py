@@ -1,0 +1,85 @@
+"""Workers of several ranks, each a process, through everything but Ray: HTTP, router, KV by NIXL
+between unlike degrees of tensor parallelism. The tokens are those of one engine of one rank.
+"""
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from support.hosts import Host, hosts
+from support.served import DEMO, cluster
+
+from demo.recall import recall_prompts
+from pdserve.engine.llm import LLM, SamplingParams
+
+DEGREES = [(2, 1), (1, 2), (2, 4), (4, 2), (2, 2)]
+SAMPLE = {(2, 1), (1, 2)}
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0, "max_tokens": 16},
+    {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 12},
+]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[str]:
+    rng = random.Random(6)
+    long = [p.prompt for p in recall_prompts(seed=78, num_prompts=3)]
+    return long + [p[-rng.randrange(20, 500) :] for p in long for _ in range(5)]
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM(str(DEMO), device="cpu")
+
+
+@pytest.fixture
+def pd(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
+    p, d = request.param
+    engine = {"num_kv_blocks": 1024, "max_num_batched_tokens": 256}
+    with hosts(DEMO, "P", "D", engine=engine, degrees={"P": p, "D": d}) as started:
+        yield started
+
+
+@pytest.mark.parametrize(
+    "pd",
+    [pytest.param(d, marks=[] if d in SAMPLE else [pytest.mark.slow]) for d in DEGREES],
+    indirect=True,
+    ids=[f"{p}to{d}" for p, d in DEGREES],
+)
+async def test_split_over_unlike_degrees_equals_one_rank(
+    pd: list[Host], llm: LLM, prompts: list[str]
+) -> None:
+    """Greedy, and seeded with two choices each; long prompts are announced and come in parts."""
+    async with cluster(*pd) as running:
+        for settings in SETTINGS:
+            params = [SamplingParams(**settings, seed=seed) for seed in range(len(prompts))]
+            offline = [
+                [(c.text, c.token_ids, c.finish_reason) for c in output.outputs]
+                for output in llm.generate(prompts, params, use_tqdm=False)
+            ]
+            asked = (
+                running.complete(prompt=prompt, seed=seed, return_token_ids=True, **settings)
+                for seed, prompt in enumerate(prompts)
+            )
+            answers = await asyncio.gather(*asked)
+            assert [
+                [(c["text"], c["token_ids"], c["finish_reason"]) for c in answer["choices"]]
+                for answer in answers
+            ] == offline
+        assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
+
+
+@pytest.mark.parametrize("pd", [(1, 2)], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_dies_takes_its_engine_along(pd: list[Host], rank: int) -> None:
+    _, d = pd
+    processes = [d.process, *d.followers]
+    began = time.monotonic()
+    processes[rank].kill()
+    for process in processes:
+        process.join(1.0)
+        assert process.exitcode is not None, f"{process.name} lives on"
+    assert time.monotonic() - began < 1.0
