@@ -98,7 +98,7 @@ def resolve_model(config: ClusterConfig) -> ClusterConfig:
 
 def worker_deployment(config: ClusterConfig, key: WorkerKey, engine_host: str) -> Application:
     deployment = config.deployment(key)
-    bundles = worker_bundles(deployment)
+    bundles = worker_bundles(deployment, config.worker(key).engine.tensor_parallel)
     decorate = serve.deployment(
         name=DEPLOYMENTS[key],
         num_replicas=deployment.replicas,

@@ -46,10 +46,10 @@ class AutoscalingConfig(Config):
 
 
 class DeploymentConfig(Config):
-    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank;
-    resources per replica. labels: only on nodes with all of these (`ray start --labels`), each a
-    selector of Ray's: `value`, `!value`, `in(a, b)` or `!in(a, b)`. autoscaling: then `replicas` is
-    for the start.
+    """Replicas of one deployment and what each needs from Ray. num_gpus is per engine rank, of
+    which there are engine.tensor_parallel; num_cpus and resources per replica. labels: only on
+    nodes with all of these (`ray start --labels`), each a selector of Ray's: `value`, `!value`,
+    `in(a, b)` or `!in(a, b)`. autoscaling: then `replicas` is for the start.
     """
 
     replicas: int = Field(1, ge=0, le=MAX_REPLICAS)
@@ -173,11 +173,10 @@ class ClusterConfig(Config):
                 "aggregated"
             )
         for key in self.worker_keys:
-            if self.worker(key).engine.tensor_parallel > 1:
+            if self.worker(key).engine.tensor_parallel > 1 and self.transfer.pool.mode != "off":
                 raise ValueError(
-                    f"{key}.engine.tensor_parallel (from engine, unless set there) must be 1: a "
-                    "cluster's workers have one rank each for now; LLM(tensor_parallel_size=...) "
-                    "has several"
+                    f"{key}.engine.tensor_parallel (from engine, unless set there) must be 1 with "
+                    "transfer.pool: workers of several ranks do not use it yet"
                 )
         if self.transfer.pool.mode != "off":
             for key in self.worker_keys:

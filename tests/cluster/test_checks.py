@@ -75,7 +75,8 @@ def test_of_a_cluster_that_works_nothing_is_found() -> None:
             {"mode": "aggregated", "decode": {"num_gpus": 2}},
             {"GPU": 2},
             "hint",
-            "decode.num_gpus is 2, but an engine uses one GPU: set it to 1",
+            "decode.num_gpus is 2, but a rank uses one GPU: set it to 1 and "
+            "engine.tensor_parallel to the number of GPUs",
         ),
         (
             {"mode": "aggregated", "decode": {"num_gpus": 1, "replicas": 2}},

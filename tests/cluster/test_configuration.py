@@ -71,11 +71,13 @@ def test_without_haproxy_the_proxy_is_kept() -> None:
 
 
 def test_a_workers_gpu_is_in_the_bundle_of_its_engine() -> None:
-    shell, rank = worker_bundles(DeploymentConfig(num_gpus=1, num_cpus=2, resources={"decode": 1}))
+    shell, rank = worker_bundles(
+        DeploymentConfig(num_gpus=1, num_cpus=2, resources={"decode": 1}), num_ranks=2
+    )
     assert "GPU" not in shell
     assert rank == {"CPU": 2, "GPU": 1, "decode": 1}
     assert all(
-        amount > 0 for bundle in worker_bundles(DeploymentConfig()) for amount in bundle.values()
+        amount > 0 for bundle in worker_bundles(DeploymentConfig(), 1) for amount in bundle.values()
     )
 
 

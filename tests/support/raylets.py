@@ -69,6 +69,11 @@ class Nodes:
             os.kill(pid, signal.SIGKILL)
         self.cluster.shutdown()
 
+    def ranks(self, role: str) -> list[int]:
+        """The processes of an engine's ranks."""
+        found = (ranks_of(raylet) for r, raylet in self._raylets if role in r)
+        return next(pids for pids in found if pids)
+
     def engine(self, role: str) -> int:
         """The process of an engine."""
         return next(
@@ -86,11 +91,17 @@ def children(pid: int) -> list[int]:
     ]
 
 
+def ranks_of(raylet: int) -> list[int]:
+    """The processes of the ranks of a raylet's engine."""
+    return [
+        pid
+        for pid in children(raylet)
+        if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
 def engine_of(raylet: int) -> int | None:
-    for pid in children(raylet):
-        if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
-            return pid
-    return None
+    return next(iter(ranks_of(raylet)), None)
 
 
 def kill_raylet(raylet: int) -> None:

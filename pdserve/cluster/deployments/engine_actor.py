@@ -1,6 +1,7 @@
-"""The Ray actor around one rank's engine: its process, its GPU, nothing else.
+"""The Ray actor around one rank of an engine: its process, its GPU, nothing else.
 
-Thin on purpose: the engine is `worker.host.EngineHost`, which knows no Ray. This module imports no
+Thin on purpose: the engine is `worker.host.EngineHost`, its other ranks `FollowerHost`s; neither
+knows Ray. This module imports no
 torch; the actor's process does, when the host is loaded. Created by
 `cluster.deployments.worker_replica`, which owns it: the replica's death is the actor's end.
 """
@@ -19,6 +20,7 @@ from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import Progress, StartProgress
 
 ENGINE_HOST = "pdserve.worker.host:EngineHost"
+FOLLOWER_HOST = "pdserve.worker.follower_host:FollowerHost"
 
 
 class Host(Protocol):
@@ -40,7 +42,12 @@ class EngineActor:
     holds; `ping` and `progress` have another."""
 
     def __init__(
-        self, engine_host: str, config: WorkerConfig, worker_id: str, incarnation: int, address: str
+        self,
+        engine_host: str,
+        config: WorkerConfig,
+        worker_id: str,
+        incarnation: int,
+        *place: str | int,
     ) -> None:
         # One thread an engine, before torch loads: several engines on a few cores collapse
         # otherwise.
@@ -49,7 +56,7 @@ class EngineActor:
         config = config.model_copy(update={"host": ray.util.get_node_ip_address()})
         module, _, name = engine_host.partition(":")
         self._host: Host = getattr(importlib.import_module(module), name)(
-            config, worker_id, incarnation, address
+            config, worker_id, incarnation, *place
         )
 
     @ray.method(concurrency_group="engine")
@@ -71,6 +78,13 @@ class EngineActor:
         return self._host.progress.now, os.readlink("/proc/self/fd/2")
 
     @ray.method(concurrency_group="control")
+    def meeting(self) -> str:
+        """Where the engine's other ranks meet this one."""
+        host: Any = self._host
+        meeting: str = host.meeting
+        return meeting
+
+    @ray.method(concurrency_group="control")
     def ping(self) -> int:
         """The process id, from an engine process that still runs Python."""
         return os.getpid()
@@ -83,10 +97,11 @@ def create_engine_actor(
     config: WorkerConfig,
     worker_id: str,
     incarnation: int,
-    address: str,
+    *place: str | int,
 ) -> Any:
-    """A handle of a new actor in bundle 1 of the replica's placement group (bundle 0 holds the
-    replica)."""
+    """A handle of a new actor in bundle 1 of the replica's placement group, which all ranks share
+    (bundle 0 holds the replica). place: what its host is told besides: rank 0 the address of its
+    socket, the others their rank and where they meet."""
     make_actor_class: Any = ray.remote(  # type: ignore[call-overload]
         num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1}
     )
@@ -94,4 +109,4 @@ def create_engine_actor(
         num_gpus=num_gpus,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1),
     )
-    return actor.remote(engine_host, config, worker_id, incarnation, address)
+    return actor.remote(engine_host, config, worker_id, incarnation, *place)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -50,7 +50,8 @@ class EngineStart:
     error the engine's process too.
 
     engine: handle of an EngineActor. where: address of its node. num_gpus: that Ray gives it. log:
-    of this process, if it has a file. post, remove: of the board; they may block.
+    of this process, if it has a file. post, remove: of the board; they may block. others: the
+    engine's other ranks, whose start is a part of its own.
     """
 
     def __init__(
@@ -63,8 +64,10 @@ class EngineStart:
         log: str | None,
         post: Callable[[StartRecord], None],
         remove: Callable[[str], None],
+        others: Sequence[Any] = (),
     ) -> None:
         self._engine = engine
+        self._others = others
         self._config = config
         self._worker_id = worker_id
         self._where = where
@@ -88,18 +91,23 @@ class EngineStart:
     ) -> None:
         if error is not None:
             logger.error("%s", error)
-            ray.kill(self._engine)
+            for rank in (self._engine, *self._others):
+                ray.kill(rank)
         await self._on_board(self._remove, self._worker_id)
 
     async def serving(self) -> dict[str, Any]:
         """What the engine says of itself, once it can serve. Raises StartError."""
         started = asyncio.ensure_future(self._engine.start.remote())
+        others = [asyncio.ensure_future(rank.start.remote()) for rank in self._others]
         asked = asyncio.ensure_future(self._engine.progress.remote())
         try:
             while True:
                 await asyncio.wait(
                     (started, asked), timeout=LOOK_S, return_when=asyncio.FIRST_COMPLETED
                 )
+                for rank in others:
+                    if rank.done():
+                        rank.result()
                 if asked.done():
                     await self._saw(*asked.result())
                 if started.done():
@@ -116,8 +124,8 @@ class EngineStart:
                 self._told(f"failed while {WORK[self._now.stage]}: {_reason(error)}")
             ) from error
         finally:
-            started.cancel()
-            asked.cancel()
+            for task in (started, asked, *others):
+                task.cancel()
 
     async def connected(self, connection: Awaitable[object]) -> None:
         """Wait for it. Raises StartError."""

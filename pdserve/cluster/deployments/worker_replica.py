@@ -24,7 +24,11 @@ from ray.util import get_current_placement_group, get_node_ip_address
 
 from pdserve.background.tasks import FAILURES, failed, once
 from pdserve.cluster.deployments import start_board
-from pdserve.cluster.deployments.engine_actor import ENGINE_HOST, create_engine_actor
+from pdserve.cluster.deployments.engine_actor import (
+    ENGINE_HOST,
+    FOLLOWER_HOST,
+    create_engine_actor,
+)
 from pdserve.cluster.deployments.engine_start import EngineStart
 from pdserve.cluster.deployments.logs import log_as_serve_does, own_file
 from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
@@ -45,8 +49,8 @@ REASON_DEADLINE_S = 2.0
 
 
 class WorkerReplica:
-    """config: of the worker. num_gpus: of its engine rank. engine_host: import path of the host
-    class, `module:Class`."""
+    """config: of the worker. num_gpus: of each rank of its engine. engine_host: import path of the
+    host class, `module:Class`."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, config: WorkerConfig, num_gpus: float, engine_host: str = ENGINE_HOST
@@ -59,9 +63,16 @@ class WorkerReplica:
         # A folder that only this user can enter: whoever reaches the socket commands the engine.
         folder = tempfile.mkdtemp(prefix="pdserve-")
         address = f"ipc://{folder}/engine"
-        self._engine: Any = create_engine_actor(
-            group, num_gpus, engine_host, config, self.worker_id, time.time_ns(), address
-        )
+        create = partial(create_engine_actor, group, num_gpus)
+        life = (config, self.worker_id, time.time_ns())
+        self._engine: Any = create(engine_host, *life, address)
+        self._followers: list[Any] = []
+        if config.engine.tensor_parallel > 1:
+            meeting = await self._engine.meeting.remote()
+            self._followers = [
+                create(FOLLOWER_HOST, *life, rank, meeting)
+                for rank in range(1, config.engine.tensor_parallel)
+            ]
         application = serve.get_replica_context().app_name
         start = EngineStart(
             self._engine,
@@ -72,6 +83,7 @@ class WorkerReplica:
             own_file(),
             partial(start_board.post, application),
             partial(start_board.remove, application),
+            self._followers,
         )
         try:
             async with start:
@@ -109,7 +121,7 @@ class WorkerReplica:
         """Serve replaces a replica that fails this a few times: an engine process that is frozen
         counts as dead."""
         async with asyncio.timeout(PING_DEADLINE_S):
-            await self._engine.ping.remote()
+            await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
 
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the streams have closed."""
@@ -117,6 +129,10 @@ class WorkerReplica:
         self._bridge.close()
         self._client.close()
         await asyncio.wait([self._running], timeout=STOP_DEADLINE_S)
+
+    @property
+    def _ranks(self) -> list[Any]:
+        return [self._engine, *self._followers]
 
     def _overhear(self, batch: bytes) -> None:
         """One batch a second has a Snapshot, and ten more at most come for all."""
@@ -159,14 +175,15 @@ class WorkerReplica:
 
     async def _end_of_engine(self) -> str:
         """Why it came."""
-        run = asyncio.ensure_future(self._engine.run.remote())
+        runs = [asyncio.ensure_future(rank.run.remote()) for rank in self._ranks]
         closed = asyncio.ensure_future(self._client.closed.wait())
-        await asyncio.wait([run, closed], return_when=asyncio.FIRST_COMPLETED)
+        done, _ = await asyncio.wait([*runs, closed], return_when=asyncio.FIRST_COMPLETED)
+        lost = next((rank for rank, run in enumerate(runs) if run in done), 0)
         try:
             async with asyncio.timeout(REASON_DEADLINE_S):
-                await run
+                await runs[lost]
         except RayError as error:
-            return str(error)
+            return f"rank {lost}: {error}" if lost else str(error)
         except TimeoutError:
             return "it closed its socket and does not end"
         return "its loop ended"

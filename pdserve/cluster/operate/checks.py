@@ -139,7 +139,9 @@ def model(config: ClusterConfig, place: Place) -> Iterator[Finding]:
         return
     for key in config.worker_keys:
         try:
-            spec.max_len(config.worker(key).engine.max_model_len)
+            engine = config.worker(key).engine
+            spec.max_len(engine.max_model_len)
+            spec.check_tensor_parallel(engine.tensor_parallel)
         except ValueError as error:
             yield "error", f"{key}: {error}"
 
@@ -168,7 +170,11 @@ def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Find
             "that it never uses",
         )
     if num_gpus > 1:
-        yield "hint", f"{key}.num_gpus is {num_gpus:g}, but an engine uses one GPU: set it to 1"
+        yield (
+            "hint",
+            f"{key}.num_gpus is {num_gpus:g}, but a rank uses one GPU: set it to 1 and "
+            "engine.tensor_parallel to the number of GPUs",
+        )
 
 
 def capacity(config: ClusterConfig, place: Place) -> Iterator[Finding]:

@@ -52,11 +52,12 @@ class Need:
         return min([self.replicas, *rooms])
 
 
-def worker_bundles(deployment: DeploymentConfig) -> list[dict[str, float]]:
-    """Bundles of one worker's placement group."""
+def worker_bundles(deployment: DeploymentConfig, num_ranks: int) -> list[dict[str, float]]:
+    """Bundles of one worker's placement group: its replica, and all ranks of its engine, which are
+    on one node."""
     engine_bundle = {"CPU": max(deployment.num_cpus, CRUMB), **deployment.resources}
     if deployment.num_gpus:
-        engine_bundle["GPU"] = deployment.num_gpus
+        engine_bundle["GPU"] = deployment.num_gpus * num_ranks
     return [{"CPU": CRUMB}, engine_bundle]
 
 
@@ -127,7 +128,7 @@ def _needs(config: ClusterConfig) -> list[Need]:
     for name in config.worker_keys:
         deployment = config.deployment(name)
         total: dict[str, float] = {}
-        for bundle in worker_bundles(deployment):
+        for bundle in worker_bundles(deployment, config.worker(name).engine.tensor_parallel):
             for resource, amount in bundle.items():
                 total[resource] = total.get(resource, 0.0) + amount
         needs.append(Need(name, deployment.replicas, total, deployment.labels))
