@@ -29,10 +29,11 @@ FOUND_S = 1.0
 REQUEST_S = 120.0
 CONFIG = {
     "model": {"path": str(DEMO)},
-    "engine": {"device": "cpu", "num_kv_blocks": 1024},
+    # of one degree: what is computed again elsewhere has the same bits
+    "engine": {"device": "cpu", "num_kv_blocks": 1024, "tensor_parallel": 2},
     "router": {"resources": {"ingress": 0.1}, "split": "always"},
     "prefill": {"replicas": 1, "resources": {"prefill": 1}},
-    "decode": {"replicas": 2, "resources": {"decode": 1}, "engine": {"tensor_parallel": 2}},
+    "decode": {"replicas": 2, "resources": {"decode": 1}},
 }
 
 

@@ -51,7 +51,7 @@ class EngineStart:
 
     engine: handle of an EngineActor. where: address of its node. num_gpus: that Ray gives it. log:
     of this process, if it has a file. post, remove: of the board; they may block. others: the
-    engine's other ranks, whose start is a part of its own.
+    engine's other ranks, whose start is a part of its own; runs: what they do from then on.
     """
 
     def __init__(
@@ -68,6 +68,7 @@ class EngineStart:
     ) -> None:
         self._engine = engine
         self._others = others
+        self.runs: list[asyncio.Future[None]] = []
         self._config = config
         self._worker_id = worker_id
         self._where = where
@@ -99,6 +100,8 @@ class EngineStart:
         """What the engine says of itself, once it can serve. Raises StartError."""
         started = asyncio.ensure_future(self._engine.start.remote())
         others = [asyncio.ensure_future(rank.start.remote()) for rank in self._others]
+        # while rank 0 still warms up, the others follow it already
+        self.runs = [asyncio.ensure_future(rank.run.remote()) for rank in self._others]
         asked = asyncio.ensure_future(self._engine.progress.remote())
         try:
             while True:

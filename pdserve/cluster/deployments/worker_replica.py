@@ -88,6 +88,7 @@ class WorkerReplica:
         try:
             async with start:
                 info = await start.serving()
+                self._follower_runs = start.runs
                 self._client = EngineClient(address, self._overhear)
                 self._running = once("engine watch", self._run())
                 await start.connected(self._client.connected.wait())
@@ -175,7 +176,7 @@ class WorkerReplica:
 
     async def _end_of_engine(self) -> str:
         """Why it came."""
-        runs = [asyncio.ensure_future(rank.run.remote()) for rank in self._ranks]
+        runs = [asyncio.ensure_future(self._engine.run.remote()), *self._follower_runs]
         closed = asyncio.ensure_future(self._client.closed.wait())
         done, _ = await asyncio.wait([*runs, closed], return_when=asyncio.FIRST_COMPLETED)
         lost = next((rank for rank, run in enumerate(runs) if run in done), 0)
