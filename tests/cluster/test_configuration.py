@@ -75,7 +75,7 @@ def test_a_workers_gpu_is_in_the_bundle_of_its_engine() -> None:
         DeploymentConfig(num_gpus=1, num_cpus=2, resources={"decode": 1}), num_ranks=2
     )
     assert "GPU" not in shell
-    assert rank == {"CPU": 2, "GPU": 1, "decode": 1}
+    assert rank == {"CPU": 2, "GPU": 2, "decode": 1}, "a GPU a rank"
     assert all(
         amount > 0 for bundle in worker_bundles(DeploymentConfig(), 1) for amount in bundle.values()
     )
