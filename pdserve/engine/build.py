@@ -5,6 +5,7 @@ Knows no requests but the warm-up's. Called by `LLM` and by the worker's host.
 """
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from pdserve.parallel.step_channel import StepReceiver, StepSender
 from pdserve.protocol.start_progress import StartProgress
 
 RankLost = Callable[[int], None]
+LAST_READ_S = 0.2
 
 
 def build_engine(
@@ -65,13 +67,20 @@ class Following:
             address = group.agree("steps")[0]
             on_cuda = self.follower.runner.device.type == "cuda"
             self._receiver = StepReceiver(address, group.dims.rank, spins=on_cuda)
-        self._watch = HangUpWatch({0: self._receiver.bell}, lambda _: os._exit(1))
+        self._stopped = threading.Event()
+        self._watch = HangUpWatch({0: self._receiver.bell}, self._end)
 
     def run(self) -> None:
         """Do what rank 0 says, until it says stop."""
         self.follower.run(self._receiver.receive)
+        self._stopped.set()
         self._watch.stop()
         self._receiver.close()
+
+    def _end(self, _: int) -> None:
+        """Rank 0 has hung up: behind a stop, which is about to be read, or because it died."""
+        if not self._stopped.wait(LAST_READ_S):
+            os._exit(1)
 
 
 def _lead(local: LocalExecutor, group: RankGroup, on_rank_lost: RankLost | None) -> GroupExecutor:

@@ -124,6 +124,8 @@ class _OwnThread:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "engine")
+        # An interruption while the pool starts its thread would make it start another one later.
+        self._thread.submit(int).result()
 
     def __call__(self, work: Callable[[threading.Event], None]) -> None:
         is_over = threading.Event()
