@@ -25,7 +25,7 @@ ALLOWED: dict[str, set[str]] = {
     "kvtransfer": {"protocol", "background", "engine", "kernels"},
     "prefill": {"protocol", "engine", "kvtransfer"},
     "decode": {"protocol", "engine", "kvtransfer"},
-    "worker": {"protocol", "background", "engine", "kvtransfer", "prefill", "decode"},
+    "worker": {"protocol", "background", "engine", "kvtransfer", "parallel", "prefill", "decode"},
     "router": {"protocol", "background", "text"},
     "bench": {"engine"},
     "cluster": {"protocol", "background", "router", "worker", "text", "models", "bench"},

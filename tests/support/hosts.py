@@ -30,7 +30,7 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 # once. (It holds no NIXL agent: a fork after one exists hangs. It sees the environment as it was at
 # the first host's start.)
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pdserve.worker.host", "pdserve.worker.follower_host"])
+_forks.set_forkserver_preload(["pdserve.worker.host"])
 
 
 def _serve(
@@ -67,7 +67,7 @@ def _follow(
 ) -> None:
     die_with_parent(os.getppid())
     os.environ["OMP_NUM_THREADS"] = "1"
-    from pdserve.worker.follower_host import FollowerHost
+    from pdserve.worker.host import FollowerHost
 
     while not _meeting_of(address).exists():
         time.sleep(0.01)

@@ -20,7 +20,7 @@ from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import Progress, StartProgress
 
 ENGINE_HOST = "pdserve.worker.host:EngineHost"
-FOLLOWER_HOST = "pdserve.worker.follower_host:FollowerHost"
+FOLLOWER_HOST = "pdserve.worker.host:FollowerHost"
 
 
 class Host(Protocol):
