@@ -21,7 +21,7 @@ ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "parallel": {"background", "kernels"},
     "models": {"kernels", "parallel"},
-    "engine": {"protocol", "models", "kernels", "parallel", "text"},
+    "engine": {"protocol", "background", "models", "kernels", "parallel", "text"},
     "kvtransfer": {"protocol", "background", "engine", "kernels"},
     "prefill": {"protocol", "engine", "kvtransfer"},
     "decode": {"protocol", "engine", "kvtransfer"},
@@ -57,7 +57,7 @@ ORDER: dict[str, list[str]] = {
         "ops",
     ],
     "engine": [
-        "memory sampling step_result",
+        "memory sampling step_result step_watch",
         "scheduling",
         "requests",
         "stepping reservations",
@@ -69,7 +69,7 @@ ORDER: dict[str, list[str]] = {
         "ranks",
         "llm",
     ],
-    "kvtransfer": ["connector transport", "p2p pool", "build"],
+    "kvtransfer": ["connector transport", "remote", "p2p pool", "build"],
     "router": [
         "errors held_bytes times",
         "fleet",

@@ -3,7 +3,9 @@ between unlike degrees of tensor parallelism. The tokens are those of one engine
 """
 
 import asyncio
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,9 @@ from support.hosts import Host, hosts
 from support.served import DEMO, cluster
 
 from demo.recall import recall_prompts
+from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.llm import LLM, SamplingParams
+from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 DEGREES = [(2, 1), (1, 2), (2, 4), (4, 2), (2, 2)]
 SAMPLE = {(2, 1), (1, 2)}
@@ -37,8 +41,8 @@ def llm() -> LLM:
 
 @pytest.fixture
 def pd(request: pytest.FixtureRequest) -> Iterator[list[Host]]:
-    p, d = request.param
-    engine = {"num_kv_blocks": 1024, "max_num_batched_tokens": 256}
+    p, d, *settings = request.param
+    engine = {"num_kv_blocks": 1024, "max_num_batched_tokens": 256, **dict(settings)}
     with hosts(DEMO, "P", "D", engine=engine, degrees={"P": p, "D": d}) as started:
         yield started
 
@@ -83,3 +87,62 @@ def test_a_rank_that_dies_takes_its_engine_along(pd: list[Host], rank: int) -> N
         process.join(1.0)
         assert process.exitcode is not None, f"{process.name} lives on"
     assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("pd", [(1, 2, ("step_deadline_s", 1.0))], indirect=True, ids=[""])
+async def test_a_rank_that_stands_still_ends_its_engine(pd: list[Host]) -> None:
+    """The process that waits for it ends; whoever owns both ends the frozen one (over Ray:
+    test_ranks_ray.py)."""
+    prompt = recall_prompts(seed=79, num_prompts=1)[0].prompt
+    _, d = pd
+    [follower] = d.followers
+    assert follower.pid is not None
+    try:
+        async with cluster(*pd) as running:
+            answer = asyncio.create_task(
+                running.complete(prompt=prompt, max_tokens=500, ignore_eos=True)
+            )
+            await running.until_metric("pdserve_kv_transfers_total", 1, outcome="done")
+            os.kill(follower.pid, signal.SIGSTOP)
+            began = time.monotonic()
+            assert not answer.done(), "nothing was left to do"
+            await asyncio.to_thread(d.process.join, 10.0)
+            assert d.process.exitcode == 1 and 0.9 < time.monotonic() - began < 3.0
+            answer.cancel()
+    finally:
+        follower.kill()
+
+
+@pytest.mark.slow
+async def test_ranks_keep_and_find_rows_in_a_pool(llm: LLM, prompts: list[str]) -> None:
+    """What one worker of two ranks has computed another takes from the pool, as far as both of its
+    ranks find it; and every rank tells what it has moved."""
+    chunk = 64
+    server = PoolServer(PoolConfig(mode="start", chunk_tokens=chunk, l1_gib=0.25))
+    pool = {
+        "mode": "connect",
+        "address": server.address,
+        "chunk_tokens": chunk,
+        "request_deadline_ms": 5000,
+    }
+    prompt = prompts[0]
+    [wanted] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16, seed=1))
+    try:
+        server.wait_ready()
+        with hosts(
+            DEMO, "A0", "A1", degrees={"A0": 2, "A1": 2}, transfer={"pool": pool}
+        ) as workers:
+            for worker, operation in zip(workers, ("store", "retrieve"), strict=True):
+                async with cluster(worker) as running:
+                    answer = await running.complete(
+                        prompt=prompt, temperature=0, max_tokens=16, seed=1
+                    )
+                    assert answer["choices"][0]["text"] == wanted.outputs[0].text
+                    for rank in ("0", "1"):
+                        await running.until_metric(
+                            "pdserve_kv_pool_bytes_total", 1, operation=operation, rank=rank
+                        )
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == (len(wanted.prompt_token_ids) - 1) // chunk * chunk
+    finally:
+        server.close()

@@ -1,7 +1,8 @@
-"""Workers of two ranks over Ray: answers of one engine, and ranks killed under streams.
+"""Workers of two ranks over Ray: answers of one engine, and ranks killed and frozen under streams.
 
-A rank that dies takes its replica along at once; streams go on elsewhere, and Serve makes a new
-replica with both ranks. What happens at which moment of a request: test_failover.py.
+A rank that dies takes its replica along at once, one that stands still within
+`engine.step_deadline_s`; streams go on elsewhere, and Serve makes a new replica with both ranks.
+What happens at which moment of a request: test_failover.py.
 """
 
 import asyncio
@@ -12,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from support.raylets import Nodes, connected, serving, wait_until_healthy
+from support.raylets import READY_S, Nodes, connected, serving, wait_until_healthy
 from support.served import DEMO
 from support.streams import Ask, check, drafted, mid_stream, prompts
 
@@ -23,14 +24,21 @@ pytestmark = pytest.mark.slow
 APP = "ranks"
 PORT = 8127
 NUM_TOKENS = 200
-NUM_STRIKES = 6
-LONGEST_GAP_S = 5.0
-FOUND_S = 1.0
+NUM_KILLS = 20
+NUM_FREEZES = 3
+STEP_DEADLINE_S = 5.0
+LONGEST_GAP_S = {signal.SIGKILL: 5.0, signal.SIGSTOP: STEP_DEADLINE_S + 5.0}
+FOUND_S = {signal.SIGKILL: 1.0, signal.SIGSTOP: STEP_DEADLINE_S + 3.0}
 REQUEST_S = 120.0
 CONFIG = {
     "model": {"path": str(DEMO)},
     # of one degree: what is computed again elsewhere has the same bits
-    "engine": {"device": "cpu", "num_kv_blocks": 1024, "tensor_parallel": 2},
+    "engine": {
+        "device": "cpu",
+        "num_kv_blocks": 1024,
+        "tensor_parallel": 2,
+        "step_deadline_s": STEP_DEADLINE_S,
+    },
     "router": {"resources": {"ingress": 0.1}, "split": "always"},
     "prefill": {"replicas": 1, "resources": {"prefill": 1}},
     "decode": {"replicas": 2, "resources": {"decode": 1}},
@@ -57,26 +65,43 @@ def is_gone(pid: int) -> bool:
     return not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
-@pytest.mark.parametrize("strike", range(NUM_STRIKES))
-async def test_streams_survive_the_death_of_a_rank(
-    nodes: Nodes, calm: tuple[Callable[[], list[Ask]], list[bytes]], strike: int
+def until_whole(nodes: Nodes) -> None:
+    """Both decode workers have both of their ranks, and serve."""
+    until = time.monotonic() + READY_S
+    while [len(ranks) for ranks in nodes.all_ranks("decode")] != [2, 2]:
+        assert time.monotonic() < until, "the replica is not back"
+        time.sleep(0.1)
+    wait_until_healthy(APP)
+
+
+@pytest.mark.parametrize(
+    ("how", "strike"),
+    [(signal.SIGKILL, strike) for strike in range(NUM_KILLS)]
+    + [(signal.SIGSTOP, strike) for strike in range(NUM_FREEZES)],
+)
+async def test_streams_survive_a_rank(
+    nodes: Nodes,
+    calm: tuple[Callable[[], list[Ask]], list[bytes]],
+    how: signal.Signals,
+    strike: int,
 ) -> None:
     make, expected = calm
-    await asyncio.to_thread(wait_until_healthy, APP)
+    await asyncio.to_thread(until_whole, nodes)
     asks = make()
     async with asyncio.timeout(REQUEST_S), connected(PORT) as client:
         tasks = [asyncio.create_task(ask.run(client, max_tokens=NUM_TOKENS)) for ask in asks]
         while not mid_stream(asks, 12):
             await asyncio.sleep(0.002)
-        ranks = nodes.ranks("decode")
+        ranks = nodes.all_ranks("decode")[strike // 2 % 2]
         assert len(ranks) == 2
-        os.kill(ranks[strike % 2], signal.SIGKILL)
+        os.kill(ranks[strike % 2], how)
         struck = time.monotonic()
         while not all(is_gone(rank) for rank in ranks):
-            assert time.monotonic() - struck < FOUND_S, "the other rank lives on"
+            assert time.monotonic() - struck < FOUND_S[how], "a rank lives on"
             await asyncio.sleep(0.005)
         found_s = time.monotonic() - struck
         answers = await asyncio.gather(*tasks, return_exceptions=True)
     gap = check(asks, answers, expected)
-    print(f"strike {strike}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
-    assert gap < LONGEST_GAP_S
+    print(f"{how.name} {strike}: found in {found_s:.3f} s, longest gap {gap:.2f} s")
+    assert gap < LONGEST_GAP_S[how]
+    await asyncio.to_thread(until_whole, nodes)

@@ -103,7 +103,7 @@ def _serve(
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
-    from pdserve.worker.host import EngineHost
+    from pdserve.worker.hosts.engine_host import EngineHost
 
     try:
         host = EngineHost(config, worker_id, time.time_ns(), address)

@@ -56,7 +56,8 @@ class EngineConfig(Config):
     batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan
     and queue a step while the device computes the one before (on CUDA). cuda_graphs: replay
     captured decode steps (CUDA only). tensor_parallel: so many ranks, each with a GPU of its own,
-    share every layer (docs/parallel.md).
+    share every layer (docs/parallel.md). step_deadline_s: a step that takes longer hangs, and the
+    engine ends (600; CUDA 60).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -72,6 +73,7 @@ class EngineConfig(Config):
     async_scheduling: bool | None = None
     cuda_graphs: bool = True
     tensor_parallel: int = Field(1, ge=1, le=MAX_RANKS)
+    step_deadline_s: float | None = Field(None, gt=0)
 
     def for_device(self, device: Device) -> "ResolvedEngineConfig":
         """The same with nothing left to choose."""
@@ -81,6 +83,7 @@ class EngineConfig(Config):
             "max_num_batched_tokens": 8192 if on_cuda else 2048,
             "max_num_seqs": 512 if on_cuda else 256,
             "async_scheduling": on_cuda,
+            "step_deadline_s": 60.0 if on_cuda else 600.0,
         }
         given = self.model_dump(exclude_none=True)
         return ResolvedEngineConfig(**chosen | given | {"device": device})
@@ -93,3 +96,4 @@ class ResolvedEngineConfig(EngineConfig):
     max_num_batched_tokens: int
     max_num_seqs: int
     async_scheduling: bool
+    step_deadline_s: float

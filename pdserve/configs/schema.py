@@ -172,12 +172,6 @@ class ClusterConfig(Config):
                 "prefill.replicas must be at least 1 when mode is 'disaggregated'; or set mode: "
                 "aggregated"
             )
-        for key in self.worker_keys:
-            if self.worker(key).engine.tensor_parallel > 1 and self.transfer.pool.mode != "off":
-                raise ValueError(
-                    f"{key}.engine.tensor_parallel (from engine, unless set there) must be 1 with "
-                    "transfer.pool: workers of several ranks do not use it yet"
-                )
         if self.transfer.pool.mode != "off":
             for key in self.worker_keys:
                 self._check_pool(key)

@@ -40,7 +40,8 @@ def build_engine(
         components = make_components(model, config, progress, group)
         if not group.is_alone:
             assert isinstance(components.executor, LocalExecutor)
-            executor = _lead(components.executor, group, on_rank_lost)
+            deadline_s = components.config.step_deadline_s
+            executor = _lead(components.executor, group, on_rank_lost, deadline_s)
             components = replace(components, executor=executor)
     engine = Engine(components)
     if engine.device.type == "cuda":
@@ -51,8 +52,8 @@ def build_engine(
 
 
 class Following:
-    """What another rank is from its start to its end. follower: with its share of the model. The
-    process ends at once when rank 0's is gone."""
+    """Another rank from its start to its end. follower: has its share of the model. The process
+    ends at once when rank 0's is gone."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class Following:
         group: RankGroup,
         progress: StartProgress | None = None,
     ) -> None:
-        """Beside rank 0's `build_engine`."""
+        """Comes up beside rank 0's `build_engine`."""
         with group.shared_fate():
             self.follower = make_follower(model, config, progress or StartProgress(), group)
             address = group.agree("steps")[0]
@@ -83,8 +84,13 @@ class Following:
             os._exit(1)
 
 
-def _lead(local: LocalExecutor, group: RankGroup, on_rank_lost: RankLost | None) -> GroupExecutor:
-    sender = StepSender(group.dims.world_size - 1, group.step_deadline_s)
+def _lead(
+    local: LocalExecutor,
+    group: RankGroup,
+    on_rank_lost: RankLost | None,
+    step_deadline_s: float,
+) -> GroupExecutor:
+    sender = StepSender(group.dims.world_size - 1, step_deadline_s)
     group.agree("steps", sender.address)
     sender.accept(group.check, PHASE_DEADLINE_S)
     executor = GroupExecutor(local, sender)

@@ -20,14 +20,17 @@ from pdserve.engine.execution.local_executor import SCORED_ROWS, LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES, layout_of
-from pdserve.engine.memory.kv_cache_size import allocate_kv_cache, num_blocks_for
+from pdserve.engine.memory.kv_cache_size import (
+    allocate_kv_cache,
+    await_those_who_leave,
+    num_blocks_for,
+)
 from pdserve.engine.sampling.row_staging import RowStaging
 from pdserve.engine.sampling.rules.registry import logit_rules
 from pdserve.engine.sampling.sampler import Sampler
 from pdserve.engine.scheduling.home import num_slots_for
 from pdserve.engine.stepping.executor import Executor
-from pdserve.kernels.collective.ops import ALONE as ALONE_COLLECTIVE
-from pdserve.kernels.collective.ops import Collective
+from pdserve.kernels.collective.ops import IDENTITY, Collective
 from pdserve.kernels.collective.reference import GroupCollective
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
@@ -72,8 +75,8 @@ class _Loaded:
 def make_components(
     model: ModelConfig, config: EngineConfig, progress: StartProgress, group: RankGroup
 ) -> EngineComponents:
-    """Of rank 0: load its share of the model and allocate its KV cache; ValueError names the
-    parameter that is wrong."""
+    """Load rank 0's share of the model and allocate its KV cache; ValueError names the parameter
+    that is wrong."""
     loaded = _load(model, config, progress, group)
     resolved = loaded.config
     runner = loaded.runner
@@ -104,7 +107,7 @@ def make_components(
 def make_follower(
     model: ModelConfig, config: EngineConfig, progress: StartProgress, group: RankGroup
 ) -> Follower:
-    """Of another rank, beside rank 0's `make_components`."""
+    """The part of another rank, made beside rank 0's `make_components`."""
     loaded = _load(model, config, progress, group)
     _give_memory(loaded, 0, progress, group)
     follower = Follower(loaded.runner, loaded.fingerprint)
@@ -140,6 +143,7 @@ def _load(
             spec = ModelSpec.model_validate_json(said)
         progress.enter("device")
         awake.result()
+        await_those_who_leave(resolved, device)
     max_len = spec.max_len(resolved.max_model_len)
     dtype = _dtype(model.dtype, spec, device)
     torch_dtype = TORCH_DTYPES[dtype]
@@ -176,9 +180,10 @@ def _collective(
     config: ResolvedEngineConfig,
 ) -> Collective:
     if group.is_alone:
-        return ALONE_COLLECTIVE
+        return IDENTITY
     if device.type == "cpu":
-        return GroupCollective(cpu_group(group, "tp", group.step_deadline_s))
+        return GroupCollective(cpu_group(group, "tp", config.step_deadline_s))
+    # imports Triton, which a machine without a GPU may lack
     from pdserve.kernels.collective.triton_ops import PeerCollective, RegionLayout
 
     rows = max(config.max_num_seqs, SCORED_ROWS)

@@ -23,6 +23,7 @@ from pdserve.engine.scheduling.request_checker import RequestChecker
 from pdserve.engine.scheduling.scheduler import Scheduler
 from pdserve.engine.scheduling.sequence import Request
 from pdserve.engine.step_result import EngineStats, StepResult
+from pdserve.engine.step_watch import StepClock
 from pdserve.engine.stepping.collector import StepCollector
 from pdserve.engine.stepping.planner import PlannedStep, StepPlanner
 from pdserve.kernels.launching.late_compiles import LateCompiles
@@ -33,7 +34,7 @@ from pdserve.protocol.request_key import RequestKey
 
 class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
-    everything."""
+    everything. step_clock: runs during a step."""
 
     def __init__(self, components: EngineComponents) -> None:
         self.config = components.config
@@ -60,6 +61,7 @@ class Engine:
             self.config.max_num_seqs,
         )
         self.stats = EngineStats()
+        self.step_clock = StepClock()
         self._requests = Requests(self.scheduler)
         self._reservations = Reservations(self.hasher, self.layout, self._requests, self.scheduler)
         self._planner = StepPlanner(
@@ -183,7 +185,11 @@ class Engine:
         """
         self._require_whole()
         self._is_torn = True
-        result = self._advance_steps()
+        self.step_clock.start()
+        try:
+            result = self._advance_steps()
+        finally:
+            self.step_clock.stop()
         self._is_torn = False
         return result
 

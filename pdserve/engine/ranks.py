@@ -24,6 +24,8 @@ import pdserve
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import Following, build_engine
 from pdserve.engine.engine import Engine
+from pdserve.engine.execution.group_executor import GroupExecutor
+from pdserve.engine.step_watch import StepWatch
 from pdserve.engine.stepping.executor import Executor
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import read_spec
@@ -31,8 +33,8 @@ from pdserve.parallel.bring_up import RankFailed, RankGroup
 from pdserve.parallel.dims import ParallelDims
 from pdserve.parallel.hang_up import end_with
 
-END_S = 5.0
-GENTLY_S = 0.01
+CLOSE_S = 5.0  # for all ranks to end by themselves
+LEAST_WAIT_S = 0.01  # for one of them, however late it is
 
 
 class RankProcesses:
@@ -41,9 +43,8 @@ class RankProcesses:
 
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
         degree = config.tensor_parallel
-        self.group = RankGroup.host(ParallelDims(tp=degree))
-        self.group.watch = self._check
         self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.group = RankGroup.host(ParallelDims(tp=degree), watch=self._check)
         try:
             for rank in range(1, degree):
                 self.children[rank] = self._start(model, config, rank)
@@ -53,14 +54,14 @@ class RankProcesses:
 
     def close(self) -> None:
         """Returns when they have ended; those that do not end by themselves are killed."""
-        until = time.monotonic() + END_S
+        until = time.monotonic() + CLOSE_S
         for child in self.children.values():
             assert child.stdin is not None
             with contextlib.suppress(OSError):
                 child.stdin.close()
         for child in self.children.values():
             try:
-                child.wait(max(until - time.monotonic(), GENTLY_S))
+                child.wait(max(until - time.monotonic(), LEAST_WAIT_S))
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
@@ -91,13 +92,13 @@ class RankProcesses:
                 )
 
 
-Steps = Callable[[Callable[[threading.Event], None]], None]
+RunWork = Callable[[Callable[[threading.Event], None]], None]
+"""Runs work, which ends soon after the event that it is given is set."""
 
 
-def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, Steps]:
+def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, RunWork]:
     """An engine of `config.tensor_parallel` ranks, the others in processes that end with it; and
-    what runs work on it: work ends soon after the event that it is given is set. ValueError names a
-    parameter that is wrong."""
+    what runs work on it. ValueError names a parameter that is wrong."""
     if config.tensor_parallel == 1:
         return build_engine(model, config), lambda work: work(threading.Event())
     folder = resolve_folder(model.resolved_path, model.load_format)
@@ -108,11 +109,14 @@ def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, 
     except BaseException:
         processes.close()
         raise
-    weakref.finalize(engine, _end, engine.executor, processes)
+    assert isinstance(engine.executor, GroupExecutor)
+    watch = StepWatch(engine.step_clock, engine.config.step_deadline_s, engine.executor.break_off)
+    weakref.finalize(engine, _end, engine.executor, processes, watch)
     return engine, _OwnThread()
 
 
-def _end(executor: Executor, processes: RankProcesses) -> None:
+def _end(executor: Executor, processes: RankProcesses, watch: StepWatch) -> None:
+    watch.stop()
     with contextlib.suppress(RuntimeError, ConnectionError):
         executor.close()
     processes.close()
@@ -139,13 +143,12 @@ class _OwnThread:
 
 
 class RankTask(msgspec.Struct, frozen=True):
-    """What a rank's process is told. num_threads: for torch. parent: process of rank 0."""
+    """All that the process of a rank is told. num_threads: for torch. parent: process of rank 0."""
 
     model: dict[str, object]
     config: dict[str, object]
     rank: int
     address: str
-    step_deadline_s: float
     num_threads: int
     parent: int
 
@@ -158,7 +161,6 @@ class RankTask(msgspec.Struct, frozen=True):
             config.model_dump(mode="json", exclude_unset=True),
             rank,
             group.address,
-            group.step_deadline_s,
             max(torch.get_num_threads() // config.tensor_parallel, 1),
             os.getpid(),
         )
@@ -168,12 +170,11 @@ class RankTask(msgspec.Struct, frozen=True):
         config = EngineConfig.model_validate(self.config)
         dims = ParallelDims(tp=config.tensor_parallel, rank=self.rank)
         group = RankGroup.join(dims, self.address, device_index=self.rank)
-        group.step_deadline_s = self.step_deadline_s
         Following(ModelConfig.model_validate(self.model), config, group).run()
 
 
 def main() -> None:
-    task = msgspec.json.decode(_read_line(), type=RankTask)
+    task = msgspec.json.decode(sys.stdin.readline(), type=RankTask)
     end_with(task.parent, sys.stdin.fileno())
     torch.set_num_threads(task.num_threads)
     try:
@@ -184,17 +185,6 @@ def main() -> None:
         os._exit(1)
     sys.stdout.flush()
     os._exit(0)  # groups are left, not taken apart: that may wait for others
-
-
-def _read_line() -> bytes:
-    """Without a buffer: what follows is for others."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = os.read(0, 1)
-        if not byte:
-            os._exit(1)
-        line += byte
-    return bytes(line)
 
 
 if __name__ == "__main__":

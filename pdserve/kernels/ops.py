@@ -15,7 +15,7 @@ from pdserve.kernels.attention import reference as attention
 from pdserve.kernels.attention.ops import AttentionOps
 from pdserve.kernels.batch import reference as batch
 from pdserve.kernels.batch.ops import BatchOps
-from pdserve.kernels.collective.ops import ALONE, Collective
+from pdserve.kernels.collective.ops import IDENTITY, Collective
 from pdserve.kernels.kv import reference as kv
 from pdserve.kernels.kv.ops import KVOps
 from pdserve.kernels.norm import reference as norm
@@ -34,7 +34,7 @@ class Ops:
     norm: NormOps
     batch: BatchOps
     sampling: SamplingOps
-    collective: Collective = ALONE
+    collective: Collective = IDENTITY
 
 
 TORCH = Ops(attention, kv, norm, batch, sampling)

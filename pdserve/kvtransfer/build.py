@@ -82,13 +82,15 @@ def build_rank(
     incarnation: int,
     rank: int,
     wake: Wake,
+    *,
+    registry: CollectorRegistry | None = None,
 ) -> tuple[RankMemory, RankReceiver]:
     """What a tensor parallel engine's other ranks have: a KV cache that peers may read, which rank
     0 adds to its sender's description (`Sender.add_ranks`), and a receiver, which it adds to its
-    own (`EngineReceiver.add_ranks`).
+    own (`EngineReceiver.add_ranks`). registry: where the rank's counters go.
     """
     agent, meta, own = _registered(config, memory, engine_id, incarnation, rank)
-    metrics = TransferMetrics(CollectorRegistry())
+    metrics = TransferMetrics(registry or CollectorRegistry())
     return meta.ranks[0], RankReceiver(agent, own, wake, metrics)
 
 

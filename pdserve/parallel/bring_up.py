@@ -18,11 +18,14 @@ from torch.distributed import PrefixStore, Store, TCPStore
 from pdserve.parallel.dims import ParallelDims
 
 PHASE_DEADLINE_S = 600.0
-STEP_DEADLINE_S = 30.0
 LAST_LOOK_S = 1.0  # for what another rank failed with, when this one fails too
 LOOK_S = 0.005  # between two looks at the store
 FAILED = "failed"
 LOOPBACK = "127.0.0.1"
+
+
+Watch = Callable[[], None]
+"""See RankGroup."""
 
 
 class RankFailed(RuntimeError):
@@ -33,9 +36,8 @@ class RankGroup:
     """This process's place among the ranks of an engine. is_alone: there is no other, and nothing
     here waits.
 
-    device_index: of the devices that the process sees, this rank's. step_deadline_s: of what ranks
-    do together in a step. watch: is called while this rank waits; raises what it has learnt of
-    another (its process has ended, say).
+    device_index: of the devices that the process sees, this rank's. watch: is called while
+    this rank waits; raises what it has learnt of another (its process has ended, say).
     """
 
     def __init__(
@@ -44,14 +46,13 @@ class RankGroup:
         store: Store | None = None,
         address: str = "",
         device_index: int = 0,
-        step_deadline_s: float = STEP_DEADLINE_S,
+        watch: Watch = lambda: None,
     ) -> None:
         assert store is not None or dims.world_size == 1, "several ranks meet at a store"
         self.dims = dims
         self.address = address
         self.device_index = device_index
-        self.step_deadline_s = step_deadline_s
-        self.watch: Callable[[], None] = lambda: None
+        self._watch = watch
         self._store = store
 
     @property
@@ -60,7 +61,7 @@ class RankGroup:
 
     @classmethod
     def host(
-        cls, dims: ParallelDims, address: str = LOOPBACK, device_index: int = 0
+        cls, dims: ParallelDims, address: str = LOOPBACK, watch: Watch = lambda: None
     ) -> "RankGroup":
         """Of rank 0, which opens the store at a free port of `address`; nobody is waited for."""
         listening = socket.create_server((address, 0), backlog=dims.world_size)
@@ -73,7 +74,7 @@ class RankGroup:
             timeout=timedelta(seconds=PHASE_DEADLINE_S),
             master_listen_fd=listening.detach(),
         )
-        return cls(dims, store, f"{address}:{port}", device_index)
+        return cls(dims, store, f"{address}:{port}", watch=watch)
 
     @classmethod
     def join(cls, dims: ParallelDims, address: str, device_index: int = 0) -> "RankGroup":
@@ -154,7 +155,7 @@ class RankGroup:
             if told["rank"] != self.dims.rank:
                 kind = ValueError if told["is_value"] else RankFailed
                 raise kind(f"rank {told['rank']}: {told['what']}")
-        self.watch()
+        self._watch()
 
 
 def _client(host: str, port: int) -> TCPStore:

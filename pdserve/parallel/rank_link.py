@@ -72,9 +72,9 @@ class RankLink:
         return bytes(found)
 
 
-def host_links(group: RankGroup) -> dict[int, RankLink]:
-    """Of rank 0: a link to each other rank, which calls `join_link` meanwhile. TimeoutError names
-    one that does not."""
+def host_links(group: RankGroup, name: str) -> dict[int, RankLink]:
+    """Rank 0's links to each other rank, which calls `join_link` of the same name meanwhile.
+    TimeoutError names one that does not."""
     links: dict[int, RankLink] = {}
     with (
         tempfile.TemporaryDirectory(prefix="pdserve-") as folder,  # only this user can enter it
@@ -84,7 +84,7 @@ def host_links(group: RankGroup) -> dict[int, RankLink]:
         listening.bind(address)
         listening.listen(group.dims.world_size)
         listening.settimeout(0.05)
-        group.agree("links", address)
+        group.agree(_phase(name), address)
         deadline = time.monotonic() + PHASE_DEADLINE_S
         while missing := set(range(1, group.dims.world_size)) - links.keys():
             group.check()
@@ -99,10 +99,14 @@ def host_links(group: RankGroup) -> dict[int, RankLink]:
     return links
 
 
-def join_link(group: RankGroup) -> RankLink:
-    """Of another rank: its link to rank 0."""
-    address = group.agree("links")[0]
+def join_link(group: RankGroup, name: str) -> RankLink:
+    """Another rank's link to rank 0."""
+    address = group.agree(_phase(name))[0]
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     end.connect(address)
     end.sendall(HEAD.pack(group.dims.rank))
     return RankLink(end)
+
+
+def _phase(name: str) -> str:
+    return f"link for {name}"

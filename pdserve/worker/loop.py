@@ -4,7 +4,7 @@ of events out.
 One thread, one `turn()` at a time: poll the phases, run a step, send one EventBatch per router. Its
 role says what it is for; any worker can do any phase. Who has which legs here is `legs.py`, what
 leaves for whom `outbox.py`, the links `peers.py`, what the worker says of itself `status.py`. Knows
-no sockets (worker.host carries the bytes) and no Ray.
+no sockets (worker.hosts carries the bytes) and no Ray.
 
 A command for a session that is not open is dropped.
 """

@@ -6,7 +6,7 @@ the field's where it has any. Knows no router; the connector counts its transfer
 that is passed to it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -19,6 +19,9 @@ from pdserve.engine.memory.block_manager import FreeSpace
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.protocol.events import Arrived, LegTimes
 from pdserve.protocol.metric_families import MetricFamily, families_of
+
+LabelRanks = Callable[[tuple[MetricFamily, ...]], tuple[MetricFamily, ...]]
+"""See RankReports.labelled."""
 
 LATENCY_BUCKETS = (
     0.001,
@@ -125,7 +128,16 @@ class EngineCollector(Collector):
         states.add_metric(["retiring"], blocks.num_retiring)
         yield states
         yield from _free_space(blocks.free_space())
-        yield _memory(engine.kv_cache)
+
+
+class MemoryCollector(Collector):
+    """The family of a rank's device memory."""
+
+    def __init__(self, kv_cache: KVCache) -> None:
+        self._kv_cache = kv_cache
+
+    def collect(self) -> Iterator[Metric]:
+        yield _memory(self._kv_cache)
 
 
 def _free_space(free: FreeSpace) -> Iterator[Metric]:
@@ -174,7 +186,9 @@ class WorkerMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
+        self._labelled: LabelRanks = lambda families: families
         self.registry.register(EngineCollector(engine))
+        self.registry.register(MemoryCollector(engine.kv_cache))
         self.registry.register(FAILURES)
         self.step_seconds = Histogram(
             "pdserve_engine_step_seconds",
@@ -223,6 +237,10 @@ class WorkerMetrics:
         for name in stages:
             self._leg_times[name].observe(getattr(times, f"{name}_s"))
 
+    def label_ranks(self, labelled: LabelRanks) -> None:
+        """From now on families have what other ranks tell."""
+        self._labelled = labelled
+
     def families(self) -> tuple[MetricFamily, ...]:
         """Everything in the registry, for a Snapshot."""
-        return families_of(self.registry)
+        return self._labelled(families_of(self.registry))

@@ -1,4 +1,4 @@
-"""An engine host without an engine: the same two methods as `pdserve.worker.host.EngineHost`, the
+"""An engine host without an engine: the same two methods as `pdserve.worker.hosts.EngineHost`, the
 same protocol on the wire.
 
 A submitted request gets one token a step for `max_tokens` steps, or until it is as long as it may

@@ -173,6 +173,12 @@ async def test_a_shell_that_cannot_watch_its_engine_ends(
 ) -> None:
     """Nobody would notice the engine's end."""
     ends: list[int] = []
+    killed: list[float] = []
+
+    def kill(wait_s: float) -> bool:
+        killed.append(wait_s)
+        return True
+
     monkeypatch.setattr(worker_replica.os, "_exit", ends.append)
     monkeypatch.setattr(worker_replica.logging, "shutdown", lambda: None)
     run = SimpleNamespace(remote=Faulty())
@@ -180,8 +186,11 @@ async def test_a_shell_that_cannot_watch_its_engine_ends(
         worker_id="Decode#x", _stopping=False, _engine=SimpleNamespace(run=run)
     )
     shell._end_of_engine = lambda: WorkerReplica._end_of_engine(shell)
+    shell._end = lambda reason: WorkerReplica._end(shell, reason)
+    shell._processes = SimpleNamespace(kill=kill)
     await WorkerReplica._run(shell)
-    assert ends == [1] and failures("engine watch") == 1 and "KeyError: 'by test'" in caplog.text
+    assert ends == [1] and len(killed) == 1
+    assert failures("engine watch") == 1 and "KeyError: 'by test'" in caplog.text
     shell._stopping = True
     run.remote = Faulty()
     await WorkerReplica._run(shell)

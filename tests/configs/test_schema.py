@@ -37,6 +37,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "async_scheduling": None,
         "cuda_graphs": True,
         "tensor_parallel": 1,
+        "step_deadline_s": None,
     },
     DeploymentConfig: {
         "replicas": 1,

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from engine.whole_sampler import WholeSampler
+from support.paper_rows import PaperRows
 from torch import Tensor
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
@@ -134,15 +135,15 @@ class Driver:
         assert self.engine.blocks.num_free == self.engine.blocks.num_usable
 
 
-Work = Callable[[np.ndarray], None]
-"""Reads and writes the rows of the KV cache that it is given, `[blocks, block_size]`."""
+Work = Callable[[PaperRows], None]
+"""Reads and writes the rows of the KV cache that it is given."""
 
 
 class PaperStep:
     """A step of the paper model: its rows are read and written when somebody waits for it, as late
     as a device may. logits, slots: of its samples."""
 
-    def __init__(self, rows: np.ndarray, logits: Tensor, slots: list[int]) -> None:
+    def __init__(self, rows: PaperRows, logits: Tensor, slots: list[int]) -> None:
         self.logits = logits
         self.slots = slots
         self.work: list[Work] | None = []
@@ -158,7 +159,7 @@ class PaperStep:
         self.play(self._rows)
         self.work = None
 
-    def play(self, rows: np.ndarray) -> None:
+    def play(self, rows: PaperRows) -> None:
         """Do what is left to do, on these rows."""
         for work in self.work or ():
             work(rows)
@@ -186,7 +187,7 @@ class PaperExecutor:
         self.blocks = engine.blocks
         self.block_size = engine.config.block_size
         self.vocab_size = engine.spec.vocab_size
-        self.rows = np.full((engine.blocks.num_blocks, self.block_size), -1, dtype=np.int64)
+        self.rows = PaperRows(engine.blocks.num_blocks, self.block_size)
         self.plans: list[dict[Sequence, int]] = []
         self.num_copies = 0
         self.num_late = 0
@@ -262,7 +263,7 @@ class PaperExecutor:
         for step in self.steps:
             step.wait()
 
-    def rows_when_done(self) -> np.ndarray:
+    def rows_when_done(self) -> PaperRows:
         """The KV cache as it will be when everything that is queued has been done."""
         rows = self.rows.copy()
         for step in self.steps:
@@ -274,7 +275,7 @@ class PaperExecutor:
         for position, digest in enumerate(prefix_digests(prompt)):
             index = position // self.block_size - first_block
             if index >= 0:
-                self.rows[blocks[index], position % self.block_size] = digest
+                self.rows.write(blocks[index], position % self.block_size, digest)
 
     def logits(self, hidden: Tensor, rows: list[int]) -> Tensor:
         if not rows:
@@ -325,18 +326,18 @@ class PaperExecutor:
                     "writes a block that is not its own"
                 )
 
-    def _copy(self, copies: list[tuple[int, int]], rows: np.ndarray) -> None:
+    def _copy(self, copies: list[tuple[int, int]], rows: PaperRows) -> None:
         for source, target in copies:
             assert not self.blocks.is_free(target), "copies into a block that is free meanwhile"
-            rows[target] = rows[source]
+            rows.copy_block(source, target)
 
-    def _compute(self, table: list[int], digests: list[int], count: int, rows: np.ndarray) -> None:
+    def _compute(self, table: list[int], digests: list[int], count: int, rows: PaperRows) -> None:
         """A sequence reads the rows before its chunk, and writes those of the chunk, through the
         table it was given."""
         for position in range(len(digests) - count, len(digests)):
             block = table[position // self.block_size]
             assert not self.blocks.is_free(block), "writes a block that is free meanwhile"
-            rows[block, position % self.block_size] = digests[position]
+            rows.write(block, position % self.block_size, digests[position])
         first = 0
         if self.window is not None:
             first = max(0, len(digests) - count - self.window + 1)

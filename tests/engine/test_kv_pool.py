@@ -4,6 +4,7 @@ what to change."""
 import ctypes
 import gc
 import math
+import time
 from typing import Any
 
 import pytest
@@ -11,9 +12,13 @@ import torch
 
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.kv_layout import KVLayout
-from pdserve.engine.memory import device_memory
+from pdserve.engine.memory import device_memory, kv_cache_size
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES
-from pdserve.engine.memory.kv_cache_size import allocate_kv_cache, num_blocks_for
+from pdserve.engine.memory.kv_cache_size import (
+    allocate_kv_cache,
+    await_those_who_leave,
+    num_blocks_for,
+)
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda", 0)
@@ -134,6 +139,46 @@ def test_memory_is_freed_once_and_errors_are_cleared() -> None:
             device_memory._CudaBytes(runtime, 512)
         gc.collect()
         assert runtime.calls == [("malloc", 512), ("clear",)]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "others", "looks"),
+    [
+        # GiB of 100 that others hold, look by look; a process of this engine has two of its own
+        (0.9, [80, 80, 45, 8], 4),
+        (0.9, [8], 1),
+        (0.45, [47], 1),
+        (0.45, [92, 47], 2),
+    ],
+)
+def test_a_start_waits_for_a_process_that_leaves(
+    fraction: float, others: list[int], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def mem_get_info(device: object) -> tuple[int, int]:
+        asked.append(others[len(asked)])
+        return (98 - asked[-1]) * GIB, 100 * GIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GIB)
+    monkeypatch.setattr(kv_cache_size, "LOOK_S", 0.001)
+    await_those_who_leave(EngineConfig(kv_memory_fraction=fraction), torch.device("cuda"))
+    assert len(asked) == looks
+
+
+def test_a_start_waits_for_one_that_stays_so_long_and_no_longer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 100 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(kv_cache_size, "LOOK_S", 0.001)
+    began = time.monotonic()
+    await_those_who_leave(EngineConfig(), torch.device("cuda"), wait_s=0.05)
+    assert 0.05 <= time.monotonic() - began < 2.0
+    assert caplog.text.count("other processes hold 49.00 GiB of cuda") == 1
+    with_blocks = EngineConfig(num_kv_blocks=9)
+    await_those_who_leave(with_blocks, torch.device("cuda"), wait_s=3600.0)
 
 
 @pytest.mark.gpu

@@ -230,7 +230,6 @@ def own_ranks(monkeypatch: pytest.MonkeyPatch) -> list[RankProcesses]:
     class Kept(RankProcesses):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
-            self.group.step_deadline_s = 2.0
             made.append(self)
 
     monkeypatch.setattr(ranks_module, "RankProcesses", Kept)
@@ -243,7 +242,13 @@ def own_ranks(monkeypatch: pytest.MonkeyPatch) -> list[RankProcesses]:
 def test_a_rank_that_dies_or_stands_still_is_found(
     how: signal.Signals, folder_of: Callable[..., Path], own_ranks: list[RankProcesses]
 ) -> None:
-    llm = LLM(str(folder_of("qwen2")), tokenizer=False, tensor_parallel_size=2, **ROOMY)
+    llm = LLM(
+        str(folder_of("qwen2")),
+        tokenizer=False,
+        tensor_parallel_size=2,
+        step_deadline_s=2.0,
+        **ROOMY,
+    )
     [ranks] = own_ranks
     child = ranks.children[1]
     assert answers(llm)

@@ -23,7 +23,8 @@ from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.kvtransfer.build import build_connector, build_rank
 from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned, Wake
 from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
-from pdserve.kvtransfer.p2p.remote_rank import RankService, RemoteRank
+from pdserve.kvtransfer.p2p.remote_rank import RemoteRank, serve_rank
+from pdserve.kvtransfer.remote import Service
 from pdserve.parallel.rank_link import RankLink
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
@@ -61,7 +62,7 @@ class Ranks:
         linked: bool = False,
     ) -> None:
         self.rank_receivers: list[RankReceiver] = []
-        self._services: list[RankService] = []
+        self._services: list[Service[RankReceiver]] = []
         self.kv_caches: list[torch.Tensor] = []
         self.block_size = block_size
         num_blocks = NUM_TOKENS // block_size
@@ -97,10 +98,10 @@ class Ranks:
 
     def _linked(self, make: Make) -> tuple[RankMemory, RankReceiver, RemoteRank]:
         near, far = socket.socketpair()
-        service = RankService(RankLink(far), make)
+        service = serve_rank(RankLink(far), make)
         self._services.append(service)
         remote = RemoteRank(RankLink(near), self.block_size, lambda: None)
-        return remote.memory(5.0), service.receiver, remote
+        return remote.memory(5.0), service.served, remote
 
     def meta(self) -> KVCacheMeta:
         return self.sender.meta()

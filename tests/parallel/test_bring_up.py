@@ -104,14 +104,13 @@ def test_a_rank_that_is_late_is_named() -> None:
 
 
 def test_what_is_learnt_elsewhere_ends_the_wait() -> None:
-    group = RankGroup.host(ParallelDims(tp=2))
     ended = threading.Event()
 
     def watch() -> None:
         if ended.is_set():
             raise RankFailed("rank 1 ended with status 9")
 
-    group.watch = watch
+    group = RankGroup.host(ParallelDims(tp=2), watch=watch)
     threading.Timer(0.1, ended.set).start()
     began = time.monotonic()
     with pytest.raises(RankFailed, match="status 9"):

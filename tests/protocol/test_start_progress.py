@@ -13,7 +13,7 @@ from pdserve.configs.schema import StartConfig, WorkerConfig
 from pdserve.configs.transfer import PoolConfig, TransferConfig
 from pdserve.engine.build import build_engine
 from pdserve.protocol.start_progress import LOG_PERIOD_S, WORK, Progress, Stage, StartProgress
-from pdserve.worker.host import EngineHost
+from pdserve.worker.hosts.engine_host import EngineHost
 
 
 class Recorded(StartProgress):

@@ -30,7 +30,7 @@ from pdserve.worker.engine_client import EngineClient, EngineGone
 # once. (It holds no NIXL agent: a fork after one exists hangs. It sees the environment as it was at
 # the first host's start.)
 _forks = multiprocessing.get_context("forkserver")
-_forks.set_forkserver_preload(["pdserve.worker.host"])
+_forks.set_forkserver_preload(["pdserve.worker.hosts.follower_host"])
 
 
 def _serve(
@@ -43,7 +43,7 @@ def _serve(
 ) -> None:
     die_with_parent(os.getppid())  # the server, which ends with the test run
     os.environ["OMP_NUM_THREADS"] = "1"
-    from pdserve.worker.host import EngineHost
+    from pdserve.worker.hosts.engine_host import EngineHost
 
     host = EngineHost(config, worker_id, incarnation, address)
     if host.meeting:
@@ -67,7 +67,7 @@ def _follow(
 ) -> None:
     die_with_parent(os.getppid())
     os.environ["OMP_NUM_THREADS"] = "1"
-    from pdserve.worker.host import FollowerHost
+    from pdserve.worker.hosts.follower_host import FollowerHost
 
     while not _meeting_of(address).exists():
         time.sleep(0.01)

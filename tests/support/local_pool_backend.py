@@ -5,6 +5,7 @@ Tests can make the server slow, frozen, dead or wrong (`PoolFaults`) and so driv
 `kvtransfer/pool/threaded_pool.py`. Pools share chunks when they share the server.
 """
 
+import random
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -46,6 +47,12 @@ class LocalPoolServer:
     chunks: dict[bytes, torch.Tensor] = field(default_factory=dict)
     in_use: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def forget(self, rng: random.Random) -> None:
+        """Half of the chunks, wherever they belong."""
+        with self.lock:
+            for seal in [seal for seal in self.chunks if rng.random() < 0.5]:
+                del self.chunks[seal]
 
     def die(self) -> None:
         """As a server process that is killed; `faults.dead = False` starts an empty one."""

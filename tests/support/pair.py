@@ -7,9 +7,11 @@ any point between two turns.
 
 import itertools
 import random
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,14 @@ from pdserve.decode.decode_phase import DecodePhase
 from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
 from pdserve.engine.llm import LLM
-from pdserve.kvtransfer.build import build_connector
-from pdserve.kvtransfer.connector import KVCacheMemory
+from pdserve.kvtransfer.build import build_connector, build_rank
+from pdserve.kvtransfer.connector import KVCacheMemory, KVPool, Wake
+from pdserve.kvtransfer.p2p.remote_rank import RemoteRank, serve_rank
+from pdserve.kvtransfer.pool.chunks import Shard
+from pdserve.kvtransfer.pool.remote_pool import RanksPool, RemotePool, serve_pool
+from pdserve.kvtransfer.remote import Service
 from pdserve.kvtransfer.transport.local_agent import LocalAgent, LocalFaults
+from pdserve.parallel.rank_link import RankLink
 from pdserve.prefill.prefill_phase import PrefillPhase
 from pdserve.protocol.codec import decode_batch, decode_command, encode
 from pdserve.protocol.commands import (
@@ -45,12 +52,14 @@ from pdserve.worker.metrics import WorkerMetrics
 
 ROUTER = "router"
 SESSION = 7
+WAIT_S = 60.0
 _incarnations = itertools.count(1)
 
 
 class Worker:
     """A WorkerLoop whose batches are kept; every message passes through its encoded form. shared:
-    the KV pool's server.
+    the KV pool's server. num_ranks: that share the KV cache, all in this process; the loop reaches
+    those beside the first over sockets.
     """
 
     def __init__(
@@ -60,10 +69,13 @@ class Worker:
         role: str,
         transfer: TransferConfig,
         shared: LocalPoolServer | None = None,
+        num_ranks: int = 1,
         **engine: object,
     ) -> None:
+        self.num_ranks = num_ranks
         self.engine = self.make_engine(model, **engine)
-        memory = self.memory()
+        self._services: list[Service[Any]] = []
+        memory = self.memory(0)
         metrics = WorkerMetrics(self.engine)
         incarnation = next(_incarnations)
         sender, receiver = build_connector(
@@ -71,9 +83,9 @@ class Worker:
         )
         self.sender = sender
         self.receiver = receiver
-        self.pool = (
-            local_pool(shared, transfer.pool, memory, lambda: None) if shared is not None else None
-        )
+        self.rank_receivers = list(receiver.local_ranks)
+        self._add_ranks(transfer, name, incarnation)
+        self.pool: Any = self._make_pool(shared, transfer) if shared is not None else None
         self.loop = WorkerLoop(
             self.engine,
             metrics,
@@ -95,7 +107,37 @@ class Worker:
     def make_engine(self, model: Path, **engine: object) -> Engine:
         return build_engine(ModelConfig(path=str(model)), EngineConfig(**engine))
 
-    def memory(self) -> KVCacheMemory:
+    def _add_ranks(self, transfer: TransferConfig, name: str, incarnation: int) -> None:
+        memories = []
+        remotes = []
+        for rank in range(1, self.num_ranks):
+            near, far = linked()
+            make = partial(build_rank, transfer, self.memory(rank), name, incarnation, rank)
+            service = serve_rank(far, make)
+            remote = RemoteRank(near, self.engine.config.block_size, lambda: None)
+            memories.append(remote.memory(WAIT_S))
+            remotes.append(remote)
+            self._services.append(service)
+            self.rank_receivers.append(service.served)
+        self.sender.add_ranks(memories)
+        self.receiver.add_ranks(remotes)
+
+    def _make_pool(self, shared: LocalPoolServer, transfer: TransferConfig) -> KVPool:
+        def of(rank: int, wake: Wake) -> KVPool:
+            shard = Shard(self.num_ranks, rank)
+            return local_pool(shared, transfer.pool, self.memory(rank), wake, shard=shard)
+
+        own = of(0, lambda: None)
+        others = []
+        for rank in range(1, self.num_ranks):
+            near, far = linked()
+            self._services.append(serve_pool(far, partial(of, rank)))
+            others.append(RemotePool(near, lambda: None))
+        return RanksPool(own, others) if others else own
+
+    def memory(self, rank: int) -> KVCacheMemory:
+        """Of a rank."""
+        assert rank == 0, "a real engine has one rank here"
         engine = self.engine
         return KVCacheMemory(
             engine.kv_cache,
@@ -118,10 +160,14 @@ class Worker:
 
     @property
     def faults(self) -> LocalFaults:
-        """What the in-process transport is to do wrong."""
-        agent = self.sender.agent
-        assert isinstance(agent, LocalAgent)
-        return agent.faults
+        """What the in-process transport is to do wrong, of the first rank."""
+        return self.all_faults[0]
+
+    @property
+    def all_faults(self) -> list[LocalFaults]:
+        """Of each rank."""
+        agents = [receiver.agent for receiver in self.rank_receivers]
+        return [agent.faults for agent in agents if isinstance(agent, LocalAgent)]
 
     @property
     def prefill(self) -> PrefillPhase:
@@ -137,7 +183,15 @@ class Worker:
         if self.pool is not None:
             self.pool.close()
         self.receiver.close()
+        for service in self._services:
+            service.close()
         self.sender.close()
+
+
+def linked() -> tuple[RankLink, RankLink]:
+    """Both ends of a link between two ranks."""
+    near, far = socket.socketpair()
+    return RankLink(near), RankLink(far)
 
 
 class Pair:

@@ -62,9 +62,8 @@ class RankPool:
 class PooledRanks:
     def __init__(self, pool: RankPool, model: ModelConfig, config: EngineConfig) -> None:
         self._pool = pool
-        self.group = RankGroup.host(ParallelDims(tp=config.tensor_parallel))
-        self.group.watch = self._check
         self.children: dict[int, subprocess.Popen[bytes]] = {}
+        self.group = RankGroup.host(ParallelDims(tp=config.tensor_parallel), watch=self._check)
         for rank in range(1, config.tensor_parallel):
             child = self.children[rank] = pool.take()
             assert child.stdin is not None

@@ -5,6 +5,7 @@ Ray's settings are those of `pdserve up`. Used by tests/test_failover_ray.py and
 tests/test_elasticity_ray.py.
 """
 
+import contextlib
 import os
 import signal
 import tempfile
@@ -69,10 +70,9 @@ class Nodes:
             os.kill(pid, signal.SIGKILL)
         self.cluster.shutdown()
 
-    def ranks(self, role: str) -> list[int]:
-        """The processes of an engine's ranks."""
-        found = (ranks_of(raylet) for r, raylet in self._raylets if role in r)
-        return next(pids for pids in found if pids)
+    def all_ranks(self, role: str) -> list[list[int]]:
+        """The processes of each engine's ranks."""
+        return [ranks_of(raylet) for r, raylet in self._raylets if role in r]
 
     def engine(self, role: str) -> int:
         """The process of an engine."""
@@ -93,11 +93,12 @@ def children(pid: int) -> list[int]:
 
 def ranks_of(raylet: int) -> list[int]:
     """The processes of the ranks of a raylet's engine."""
-    return [
-        pid
-        for pid in children(raylet)
-        if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    ]
+    found = []
+    for pid in children(raylet):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if b"ray::EngineActor" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.append(pid)
+    return found
 
 
 def engine_of(raylet: int) -> int | None:

@@ -6,8 +6,9 @@ them, move as late as a device may, and are checked by whoever reads them, so a 
 byte that is accepted fails the step that reads it. Links and mailboxes are the real ones, with
 threads of their own; the transport is the in-process one, which can be slow, frozen and dead. Half
 of the pairs have blocks of different sizes, and a staging ring of 8 x 32 tokens, whose repacks can
-be slow. After every event the books are checked on both sides, and every block that the prefix
-cache knows is compared with what it is known as; in the end all comes to rest.
+be slow; a third have two ranks at one side or both. After every event the books are checked on both
+sides, and every block that the prefix cache knows is compared with what it is known as; in the end
+all comes to rest.
 """
 
 import itertools
@@ -21,8 +22,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import hypothesis.core
+import numpy as np
 import pytest
-import torch
 from engine.harness import KnownContent, alone, paper_engine, paper_of
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -37,12 +38,11 @@ from hypothesis.stateful import (
 from support.local_pool_backend import LocalPoolServer
 from support.local_transfer import LocalTransferConfig
 from support.pair import Worker, owned, submit
+from support.paper_rows import HALF_BYTES, HALVES, PaperRows
 
-from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.configs.transfer import PoolConfig
 from pdserve.engine.engine import Engine
 from pdserve.engine.memory.block_manager import BlockManager
-from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.scheduling.step_plan import StepPlan
 from pdserve.kvtransfer.connector import KVCacheMemory
 from pdserve.kvtransfer.p2p.staging import NUM_RUNS, Staging
@@ -66,14 +66,20 @@ EXAMPLES = int(os.environ.get("PDSERVE_MACHINE_EXAMPLES", "25"))
 POOL = PoolConfig(
     mode="connect", address="127.0.0.1:1", chunk_tokens=32, request_deadline_ms=50, breaker_s=0.1
 )
-ROW_BYTES = 8
-TRANSFER = LocalTransferConfig(
-    lease_s=0.4,
-    pull_deadline_s=0.2,
-    max_reserved_fraction=0.7,
-    staging_bytes=NUM_RUNS * 32 * ROW_BYTES,
-    pool=POOL,
-)
+LEASE_S = 0.4
+ROW_BYTES = HALVES * HALF_BYTES
+
+
+def transfer(num_ranks: int) -> LocalTransferConfig:
+    return LocalTransferConfig(
+        lease_s=LEASE_S,
+        pull_deadline_s=0.2,
+        max_reserved_fraction=0.7,
+        staging_bytes=NUM_RUNS * 32 * ROW_BYTES // num_ranks,
+        pool=POOL,
+    )
+
+
 REST_S = 60.0  # of which a loaded machine may need most for the answers it checks
 ROUTER = "router"
 _names = itertools.count()
@@ -108,18 +114,17 @@ class SlowStaging:
 class PaperWorker(Worker):
     def make_engine(self, model: Path, **engine: object) -> Engine:
         made = paper_engine(model, **engine)
+        rows = paper_of(made).rows
+        paper_of(made).rows = PaperRows(rows.num_blocks, rows.block_size, self.num_ranks)
         self.content = KnownContent(made)
         return made
 
-    def memory(self) -> KVCacheMemory:
-        """The paper's rows, 8 bytes each, as a KV cache."""
-        rows = paper_of(self.engine).rows
-        row = LayerGroup(
-            layers=(0,), heads=(0,), planes=1, row_width=ROW_BYTES // 4, dtype="float32"
-        )
-        layout = KVLayout(groups=(row,), block_size=rows.shape[1])
-        kv_cache = KVCache(torch.from_numpy(rows), layout)
-        return KVCacheMemory(kv_cache, self.engine.blocks.generations, "paper", "rows")
+    def memory(self, rank: int) -> KVCacheMemory:
+        """A rank's part of the paper's rows."""
+        kv_cache = paper_of(self.engine).rows.kv_cache(rank)
+        generations = self.engine.blocks.generations
+        own = generations if rank == 0 else np.zeros_like(generations)
+        return KVCacheMemory(kv_cache, own, "paper", "rows")
 
 
 @dataclass(eq=False)
@@ -157,6 +162,7 @@ class HandOver(RuleBasedStateMachine):
         d_blocks=st.integers(14, 30),
         block_sizes=st.sampled_from([(16, 16), (16, 16), (16, 32), (32, 16)]),
         two=st.booleans(),
+        num_ranks=st.sampled_from([(1, 1)] * 6 + [(2, 2), (1, 2), (2, 1)]),
     )
     def begin(
         self,
@@ -166,6 +172,7 @@ class HandOver(RuleBasedStateMachine):
         block_sizes: tuple[int, int],
         two: bool,
         with_pool: bool,
+        num_ranks: tuple[int, int],
     ) -> None:
         """p_blocks, d_blocks: as if blocks had 16 tokens."""
         self.rng = random.Random(seed)
@@ -177,6 +184,7 @@ class HandOver(RuleBasedStateMachine):
             name: {"block_size": size, "num_kv_blocks": 1 + blocks * 16 // size}
             for name, blocks, size in zip("PD", (p_blocks, d_blocks), block_sizes, strict=True)
         }
+        self.num_ranks = dict(zip("PD", num_ranks, strict=True))
         self.asked: list[Asked] = []
         self.prefixes = [[self.rng.randrange(256) for _ in range(96)] for _ in range(3)]
         self.p = self._start("P")
@@ -189,8 +197,9 @@ class HandOver(RuleBasedStateMachine):
             self.model,
             f"{name}-{id(self)}",
             "prefill" if name == "P" else "decode",
-            TRANSFER,
+            transfer(self.num_ranks[name]),
             self.shared,
+            num_ranks=self.num_ranks[name],
             max_num_batched_tokens=budget,
             **self.sizes[name],
             **self.common,
@@ -295,7 +304,7 @@ class HandOver(RuleBasedStateMachine):
             for asked in self._open(lambda each: not each.is_prepared)[:1]:
                 self._prepare(asked)
         elif kind == "wait":
-            time.sleep(TRANSFER.lease_s / 2)
+            time.sleep(LEASE_S / 2)
         elif kind.startswith("reuse"):
             self._reuse(self.p if kind.endswith("P") else self.d)
         else:
@@ -346,6 +355,7 @@ class HandOver(RuleBasedStateMachine):
                 "pool frozen",
                 "pool dies",
                 "pool wrong",
+                "pool forgets",
                 "pool copies_frozen",
                 "pool well",
                 "pool well",
@@ -355,12 +365,15 @@ class HandOver(RuleBasedStateMachine):
     )
     def go_wrong(self, kind: str) -> None:
         if kind == "slow":
-            self.p.faults.delay_s = self.rng.choice([0.0, 0.005, 0.05, 0.4])
+            for faults in self.p.all_faults:
+                faults.delay_s = self.rng.choice([0.0, 0.005, 0.05, 0.4])
             SlowStaging.delay_s = self.rng.choice([0.0, 0.0, 0.005, 0.05, 0.4])
         elif kind in ("freeze", "thaw"):
-            self.p.faults.frozen = kind == "freeze"
+            for faults in self.p.all_faults:
+                faults.frozen = kind == "freeze" and self.rng.random() < 0.7
         elif kind == "P dies":
-            self.p.faults.dead = True
+            for faults in self.p.all_faults:
+                faults.dead = True
             self._lose(self.p)
             self.p = self._start("P")
             self._connect()
@@ -385,6 +398,8 @@ class HandOver(RuleBasedStateMachine):
         faults = self.shared.faults
         if kind == "pool dies":
             self.shared.die()
+        elif kind == "pool forgets":
+            self.shared.forget(self.rng)
         elif kind == "pool slow":
             faults.delay_s = self.rng.choice([0.005, 0.1])
         elif kind == "pool well":
@@ -479,7 +494,8 @@ class HandOver(RuleBasedStateMachine):
             for pull in decode.pulls.under_way.values()
             for block in pull.reservation.destination
         }
-        for link in self.d.receiver.local_ranks[0].links:
+        links = [link for receiver in self.d.rank_receivers for link in receiver.links]
+        for link in links:
             for pull in link.pulls.under_way:
                 for piece in list(pull.pieces):
                     if piece.is_written:
@@ -490,12 +506,12 @@ class HandOver(RuleBasedStateMachine):
                         assert not (bad and piece.is_written), (
                             f"blocks {bad} are not kept for what fills them"
                         )
-        own = self.d.memory().kv_cache.data.data_ptr()
+        own = {part.ctypes.data for part in paper_of(self.d.engine).rows.parts}
         for number, (pool, written) in list(SlowStaging.running.items()):
             bad = [
                 b
                 for b in written
-                if pool == own and b not in reserved and b not in blocks._quarantined
+                if pool in own and b not in reserved and b not in blocks._quarantined
             ]
             assert not (bad and number in SlowStaging.running), (
                 f"rows are being moved to blocks {bad}"
@@ -508,21 +524,23 @@ class HandOver(RuleBasedStateMachine):
             self._come_to_rest()
         finally:
             for worker in (self.p, self.d):
-                worker.faults.frozen = False
+                for faults in worker.all_faults:
+                    faults.frozen = False
                 worker.close()
 
     def _come_to_rest(self) -> None:
         """No command but hand-overs comes any more; the peers live: everything ends, and every
         block is free."""
         self._letters("kept")
-        self.p.faults.frozen = False
-        self.p.faults.delay_s = 0.0
+        for faults in self.p.all_faults:
+            faults.frozen = False
+            faults.delay_s = 0.0
         SlowStaging.delay_s = 0.0
         self._pool_goes_wrong("pool well")
         limit = time.monotonic() + REST_S
         decode = self.d.loop.decode
         sender = self.p.sender
-        ring = self.d.receiver.local_ranks[0].own.ring
+        rings = [receiver.own.ring for receiver in self.d.rank_receivers]
         assert decode is not None
         while True:
             self.work(2, 2, 0)
@@ -531,7 +549,8 @@ class HandOver(RuleBasedStateMachine):
             ):
                 self._hand_over(asked)
             rests = not any(w.engine.has_work or owned(w) for w in (self.p, self.d))
-            is_empty = not decode.imports and not sender.newest and len(ring._free) == NUM_RUNS
+            is_empty = not decode.imports and not sender.newest
+            is_empty &= all(len(ring._free) == NUM_RUNS for ring in rings)
             if rests and not self._open() and is_empty:
                 break
             assert time.monotonic() < limit, (
@@ -540,7 +559,7 @@ class HandOver(RuleBasedStateMachine):
                 sender.newest,
                 owned(self.p),
                 owned(self.d),
-                ring._held,
+                [ring._held for ring in rings],
             )
             time.sleep(0.001)
         self.books_add_up()

@@ -1,8 +1,7 @@
 """The Ray actor around one rank of an engine: its process, its GPU, nothing else.
 
-Thin on purpose: the engine is `worker.host.EngineHost`, its other ranks `FollowerHost`s; neither
-knows Ray. This module imports no
-torch; the actor's process does, when the host is loaded. Created by
+Thin on purpose: the rank is a `worker.hosts.EngineHost` or a `FollowerHost`, which do not know Ray.
+This module imports no torch; the actor's process does, when the host is loaded. Created by
 `cluster.deployments.worker_replica`, which owns it: the replica's death is the actor's end.
 """
 
@@ -19,17 +18,20 @@ from pdserve.cluster.deployments.logs import log_to_stderr
 from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import Progress, StartProgress
 
-ENGINE_HOST = "pdserve.worker.host:EngineHost"
-FOLLOWER_HOST = "pdserve.worker.host:FollowerHost"
+ENGINE_HOST = "pdserve.worker.hosts.engine_host:EngineHost"
+FOLLOWER_HOST = "pdserve.worker.hosts.follower_host:FollowerHost"
 
 
 class Host(Protocol):
-    """What an engine host offers to its process."""
+    """What a rank's host offers to its process. meeting: see EngineHost."""
 
     progress: StartProgress
 
+    @property
+    def meeting(self) -> str: ...
+
     def start(self) -> dict[str, Any]:
-        """Load the model; what this engine is."""
+        """Load the model; what this rank is."""
         ...
 
     def run(self) -> None:
@@ -38,8 +40,8 @@ class Host(Protocol):
 
 
 class EngineActor:
-    """`start` and `run` share one thread, so that what torch keeps a thread (the CUDA device)
-    holds; `ping` and `progress` have another."""
+    """The process of one rank. `start` and `run` share one thread, so that what torch keeps for a
+    thread (the CUDA device) holds; `ping` and `progress` have another."""
 
     def __init__(
         self,
@@ -80,9 +82,7 @@ class EngineActor:
     @ray.method(concurrency_group="control")
     def meeting(self) -> str:
         """Where the engine's other ranks meet this one."""
-        host: Any = self._host
-        meeting: str = host.meeting
-        return meeting
+        return self._host.meeting
 
     @ray.method(concurrency_group="control")
     def ping(self) -> int:

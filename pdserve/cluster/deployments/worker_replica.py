@@ -9,6 +9,7 @@ which is a new incarnation.
 
 import asyncio
 import logging
+import math
 import os
 import shutil
 import tempfile
@@ -29,6 +30,7 @@ from pdserve.cluster.deployments.engine_actor import (
     FOLLOWER_HOST,
     create_engine_actor,
 )
+from pdserve.cluster.deployments.engine_processes import EngineProcesses
 from pdserve.cluster.deployments.engine_start import EngineStart
 from pdserve.cluster.deployments.logs import log_as_serve_does, own_file
 from pdserve.cluster.deployments.metrics_bridge import Exposed, MetricsBridge
@@ -46,6 +48,7 @@ log_as_serve_does()
 PING_DEADLINE_S = 10.0
 STOP_DEADLINE_S = 10.0
 REASON_DEADLINE_S = 2.0
+KILL_S = 10.0
 
 
 class WorkerReplica:
@@ -59,6 +62,7 @@ class WorkerReplica:
         assert group is not None, "a worker deployment needs placement_group_bundles"
         self.worker_id = worker_id_of(serve.get_replica_context().replica_id)
         self._stopping = False
+        self._step_deadline_s = config.engine.step_deadline_s or math.inf
         self._snapshot: Snapshot | None = None
         # A folder that only this user can enter: whoever reaches the socket commands the engine.
         folder = tempfile.mkdtemp(prefix="pdserve-")
@@ -88,6 +92,9 @@ class WorkerReplica:
         try:
             async with start:
                 info = await start.serving()
+                self._processes = EngineProcesses(
+                    await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
+                )
                 self._follower_runs = start.runs
                 self._client = EngineClient(address, self._overhear)
                 self._running = once("engine watch", self._run())
@@ -120,9 +127,15 @@ class WorkerReplica:
 
     async def check_health(self) -> None:
         """Serve replaces a replica that fails this a few times: an engine process that is frozen
-        counts as dead."""
-        async with asyncio.timeout(PING_DEADLINE_S):
-            await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
+        counts as dead. It ends by itself when one is frozen for engine.step_deadline_s."""
+        began = time.monotonic()
+        try:
+            async with asyncio.timeout(min(PING_DEADLINE_S, self._step_deadline_s)):
+                await asyncio.gather(*(rank.ping.remote() for rank in self._ranks))
+        except TimeoutError:
+            if time.monotonic() - began >= self._step_deadline_s:
+                await self._end("a rank has not answered for engine.step_deadline_s")
+            raise
 
     async def __del__(self) -> None:
         """Serve awaits this at a graceful end, after the streams have closed."""
@@ -170,9 +183,16 @@ class WorkerReplica:
             failed("engine watch", error)
             reason = f"nobody watches it: {error!r}"
         if not self._stopping:
-            logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
-            logging.shutdown()
-            os._exit(1)
+            await self._end(reason)
+
+    async def _end(self, reason: str) -> None:
+        """End this process and those of the engine, which may be frozen or hold GPU memory that the
+        next incarnation needs."""
+        logger.error("the engine of worker %s is gone: %s", self.worker_id, reason)
+        if not await asyncio.to_thread(self._processes.kill, KILL_S):
+            logger.error("its processes have not ended within %g s", KILL_S)
+        logging.shutdown()
+        os._exit(1)
 
     async def _end_of_engine(self) -> str:
         """Why it came."""

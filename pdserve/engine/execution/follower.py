@@ -17,7 +17,7 @@ from pdserve.protocol.start_progress import Report
 
 
 class Follower:
-    """runner: with its KV cache. fingerprint: see EngineComponents."""
+    """One rank's hands. runner: has its KV cache. fingerprint: see EngineComponents."""
 
     def __init__(self, runner: ModelRunner, fingerprint: str) -> None:
         self.runner = runner
@@ -31,7 +31,7 @@ class Follower:
             self.runner.capture_graphs(graph_sizes, report)
 
     def run(self, receive: Callable[[], bytes]) -> None:
-        """Until a Stop. receive: waits for the next message."""
+        """Do what is received until a Stop comes. receive: waits for the next message."""
         while True:
             work = decode_work(receive())
             match work:

@@ -27,7 +27,7 @@ class Channel(Protocol):
         ...
 
     def close(self) -> None:
-        """What was sent is still read."""
+        """The others still read what was sent."""
         ...
 
 
@@ -68,8 +68,13 @@ class GroupExecutor:
             self._channel.close()
 
     def lose(self, rank: int) -> None:
-        """The process of another rank is gone: nothing is begun any more. From any thread."""
-        self._ended = self._ended or f"the process of rank {rank} has ended"
+        """The process of another rank is gone. See `break_off`."""
+        self.break_off(f"the process of rank {rank} has ended")
+
+    def break_off(self, reason: str) -> None:
+        """Nothing is begun any more, and what waits for other ranks on the device ends. From any
+        thread."""
+        self._ended = self._ended or reason
         self._lost.set()
         self._local.runner.ops.collective.call_off()
 

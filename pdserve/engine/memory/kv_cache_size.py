@@ -4,12 +4,21 @@ registers it).
 Knows the configuration, the layout and the device. Called by `engine.components`.
 """
 
+import logging
+import time
+
 import torch
 
 from pdserve.configs.engine import EngineConfig
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.memory import device_memory
 from pdserve.engine.memory.kv_cache import KVCache
+
+logger = logging.getLogger(__name__)
+
+LEAVING_S = 30.0
+LOOK_S = 0.1
+CONTEXT_BYTES = 1 << 30  # more than CUDA takes for a process
 
 
 def allocate_kv_cache(layout: KVLayout, num_blocks: int, device: torch.device) -> KVCache:
@@ -47,6 +56,34 @@ def num_blocks_for(
         "kv_memory_fraction, lower max_num_batched_tokens, or end what else uses the device"
     )
     return _at_least_two(budget, layout, cure)
+
+
+def await_those_who_leave(
+    config: EngineConfig, device: torch.device, wait_s: float = LEAVING_S
+) -> None:
+    """On CUDA, before weights are loaded: when others hold so much of the device that
+    `kv_memory_fraction` of it cannot be had, wait_s for those among them that are about to end, as
+    the engine's last incarnation may be."""
+    if device.type != "cuda" or config.num_kv_blocks is not None:
+        return
+    until = time.monotonic() + wait_s
+    is_told = False
+    while True:
+        free, total = torch.cuda.mem_get_info(device)
+        others = total - free - torch.cuda.memory_reserved(device) - CONTEXT_BYTES
+        if others <= total * (1 - config.kv_memory_fraction) or time.monotonic() >= until:
+            return
+        if not is_told:
+            is_told = True
+            logger.warning(
+                "other processes hold %s of %s, which leaves less than kv_memory_fraction %g of it "
+                "to this engine: waiting up to %g s for those that are about to end",
+                _gib(others),
+                device,
+                config.kv_memory_fraction,
+                wait_s,
+            )
+        time.sleep(LOOK_S)
 
 
 def _at_least_two(budget: int, layout: KVLayout, cure: str) -> int:

@@ -1,7 +1,7 @@
 """What ranks compute together: reference.py does it over a process group of torch, triton_ops.py in
 each other's memory.
 
-Every rank calls the same in the same order. `ALONE` is for a rank that has no other.
+Every rank calls the same in the same order. `IDENTITY` is for a rank that has no other.
 """
 
 from dataclasses import dataclass
@@ -23,10 +23,6 @@ class Collective(Protocol):
     def add(self, stream: Tensor, partial: Tensor) -> "Stream":
         """The stream `[T, width]` with sum(partial) added; it may be left to the next norm to
         finish it. The given stream may be overwritten."""
-        ...
-
-    def add_norm(self, unsummed: "Unsummed", norm: Norm) -> tuple[Tensor, Tensor]:
-        """What `add` left, finished: its norm, and the stream."""
         ...
 
     def call_off(self) -> None:
@@ -53,13 +49,21 @@ class Collective(Protocol):
         ...
 
 
+class FusedCollective(Collective, Protocol):
+    """One whose `add` may leave the sum to the next norm."""
+
+    def add_norm(self, unsummed: "Unsummed", norm: Norm) -> tuple[Tensor, Tensor]:
+        """What `add` left, finished: its norm, and the stream."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Unsummed:
     """A residual stream that lacks the sum of all ranks' partial rows."""
 
     stream: Tensor
     partial: Tensor
-    collective: Collective
+    collective: FusedCollective
 
 
 Stream = Tensor | Unsummed
@@ -89,15 +93,12 @@ def slice_of(width: int, rank: int, size: int) -> slice:
     return slice(first, min(first + (each + (rank < more)) * unit, width))
 
 
-class _Alone:
+class _Identity:
     rank = 0
     size = 1
 
     def add(self, stream: Tensor, partial: Tensor) -> Stream:
         return stream + partial
-
-    def add_norm(self, unsummed: Unsummed, norm: Norm) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("nothing is left unsummed")
 
     def call_off(self) -> None: ...
 
@@ -113,4 +114,4 @@ class _Alone:
         return numbers
 
 
-ALONE: Collective = _Alone()
+IDENTITY: Collective = _Identity()

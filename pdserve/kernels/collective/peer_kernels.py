@@ -96,10 +96,9 @@ def _received(words, epoch, faults_ptr, host_ptr, limit, LOOKS: tl.constexpr):
 def _summed(
     own,
     slot,
-    epoch,
-    is_whole,
     limit,
     regions_ptr,
+    epochs_ptr,
     faults_ptr,
     host_ptr,
     inbox,
@@ -110,7 +109,10 @@ def _summed(
     KIND: tl.constexpr,
     LOOKS: tl.constexpr,
 ):
-    """Send own payloads to all, and add up everybody's in the order of ranks, float32."""
+    """A call of this slot: send own payloads to all, and add up everybody's in the order of ranks,
+    float32."""
+    epoch = tl.load(epochs_ptr + slot) + 1
+    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
     lanes = tl.arange(0, BLOCK)
     sent = (epoch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
     pair = inbox + (epoch & 1).to(tl.int64) * (SIZE * SLOTS * BLOCK)
@@ -126,10 +128,11 @@ def _summed(
             first, second = _halves(own, KIND)
         else:
             words = _words(regions_ptr, RANK, pair + source * SLOTS * BLOCK + place)
-            got = _received(words + lanes, epoch, faults_ptr, host_ptr, limit, LOOKS)
+            got = _received(words + lanes, epoch, faults_ptr, host_ptr, limit * is_whole, LOOKS)
             first, second = _halves(got, KIND)
         low += first
         high += second
+    tl.store(epochs_ptr + slot, epoch)
     return low, high
 
 
@@ -157,15 +160,12 @@ def sum_kernel(
     slot = tl.program_id(0)
     places = slot * BLOCK + tl.arange(0, BLOCK)
     own = tl.load(partial_ptr + places, mask=places < num_words, other=0)
-    epoch = tl.load(epochs_ptr + slot) + 1
-    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
     low, high = _summed(
         own,
         slot,
-        epoch,
-        is_whole,
-        limit * is_whole,
+        limit,
         regions_ptr,
+        epochs_ptr,
         faults_ptr,
         host_ptr,
         inbox,
@@ -177,7 +177,6 @@ def sum_kernel(
         LOOKS,
     )
     tl.store(sum_ptr + places, _joined(low, high, KIND), mask=places < num_words)
-    tl.store(epochs_ptr + slot, epoch)
 
 
 @triton.jit
@@ -212,15 +211,12 @@ def add_norm_kernel(
     places = row.to(tl.int64) * WORDS + lanes
     own = tl.load(partial_ptr + places, mask=lanes < WORDS, other=0)
     stream = tl.load(stream_ptr + places, mask=lanes < WORDS, other=0)
-    epoch = tl.load(epochs_ptr + row) + 1
-    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
     low, high = _summed(
         own,
         row,
-        epoch,
-        is_whole,
-        limit * is_whole,
+        limit,
         regions_ptr,
+        epochs_ptr,
         faults_ptr,
         host_ptr,
         inbox,
@@ -245,7 +241,6 @@ def add_norm_kernel(
         low = _rounded(low * scale, KIND) * weight_low
         high = _rounded(high * scale, KIND) * weight_high
     tl.store(normed_ptr + places, _joined(low, high, KIND), mask=lanes < WORDS)
-    tl.store(epochs_ptr + row, epoch)
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -6,8 +6,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import BroadcastOptions
 from torch.nn import functional
 
-from pdserve.kernels.collective.ops import Stream, Unsummed, slice_of
-from pdserve.kernels.norm.ops import Norm
+from pdserve.kernels.collective.ops import Stream, slice_of
 
 
 class GroupCollective:
@@ -20,9 +19,6 @@ class GroupCollective:
 
     def add(self, stream: Tensor, partial: Tensor) -> Stream:
         return stream + self.sum(partial)
-
-    def add_norm(self, unsummed: Unsummed, norm: Norm) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError("nothing is left unsummed")
 
     def call_off(self) -> None:
         """Its collectives fail by themselves."""

@@ -62,10 +62,12 @@ class RegionLayout:
 
     @property
     def rows(self) -> int:
+        """Of sums by rows, which come first."""
         return 0
 
     @property
     def flat(self) -> int:
+        """Of sums by flat pieces."""
         return self.rows + 2 * self.size * ROW_SLOTS * self.row_block
 
     @property

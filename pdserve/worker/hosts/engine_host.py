@@ -1,45 +1,44 @@
-"""The processes of one engine: `EngineHost` builds the engine, its connector, its KV pool and the
-worker loop, and carries their bytes over zmq; a `FollowerHost` is another rank of it, with its
-share of the model and its part of every hand-over.
+"""The process of an engine: builds the engine, its connector, its KV pool and the worker loop, and
+carries their bytes over zmq.
 
-The plain classes under the Ray actors of cluster.deployments.engine_actor; tests run them in a
-thread or a process without Ray. Know no Ray. Wire: a zmq PAIR bound to `address`; frames
-`[command]` in, `[target, batch]` out, all msgspec.
+Wire: a zmq PAIR bound to `address`; frames `[command]` in, `[target, batch]` out, all msgspec.
 """
 
 import logging
 import os
 import sys
 import time
-from functools import partial
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import zmq
 
-from pdserve.background.threads import KeptThread
 from pdserve.configs.schema import WorkerConfig
-from pdserve.engine.build import Following, build_engine
+from pdserve.engine.build import build_engine
 from pdserve.engine.engine import Engine
-from pdserve.kvtransfer.build import build_connector, build_pool, build_rank
+from pdserve.engine.step_watch import StepWatch
+from pdserve.kvtransfer.build import build_connector, build_pool
 from pdserve.kvtransfer.connector import KVCacheMemory, KVPool
 from pdserve.kvtransfer.p2p.engine_receiver import EngineReceiver
-from pdserve.kvtransfer.p2p.remote_rank import RankService, RemoteRank
+from pdserve.kvtransfer.p2p.remote_rank import RemoteRank
 from pdserve.kvtransfer.p2p.sender import Sender
+from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.lmcache_server import SharedServer
+from pdserve.kvtransfer.pool.remote_pool import RanksPool, RemotePool
 from pdserve.parallel.bring_up import ALONE, PHASE_DEADLINE_S, RankGroup
 from pdserve.parallel.dims import ParallelDims
-from pdserve.parallel.rank_link import host_links, join_link
+from pdserve.parallel.rank_link import host_links
 from pdserve.protocol.codec import decode_command, encode
 from pdserve.protocol.events import EventBatch
 from pdserve.protocol.start_progress import StartProgress
+from pdserve.worker.hosts.rank_metrics import RankReports
 from pdserve.worker.loop import WorkerLoop
 from pdserve.worker.metrics import WorkerMetrics
 
 logger = logging.getLogger(__name__)
 
+HAND_OVERS, POOL, METRICS = "hand-overs", "pool", "metrics"  # what a link to another rank is for
 SWITCH_S = (
     # a link's thread waits for the interpreter no longer than that; by default 5 ms, longer than a
     # transfer
@@ -72,6 +71,7 @@ class EngineHost:
         self._receiver: EngineReceiver | None = None
         self._pool: KVPool | None = None
         self._pool_server: SharedServer | None = None
+        self._reports: RankReports | None = None
         self._socket: zmq.Socket[bytes] | None = None
 
     @property
@@ -112,15 +112,10 @@ class EngineHost:
             self._add_ranks(engine, self._sender, self._receiver)
         if pool_config.mode != "off":
             self.progress.enter("pool")
-            address = (
-                self._pool_server.wait_ready()
-                if self._pool_server is not None
-                else pool_config.address
-            )
-            assert address is not None, "PoolConfig asks for one"
-            self._pool = build_pool(
-                address, pool_config, memory, self._wake, registry=metrics.registry
-            )
+            self._pool = self._make_pool(memory, metrics)
+        if not self._group.is_alone:
+            self._reports = RankReports(host_links(self._group, METRICS))
+            metrics.label_ranks(self._reports.labelled)
         self._socket = zmq.Context.instance().socket(zmq.PAIR)
         self._socket.set_hwm(0)
         self._socket.setsockopt(zmq.LINGER, 1000)
@@ -148,18 +143,39 @@ class EngineHost:
         }
 
     def _add_ranks(self, engine: Engine, sender: Sender, receiver: EngineReceiver) -> None:
-        """The parts of the KV cache that other ranks have."""
+        """Add the parts of the KV cache that other ranks have."""
         if self._group.is_alone:
             return
-        links = host_links(self._group)
+        links = host_links(self._group, HAND_OVERS)
         block_size = engine.config.block_size
         ranks = [RemoteRank(links[rank], block_size, self._wake) for rank in sorted(links)]
         sender.add_ranks([rank.memory(PHASE_DEADLINE_S) for rank in ranks])
         receiver.add_ranks(ranks)
 
+    def _make_pool(self, memory: KVCacheMemory, metrics: WorkerMetrics) -> KVPool:
+        """Over the pools of all ranks, which are told where the server is."""
+        config = self._config.transfer.pool
+        server = self._pool_server
+        address = server.wait_ready() if server is not None else config.address
+        assert address is not None, "PoolConfig asks for one"
+        size = self._group.dims.world_size
+        own = build_pool(
+            address, config, memory, self._wake, shard=Shard(size, 0), registry=metrics.registry
+        )
+        if self._group.is_alone:
+            return own
+        self._group.agree("pool", address)
+        links = host_links(self._group, POOL)
+        return RanksPool(own, [RemotePool(links[rank], self._wake) for rank in sorted(links)])
+
     def _lost(self, rank: int) -> None:
         """On a thread. What is under way with the others may never return: the process ends."""
-        logger.error("the process of rank %d of %s has ended", rank, self._worker_id)
+        self._break_off(f"the process of rank {rank} has ended")
+
+    def _break_off(self, reason: str) -> None:
+        """End the process, from any thread, whatever the engine's thread waits for."""
+        logger.error("the engine of worker %s ends: %s", self._worker_id, reason)
+        logging.shutdown()
         os._exit(1)
 
     def _pool_name(self) -> str:
@@ -176,6 +192,8 @@ class EngineHost:
         """Serve until a Stop command; raises what a step raised."""
         assert self._loop is not None and self._socket is not None, "start() comes before run()"
         sys.setswitchinterval(SWITCH_S)
+        engine = self._loop.engine
+        watch = StepWatch(engine.step_clock, engine.config.step_deadline_s, self._break_off)
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
         poller.register(self._wake_fd, zmq.POLLIN)
@@ -188,6 +206,7 @@ class EngineHost:
                 if self._socket in ready:
                     self._receive()
         finally:
+            watch.stop()
             self._close()
 
     def _receive(self) -> None:
@@ -220,72 +239,8 @@ class EngineHost:
     def _close(self) -> None:
         if self._loop is not None:
             self._loop.engine.close()  # before its KV cache is unregistered
-        for part in (self._pool, self._receiver, self._sender, self._pool_server):
+        for part in (self._pool, self._receiver, self._sender, self._pool_server, self._reports):
             if part is not None:
                 part.close()
         if self._socket is not None:
             self._socket.close()
-
-
-class FollowerHost:
-    """Another rank than the first. config, worker_id, incarnation: of the worker. rank: 1 and on;
-    meeting: `EngineHost.meeting`.
-
-    `start` beside rank 0's, `run` until that one closes; both on one thread.
-    """
-
-    def __init__(
-        self, config: WorkerConfig, worker_id: str, incarnation: int, rank: int, meeting: str
-    ) -> None:
-        self.progress = StartProgress()
-        self._config = config
-        self._worker_id = worker_id
-        self._incarnation = incarnation
-        self._dims = ParallelDims(tp=config.engine.tensor_parallel, rank=rank)
-        self._meeting = meeting
-        self._following: Following | None = None
-        self._service: RankService | None = None
-
-    def start(self) -> dict[str, Any]:
-        """Load the rank's share of the model; what there is now, for the log."""
-        self._group = RankGroup.join(self._dims, self._meeting)
-        config = self._config
-        self._following = Following(config.model, config.engine, self._group, self.progress)
-        follower = self._following.follower
-        if follower.runner.device.type == "cpu":
-            torch.set_num_threads(1)
-        self.progress.finish()
-        return {"rank": self._dims.rank, "device": str(follower.runner.device)}
-
-    def run(self) -> None:
-        """Follow rank 0 to its end."""
-        assert self._following is not None, "start() comes before run()"
-        if self._config.connects:
-            # rank 0 warms up meanwhile, for which this thread is needed
-            KeptThread("rank registration", self._register)
-        self._following.run()
-        if self._service is not None:
-            self._service.close()
-
-    def _register(self) -> None:
-        """Serve this rank's part of the KV cache to rank 0's connector."""
-        assert self._following is not None
-        follower = self._following.follower
-        try:
-            # rank 0's table is the one that counts
-            generations = np.zeros(follower.kv_cache.num_blocks, np.int64)
-            memory = KVCacheMemory(
-                follower.kv_cache, generations, follower.fingerprint, follower.rows_digest
-            )
-            make = partial(
-                build_rank,
-                self._config.transfer,
-                memory,
-                self._worker_id,
-                self._incarnation,
-                self._dims.rank,
-            )
-            self._service = RankService(join_link(self._group), make)
-        except Exception:
-            logger.exception("rank %d cannot take part in hand-overs", self._dims.rank)
-            os._exit(1)

@@ -1,0 +1,225 @@
+"""The KV pool of an engine with several ranks: each rank keeps its own part of every chunk.
+
+Rank 0 asks all of them the same: `RanksPool` is a KVPool over its own and one `RemotePool` for each
+other rank, which `serve_pool` carries out there. A hit is what every rank has found, and an
+operation has settled when none of them touches its blocks any more. Made by `worker.hosts`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from pdserve.kvtransfer.connector import (
+    KVPool,
+    PoolDone,
+    PoolEvent,
+    PoolFailed,
+    PoolSettled,
+    PoolStored,
+    StillValid,
+    Wake,
+)
+from pdserve.kvtransfer.remote import Events, Link, Remote, Service
+
+
+class Retrieve(msgspec.Struct, frozen=True, tag=True):
+    op_id: int
+    token_ids: tuple[int, ...]
+    salt: str
+    skip_tokens: int
+    local_blocks: tuple[int, ...]
+    deadline_s: float
+
+
+class Store(msgspec.Struct, frozen=True, tag=True):
+    op_id: int
+    token_ids: tuple[int, ...]
+    salt: str
+    block_ids: tuple[int, ...]
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    op_id: int
+
+
+Call = Retrieve | Store | Cancel
+CALLS = msgspec.msgpack.Decoder(Call)
+EVENTS = Events(PoolDone, PoolStored, PoolFailed, PoolSettled)
+
+
+class RemotePool:
+    """What RanksPool asks of another rank's pool. wake: as given to a pool. ConnectionError from
+    any call when the rank is gone."""
+
+    def __init__(self, link: Link, wake: Wake) -> None:
+        self._remote: Remote[PoolEvent] = Remote(link, EVENTS, wake)
+
+    def retrieve(
+        self,
+        op_id: int,
+        token_ids: Sequence[int],
+        salt: str,
+        skip_tokens: int,
+        local_blocks: Sequence[int],
+        deadline_s: float,
+    ) -> None:
+        blocks = tuple(int(block) for block in local_blocks)
+        call = Retrieve(op_id, tuple(token_ids), salt, skip_tokens, blocks, deadline_s)
+        self._remote.call(call)
+
+    def store(
+        self, op_id: int, token_ids: Sequence[int], salt: str, block_ids: Sequence[int]
+    ) -> None:
+        """A refusal comes as a PoolFailed."""
+        blocks = tuple(int(block) for block in block_ids)
+        self._remote.call(Store(op_id, tuple(token_ids), salt, blocks))
+
+    def cancel(self, op_id: int) -> None:
+        self._remote.call(Cancel(op_id))
+
+    def poll(self) -> list[PoolEvent]:
+        return self._remote.poll()
+
+    def close(self) -> None:
+        self._remote.close()
+
+
+class _Serving:
+    """A pool with its refusals among its events."""
+
+    def __init__(self, pool: KVPool, wake: Wake) -> None:
+        self._pool = pool
+        self._wake = wake
+        self._refusals: list[PoolEvent] = []
+
+    def do(self, call: Call) -> None:
+        match call:
+            case Retrieve() as retrieve:
+                self._pool.retrieve(*msgspec.structs.astuple(retrieve))
+            case Store(op_id, token_ids, salt, block_ids):
+                # the blocks stay owned until every rank has answered: nobody can have reused them
+                if not self._pool.store(op_id, token_ids, salt, block_ids, lambda: True):
+                    self._refusals.append(PoolFailed(op_id, "refused", "", settled=True))
+                    self._wake()
+            case Cancel(op_id):
+                self._pool.cancel(op_id)
+
+    def poll(self) -> list[PoolEvent]:
+        refusals, self._refusals = self._refusals, []
+        return [*refusals, *self._pool.poll()]
+
+    def close(self) -> None:
+        self._pool.close()
+
+
+def serve_pool(link: Link, make: Callable[[Wake], KVPool]) -> Service[_Serving]:
+    """make: the rank's pool, given the wake that it shall have."""
+    return Service(link, CALLS, EVENTS, lambda wake: (_Serving(make(wake), wake), ()), _Serving.do)
+
+
+@dataclass
+class _Operation:
+    """unanswered, unsettled: ranks. failed: the first failure, its rank named."""
+
+    unanswered: set[int]
+    unsettled: set[int] = field(default_factory=set)
+    answers: list[PoolDone | PoolStored] = field(default_factory=list)
+    failed: PoolFailed | None = None
+
+
+class RanksPool:
+    """See `connector.KVPool`. own: of rank 0; others: of ranks 1 and on. `available` is rank 0's
+    view: another rank that cannot be asked is a miss."""
+
+    def __init__(self, own: KVPool, others: Sequence[RemotePool]) -> None:
+        self.chunk_tokens = own.chunk_tokens
+        self._own = own
+        self._others = others
+        self._all: tuple[KVPool | RemotePool, ...] = (own, *others)
+        self._operations: dict[int, _Operation] = {}
+
+    @property
+    def available(self) -> bool:
+        return self._own.available
+
+    def retrieve(
+        self,
+        op_id: int,
+        token_ids: Sequence[int],
+        salt: str,
+        skip_tokens: int,
+        local_blocks: Sequence[int],
+        deadline_s: float,
+    ) -> None:
+        for pool in self._all:
+            pool.retrieve(op_id, token_ids, salt, skip_tokens, local_blocks, deadline_s)
+        self._begin(op_id)
+
+    def store(
+        self,
+        op_id: int,
+        token_ids: Sequence[int],
+        salt: str,
+        block_ids: Sequence[int],
+        still_valid: StillValid,
+    ) -> bool:
+        if not self._own.store(op_id, token_ids, salt, block_ids, still_valid):
+            return False
+        for pool in self._others:
+            pool.store(op_id, token_ids, salt, block_ids)
+        self._begin(op_id)
+        return True
+
+    def cancel(self, op_id: int) -> None:
+        for pool in self._all:
+            pool.cancel(op_id)
+
+    def poll(self) -> list[PoolEvent]:
+        return [
+            told
+            for rank, pool in enumerate(self._all)
+            for event in pool.poll()
+            for told in self._take(rank, event)
+        ]
+
+    def close(self) -> None:
+        for pool in self._all:
+            pool.close()
+
+    def _begin(self, op_id: int) -> None:
+        self._operations[op_id] = _Operation(set(range(len(self._all))))
+
+    def _take(self, rank: int, event: PoolEvent) -> list[PoolEvent]:
+        operation = self._operations[event.op_id]
+        if isinstance(event, PoolSettled):
+            operation.unsettled.discard(rank)
+            if operation.unanswered or operation.unsettled:
+                return []
+            del self._operations[event.op_id]
+            return [event]
+        operation.unanswered.discard(rank)
+        if not isinstance(event, PoolFailed):
+            operation.answers.append(event)
+        else:
+            if not event.settled:
+                operation.unsettled.add(rank)
+            if operation.failed is None:
+                detail = f"rank {rank}: {event.detail}"
+                operation.failed = PoolFailed(event.op_id, event.reason, detail, settled=True)
+                self.cancel(event.op_id)  # what the others have is of no use
+        return [] if operation.unanswered else [self._answer(event.op_id, operation)]
+
+    def _answer(self, op_id: int, operation: _Operation) -> PoolEvent:
+        """Of all ranks."""
+        if not operation.unsettled:
+            del self._operations[op_id]
+        if operation.failed is not None:
+            reason, detail = operation.failed.reason, operation.failed.detail
+            return PoolFailed(op_id, reason, detail, settled=not operation.unsettled)
+        num_tokens = min(answer.num_tokens for answer in operation.answers)
+        num_bytes = sum(answer.num_bytes for answer in operation.answers)
+        done = [answer for answer in operation.answers if isinstance(answer, PoolDone)]
+        if done:
+            return PoolDone(op_id, num_tokens, num_bytes, max(each.seconds for each in done))
+        return PoolStored(op_id, num_tokens, num_bytes)

@@ -1,0 +1,118 @@
+"""The process of another rank than the first: its share of the model, and its part of hand-overs,
+of the KV pool and of the metrics.
+
+Everything is decided by rank 0, which drives it over the step channel and a link for each purpose.
+"""
+
+import logging
+import os
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from prometheus_client import CollectorRegistry
+
+from pdserve.background.threads import FAILURES, KeptThread
+from pdserve.configs.schema import WorkerConfig
+from pdserve.engine.build import Following
+from pdserve.engine.execution.follower import Follower
+from pdserve.kvtransfer.build import build_pool, build_rank
+from pdserve.kvtransfer.connector import KVCacheMemory
+from pdserve.kvtransfer.p2p.remote_rank import serve_rank
+from pdserve.kvtransfer.pool.chunks import Shard
+from pdserve.kvtransfer.pool.remote_pool import serve_pool
+from pdserve.kvtransfer.remote import Service
+from pdserve.parallel.bring_up import ALONE, RankGroup
+from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.rank_link import join_link
+from pdserve.protocol.start_progress import StartProgress
+from pdserve.worker.hosts.engine_host import HAND_OVERS, METRICS, POOL
+from pdserve.worker.hosts.rank_metrics import RankReporter
+from pdserve.worker.metrics import MemoryCollector
+
+logger = logging.getLogger(__name__)
+
+
+class FollowerHost:
+    """config, worker_id, incarnation: of the worker. rank: 1 and on; meeting: see EngineHost.
+
+    `start` beside rank 0's, `run` until that one closes; both on one thread.
+    """
+
+    def __init__(
+        self, config: WorkerConfig, worker_id: str, incarnation: int, rank: int, meeting: str
+    ) -> None:
+        self.progress = StartProgress()
+        self.meeting = meeting
+        self._config = config
+        self._worker_id = worker_id
+        self._incarnation = incarnation
+        self._dims = ParallelDims(tp=config.engine.tensor_parallel, rank=rank)
+        self._group = ALONE
+        self._following: Following | None = None
+        self._services: list[Service[Any] | RankReporter] = []
+
+    def start(self) -> dict[str, Any]:
+        """Load the rank's share of the model; what there is now, for the log."""
+        self._group = RankGroup.join(self._dims, self.meeting)
+        config = self._config
+        self._following = Following(config.model, config.engine, self._group, self.progress)
+        device = self._following.follower.runner.device
+        if device.type == "cpu":
+            torch.set_num_threads(1)
+        self.progress.finish()
+        return {"rank": self._dims.rank, "device": str(device)}
+
+    def run(self) -> None:
+        """Follow rank 0 to its end."""
+        assert self._following is not None, "start() comes before run()"
+        # rank 0 warms up meanwhile, for which this thread is needed
+        KeptThread("rank services", partial(self._serve, self._following.follower))
+        self._following.run()
+        for service in self._services:
+            service.close()
+
+    def _serve(self, follower: Follower) -> None:
+        """Serve this rank's part to rank 0, in the order in which that asks for it."""
+        try:
+            registry = CollectorRegistry()
+            registry.register(FAILURES)
+            registry.register(MemoryCollector(follower.kv_cache))
+            # rank 0's table is the one that counts
+            generations = np.zeros(follower.kv_cache.num_blocks, np.int64)
+            memory = KVCacheMemory(
+                follower.kv_cache, generations, follower.fingerprint, follower.rows_digest
+            )
+            if self._config.connects:
+                self._serve_hand_overs(memory, registry)
+            if self._config.transfer.pool.mode != "off":
+                self._serve_pool(memory, registry)
+            self._services.append(RankReporter(join_link(self._group, METRICS), registry))
+        except Exception:  # whatever it was: rank 0 waits for this rank, and hears of its end
+            logger.exception("rank %d cannot serve", self._dims.rank)
+            os._exit(1)
+
+    def _serve_hand_overs(self, memory: KVCacheMemory, registry: CollectorRegistry) -> None:
+        make = partial(
+            build_rank,
+            self._config.transfer,
+            memory,
+            self._worker_id,
+            self._incarnation,
+            self._dims.rank,
+            registry=registry,
+        )
+        self._services.append(serve_rank(join_link(self._group, HAND_OVERS), make))
+
+    def _serve_pool(self, memory: KVCacheMemory, registry: CollectorRegistry) -> None:
+        address = self._group.agree("pool")[0]
+        make = partial(
+            build_pool,
+            address,
+            self._config.transfer.pool,
+            memory,
+            shard=Shard(self._dims.world_size, self._dims.rank),
+            registry=registry,
+        )
+        self._services.append(serve_pool(join_link(self._group, POOL), make))
