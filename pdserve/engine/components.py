@@ -32,6 +32,7 @@ from pdserve.engine.scheduling.home import num_slots_for
 from pdserve.engine.stepping.executor import Executor
 from pdserve.kernels.collective.ops import IDENTITY, Collective
 from pdserve.kernels.collective.reference import GroupCollective
+from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import resolve_folder
 from pdserve.models.config import ModelSpec, read_spec
@@ -184,10 +185,16 @@ def _collective(
     if device.type == "cpu":
         return GroupCollective(cpu_group(group, "tp", config.step_deadline_s))
     # imports Triton, which a machine without a GPU may lack
-    from pdserve.kernels.collective.triton_ops import PeerCollective, RegionLayout
+    from pdserve.kernels.collective.triton_ops import PeerCollective
 
-    rows = max(config.max_num_seqs, SCORED_ROWS)
-    layout = RegionLayout(group.dims.tp, spec.hidden_size, dtype, rows, spec.vocab_size)
+    layout = RegionLayout(
+        size=group.dims.tp,
+        width=spec.hidden_size,
+        dtype=dtype,
+        max_rows=max(config.max_num_seqs, SCORED_ROWS),
+        vocab_size=spec.vocab_size,
+        step_rows=config.max_num_batched_tokens,
+    )
     memory = PeerMemory(group, layout.num_bytes, device)
     host_fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     return PeerCollective(layout, group.dims.tp_rank, memory.addresses, host_fault, memory)

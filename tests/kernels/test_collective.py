@@ -10,22 +10,42 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from pdserve.kernels.collective import triton_ops
 from pdserve.kernels.collective.ops import Unsummed, slice_of
-from pdserve.kernels.collective.triton_ops import ROW_SLOTS, PeerCollective, RegionLayout
+from pdserve.kernels.collective.region import RegionLayout
+from pdserve.kernels.collective.triton_ops import PeerCollective
 from pdserve.kernels.norm import reference as norms
 from pdserve.kernels.norm.ops import Norm
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU: test_peers.py")
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="its ranks share memory of the host, in the interpreter"
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Work = Callable[[PeerCollective], None]
+FEW, MOST = 4, 10
 
 
-def on_ranks(layout: RegionLayout, work: Work, limit: int = 20_000) -> None:
+class Host:
+    """Memory that ranks of this machine share, as they would a GPU's."""
+
+    def __init__(self, layout: RegionLayout) -> None:
+        self.layout = layout
+        self.regions = [mmap.mmap(-1, layout.num_bytes) for _ in range(layout.size)]
+        self._addresses = [
+            ctypes.addressof(ctypes.c_char.from_buffer(region)) for region in self.regions
+        ]
+
+    def collective(self, rank: int, limit: int = 20_000, fault: int = 0) -> PeerCollective:
+        host_fault = torch.tensor([fault], dtype=torch.int32)
+        addresses = torch.tensor(self._addresses)
+        made = PeerCollective(self.layout, rank, addresses, host_fault, memory=self)
+        made.limit = limit
+        return made
+
+
+def on_ranks(layout: RegionLayout, work: Work) -> None:
     """Run it on every rank; AssertionError when one fails."""
-    memory = [mmap.mmap(-1, layout.num_bytes) for _ in range(layout.size)]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in memory]
+    host = Host(layout)
     children: list[int] = []
     for rank in range(layout.size):
         child = os.fork()
@@ -33,11 +53,7 @@ def on_ranks(layout: RegionLayout, work: Work, limit: int = 20_000) -> None:
             children.append(child)
             continue
         try:
-            collective = PeerCollective(
-                layout, rank, torch.tensor(addresses), torch.zeros(1, dtype=torch.int32)
-            )
-            collective.limit = limit
-            work(collective)
+            work(host.collective(rank))
         except BaseException:
             traceback.print_exc()
             os._exit(1)
@@ -49,7 +65,19 @@ def on_ranks(layout: RegionLayout, work: Work, limit: int = 20_000) -> None:
 def layout_for(
     size: int, dtype: torch.dtype, width: int = 48, vocab_size: int = 250
 ) -> RegionLayout:
-    return RegionLayout(size, width, dtype, max_rows=40, vocab_size=vocab_size)
+    """Small in all its numbers, so that few rows fill it."""
+    return RegionLayout(
+        size,
+        width,
+        dtype,
+        max_rows=40,
+        vocab_size=vocab_size,
+        step_rows=64,
+        few_rows=FEW,
+        most_rows=MOST,
+        token_block=16,
+        chunk=512,
+    )
 
 
 def assert_equal(found: torch.Tensor, wanted: torch.Tensor) -> None:
@@ -75,15 +103,12 @@ def total_of(partials: list[torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("size", [2, 3])
-def test_sums_are_exact_whatever_comes_between(
-    size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Calls of several sizes one after another, which use the same inboxes again and again."""
-    monkeypatch.setattr(triton_ops, "FLAT_BLOCK", 64)
-    monkeypatch.setattr(triton_ops, "FLAT_SLOTS", 4)
+def test_sums_are_exact_whatever_comes_between(size: int, dtype: torch.dtype) -> None:
+    """Calls of several sizes one after another, which use the same inboxes again and again: few
+    rows, many, and more than fit at once."""
 
     def work(collective: PeerCollective) -> None:
-        for seed, rows in enumerate((1, 40, 2, 2, 17)):
+        for seed, rows in enumerate((1, 7, 2, FEW, 23, MOST, FEW + 1, 3)):
             partials = parts(seed, size, (rows, 48), dtype)
             total = collective.sum(partials[collective.rank])
             assert_equal(total, total_of(partials))
@@ -93,14 +118,17 @@ def test_sums_are_exact_whatever_comes_between(
 
 
 @pytest.mark.parametrize("plus_one", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_sum_is_added_and_normed_in_one(dtype: torch.dtype, plus_one: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    [*((2, dtype) for dtype in DTYPES), (3, torch.float32), (3, torch.bfloat16)],
+    ids=str,
+)
+def test_a_sum_is_added_and_normed_in_one(size: int, dtype: torch.dtype, plus_one: bool) -> None:
     def work(collective: PeerCollective) -> None:
-        for seed, rows in enumerate((1, 5, ROW_SLOTS, 2)):
-            first, second, stream = parts(seed, 3, (rows, 48), dtype)
+        for seed, rows in enumerate((1, 5, FEW, MOST + 3, 2)):
+            *partials, stream = parts(seed, size + 1, (rows, 48), dtype)
             weight = parts(99, 1, (48,), dtype)[0]
             norm = Norm(weight, 1e-5, plus_one)
-            partials = [first, second]
             want = stream + total_of(partials)
             left = collective.add(stream, partials[collective.rank])
             assert isinstance(left, Unsummed)
@@ -110,20 +138,14 @@ def test_a_sum_is_added_and_normed_in_one(dtype: torch.dtype, plus_one: bool) ->
             torch.testing.assert_close(
                 normed.float(), norms.rms_norm(want, norm).float(), rtol=tolerance, atol=tolerance
             )
-        many = parts(7, 3, (ROW_SLOTS + 1, 48), dtype)
-        added = collective.add(many[2], many[collective.rank])
-        assert isinstance(added, torch.Tensor)
-        assert torch.equal(added, many[2])
+        collective.check()
 
-    on_ranks(layout_for(2, dtype), work)
+    on_ranks(layout_for(size, dtype), work)
 
 
 @pytest.mark.parametrize("vocab_size", [256, 250])
 @pytest.mark.parametrize("size", [2, 3])
-def test_columns_come_together_on_rank_0(
-    size: int, vocab_size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(triton_ops, "CHUNK", 512)
+def test_columns_come_together_on_rank_0(size: int, vocab_size: int) -> None:
 
     def work(collective: PeerCollective) -> None:
         own = slice_of(vocab_size, collective.rank, size)
@@ -137,9 +159,8 @@ def test_columns_come_together_on_rank_0(
     on_ranks(layout_for(size, torch.bfloat16, vocab_size=vocab_size), work)
 
 
-def test_gathers_may_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gathers_may_follow_each_other() -> None:
     """A prompt's log-probabilities: a rank that only sends runs ahead as far as there is room."""
-    monkeypatch.setattr(triton_ops, "CHUNK", 512)
 
     def work(collective: PeerCollective) -> None:
         own = slice_of(256, collective.rank, 2)
@@ -151,8 +172,7 @@ def test_gathers_may_follow_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(layout_for(2, torch.bfloat16, vocab_size=256), work)
 
 
-def test_tokens_come_from_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_ops, "TOKEN_BLOCK", 16)
+def test_tokens_come_from_rank_0() -> None:
 
     def work(collective: PeerCollective) -> None:
         for count in (1, 40, 17, 16):
@@ -164,52 +184,51 @@ def test_tokens_come_from_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     on_ranks(layout_for(3, torch.float32), work)
 
 
-def test_a_rank_that_does_not_come_is_noticed_and_nobody_takes_nonsense() -> None:
-    """Rank 1 answers once and is gone."""
-    layout = layout_for(2, torch.float32)
-    memory = [mmap.mmap(-1, layout.num_bytes) for _ in range(2)]
-    peer = memory[1]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in memory]
-    child = os.fork()
-    faults = torch.zeros(1, dtype=torch.int32)
-    collective = PeerCollective(layout, 0 if child else 1, torch.tensor(addresses), faults)
-    collective.limit = 20_000
-    ones = torch.ones(2, 48)
-    if not child:
-        os._exit(0 if torch.equal(collective.sum(ones), 2 * ones) else 1)
+@pytest.mark.parametrize("rows", [2, FEW + 3], ids=["few", "many"])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_that_does_not_come_is_noticed_and_nobody_takes_nonsense(
+    size: int, rows: int
+) -> None:
+    """The others answer once and are gone."""
+    host = Host(layout_for(size, torch.float32))
+    ones = torch.ones(rows, 48)
+    children = []
+    for rank in range(1, size):
+        child = os.fork()
+        if not child:
+            os._exit(0 if torch.equal(host.collective(rank).sum(ones), size * ones) else 1)
+        children.append(child)
+    collective = host.collective(0)
     try:
-        assert torch.equal(collective.sum(ones), 2 * ones)
+        assert torch.equal(collective.sum(ones), size * ones)
         collective.check()
         collective.limit = 200
         collective.sum(ones)
         with pytest.raises(RuntimeError, match="did not answer in time"):
             collective.check()
-        before = bytes(peer)
+        before = [bytes(region) for region in host.regions[1:]]
         collective.sum(ones)
         collective.broadcast(torch.ones(3, dtype=torch.int32))
-        assert bytes(peer) == before, "who has missed a rank sends no more"
+        assert [bytes(region) for region in host.regions[1:]] == before, (
+            "who has missed a rank sends no more"
+        )
     finally:
-        assert os.waitpid(child, 0)[1] == 0
+        assert [os.waitpid(child, 0)[1] for child in children] == [0] * (size - 1)
 
 
-def test_the_host_ends_a_wait() -> None:
-    layout = layout_for(2, torch.float32)
-    memory = [mmap.mmap(-1, layout.num_bytes) for _ in range(2)]
-    addresses = [ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in memory]
-    faults = torch.ones(1, dtype=torch.int32)
-    collective = PeerCollective(layout, 0, torch.tensor(addresses), faults)
-    collective.limit = 1 << 40
-    collective.sum(torch.ones(1, 48))
+@pytest.mark.parametrize("rows", [1, FEW + 3], ids=["few", "many"])
+def test_the_host_ends_a_wait(rows: int) -> None:
+    collective = Host(layout_for(2, torch.float32)).collective(0, limit=1 << 40, fault=1)
+    collective.sum(torch.ones(rows, 48))
     with pytest.raises(RuntimeError, match="did not answer"):
         collective.check()
 
 
 def test_what_does_not_fit_the_inbox_is_refused() -> None:
-    layout = layout_for(2, torch.float32)
-    collective = PeerCollective(
-        layout, 0, torch.zeros(2, dtype=torch.int64), torch.zeros(1, dtype=torch.int32)
-    )
+    collective = Host(layout_for(2, torch.float32)).collective(0)
     with pytest.raises(ValueError, match="do not fit the inbox for 40 rows and 250 columns"):
         collective.gather_columns(torch.zeros(41, 125), 250)
     with pytest.raises(ValueError, match="numbers must be int32, at most 40"):
         collective.broadcast(torch.zeros(41, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"must be torch.float32 and 48 wide, not .* \(2, 47\)"):
+        collective.sum(torch.zeros(2, 47))

@@ -1,92 +1,27 @@
-"""Collective of ranks whose devices reach each other's memory: Triton kernels over peer_kernels.py.
+"""Collective of ranks whose devices reach each other's memory: launches of the kernels of
+peer_sums.py and peer_moves.py.
 
-A rank's region holds its inboxes: of sums by rows and by flat pieces, of tokens, of logits. Nothing
-here waits for the device. Knows bytes and dtypes, not who shares the regions
-(parallel/peer_memory.py).
+A rank's region holds its inboxes (region.py). Nothing here waits for the device. Knows bytes and
+dtypes, not who shares the regions (parallel/peer_memory.py).
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.collective import peer_kernels as kernels
+from pdserve.kernels.collective import peer_moves, peer_sums
 from pdserve.kernels.collective.ops import Unsummed, slice_of
+from pdserve.kernels.collective.peer_waits import LOOK
+from pdserve.kernels.collective.region import RegionLayout
 from pdserve.kernels.launching.dependent_launch import launch_options
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.ops import Norm
 
 KINDS = {
-    torch.float32: kernels.FLOAT32,
-    torch.bfloat16: kernels.BFLOAT16,
-    torch.float16: kernels.FLOAT16,
+    torch.float32: peer_sums.FLOAT32,
+    torch.bfloat16: peer_sums.BFLOAT16,
+    torch.float16: peer_sums.FLOAT16,
 }
-WORD = 8
-ROW_SLOTS = 32  # rows of a step that are summed and normed at once
-FLAT_BLOCK = 512
-FLAT_SLOTS = 512  # so 1 MiB is summed at once
-TOKEN_BLOCK = 128
-CHUNK = 4096  # numbers of logits behind one flag
-LIMIT = 1 << 26  # looks: about a minute
-
-
-@dataclass(frozen=True)
-class RegionLayout:
-    """Where the inboxes lie in each rank's region, in words of 8 bytes. width: of the residual
-    stream; max_rows: that sample in a step; vocab_size: of the logits, of the same dtype."""
-
-    size: int
-    width: int
-    dtype: torch.dtype
-    max_rows: int
-    vocab_size: int
-
-    @property
-    def row_words(self) -> int:
-        """Payloads of 4 bytes in a row."""
-        return self.width * self.dtype.itemsize // 4
-
-    @property
-    def row_block(self) -> int:
-        return next_power_of_2(self.row_words)
-
-    @property
-    def token_slots(self) -> int:
-        return cdiv(self.max_rows, TOKEN_BLOCK)
-
-    @property
-    def chunks(self) -> int:
-        """Of one rank's logits."""
-        widest = slice_of(self.vocab_size, 0, self.size)
-        return cdiv(self.max_rows * (widest.stop - widest.start), CHUNK)
-
-    @property
-    def rows(self) -> int:
-        """Of sums by rows, which come first."""
-        return 0
-
-    @property
-    def flat(self) -> int:
-        """Of sums by flat pieces."""
-        return self.rows + 2 * self.size * ROW_SLOTS * self.row_block
-
-    @property
-    def tokens(self) -> int:
-        return self.flat + 2 * self.size * FLAT_SLOTS * FLAT_BLOCK
-
-    @property
-    def credits(self) -> int:
-        return self.tokens + 2 * self.token_slots * TOKEN_BLOCK
-
-    def flags(self, source: int) -> int:
-        return self.credits + (1 + source) * self.chunks
-
-    def logits(self, source: int) -> int:
-        return self.flags(self.size) + source * self.chunks * (CHUNK * self.dtype.itemsize // WORD)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.logits(self.size) * WORD
+LIMIT = 1 << 30  # looks: ten minutes and more; a step's deadline calls off sooner
 
 
 class PeerCollective:
@@ -116,8 +51,8 @@ class PeerCollective:
             return torch.zeros(count, dtype=torch.int32, device=device)
 
         self._faults = counters(1)
-        self._row_epochs = counters(ROW_SLOTS)
-        self._flat_epochs = counters(FLAT_SLOTS)
+        self._few_epochs = counters(layout.few_rows)
+        self._many_epochs = counters(layout.many_slots)
         self._token_epochs = counters(layout.token_slots)
         self._chunk_epochs = [counters(layout.chunks) for _ in range(layout.size)]
 
@@ -132,63 +67,95 @@ class PeerCollective:
                 "a rank of this engine did not answer in time: what was computed is not valid"
             )
 
-    def add(self, stream: Tensor, partial: Tensor) -> "Tensor | Unsummed":
-        """The stream with the sum of all ranks' partial rows; of few rows the next norm finishes
-        it. Written to the stream."""
-        if len(partial) <= ROW_SLOTS and partial.shape[1] == self._layout.width:
-            return Unsummed(stream, partial, self)
-        return stream.add_(self.sum(partial))
+    def add(self, stream: Tensor, partial: Tensor) -> Unsummed:
+        """The next norm sums, and adds it to the stream, which is written."""
+        return Unsummed(stream, partial, self)
 
     def add_norm(self, unsummed: Unsummed, norm: Norm) -> tuple[Tensor, Tensor]:
-        stream, partial = unsummed.stream, unsummed.partial
-        normed = torch.empty_like(partial)
-        layout = self._layout
-        launch(
-            kernels.add_norm_kernel,
-            (len(partial),),
-            (
-                _as_words(stream),
-                _as_words(partial),
-                _as_words(norm.weight),
-                _as_words(normed),
-                *self._shared(self._row_epochs),
-            ),
-            (norm.eps, layout.rows, self.limit),
-            RANK=self.rank,
-            SIZE=self.size,
-            SLOTS=ROW_SLOTS,
-            WORDS=layout.row_words,
-            BLOCK=layout.row_block,
-            KIND=KINDS[partial.dtype],
-            PLUS_ONE=norm.plus_one,
-            LOOKS=kernels.LOOK,
-            num_warps=8,
-            **self._options,
-        )
-        return normed, stream
+        normed = torch.empty_like(unsummed.partial)
+        self._sum_rows(unsummed.partial, normed, unsummed.stream, norm)
+        return normed, unsummed.stream
 
     def sum(self, partial: Tensor) -> Tensor:
         given = partial.contiguous()
         total = torch.empty_like(given)
-        source, target = _as_words(given).view(-1), _as_words(total).view(-1)
-        step = FLAT_SLOTS * FLAT_BLOCK
-        for start in range(0, len(source), step):
-            piece = source[start : start + step]
-            launch(
-                kernels.sum_kernel,
-                (cdiv(len(piece), FLAT_BLOCK),),
-                (piece, target[start : start + step], *self._shared(self._flat_epochs)),
-                (len(piece), self._layout.flat, self.limit),
-                RANK=self.rank,
-                SIZE=self.size,
-                SLOTS=FLAT_SLOTS,
-                BLOCK=FLAT_BLOCK,
-                KIND=KINDS[given.dtype],
-                LOOKS=kernels.LOOK,
-                num_warps=4,
-                **self._options,
-            )
+        self._sum_rows(given, total, given, None)
         return total
+
+    def _sum_rows(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
+        """out: the sum, or with a norm that of the stream with it added. ValueError for rows of
+        another width than the layout's."""
+        layout = self._layout
+        if partial.shape[1] != layout.width or partial.dtype != layout.dtype:
+            raise ValueError(
+                f"rows to be summed must be {layout.dtype} and {layout.width} wide, not "
+                f"{partial.dtype} {tuple(partial.shape)}"
+            )
+        if len(partial) <= layout.few_rows:
+            self._sum_few(partial, out, stream, norm)
+            return
+        for start in range(0, len(partial), layout.many_rows):
+            rows = slice(start, start + layout.many_rows)
+            self._sum_many(partial[rows], out[rows], stream[rows], norm)
+
+    def _sum_few(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
+        layout = self._layout
+        launch(
+            peer_sums.few_rows_kernel,
+            (len(partial),),
+            (
+                _as_words(partial),
+                _as_words(stream),
+                _as_words(norm.weight if norm is not None else partial),
+                _as_words(out),
+                *self._shared(self._few_epochs),
+            ),
+            (norm.eps if norm is not None else 0.0, layout.few, self.limit),
+            RANK=self.rank,
+            SIZE=self.size,
+            SLOTS=layout.few_rows,
+            WORDS=layout.payloads,
+            BLOCK=layout.payload_block,
+            KIND=KINDS[partial.dtype],
+            NORM=norm is not None,
+            PLUS_ONE=norm is not None and norm.plus_one,
+            LOOKS=LOOK,
+            num_warps=8,
+            **self._options,
+        )
+
+    def _sum_many(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
+        layout = self._layout
+        alone = self.size == 2
+        launch(
+            peer_sums.many_rows_kernel if alone else peer_sums.shared_rows_kernel,
+            (len(partial) if alone else cdiv(len(partial), self.size),),
+            (
+                partial,
+                stream,
+                norm.weight if norm is not None else partial,
+                out,
+                *self._shared(self._many_epochs),
+            ),
+            (
+                *(() if alone else (len(partial),)),
+                norm.eps if norm is not None else 0.0,
+                layout.many,
+                layout.many_flags,
+                self.limit,
+            ),
+            RANK=self.rank,
+            SIZE=self.size,
+            SLOTS=layout.many_slots,
+            WIDTH=layout.width,
+            ROW_WORDS=layout.row_words,
+            BLOCK=next_power_of_2(layout.width),
+            NORM=norm is not None,
+            PLUS_ONE=norm is not None and norm.plus_one,
+            LOOKS=LOOK,
+            num_warps=8,
+            **self._options,
+        )
 
     def gather_columns(self, columns: Tensor, width: int) -> Tensor:
         given = columns.contiguous()
@@ -201,8 +168,8 @@ class PeerCollective:
             )
         if self.rank:
             launch(
-                kernels.send_columns_kernel,
-                (cdiv(given.numel(), CHUNK),),
+                peer_moves.send_columns_kernel,
+                (cdiv(given.numel(), layout.chunk),),
                 (given, *self._shared(self._chunk_epochs[self.rank])),
                 (
                     given.numel(),
@@ -212,8 +179,8 @@ class PeerCollective:
                     self.limit,
                 ),
                 RANK=self.rank,
-                BLOCK=CHUNK,
-                LOOKS=kernels.LOOK,
+                BLOCK=layout.chunk,
+                LOOKS=LOOK,
                 num_warps=8,
                 **self._options,
             )
@@ -224,8 +191,8 @@ class PeerCollective:
             part = parts[source]
             count = len(given) * (part.stop - part.start)
             launch(
-                kernels.take_columns_kernel,
-                (cdiv(count, CHUNK),),
+                peer_moves.take_columns_kernel,
+                (cdiv(count, layout.chunk),),
                 (logits, *self._shared(self._chunk_epochs[source])),
                 (
                     count,
@@ -238,8 +205,8 @@ class PeerCollective:
                     self.limit,
                 ),
                 SOURCE=source,
-                BLOCK=CHUNK,
-                LOOKS=kernels.LOOK,
+                BLOCK=layout.chunk,
+                LOOKS=LOOK,
                 num_warps=8,
                 **self._options,
             )
@@ -253,15 +220,15 @@ class PeerCollective:
             )
         sent = numbers.contiguous()
         launch(
-            kernels.broadcast_kernel,
-            (cdiv(len(sent), TOKEN_BLOCK),),
+            peer_moves.broadcast_kernel,
+            (cdiv(len(sent), self._layout.token_block),),
             (sent, *self._shared(self._token_epochs)),
             (len(sent), self._layout.tokens, self.limit),
             RANK=self.rank,
             SIZE=self.size,
             SLOTS=self._layout.token_slots,
-            BLOCK=TOKEN_BLOCK,
-            LOOKS=kernels.LOOK,
+            BLOCK=self._layout.token_block,
+            LOOKS=LOOK,
             num_warps=4,
             **self._options,
         )

@@ -1,0 +1,325 @@
+# mypy: allow-untyped-defs
+"""Triton kernels that add up rows over ranks, in float32 and in the order of the ranks: alone, or
+with the residual stream and the norm that follow.
+
+Few rows travel as words that say of themselves whether they have come, which is soonest there.
+Many are written bare, each behind a flag: to every rank, or, of more than two ranks, each to one
+that adds it up and sends the sum around. How ranks wait for each other: peer_waits.py.
+"""
+
+import triton
+import triton.language as tl
+
+from pdserve.kernels.collective.peer_waits import await_flag, raise_flag, received, words_at
+from pdserve.kernels.launching.dependent_launch import begin, wait
+
+FLOAT32, BFLOAT16, FLOAT16 = 0, 1, 2  # KIND: what the 4 bytes of payload are
+
+
+@triton.jit
+def _halves(word, KIND: tl.constexpr):
+    """The one or two numbers of a payload, float32."""
+    if KIND == 0:
+        return word.to(tl.float32, bitcast=True), tl.zeros_like(word).to(tl.float32)
+    elif KIND == 1:
+        low = (word << 16).to(tl.float32, bitcast=True)
+        return low, (word & -65536).to(tl.float32, bitcast=True)
+    else:
+        low = word.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        return low, (word >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _joined(low, high, KIND: tl.constexpr):
+    """A payload of one or two float32 numbers, rounded."""
+    if KIND == 0:
+        return low.to(tl.int32, bitcast=True)
+    elif KIND == 1:
+        first = low.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return first | (high.to(tl.bfloat16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    else:
+        first = low.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        return first | (high.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+
+
+@triton.jit
+def _rounded(number, KIND: tl.constexpr):
+    if KIND == 1:
+        return number.to(tl.bfloat16).to(tl.float32)
+    elif KIND == 2:
+        return number.to(tl.float16).to(tl.float32)
+    else:
+        return number
+
+
+@triton.jit
+def few_rows_kernel(
+    partial_ptr,  # int32 [rows, WORDS]
+    stream_ptr,  # int32 [rows, WORDS]; with NORM the sum is added to it
+    weight_ptr,  # int32 [WORDS]; with NORM
+    out_ptr,  # int32 [rows, WORDS]: the sum, with NORM the norm of the stream
+    regions_ptr,  # int64 [SIZE], addresses
+    epochs_ptr,  # int32 [SLOTS]
+    faults_ptr,  # int32 [1]
+    host_ptr,  # int32 [1], in host memory
+    eps,
+    inbox,
+    limit,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KIND: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    LOOKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    begin(PDL)
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    if NORM:  # does not depend on the kernel before
+        weight = tl.load(weight_ptr + lanes, mask=lanes < WORDS, other=0)
+    wait(PDL)
+    epoch = tl.load(epochs_ptr + row) + 1
+    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
+    places = row.to(tl.int64) * WORDS + lanes
+    own = tl.load(partial_ptr + places, mask=lanes < WORDS, other=0)
+    if NORM:
+        stream = tl.load(stream_ptr + places, mask=lanes < WORDS, other=0)
+    sent = (epoch.to(tl.int64) << 32) | (own.to(tl.int64) & 0xFFFFFFFF)
+    pair = inbox + (epoch & 1).to(tl.int64) * (SIZE * SLOTS * BLOCK) + row.to(tl.int64) * BLOCK
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            words = words_at(regions_ptr, other, pair + RANK * SLOTS * BLOCK)
+            tl.store(words + lanes, sent, mask=lanes < is_whole * BLOCK, cache_modifier=".wt")
+    low = tl.zeros([BLOCK], tl.float32)
+    high = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(SIZE):
+        if source == RANK:
+            first, second = _halves(own, KIND)
+        else:
+            words = words_at(regions_ptr, RANK, pair + source * SLOTS * BLOCK)
+            got = received(words + lanes, epoch, faults_ptr, host_ptr, limit * is_whole, LOOKS)
+            first, second = _halves(got, KIND)
+        low += first
+        high += second
+    if NORM:
+        stream_low, stream_high = _halves(stream, KIND)
+        low = _rounded(_rounded(low, KIND) + stream_low, KIND)
+        high = _rounded(_rounded(high, KIND) + stream_high, KIND)
+        tl.store(stream_ptr + places, _joined(low, high, KIND), mask=lanes < WORDS)
+        width: tl.constexpr = WORDS if KIND == 0 else 2 * WORDS
+        scale = 1.0 / tl.sqrt(tl.sum(low * low + high * high, 0) / width + eps)
+        weight_low, weight_high = _halves(weight, KIND)
+        if PLUS_ONE:
+            low = low * scale * (1.0 + weight_low)
+            high = high * scale * (1.0 + weight_high)
+        else:  # rounded here too, as in norm/elementwise.py
+            low = _rounded(low * scale, KIND) * weight_low
+            high = _rounded(high * scale, KIND) * weight_high
+    tl.store(out_ptr + places, _joined(low, high, KIND), mask=lanes < WORDS)
+    tl.store(epochs_ptr + row, epoch)
+
+
+@triton.jit
+def _finish(
+    total,  # a row's sum, rounded
+    before,  # the row of the stream; as any row without NORM
+    weight,
+    places,
+    mask,
+    stream_ptr,
+    out_ptr,
+    eps,
+    WIDTH: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
+    """Store the sum; with NORM, the stream with it added and the norm of that."""
+    result = total
+    if NORM:
+        stream = (total.to(tl.float32) + before.to(tl.float32)).to(total.dtype)
+        tl.store(stream_ptr + places, stream, mask=mask)
+        wide = stream.to(tl.float32)
+        scaled = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, 0) / WIDTH + eps))
+        if PLUS_ONE:
+            result = (scaled * (1.0 + weight.to(tl.float32))).to(total.dtype)
+        else:  # rounded here too, as in norm/elementwise.py
+            scaled = scaled.to(total.dtype).to(tl.float32)
+            result = (scaled * weight.to(tl.float32)).to(total.dtype)
+    tl.store(out_ptr + places, result, mask=mask)
+
+
+@triton.jit
+def _place(pair, source: tl.constexpr, at: tl.constexpr, slot, SIZE: tl.constexpr, SLOTS):
+    """Where a rank finds a slot of another's, in pieces: each keeps none for itself."""
+    index: tl.constexpr = source - 1 if source > at else source
+    return (pair * (SIZE - 1) + index) * SLOTS + slot.to(tl.int64)
+
+
+@triton.jit
+def many_rows_kernel(
+    partial_ptr,  # [rows, WIDTH]
+    stream_ptr,  # [rows, WIDTH]; with NORM the sum is added to it
+    weight_ptr,  # [WIDTH]; with NORM
+    out_ptr,  # [rows, WIDTH]: the sum, with NORM the norm of the stream
+    regions_ptr,
+    epochs_ptr,  # int32 [SLOTS]
+    faults_ptr,
+    host_ptr,
+    eps,
+    inbox,
+    flags,
+    limit,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    LOOKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Every rank gets all rows of all ranks, one row a program."""
+    begin(PDL)
+    row = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    wait(PDL)
+    epoch = tl.load(epochs_ptr + row) + 1
+    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
+    pair = (epoch & 1).to(tl.int64)
+    places = row.to(tl.int64) * WIDTH + lanes
+    mask = lanes < WIDTH
+    own = tl.load(partial_ptr + places, mask=mask, other=0.0)
+    before = tl.load(stream_ptr + places, mask=mask, other=0.0) if NORM else own
+    weight = tl.load(weight_ptr + lanes, mask=mask, other=0.0) if NORM else own
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            place = _place(pair, RANK, other, row, SIZE, SLOTS)
+            words = words_at(regions_ptr, other, inbox + place * ROW_WORDS)
+            there = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            tl.store(there + lanes, own, mask=lanes < is_whole * WIDTH)
+    tl.debug_barrier()
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            place = _place(pair, RANK, other, row, SIZE, SLOTS)
+            raise_flag(words_at(regions_ptr, other, flags + place), epoch, is_whole)
+    total = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(SIZE):
+        if source == RANK:
+            total += own.to(tl.float32)
+        else:
+            place = _place(pair, source, RANK, row, SIZE, SLOTS)
+            flag = words_at(regions_ptr, RANK, flags + place)
+            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, limit * is_whole, LOOKS)
+            words = words_at(regions_ptr, RANK, inbox + place * ROW_WORDS)
+            here = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            got = tl.load(here + lanes, mask=mask, other=0.0, cache_modifier=".cg")
+            total += got.to(tl.float32)
+    summed = total.to(own.dtype)
+    _finish(summed, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE)
+    tl.store(epochs_ptr + row, epoch)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def shared_rows_kernel(
+    partial_ptr,
+    stream_ptr,
+    weight_ptr,
+    out_ptr,
+    regions_ptr,
+    epochs_ptr,
+    faults_ptr,
+    host_ptr,
+    num_rows,
+    eps,
+    inbox,
+    flags,
+    limit,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROW_WORDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+    LOOKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The same of more ranks than two, SIZE rows a program: each rank adds up one of them, and
+    sends the sum to the others. A row crosses 2 * (SIZE - 1) times instead of SIZE * (SIZE - 1)."""
+    begin(PDL)
+    slot = tl.program_id(0)
+    lanes = tl.arange(0, BLOCK)
+    wait(PDL)
+    epoch = tl.load(epochs_ptr + slot) + 1
+    is_whole = (tl.load(faults_ptr) == 0).to(tl.int32)
+    bound = limit * is_whole
+    pair = (epoch & 1).to(tl.int64)
+    sums: tl.constexpr = 2 * (SIZE - 1) * SLOTS  # the second half of the inboxes
+    first = slot * SIZE
+    weight = tl.load(weight_ptr + lanes, mask=lanes < WIDTH, other=0.0) if NORM else lanes
+    for owner in tl.static_range(SIZE):
+        if owner != RANK:
+            row = first + owner
+            mask = (lanes < WIDTH) & (row < num_rows)
+            part = tl.load(partial_ptr + row.to(tl.int64) * WIDTH + lanes, mask=mask, other=0.0)
+            place = _place(pair, RANK, owner, slot, SIZE, SLOTS)
+            words = words_at(regions_ptr, owner, inbox + place * ROW_WORDS)
+            there = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            tl.store(there + lanes, part, mask=lanes < is_whole * WIDTH)
+    tl.debug_barrier()
+    for owner in tl.static_range(SIZE):
+        if owner != RANK:
+            place = _place(pair, RANK, owner, slot, SIZE, SLOTS)
+            raise_flag(words_at(regions_ptr, owner, flags + place), epoch, is_whole)
+    mask = (lanes < WIDTH) & (first + RANK < num_rows)
+    places = (first + RANK).to(tl.int64) * WIDTH + lanes
+    own = tl.load(partial_ptr + places, mask=mask, other=0.0)
+    before = tl.load(stream_ptr + places, mask=mask, other=0.0) if NORM else own
+    total = tl.zeros([BLOCK], tl.float32)
+    for source in tl.static_range(SIZE):
+        if source == RANK:
+            total += own.to(tl.float32)
+        else:
+            place = _place(pair, source, RANK, slot, SIZE, SLOTS)
+            flag = words_at(regions_ptr, RANK, flags + place)
+            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS)
+            words = words_at(regions_ptr, RANK, inbox + place * ROW_WORDS)
+            here = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            got = tl.load(here + lanes, mask=lanes < WIDTH, other=0.0, cache_modifier=".cg")
+            total += got.to(tl.float32)
+    summed = total.to(own.dtype)
+    is_whole = (tl.load(faults_ptr, volatile=True) == 0).to(tl.int32)
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            place = sums + _place(pair, RANK, other, slot, SIZE, SLOTS)
+            words = words_at(regions_ptr, other, inbox + place * ROW_WORDS)
+            there = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            tl.store(there + lanes, summed, mask=lanes < is_whole * WIDTH)
+    tl.debug_barrier()
+    for other in tl.static_range(SIZE):
+        if other != RANK:
+            place = sums + _place(pair, RANK, other, slot, SIZE, SLOTS)
+            raise_flag(words_at(regions_ptr, other, flags + place), epoch, is_whole)
+    _finish(summed, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE)
+    for owner in tl.static_range(SIZE):
+        if owner != RANK:
+            place = sums + _place(pair, owner, RANK, slot, SIZE, SLOTS)
+            flag = words_at(regions_ptr, RANK, flags + place)
+            await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS)
+            words = words_at(regions_ptr, RANK, inbox + place * ROW_WORDS)
+            here = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            got = tl.load(here + lanes, mask=lanes < WIDTH, other=0.0, cache_modifier=".cg")
+            mask = (lanes < WIDTH) & (first + owner < num_rows)
+            places = (first + owner).to(tl.int64) * WIDTH + lanes
+            before = tl.load(stream_ptr + places, mask=mask, other=0.0) if NORM else got
+            _finish(
+                got, before, weight, places, mask, stream_ptr, out_ptr, eps, WIDTH, NORM, PLUS_ONE
+            )
+    tl.store(epochs_ptr + slot, epoch)
