@@ -74,6 +74,8 @@ async def test_split_over_unlike_degrees_equals_one_rank(
                 for answer in answers
             ] == offline
         assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
+        for rank in range(1, len(pd[1].followers) + 1):
+            await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
 
 
 @pytest.mark.parametrize("pd", [(1, 2)], indirect=True)

@@ -79,6 +79,15 @@ def test_of_a_cluster_that_works_nothing_is_found() -> None:
             "engine.tensor_parallel to the number of GPUs",
         ),
         (
+            {
+                "mode": "aggregated",
+                "decode": {"num_gpus": 0.5, "engine": {"tensor_parallel": 2}},
+            },
+            {"GPU": 2},
+            "hint",
+            "decode.num_gpus is 0.5 with engine.tensor_parallel 2: rank 0 of each worker takes the",
+        ),
+        (
             {"mode": "aggregated", "decode": {"num_gpus": 1, "replicas": 2}},
             {"GPU": 1},
             "error",

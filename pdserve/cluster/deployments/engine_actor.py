@@ -19,6 +19,7 @@ from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import Progress, StartProgress
 
 ENGINE_HOST = "pdserve.worker.hosts.engine_host:EngineHost"
+SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # of Ray
 FOLLOWER_HOST = "pdserve.worker.hosts.follower_host:FollowerHost"
 
 
@@ -101,12 +102,17 @@ def create_engine_actor(
 ) -> Any:
     """A handle of a new actor in bundle 1 of the replica's placement group, which all ranks share
     (bundle 0 holds the replica). place: what its host is told besides: rank 0 the address of its
-    socket, the others their rank and where they meet."""
+    socket, the others their rank and where they meet.
+
+    Ranks with a part of a GPU each would get parts of the same one: they see all GPUs of the node,
+    and take those of their numbers."""
     make_actor_class: Any = ray.remote(  # type: ignore[call-overload]
         num_cpus=0, max_restarts=0, concurrency_groups={"engine": 1, "control": 1}
     )
+    is_shared = 0 < num_gpus < 1 and config.engine.tensor_parallel > 1
     actor = make_actor_class(EngineActor).options(
         num_gpus=num_gpus,
+        runtime_env={"env_vars": SEE_ALL_GPUS} if is_shared else None,
         scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=1),
     )
     return actor.remote(engine_host, config, worker_id, incarnation, *place)

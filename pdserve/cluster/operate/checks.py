@@ -169,6 +169,14 @@ def device(config: ClusterConfig, key: WorkerKey, place: Place) -> Iterator[Find
             f"{key}.num_gpus is {num_gpus:g}, but its engine.device is cpu: Ray keeps GPUs for it "
             "that it never uses",
         )
+    num_ranks = config.worker(key).engine.tensor_parallel
+    if 0 < num_gpus < 1 and num_ranks > 1:
+        yield (
+            "hint",
+            f"{key}.num_gpus is {num_gpus:g} with engine.tensor_parallel {num_ranks}: rank 0 of "
+            "each worker takes the first GPU of its node, rank 1 the second and so on, whoever "
+            "else is there; let engine.kv_memory_fraction leave room for the others",
+        )
     if num_gpus > 1:
         yield (
             "hint",

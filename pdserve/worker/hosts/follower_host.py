@@ -55,7 +55,10 @@ class FollowerHost:
 
     def start(self) -> dict[str, Any]:
         """Load the rank's share of the model; what there is now, for the log."""
-        self._group = RankGroup.join(self._dims, self.meeting)
+        # a process that sees the GPUs of all ranks has no GPU to itself (cluster.deployments)
+        sees_all = torch.cuda.device_count() >= self._dims.world_size
+        index = self._dims.rank if sees_all else 0
+        self._group = RankGroup.join(self._dims, self.meeting, device_index=index)
         config = self._config
         self._following = Following(config.model, config.engine, self._group, self.progress)
         device = self._following.follower.runner.device

@@ -1,0 +1,61 @@
+"""Runs work on ranks that have a GPU each: processes of their own, joined as an engine's are."""
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch
+
+from pdserve.kernels.collective.region import RegionLayout
+from pdserve.kernels.collective.triton_ops import PeerCollective
+from pdserve.parallel.bring_up import RankGroup
+from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.peer_memory import PeerMemory
+
+Work = Callable[[PeerCollective, torch.device], None]
+WAIT_S = 300.0
+
+
+def on_gpus(layout: RegionLayout, work: Work) -> None:
+    """work: a function of a module, for it is sent to the processes by its name. AssertionError
+    with what failed on a rank."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(layout.size)]
+    processes = [
+        context.Process(target=_run, args=(rank, layout, work, theirs), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        address = pipes[0][0].recv()
+        for ours, _ in pipes[1:]:
+            ours.send(address)
+        for rank, (ours, _) in enumerate(pipes):
+            assert ours.poll(WAIT_S), f"rank {rank} does not end"
+            said = ours.recv()
+            assert said == "", f"rank {rank}:\n{said}"
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _run(rank: int, layout: RegionLayout, work: Work, pipe: Connection) -> None:
+    dims = ParallelDims(tp=layout.size, rank=rank)
+    if rank == 0:
+        group = RankGroup.host(dims)
+        pipe.send(group.address)
+    else:
+        group = RankGroup.join(dims, pipe.recv(), device_index=rank)
+    device = torch.device("cuda", rank)
+    try:
+        memory = PeerMemory(group, layout.num_bytes, device)
+        fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+        work(PeerCollective(layout, rank, memory.addresses, fault, memory), device)
+        torch.cuda.synchronize(device)
+        group.agree("work")  # nobody leaves while others may still write to it
+        pipe.send("")
+    except BaseException:
+        pipe.send(traceback.format_exc())
