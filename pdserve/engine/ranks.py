@@ -7,6 +7,7 @@ Ray starts the ranks of a cluster's workers (cluster.deployments). Knows no requ
 """
 
 import contextlib
+import gc
 import os
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from pdserve.parallel.dims import ParallelDims
 from pdserve.parallel.hang_up import end_with
 
 CLOSE_S = 5.0  # for all ranks to end by themselves
+STOP_S = 0.5  # for those that have read a Stop, before they hear that nobody is there any more
 LEAST_WAIT_S = 0.01  # for one of them, however late it is
 
 
@@ -55,6 +57,10 @@ class RankProcesses:
     def close(self) -> None:
         """Returns when they have ended; those that do not end by themselves are killed."""
         until = time.monotonic() + CLOSE_S
+        stopped = time.monotonic() + STOP_S
+        for child in self.children.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(stopped - time.monotonic(), LEAST_WAIT_S))
         for child in self.children.values():
             assert child.stdin is not None
             with contextlib.suppress(OSError):
@@ -167,10 +173,14 @@ class RankTask(msgspec.Struct, frozen=True):
 
     def run(self) -> None:
         """Be this rank, to its end."""
+        self.start().run()
+
+    def start(self) -> Following:
+        """This rank, ready to follow."""
         config = EngineConfig.model_validate(self.config)
         dims = ParallelDims(tp=config.tensor_parallel, rank=self.rank)
         group = RankGroup.join(dims, self.address, device_index=self.rank)
-        Following(ModelConfig.model_validate(self.model), config, group).run()
+        return Following(ModelConfig.model_validate(self.model), config, group)
 
 
 def main() -> None:
@@ -178,7 +188,11 @@ def main() -> None:
     end_with(task.parent, sys.stdin.fileno())
     torch.set_num_threads(task.num_threads)
     try:
-        task.run()
+        following = task.start()
+        # a full collection over what was just loaded would come in the middle of a step
+        gc.collect()
+        gc.freeze()
+        following.run()
     except (ValueError, RankFailed) as error:
         # rank 0 has heard it, and says it
         print(f"rank {task.rank}: {error}", file=sys.stderr, flush=True)

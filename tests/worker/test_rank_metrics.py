@@ -1,20 +1,13 @@
 """Metrics of an engine's ranks, told over links, as rank 0 shows them."""
 
-import socket
-
 import pytest
 from prometheus_client import CollectorRegistry, Counter
+from support.pair import linked
 from support.waiting import until
 
-from pdserve.parallel.rank_link import RankLink
 from pdserve.protocol.metric_families import MetricFamily, families_of
 from pdserve.worker.hosts import rank_metrics
 from pdserve.worker.hosts.rank_metrics import RankReporter, RankReports
-
-
-def linked() -> tuple[RankLink, RankLink]:
-    near, far = socket.socketpair()
-    return RankLink(near), RankLink(far)
 
 
 def moved(registry: CollectorRegistry) -> Counter:
