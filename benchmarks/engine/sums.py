@@ -57,7 +57,7 @@ def microseconds(call: Callable[[], object]) -> float:
 
 
 def measure(collective: PeerCollective, kib: int) -> dict[str, float]:
-    """Of one size, on this rank."""
+    """The times of one size, on this rank."""
     device = torch.device("cuda", collective.rank)
     partial = torch.randn(kib // KIB, WIDTH, device=device, dtype=torch.bfloat16)
     stream = torch.zeros_like(partial)

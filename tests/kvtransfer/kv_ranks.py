@@ -5,7 +5,6 @@ import ctypes
 import multiprocessing
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 from kvtransfer.kv_peers import key
 from support.local_transfer import transfer_config
+from support.pair import linked
 
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.configs.transfer import TransferConfig
@@ -25,7 +25,6 @@ from pdserve.kvtransfer.connector import KVCacheMemory, Unpinned, Wake
 from pdserve.kvtransfer.p2p.rank_receiver import RankReceiver
 from pdserve.kvtransfer.p2p.remote_rank import RemoteRank, serve_rank
 from pdserve.kvtransfer.remote import Service
-from pdserve.parallel.rank_link import RankLink
 from pdserve.protocol.events import PeerStatus
 from pdserve.protocol.handoff import KVCacheMeta, RankMemory, Ticket
 
@@ -97,10 +96,10 @@ class Ranks:
         self._events: list[Any] = []
 
     def _linked(self, make: Make) -> tuple[RankMemory, RankReceiver, RemoteRank]:
-        near, far = socket.socketpair()
-        service = serve_rank(RankLink(far), make)
+        near, far = linked()
+        service = serve_rank(far, make)
         self._services.append(service)
-        remote = RemoteRank(RankLink(near), self.block_size, lambda: None)
+        remote = RemoteRank(near, self.block_size, lambda: None)
         return remote.memory(5.0), service.served, remote
 
     def meta(self) -> KVCacheMeta:

@@ -2,7 +2,6 @@
 it is on both."""
 
 import itertools
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kvtransfer.pool_peers import CHUNK, SIZE, Engine, prompt
 from support.local_pool_backend import LocalPoolServer
+from support.pair import linked
 
 from pdserve.kvtransfer.connector import (
     KVPool,
@@ -26,7 +26,6 @@ from pdserve.kvtransfer.connector import (
 from pdserve.kvtransfer.pool.chunks import Shard
 from pdserve.kvtransfer.pool.remote_pool import RanksPool, RemotePool, serve_pool
 from pdserve.kvtransfer.remote import Service
-from pdserve.parallel.rank_link import RankLink
 
 PATIENCE_S = 60.0
 FULL = range(4 * CHUNK // SIZE)
@@ -37,15 +36,15 @@ class Linked:
 
     def __init__(self, server: LocalPoolServer) -> None:
         self.ranks = [Engine(server, shard=Shard(2, rank)) for rank in range(2)]
-        near, far = socket.socketpair()
+        near, far = linked()
 
         def make(wake: Wake) -> KVPool:
             self.ranks[1].pool.operations._wake = wake
             pool: KVPool = self.ranks[1].pool
             return pool
 
-        self._service: Service[Any] = serve_pool(RankLink(far), make)
-        self.pool = RanksPool(self.ranks[0].pool, [RemotePool(RankLink(near), lambda: None)])
+        self._service: Service[Any] = serve_pool(far, make)
+        self.pool = RanksPool(self.ranks[0].pool, [RemotePool(near, lambda: None)])
         self._op_ids = itertools.count(1)
         self._events: list[PoolEvent] = []
 

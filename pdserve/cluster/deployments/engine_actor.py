@@ -19,12 +19,12 @@ from pdserve.configs.schema import WorkerConfig
 from pdserve.protocol.start_progress import Progress, StartProgress
 
 ENGINE_HOST = "pdserve.worker.hosts.engine_host:EngineHost"
-SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # of Ray
 FOLLOWER_HOST = "pdserve.worker.hosts.follower_host:FollowerHost"
+SEE_ALL_GPUS = {"RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}  # of Ray
 
 
 class Host(Protocol):
-    """What a rank's host offers to its process. meeting: see EngineHost."""
+    """A rank's host, as its process knows it. meeting: see EngineHost."""
 
     progress: StartProgress
 

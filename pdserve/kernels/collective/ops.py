@@ -53,7 +53,7 @@ class FusedCollective(Collective, Protocol):
     """One whose `add` may leave the sum to the next norm."""
 
     def add_norm(self, unsummed: "Unsummed", norm: Norm) -> tuple[Tensor, Tensor]:
-        """What `add` left, finished: its norm, and the stream."""
+        """Finish what `add` left: its norm, and the stream."""
         ...
 
 

@@ -160,6 +160,13 @@ def _place(pair, source: tl.constexpr, at: tl.constexpr, slot, SIZE: tl.constexp
 
 
 @triton.jit
+def _row_at(like_ptr, regions_ptr, rank, inbox, place, ROW_WORDS: tl.constexpr):
+    """Where a bare row lies in a rank's region; it crosses in pieces of 16 bytes."""
+    words = words_at(regions_ptr, rank, inbox + place * ROW_WORDS)
+    return tl.multiple_of(words.to(like_ptr.dtype, bitcast=True), 16)
+
+
+@triton.jit
 def many_rows_kernel(
     partial_ptr,  # [rows, WIDTH]
     stream_ptr,  # [rows, WIDTH]; with NORM the sum is added to it
@@ -200,8 +207,7 @@ def many_rows_kernel(
     for other in tl.static_range(SIZE):
         if other != RANK:
             place = _place(pair, RANK, other, row, SIZE, SLOTS)
-            words = words_at(regions_ptr, other, inbox + place * ROW_WORDS)
-            there = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            there = _row_at(partial_ptr, regions_ptr, other, inbox, place, ROW_WORDS)
             tl.store(there + lanes, own, mask=lanes < is_whole * WIDTH)
     tl.debug_barrier()
     for other in tl.static_range(SIZE):
@@ -216,8 +222,7 @@ def many_rows_kernel(
             place = _place(pair, source, RANK, row, SIZE, SLOTS)
             flag = words_at(regions_ptr, RANK, flags + place)
             await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, limit * is_whole, LOOKS)
-            words = words_at(regions_ptr, RANK, inbox + place * ROW_WORDS)
-            here = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            here = _row_at(partial_ptr, regions_ptr, RANK, inbox, place, ROW_WORDS)
             got = tl.load(here + lanes, mask=mask, other=0.0, cache_modifier=".cg")
             total += got.to(tl.float32)
     summed = total.to(own.dtype)
@@ -270,8 +275,7 @@ def shared_rows_kernel(
             mask = (lanes < WIDTH) & (row < num_rows)
             part = tl.load(partial_ptr + row.to(tl.int64) * WIDTH + lanes, mask=mask, other=0.0)
             place = _place(pair, RANK, owner, slot, SIZE, SLOTS)
-            words = words_at(regions_ptr, owner, inbox + place * ROW_WORDS)
-            there = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            there = _row_at(partial_ptr, regions_ptr, owner, inbox, place, ROW_WORDS)
             tl.store(there + lanes, part, mask=lanes < is_whole * WIDTH)
     tl.debug_barrier()
     for owner in tl.static_range(SIZE):
@@ -290,8 +294,7 @@ def shared_rows_kernel(
             place = _place(pair, source, RANK, slot, SIZE, SLOTS)
             flag = words_at(regions_ptr, RANK, flags + place)
             await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS)
-            words = words_at(regions_ptr, RANK, inbox + place * ROW_WORDS)
-            here = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            here = _row_at(partial_ptr, regions_ptr, RANK, inbox, place, ROW_WORDS)
             got = tl.load(here + lanes, mask=lanes < WIDTH, other=0.0, cache_modifier=".cg")
             total += got.to(tl.float32)
     summed = total.to(own.dtype)
@@ -299,8 +302,7 @@ def shared_rows_kernel(
     for other in tl.static_range(SIZE):
         if other != RANK:
             place = sums + _place(pair, RANK, other, slot, SIZE, SLOTS)
-            words = words_at(regions_ptr, other, inbox + place * ROW_WORDS)
-            there = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            there = _row_at(partial_ptr, regions_ptr, other, inbox, place, ROW_WORDS)
             tl.store(there + lanes, summed, mask=lanes < is_whole * WIDTH)
     tl.debug_barrier()
     for other in tl.static_range(SIZE):
@@ -313,8 +315,7 @@ def shared_rows_kernel(
             place = sums + _place(pair, owner, RANK, slot, SIZE, SLOTS)
             flag = words_at(regions_ptr, RANK, flags + place)
             await_flag(flag, epoch.to(tl.int64), faults_ptr, host_ptr, bound, LOOKS)
-            words = words_at(regions_ptr, RANK, inbox + place * ROW_WORDS)
-            here = tl.multiple_of(words.to(partial_ptr.dtype, bitcast=True), 16)
+            here = _row_at(partial_ptr, regions_ptr, RANK, inbox, place, ROW_WORDS)
             got = tl.load(here + lanes, mask=lanes < WIDTH, other=0.0, cache_modifier=".cg")
             mask = (lanes < WIDTH) & (first + owner < num_rows)
             places = (first + owner).to(tl.int64) * WIDTH + lanes

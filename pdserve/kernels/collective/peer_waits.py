@@ -1,6 +1,5 @@
 # mypy: allow-untyped-defs
-"""What kernels of several ranks have in common: each writes into the others' memory and waits for
-theirs in its own.
+"""Kernels of several ranks write into each other's memory and wait in their own: this is how.
 
 Program p of a kernel uses slot p of its inboxes and counts its own calls (epochs), whatever the
 grid, and inboxes come in pairs for even and odd calls: who writes the second call after a piece
@@ -71,5 +70,5 @@ def await_flag(flag_ptr, epoch, faults_ptr, host_ptr, limit, LOOKS: tl.constexpr
 
 @triton.jit
 def raise_flag(flag_ptr, epoch, is_whole):
-    """What this program has written is there, whoever sees the flag."""
+    """Whoever sees the flag sees what this program has written."""
     tl.atomic_xchg(flag_ptr, epoch.to(tl.int64), mask=is_whole != 0, sem="release", scope="sys")

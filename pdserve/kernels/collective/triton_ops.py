@@ -126,10 +126,10 @@ class PeerCollective:
 
     def _sum_many(self, partial: Tensor, out: Tensor, stream: Tensor, norm: Norm | None) -> None:
         layout = self._layout
-        alone = self.size == 2
+        is_pair = self.size == 2
         launch(
-            peer_sums.many_rows_kernel if alone else peer_sums.shared_rows_kernel,
-            (len(partial) if alone else cdiv(len(partial), self.size),),
+            peer_sums.many_rows_kernel if is_pair else peer_sums.shared_rows_kernel,
+            (len(partial) if is_pair else cdiv(len(partial), self.size),),
             (
                 partial,
                 stream,
@@ -138,7 +138,7 @@ class PeerCollective:
                 *self._shared(self._many_epochs),
             ),
             (
-                *(() if alone else (len(partial),)),
+                *(() if is_pair else (len(partial),)),
                 norm.eps if norm is not None else 0.0,
                 layout.many,
                 layout.many_flags,

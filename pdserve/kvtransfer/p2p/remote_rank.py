@@ -1,5 +1,5 @@
 """A rank's receiver in another process: rank 0 talks to `RemoteRank` as to a RankReceiver of its
-own, and a `serve_rank` does there what it is told.
+own, and `serve_rank` does there what it is told.
 
 Made by `worker.hosts`.
 """

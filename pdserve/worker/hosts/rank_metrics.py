@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry
 
 from pdserve.background.threads import KeptThread
-from pdserve.kvtransfer.remote import Link
+from pdserve.parallel.rank_link import RankLink
 from pdserve.protocol.metric_families import MetricFamily, Sample, families_of
 
 PERIOD_S = 1.0  # as a Snapshot's
@@ -26,7 +26,7 @@ class RankReporter:
     """Another rank's end: tells what the registry has, now and every PERIOD_S, until rank 0 is
     gone."""
 
-    def __init__(self, link: Link, registry: CollectorRegistry) -> None:
+    def __init__(self, link: RankLink, registry: CollectorRegistry) -> None:
         self._link = link
         self._registry = registry
         self._closing = threading.Event()
@@ -50,7 +50,7 @@ class RankReporter:
 class RankReports:
     """Rank 0's end. links: by rank. TimeoutError when a rank tells nothing at all."""
 
-    def __init__(self, links: Mapping[int, Link]) -> None:
+    def __init__(self, links: Mapping[int, RankLink]) -> None:
         self._links = links
         self._latest: dict[int, bytes] = {}
         self._heard = threading.Condition()
