@@ -15,13 +15,15 @@ from pdserve.engine.engine import Engine
 from pdserve.engine.execution.group_executor import GroupExecutor
 from pdserve.engine.execution.local_executor import LocalExecutor
 from pdserve.engine.warm_up import warm_up
-from pdserve.parallel.bring_up import ALONE, PHASE_DEADLINE_S, RankGroup
+from pdserve.parallel.bring_up import ALONE, RankGroup
 from pdserve.parallel.hang_up import HangUpWatch
+from pdserve.parallel.rank_sockets import gather, reach
 from pdserve.parallel.step_channel import StepReceiver, StepSender
 from pdserve.protocol.start_progress import StartProgress
 
 RankLost = Callable[[int], None]
 LAST_READ_S = 0.2
+STEPS = "steps"
 
 
 def build_engine(
@@ -65,11 +67,10 @@ class Following:
         """Comes up beside rank 0's `build_engine`."""
         with group.shared_fate():
             self.follower = make_follower(model, config, progress or StartProgress(), group)
-            address = group.agree("steps")[0]
             on_cuda = self.follower.runner.device.type == "cuda"
-            self._receiver = StepReceiver(address, group.dims.rank, spins=on_cuda)
+            self._receiver = StepReceiver(reach(group, STEPS), spins=on_cuda)
         self._stopped = threading.Event()
-        self._watch = HangUpWatch({0: self._receiver.bell}, self._end)
+        self._watch = HangUpWatch({0: self._receiver.end}, self._end)
 
     def run(self) -> None:
         """Do what rank 0 says, until it says stop."""
@@ -90,9 +91,7 @@ def _lead(
     on_rank_lost: RankLost | None,
     step_deadline_s: float,
 ) -> GroupExecutor:
-    sender = StepSender(group.dims.world_size - 1, step_deadline_s)
-    group.agree("steps", sender.address)
-    sender.accept(group.check, PHASE_DEADLINE_S)
+    sender = StepSender(gather(group, STEPS), step_deadline_s)
     executor = GroupExecutor(local, sender)
     sender.watch(on_rank_lost or executor.lose)
     return executor

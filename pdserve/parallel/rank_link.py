@@ -8,15 +8,13 @@ messages.
 import contextlib
 import socket
 import struct
-import tempfile
 import threading
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from pdserve.background.threads import KeptThread
-from pdserve.parallel.bring_up import PHASE_DEADLINE_S, RankGroup
+from pdserve.parallel.bring_up import RankGroup
+from pdserve.parallel.rank_sockets import gather, reach, read_exactly
 
 HEAD = struct.Struct("=I")
 MAX_BYTES = 1 << 30
@@ -57,56 +55,18 @@ class RankLink:
     def _read(self, on_message: Callable[[bytes], None], on_gone: Callable[[], None]) -> None:
         try:
             while True:
-                [size] = HEAD.unpack(self._exactly(HEAD.size))
-                on_message(self._exactly(size))
+                [size] = HEAD.unpack(read_exactly(self._end, HEAD.size))
+                on_message(bytes(read_exactly(self._end, size)))
         except (EOFError, OSError):
             on_gone()
-
-    def _exactly(self, size: int) -> bytes:
-        found = bytearray()
-        while len(found) < size:
-            piece = self._end.recv(size - len(found))
-            if not piece:
-                raise EOFError
-            found += piece
-        return bytes(found)
 
 
 def host_links(group: RankGroup, name: str) -> dict[int, RankLink]:
     """Rank 0's links to each other rank, which calls `join_link` of the same name meanwhile.
     TimeoutError names one that does not."""
-    links: dict[int, RankLink] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="pdserve-") as folder,  # only this user can enter it
-        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening,
-    ):
-        address = str(Path(folder) / "links")
-        listening.bind(address)
-        listening.listen(group.dims.world_size)
-        listening.settimeout(0.05)
-        group.agree(_phase(name), address)
-        deadline = time.monotonic() + PHASE_DEADLINE_S
-        while missing := set(range(1, group.dims.world_size)) - links.keys():
-            group.check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {min(missing)} did not link up in time")
-            with contextlib.suppress(TimeoutError):
-                end, _ = listening.accept()
-                end.settimeout(1.0)
-                [rank] = HEAD.unpack(end.recv(HEAD.size, socket.MSG_WAITALL))
-                end.settimeout(None)
-                links[rank] = RankLink(end)
-    return links
+    return {rank: RankLink(end) for rank, end in gather(group, name).items()}
 
 
 def join_link(group: RankGroup, name: str) -> RankLink:
     """Another rank's link to rank 0."""
-    address = group.agree(_phase(name))[0]
-    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    end.connect(address)
-    end.sendall(HEAD.pack(group.dims.rank))
-    return RankLink(end)
-
-
-def _phase(name: str) -> str:
-    return f"link for {name}"
+    return RankLink(reach(group, name))

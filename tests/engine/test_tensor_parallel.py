@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.far_ranks import part_files
 from support.rank_pool import RankPool
 from support.tiny_models import FAMILIES, make_tiny
 
@@ -155,6 +156,15 @@ def test_several_ranks_answer_as_one_does(
     llm = make_llm(folder, tp)
     assert_same(answers(llm), expected)
     assert_same(answers(llm), expected)  # from the prefix cache
+
+
+def test_ranks_that_share_no_files_answer_as_one_does(
+    folder_of: Callable[..., Path], make_llm: Callable[..., LLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = folder_of("qwen2")
+    expected = answers(make_llm(folder, 1))
+    part_files(monkeypatch)
+    assert_same(answers(make_llm(folder, 2)), expected)
 
 
 @pytest.mark.parametrize("mode", ["tight", pytest.param("async", marks=pytest.mark.slow)])

@@ -1,0 +1,149 @@
+"""A stream socket between rank 0 and each other rank: Unix where they share a node's files, TCP
+beyond.
+
+A TCP socket closes by itself when its other node says nothing for `SILENCE_S`. Who comes without
+the word that rank 0 gave out at the ranks' store is sent away.
+"""
+
+import contextlib
+import secrets
+import select
+import socket
+import struct
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from pdserve.parallel.bring_up import PHASE_DEADLINE_S, RankGroup
+
+HELLO = struct.Struct("=16sI")
+HELLO_S = 1.0  # for what was connected to say who it is
+LOOK_S = 0.05
+SILENCE_S = 15
+PROBE_S = 3  # whole seconds, as TCP counts
+
+
+class RankGone(ConnectionError):
+    """The process at the other end is gone. rank: which."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"the process of rank {rank} is gone")
+        self.rank = rank
+
+
+class _Address(msgspec.Struct, frozen=True):
+    """path: of the Unix socket. word: 32 hexadecimal digits."""
+
+    path: str
+    host: str
+    port: int
+    word: str
+
+
+def gather(group: RankGroup, name: str) -> dict[int, socket.socket]:
+    """Rank 0's sockets, by rank; each other rank calls `reach` with the same name meanwhile, which
+    no two gatherings share. TimeoutError names a rank that does not."""
+    host = group.address.rpartition(":")[0]
+    word = secrets.token_bytes(16)
+    with (
+        tempfile.TemporaryDirectory(prefix="pdserve-") as folder,  # only this user can enter it
+        socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as near,
+        socket.create_server((host, 0), backlog=group.dims.world_size) as far,
+    ):
+        near.bind(str(Path(folder) / "rank0"))
+        near.listen(group.dims.world_size)
+        group.agree(_phase(name), msgspec.to_builtins(_address(near, far, word)))
+        return _accept_all(group, [near, far], word)
+
+
+def reach(group: RankGroup, name: str) -> socket.socket:
+    """Another rank's socket to rank 0. OSError when it cannot be reached."""
+    address = msgspec.convert(group.agree(_phase(name))[0], _Address)
+    end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        end.connect(address.path)
+    except FileNotFoundError:
+        end.close()
+        end = socket.create_connection((address.host, address.port), timeout=PHASE_DEADLINE_S)
+        end.settimeout(None)
+        _set_up(end)
+    end.sendall(HELLO.pack(bytes.fromhex(address.word), group.dims.rank))
+    return end
+
+
+def _address(near: socket.socket, far: socket.socket, word: bytes) -> _Address:
+    host, port = far.getsockname()[:2]
+    return _Address(near.getsockname(), host, port, word.hex())
+
+
+def is_near(end: socket.socket) -> bool:
+    """Whether the two sides share a node."""
+    return end.family == socket.AF_UNIX
+
+
+def no_step_read(rank: int, deadline_s: float) -> str:
+    return f"rank {rank} has read no step for {deadline_s:g} s"
+
+
+def read_exactly(end: socket.socket, size: int) -> bytearray:
+    """Waits for `size` bytes. EOFError when the other side has hung up."""
+    found = bytearray(size)
+    rest = memoryview(found)
+    while rest:
+        if not (count := end.recv_into(rest)):
+            raise EOFError
+        rest = rest[count:]
+    return found
+
+
+def _accept_all(
+    group: RankGroup, listening: list[socket.socket], word: bytes
+) -> dict[int, socket.socket]:
+    ends: dict[int, socket.socket] = {}
+    deadline = time.monotonic() + PHASE_DEADLINE_S
+    try:
+        while missing := set(range(1, group.dims.world_size)) - ends.keys():
+            group.check()
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"rank {min(missing)} did not connect within {PHASE_DEADLINE_S:g} s"
+                )
+            for one in select.select(listening, [], [], LOOK_S)[0]:
+                end, _ = one.accept()
+                if (rank := _rank_of(end, word)) in missing:
+                    ends[rank] = end
+                else:
+                    end.close()
+    except BaseException:
+        for end in ends.values():
+            end.close()
+        raise
+    return ends
+
+
+def _rank_of(end: socket.socket, word: bytes) -> int:
+    """-1: it is no rank of ours."""
+    end.settimeout(HELLO_S)
+    with contextlib.suppress(OSError, struct.error):
+        said, rank = HELLO.unpack(end.recv(HELLO.size, socket.MSG_WAITALL))
+        if secrets.compare_digest(said, word):
+            end.settimeout(None)
+            _set_up(end)
+            return int(rank)
+    return -1
+
+
+def _set_up(end: socket.socket) -> None:
+    if is_near(end):
+        return
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+
+
+def _phase(name: str) -> str:
+    return f"sockets for {name}"

@@ -1,0 +1,67 @@
+"""Steps from rank 0 to ranks on other nodes, over TCP. Used by `step_channel`.
+
+message: [ length ][ bytes ]
+"""
+
+import socket
+import struct
+import time
+from collections.abc import Mapping
+
+from pdserve.parallel.rank_sockets import RankGone, no_step_read, read_exactly
+
+HEAD = struct.Struct("=Q")
+
+
+class StreamWriter:
+    """Rank 0's end. ends: the sockets to the ranks that listen; they are closed by whoever made
+    them."""
+
+    def __init__(self, ends: Mapping[int, socket.socket], deadline_s: float) -> None:
+        self._deadline_s = deadline_s
+        self._ends = dict(ends)
+        for end in self._ends.values():
+            end.settimeout(deadline_s)
+
+    def send(self, message: bytes) -> None:
+        """See StepSender."""
+        whole = HEAD.pack(len(message)) + message
+        for rank, end in self._ends.items():
+            try:
+                end.sendall(whole)
+            except OSError as error:
+                if isinstance(error, TimeoutError) and not error.errno:  # the socket's, not TCP's
+                    raise TimeoutError(no_step_read(rank, self._deadline_s)) from None
+                raise RankGone(rank) from None
+
+
+class StreamReader:
+    """Another rank's end. spin_s: how long it looks before it sleeps, which costs a core that
+    while."""
+
+    def __init__(self, end: socket.socket, spin_s: float) -> None:
+        self._end = end
+        self._spin_s = spin_s
+
+    def receive(self) -> bytes:
+        """See StepReceiver."""
+        self._spin()
+        try:
+            [size] = HEAD.unpack(read_exactly(self._end, HEAD.size))
+            return bytes(read_exactly(self._end, size))
+        except (EOFError, OSError):
+            raise RankGone(0) from None
+
+    def close(self) -> None:
+        """There is nothing to close but the socket."""
+
+    def _spin(self) -> None:
+        until = time.perf_counter() + self._spin_s
+        while time.perf_counter() < until:
+            try:
+                self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+                return
+            except BlockingIOError:
+                continue
+            except OSError:
+                return  # whoever waits for it hears it again
