@@ -13,7 +13,7 @@ from support.far_ranks import part_files
 from pdserve.parallel import rank_sockets
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.dims import ParallelDims
-from pdserve.parallel.rank_sockets import gather, is_near, reach, read_exactly
+from pdserve.parallel.rank_sockets import HELLO, gather, is_near, reach, read_exactly
 
 Ends = dict[int, socket.socket]
 
@@ -92,7 +92,7 @@ def test_one_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         meet(3, come=frozenset({1}))
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n\r\n\r\n", bytes(20)])
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n\r\n\r\n", HELLO.pack(bytes(16), 1)])
 def test_strangers_are_sent_away(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever finds the port but not the word is no rank, and keeps none from coming."""
     part_files(monkeypatch)
