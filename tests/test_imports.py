@@ -53,7 +53,7 @@ ORDER: dict[str, list[str]] = {
         "batch kv norm sampling",
         "collective",
         "linear",
-        "attention",
+        "attention experts",
         "ops",
     ],
     "engine": [

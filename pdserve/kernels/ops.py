@@ -16,6 +16,8 @@ from pdserve.kernels.attention.ops import AttentionOps
 from pdserve.kernels.batch import reference as batch
 from pdserve.kernels.batch.ops import BatchOps
 from pdserve.kernels.collective.ops import IDENTITY, Collective
+from pdserve.kernels.experts import reference as experts
+from pdserve.kernels.experts.ops import ExpertOps
 from pdserve.kernels.kv import reference as kv
 from pdserve.kernels.kv.ops import KVOps
 from pdserve.kernels.norm import reference as norm
@@ -34,10 +36,11 @@ class Ops:
     norm: NormOps
     batch: BatchOps
     sampling: SamplingOps
+    experts: ExpertOps
     collective: Collective = IDENTITY
 
 
-TORCH = Ops(attention, kv, norm, batch, sampling)
+TORCH = Ops(attention, kv, norm, batch, sampling, experts)
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -55,8 +58,9 @@ def triton_ops() -> Ops:
     it."""
     from pdserve.kernels.attention import triton_ops as attention
     from pdserve.kernels.batch import triton_ops as batch
+    from pdserve.kernels.experts import triton_ops as experts
     from pdserve.kernels.kv import triton_ops as kv
     from pdserve.kernels.norm import triton_ops as norm
     from pdserve.kernels.sampling import triton_ops as sampling
 
-    return Ops(attention, kv, norm, batch, sampling)
+    return Ops(attention, kv, norm, batch, sampling, experts)

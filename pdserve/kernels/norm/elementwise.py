@@ -103,6 +103,17 @@ def rms_norm_kernel(
 
 
 @triton.jit
+def gated(gate, up, SILU: tl.constexpr):
+    """`activation(gate) * up`, of float32."""
+    if SILU:
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    else:  # 0.5 * gate * (1 + tanh(z)) is gate * sigmoid(2 * z)
+        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
+        y = gate / (1.0 + tl.exp(-2.0 * z)) * up
+    return y
+
+
+@triton.jit
 def gate_kernel(
     gate_up_ptr,  # [T, 2 * width]
     y_ptr,  # [T, width], contiguous
@@ -120,9 +131,5 @@ def gate_kernel(
     row = gate_up_ptr + token * stride_token
     gate = tl.load(row + columns, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(row + width + columns, mask=mask, other=0.0).to(tl.float32)
-    if SILU:
-        y = gate / (1.0 + tl.exp(-gate)) * up
-    else:  # 0.5 * gate * (1 + tanh(z)) is gate * sigmoid(2 * z)
-        z = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        y = gate / (1.0 + tl.exp(-2.0 * z)) * up
+    y = gated(gate, up, SILU)
     tl.store(y_ptr + token * width + columns, y.to(y_ptr.dtype.element_ty), mask=mask)

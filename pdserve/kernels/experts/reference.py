@@ -1,0 +1,70 @@
+"""ExpertOps in plain torch.
+
+Batch-invariant bit for bit on CPU: every product is of a number of rows that is a multiple of
+ROW_MULTIPLE, so that what an expert makes of a row does not depend on the other rows it gets; and
+a row's experts are added up in the order of its own choice.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from pdserve.kernels.experts.ops import Choice, Experts, Router
+from pdserve.kernels.experts.routing import Routing
+from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.linear.reference import ROW_MULTIPLE, linear
+from pdserve.kernels.norm.reference import gate
+
+
+def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
+    logits = linear(_padded(x.float()), Matrix(router.weight.float()))[: len(x)]
+    choice = choose(logits, router.routing, router.bias)
+    experts = choice.experts
+    if live is not None:
+        experts = experts.masked_fill(~live[:, None], -1)
+    chosen = experts[experts >= 0]
+    load += torch.bincount(chosen, minlength=len(load))
+    return Choice(experts, choice.weights)
+
+
+def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Choice:
+    """By the router's logits, float32 `[T, num_experts]`."""
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if routing.num_groups > 1:
+        ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))
+    experts = ranked.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_k]
+    weights = scores.gather(1, experts)
+    if routing.normalize:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Choice(experts.int(), weights * routing.scaling)
+
+
+def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None) -> Tensor:
+    num_rows, top_k = choice.experts.shape
+    flat = choice.experts.flatten()
+    made = x.new_zeros(num_rows * top_k, x.shape[1])
+    for expert in torch.unique(flat[flat >= 0]).tolist():
+        places = (flat == expert).nonzero()[:, 0]
+        rows = _padded(x[places // top_k])
+        hidden = gate(linear(rows, Matrix(experts.gate_up.data[expert])), experts.activation)
+        made[places] = linear(hidden, Matrix(experts.down.data[expert]))[: len(places)]
+    total = x.new_zeros(x.shape, dtype=torch.float32)
+    for slot, part in enumerate(made.unflatten(0, (num_rows, top_k)).unbind(1)):
+        total = total + part * choice.weights[:, slot, None]
+    mixed = total.to(x.dtype)
+    return mixed if onto is None else onto + mixed
+
+
+def _in_best_groups(ranked: Tensor, routing: Routing) -> Tensor:
+    """bool `[T, num_experts]`."""
+    groups = ranked.unflatten(1, (routing.num_groups, routing.group_size))
+    size = 1 if routing.group_score == "max" else 2
+    scores = groups.topk(size, dim=-1).values.sum(-1)
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, : routing.top_groups]
+    chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(1, best, True)
+    return chosen.repeat_interleave(routing.group_size, 1)
+
+
+def _padded(rows: Tensor) -> Tensor:
+    return functional.pad(rows, (0, 0, 0, -len(rows) % ROW_MULTIPLE))

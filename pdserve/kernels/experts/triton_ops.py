@@ -1,0 +1,32 @@
+"""ExpertOps in Triton: checks what the kernels assume, and chooses by the number of rows."""
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.experts.few_rows import MAX_ROWS, launch_few_rows
+from pdserve.kernels.experts.many_rows import launch_many_rows
+from pdserve.kernels.experts.ops import Choice, Experts, Router
+from pdserve.kernels.experts.routes import launch_choose, launch_router_product
+from pdserve.kernels.launching.checks import check_ids, check_rows, num_sms
+
+
+def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
+    """reference.route."""
+    check_rows(x=x, weight=router.weight)
+    check_ids(load=load)
+    parts, counts = launch_router_product(x, router.weight, num_sms(x.device))
+    experts, weights, lists = launch_choose(parts, counts, router, live, load)
+    return Choice(experts, weights, lists)
+
+
+def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None) -> Tensor:
+    """reference.mix."""
+    check_rows(x=x)
+    check_ids(gate_up=experts.gate_up.data, down=experts.down.data)
+    if onto is not None:
+        check_ids(onto=onto)
+    if len(x) == 0:
+        return torch.empty_like(x) if onto is None else onto
+    if len(x) <= MAX_ROWS:
+        return launch_few_rows(x, choice, experts, onto)
+    return launch_many_rows(x, choice, experts, onto)

@@ -1,0 +1,219 @@
+"""Mixtures of experts: the choice against its definition, rows against each expert alone, CPU bits
+whatever the batch, and the Triton kernels beside their twin.
+
+Without CUDA the kernels run in the interpreter.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from pdserve.kernels.experts import few_rows, reference
+from pdserve.kernels.experts import triton_ops as triton
+from pdserve.kernels.experts.ops import Choice, ExpertOps, Experts, Router
+from pdserve.kernels.experts.routing import Routing
+from pdserve.kernels.linear.matrix import Matrix
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+V2 = Routing(20, 3, scaling=16.0, num_groups=5, top_groups=2)
+V3 = Routing(
+    16,
+    4,
+    scoring="sigmoid",
+    normalize=True,
+    scaling=2.5,
+    num_groups=4,
+    top_groups=2,
+    group_score="top2",
+)
+ROUTINGS = {
+    "mixtral": Routing(8, 2, normalize=True),
+    "qwen2": Routing(60, 4),
+    "one": Routing(1, 1),
+    "all": Routing(6, 6, normalize=True),
+    "v2": V2,
+    "v3": V3,
+}
+both = pytest.mark.parametrize("ops", [reference, triton], ids=["reference", "triton"])
+
+
+def by_hand(logits: list[float], routing: Routing, bias: list[float]) -> dict[int, float]:
+    """Expert -> weight, in Python's own arithmetic, in the order of the choice."""
+    wide = torch.tensor(logits, dtype=torch.float64)
+    scores = (wide.softmax(0) if routing.scoring == "softmax" else wide.sigmoid()).tolist()
+    ranked = [score + more for score, more in zip(scores, bias, strict=True)]
+    size = routing.group_size
+    count = 2 if routing.group_score == "top2" else 1
+
+    def group_score(group: int) -> float:
+        return sum(sorted(ranked[group * size : (group + 1) * size])[-count:])
+
+    groups = sorted(range(routing.num_groups), key=group_score)[-routing.top_groups :]
+    open_experts = [e for e in range(routing.num_experts) if e // size in groups]
+    best = sorted(open_experts, key=lambda e: -ranked[e])[: routing.top_k]
+    total = sum(scores[e] for e in best) if routing.normalize else 1.0
+    return {e: scores[e] / total * routing.scaling for e in best}
+
+
+def a_router(routing: Routing, width: int, seed: int = 0) -> Router:
+    chance = torch.Generator().manual_seed(seed)
+    weight = torch.randn(routing.num_experts, width, generator=chance) * width**-0.5
+    bias = torch.randn(routing.num_experts, generator=chance) * 0.2
+    has_bias = routing.scoring == "sigmoid"
+    return Router(weight.to(DEVICE), routing, bias.to(DEVICE) if has_bias else None)
+
+
+def some_experts(num_experts: int, width: int, size: int, dtype: torch.dtype) -> Experts:
+    chance = torch.Generator().manual_seed(2)
+    gate_up = torch.randn(num_experts, 2 * size, width, generator=chance) * width**-0.5
+    down = torch.randn(num_experts, width, size, generator=chance) * size**-0.5
+    return Experts(
+        Matrix(gate_up.to(DEVICE, dtype)), Matrix(down.to(DEVICE, dtype)), activation="silu"
+    )
+
+
+def rows(num: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    chance = torch.Generator().manual_seed(num)
+    return torch.randn(num, width, generator=chance).to(DEVICE, dtype)
+
+
+def load_of(router: Router) -> Tensor:
+    return torch.zeros(router.routing.num_experts, dtype=torch.int64, device=DEVICE)
+
+
+def answer(x: Tensor, choice: Choice, experts: Experts) -> Tensor:
+    """In float64, an expert after the other."""
+    gate_up, down = (m.data.double() for m in (experts.gate_up, experts.down))
+    total = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for row, (chosen, weights) in enumerate(zip(choice.experts, choice.weights, strict=True)):
+        for expert, weight in zip(chosen.tolist(), weights.tolist(), strict=True):
+            if expert >= 0:
+                gate, up = (gate_up[expert] @ x[row].double()).chunk(2)
+                total[row] += weight * (down[expert] @ (torch.nn.functional.silu(gate) * up))
+    return total
+
+
+@both
+@pytest.mark.parametrize("name", ROUTINGS)
+def test_a_choice_is_what_its_definition_says(ops: ExpertOps, name: str) -> None:
+    routing = ROUTINGS[name]
+    router = a_router(routing, 48)
+    x = rows(16, 48)
+    load = load_of(router)
+    choice = ops.route(x, router, None, load)
+    logits = (x.double() @ router.weight.double().T).tolist()
+    bias = [0.0] * routing.num_experts if router.bias is None else router.bias.tolist()
+    for row, (experts, weights) in enumerate(zip(choice.experts, choice.weights, strict=True)):
+        want = by_hand(logits[row], routing, bias)
+        assert experts.tolist() == list(want)
+        assert weights.tolist() == pytest.approx(list(want.values()), rel=1e-5)
+    assert load.tolist() == choice.experts.flatten().bincount(minlength=len(load)).tolist()
+
+
+@both
+def test_of_equal_scores_the_lower_expert_is_chosen(ops: ExpertOps) -> None:
+    router = Router(torch.zeros(6, 32, device=DEVICE), Routing(6, 3))
+    choice = ops.route(rows(16, 32), router, None, load_of(router))
+    assert choice.experts.tolist() == [[0, 1, 2]] * 16
+
+
+@both
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_padding_goes_nowhere_and_counts_as_nothing(ops: ExpertOps, num_rows: int) -> None:
+    router = a_router(Routing(8, 2), 32)
+    experts = some_experts(8, 32, 16, torch.float32)
+    x = rows(num_rows, 32)
+    live = torch.arange(num_rows, device=DEVICE) % 3 != 1
+    load = load_of(router)
+    choice = ops.route(x, router, live, load)
+    assert (choice.experts[~live] == -1).all() and (choice.experts[live] >= 0).all()
+    assert load.sum() == 2 * live.sum()
+    mixed = ops.mix(x, choice, experts)
+    assert not mixed[~live].any() and mixed[live].any(1).all()
+    onto = rows(num_rows, 32).clone()
+    before = onto.clone()
+    assert torch.equal(ops.mix(x, choice, experts, onto)[~live], before[~live])
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("num_rows", "num_experts", "top_k", "width", "size"),
+    [(1, 8, 2, 64, 48), (3, 6, 2, 100, 40), (9, 16, 4, 64, 24), (40, 5, 3, 80, 70)],
+)
+def test_rows_are_what_each_expert_alone_makes_of_them(
+    ops: ExpertOps,
+    dtype: torch.dtype,
+    num_rows: int,
+    num_experts: int,
+    top_k: int,
+    width: int,
+    size: int,
+) -> None:
+    router = a_router(Routing(num_experts, top_k, normalize=True), width)
+    router = replace(router, weight=router.weight.to(dtype))
+    experts = some_experts(num_experts, width, size, dtype)
+    x = rows(num_rows, width, dtype)
+    onto = rows(num_rows + 1, width, dtype)[1:]
+    choice = ops.route(x, router, None, load_of(router))
+    want = answer(x, choice, experts) + onto.double()
+    error = (ops.mix(x, choice, experts, onto.clone()).double() - want).abs().max()
+    assert error < (2e-6 if dtype == torch.float32 else 0.05)
+
+
+@both
+@pytest.mark.parametrize("num_rows", [few_rows.MAX_ROWS, 40])
+def test_all_rows_may_go_to_one_expert_and_none_to_another(ops: ExpertOps, num_rows: int) -> None:
+    """Every row to experts 1 and 3 of 5."""
+    weight = torch.zeros(5, 32, device=DEVICE)
+    weight[1], weight[3] = 2.0, 1.0
+    x = rows(num_rows, 32).abs()
+    router = Router(weight, Routing(5, 2))
+    load = load_of(router)
+    choice = ops.route(x, router, None, load)
+    assert load.tolist() == [0, num_rows, 0, num_rows, 0]
+    experts = some_experts(5, 32, 16, torch.float32)
+    error = (ops.mix(x, choice, experts) - answer(x, choice, experts)).abs().max()
+    assert error < 2e-5
+
+
+@pytest.mark.skipif(ON_GPU, reason="the CPU's promise; the rows here lie on the GPU")
+def test_on_cpu_a_row_gets_the_same_bits_in_every_batch() -> None:
+    router = a_router(Routing(8, 3), 64)
+    experts = some_experts(8, 64, 48, torch.float32)
+    x = rows(96, 64)
+
+    def mixed(part: Tensor) -> Tensor:
+        choice = reference.route(part, router, None, load_of(router))
+        return reference.mix(part, choice, experts)
+
+    whole = mixed(x)
+    for first, end in [(0, 16), (16, 48), (5, 6), (30, 33), (1, 90)]:
+        assert torch.equal(mixed(x[first:end]), whole[first:end])
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"num_experts": 4, "top_k": 5}, "num_experts_per_tok=5 must be from 1 to the 4 experts"),
+        ({"num_experts": 9, "top_k": 2, "num_groups": 2}, "n_group=2 must divide the 9 experts"),
+        (
+            {"num_experts": 8, "top_k": 2, "num_groups": 2, "top_groups": 3},
+            "topk_group=3 must be from 1 to n_group=2",
+        ),
+        (
+            {"num_experts": 8, "top_k": 5, "num_groups": 2},
+            "must not be above the experts of topk_group=1 groups of 4",
+        ),
+        (
+            {"num_experts": 4, "top_k": 1, "num_groups": 4, "group_score": "top2"},
+            "groups of one expert have no best two",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(facts: dict[str, object], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Routing(**facts)  # type: ignore[arg-type]
