@@ -30,8 +30,8 @@ from pdserve.engine.memory.kv_cache_size import allocate_kv_cache
 from pdserve.engine.stepping.work import StepShape
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.ops import Ops, ops_for
+from pdserve.models.architectures.llama import Llama
 from pdserve.models.config import ModelSpec, read_spec
-from pdserve.models.llama import Llama
 from pdserve.models.step_context import Attend, StepContext
 from pdserve.parallel.dims import ParallelDims
 

@@ -15,6 +15,7 @@ import torch
 from pdserve.configs.engine import EngineConfig, ModelConfig, ResolvedEngineConfig
 from pdserve.configs.kv_layout import KVLayout
 from pdserve.engine.execution.cuda_graphs import graph_sizes
+from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.follower import Follower
 from pdserve.engine.execution.local_executor import SCORED_ROWS, LocalExecutor
 from pdserve.engine.execution.model_runner import ModelRunner
@@ -47,6 +48,7 @@ from pdserve.protocol.start_progress import StartProgress
 class EngineComponents:
     """config: with nothing left to choose. fingerprint: of the model and the dtype it computes in.
     max_model_len: tokens a request may have as far as the model and the configuration go.
+    expert_load: None for a model without experts.
     """
 
     config: ResolvedEngineConfig
@@ -58,6 +60,7 @@ class EngineComponents:
     num_blocks: int
     fingerprint: str
     max_model_len: int
+    expert_load: ExpertLoad | None
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,7 @@ def make_components(
         num_blocks,
         loaded.fingerprint,
         loaded.max_model_len,
+        ExpertLoad(counts) if (counts := runner.model.expert_load) else None,
     )
 
 

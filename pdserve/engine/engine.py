@@ -34,7 +34,7 @@ from pdserve.protocol.request_key import RequestKey
 
 class Engine:
     """One model on one device; made by `engine.build`. Not thread-safe: one thread calls
-    everything. step_clock: runs during a step."""
+    everything. step_clock: runs during a step. expert_load: None for a model without experts."""
 
     def __init__(self, components: EngineComponents) -> None:
         self.config = components.config
@@ -61,6 +61,7 @@ class Engine:
             self.config.max_num_seqs,
         )
         self.stats = EngineStats()
+        self.expert_load = components.expert_load
         self.step_clock = StepClock()
         self._requests = Requests(self.scheduler)
         self._reservations = Reservations(self.hasher, self.layout, self._requests, self.scheduler)
@@ -83,6 +84,8 @@ class Engine:
     def mark_warm(self) -> None:
         """Nothing that was done so far counts, and from now on no kernel should be compiled."""
         self.stats.clear()
+        if self.expert_load is not None:
+            self.expert_load.clear()
         self._late_compiles = LateCompiles()
 
     @property

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, TypedDict
 
+import numpy as np
 from tqdm import tqdm
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
@@ -165,6 +166,12 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def expert_load(self) -> dict[int, np.ndarray]:
+        """Of each layer that is a mixture of experts, how many tokens went to each expert so far:
+        int64 `[num_experts]`, by layer. {} for a model without experts."""
+        load = self.engine.expert_load
+        return load.now() if load is not None else {}
 
     def _params_for(
         self, batch: list[Prompt], params: SamplingParams | Sequence[SamplingParams] | None

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from pdserve.models.checkpoint import LoadFormat, resolve_folder, weights_digest
+from pdserve.models.expert_spec import ExpertSpec
 from pdserve.models.families import FAMILIES, Family
 from pdserve.models.hf_config import HfConfig, read_hf_config
 from pdserve.models.quantisation import check_quantization
@@ -52,7 +53,8 @@ class ModelSpec(BaseModel):
     attention_scale: of the scores; None: head_dim ** -0.5. windows: of each layer (see
     AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
     and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
-    + weight. quantization: config.json's quantization_config.
+    + weight. quantization: config.json's quantization_config. experts: None if every layer has a
+    plain MLP.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,6 +87,7 @@ class ModelSpec(BaseModel):
     embedding_scale: float = 1.0
     plus_one_norms: bool = False
     quantization: dict[str, Any] | None = None
+    experts: ExpertSpec | None = None
 
     @property
     def longest_window(self) -> int | None:
@@ -116,10 +119,12 @@ class ModelSpec(BaseModel):
     def _uneven(self, degree: int) -> list[str]:
         """What this degree of tensor parallelism does not divide. Ranks may have one KV head in
         common."""
-        shared = {
-            "num_attention_heads": self.num_heads,
-            "intermediate_size": self.intermediate_size,
-        }
+        shared = {"num_attention_heads": self.num_heads}
+        if self.experts is None or self.experts.dense_layers:
+            shared["intermediate_size"] = self.intermediate_size
+        if self.experts is not None:
+            shared["experts' intermediate size"] = self.experts.size
+            shared["shared expert's intermediate size"] = self.experts.shared_size
         uneven = [f"{name} {size}" for name, size in shared.items() if size % degree]
         if self.num_kv_heads % degree and degree % self.num_kv_heads:
             uneven.append(f"num_key_value_heads {self.num_kv_heads}")
@@ -168,7 +173,10 @@ def read_spec(path: str, load_format: LoadFormat = "auto", seed: int = 0) -> Mod
     _refuse_unservable(raw, hf, family)
     generation = _read_json(folder / "generation_config.json") or {}
     weights = f"dummy:{seed}" if load_format == "dummy" else weights_digest(folder)
-    values = _values(hf) | family.facts(hf)
+    try:
+        values = _values(hf) | family.facts(hf)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from error
     return ModelSpec(
         architecture=architecture,
         family=family.model_type,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdserve.models.expert_spec import mixtral_experts, qwen_experts
 from pdserve.models.hf_config import HfConfig
 
 Facts = Callable[[HfConfig], dict[str, Any]]
@@ -20,11 +21,11 @@ def no_facts(config: HfConfig) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """model_type: transformers' name, in config.json. builder: "module:class" under pdserve.models.
-    defaults: what config.json may leave out, where it differs from Llama's. facts: what the code of
-    the family does and config.json does not say. activations: values of hidden_act that it
-    computes. has_windows: whether its layers take windows; a config.json that asks for one is
-    refused where they do not.
+    """model_type: transformers' name, in config.json. builder: "module:class" of
+    models/architectures. defaults: what config.json may leave out, where it differs from Llama's.
+    facts: what the code of the family does and config.json does not say. activations: values of
+    hidden_act that it computes. has_windows: whether its layers take windows; a config.json that
+    asks for one is refused where they do not.
     """
 
     model_type: str
@@ -69,5 +70,58 @@ FAMILIES: dict[str, Family] = {
             "sliding_window": 4096,
         },
         facts=lambda config: {"qk_norm": True},
+    ),
+    "MixtralForCausalLM": Family(
+        "mixtral",
+        "mixture:Mixtral",
+        defaults={
+            "eos_token_id": 2,
+            "num_key_value_heads": 8,
+            "intermediate_size": 14336,
+            "max_position_embeddings": 4096 * 32,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        facts=lambda config: {"experts": mixtral_experts(config)},
+    ),
+    "Qwen2MoeForCausalLM": Family(
+        "qwen2_moe",
+        "mixture:QwenMoe",
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        facts=lambda config: {"qkv_bias": config.qkv_bias, "experts": qwen_experts(config)},
+    ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        "mixture:QwenMoe",
+        defaults={
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "max_position_embeddings": 32768,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        facts=lambda config: {"qk_norm": True, "experts": qwen_experts(config)},
     ),
 }

@@ -10,8 +10,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-# Newer name <- older names, which lose.
-RENAMED = {"dtype": "torch_dtype", "rope_parameters": "rope_scaling"}
+# Our name <- other names of the same, which lose.
+RENAMED = {
+    "dtype": ("torch_dtype",),
+    "rope_parameters": ("rope_scaling",),
+    "num_experts": ("num_local_experts", "n_routed_experts"),
+}
 
 
 # Where null is not the same as nothing: it switches a family's default off.
@@ -56,6 +60,7 @@ class HfConfig(BaseModel):
     rope_parameters: RopeParameters = RopeParameters()
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = False
     mlp_bias: bool = False
     hidden_act: str = "silu"
     sliding_window: int | None = None
@@ -64,6 +69,13 @@ class HfConfig(BaseModel):
     query_pre_attn_scalar: float | None = None
     attn_logit_softcapping: float | None = None
     final_logit_softcapping: float | None = None
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    moe_intermediate_size: int | None = None
+    shared_expert_intermediate_size: int | None = None
+    norm_topk_prob: bool = False
+    decoder_sparse_step: int = 1
+    mlp_only_layers: list[int] | None = None
     dtype: str | None = None
     eos_token_id: int | list[int] | None = None
 
@@ -76,12 +88,13 @@ def read_hf_config(raw: Mapping[str, Any], family: str, defaults: Mapping[str, A
     """The configuration of a `family` with these defaults (models/families.py) from config.json's
     content; ValueError names a bad field."""
     values = {key: value for key, value in raw.items() if value is not None or key in NULLABLE}
-    for new, old in RENAMED.items():
-        if old in values:
-            values.setdefault(new, values[old])
+    for name, others in RENAMED.items():
+        for other in others:
+            if other in values:
+                values.setdefault(name, values[other])
     if "hidden_activation" in values:
         values["hidden_act"] = values["hidden_activation"]
-    values["rope_parameters"] = _rope_parameters(values)
+    values["rope_parameters"] = _rope_parameters({**defaults, **values})
     if family.startswith("qwen") and not values.get("use_sliding_window"):
         values["sliding_window"] = None
     try:

@@ -4,7 +4,7 @@ one.
 Knows the rows of models/families.py. Called by models/loader.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pkgutil import resolve_name
 from typing import Protocol
 
@@ -24,13 +24,15 @@ from pdserve.parallel.dims import ParallelDims
 class CausalLM(Protocol):
     """A decoder-only language model, or a rank's share of one: of its layers a stage may hold some,
     and the first and last stage the two ends. attention: how each of its layers attends, this
-    rank's heads. T rows, N of which get logits; both are left as they are: where Ops wants padded
-    rows (CPU), the caller pads.
+    rank's heads. expert_load: of layers that are mixtures, rows that went to each expert, int64
+    `[num_experts]`. T rows, N of which get logits; both are left as they are: where Ops wants
+    padded rows (CPU), the caller pads.
     """
 
     spec: ModelSpec
     weights: WeightSet
     attention: tuple[AttentionSpec, ...]
+    expert_load: Mapping[int, Tensor]
 
     def embed(self, ids: Tensor, step: StepContext) -> Stream:
         """`ids [T]` -> `[T, hidden]`."""
@@ -53,4 +55,4 @@ Builder = Callable[[ModelSpec, torch.dtype, torch.device, Ops, ParallelDims], Ca
 
 
 def builder_of(spec: ModelSpec) -> Builder:
-    return resolve_name(f"pdserve.models.{FAMILIES[spec.architecture].builder}")
+    return resolve_name(f"pdserve.models.architectures.{FAMILIES[spec.architecture].builder}")

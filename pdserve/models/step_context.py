@@ -30,12 +30,14 @@ class GivenRows:
 class StepContext:
     """positions: int32 `[T]`, each row's in its sequence, or `[3, T]` for a rope of three
     (Qwen2-VL) that `attend` knows. given: None if all rows are token ids. adapter_slots: int32
-    `[T]`, the adapter of each row; None: no row has one. taps: layers whose input stream is wanted;
-    the model writes it there.
+    `[T]`, the adapter of each row; None: no row has one. live: bool `[T]`, false for rows that are
+    padding; None: not said, for models that need not know. taps: layers whose input stream is
+    wanted; the model writes it there.
     """
 
     attend: Attend
     positions: Tensor | None = None
     given: GivenRows | None = None
     adapter_slots: Tensor | None = None
+    live: Tensor | None = None
     taps: dict[int, Tensor | None] = field(default_factory=dict)

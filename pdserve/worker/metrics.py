@@ -6,8 +6,9 @@ the field's where it has any. Knows no router; the connector counts its transfer
 that is passed to it.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
+import numpy as np
 import torch
 from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -128,6 +129,8 @@ class EngineCollector(Collector):
         states.add_metric(["retiring"], blocks.num_retiring)
         yield states
         yield from _free_space(blocks.free_space())
+        if engine.expert_load is not None:
+            yield from _experts(engine.expert_load.latest())
 
 
 class MemoryCollector(Collector):
@@ -161,6 +164,23 @@ def _free_space(free: FreeSpace) -> Iterator[Metric]:
     }
     for name, (text, value) in gauges.items():
         yield GaugeMetricFamily(name, text, value)
+
+
+def _experts(load: Mapping[int, np.ndarray]) -> Iterator[Metric]:
+    """Of thousands of experts, what shows whether some are busier than others."""
+    rows = CounterMetricFamily(
+        "pdserve_expert_rows", "Choices of experts by tokens computed here", labels=["layer"]
+    )
+    busiest = CounterMetricFamily(
+        "pdserve_busiest_expert_rows",
+        "Those of them that the expert with the most has had",
+        labels=["layer"],
+    )
+    for layer, counts in load.items():
+        rows.add_metric([str(layer)], int(counts.sum()))
+        busiest.add_metric([str(layer)], int(counts.max()))
+    yield rows
+    yield busiest
 
 
 def _memory(kv_cache: KVCache) -> Metric:

@@ -62,6 +62,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 PROMPTS = [prompt_of(length, length) for length in (1, 15, 16, 17, 130, 200, 40, 129)]
 NEW = 12
+MORE_MIXTURES = ("mixtral", "qwen3-moe")
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, seed=0)
 
 
@@ -140,6 +141,18 @@ def test_odd_shapes(shape: str, tmp_path: Path, seen: Logits) -> None:
     folder = make_tiny("qwen3", tmp_path, num_hidden_layers=2, **ODD_SHAPES[shape])
     known = run_alone(folder, seen)
     for way in ("batched", "chunks of 17", "preempted", "block size 64"):
+        run(WAYS[way](folder))
+    assert len(seen) == known
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen2-moe", *(pytest.param(f, marks=pytest.mark.slow) for f in MORE_MIXTURES)]
+)
+def test_experts_keep_rows_apart(family: str, tmp_path: Path, seen: Logits) -> None:
+    """What an expert makes of a row does not depend on the others that it gets."""
+    folder = make_tiny(family, tmp_path, num_hidden_layers=2)
+    known = run_alone(folder, seen)
+    for way in ("batched", "chunks of 17", "preempted"):
         run(WAYS[way](folder))
     assert len(seen) == known
 

@@ -187,6 +187,23 @@ def test_prompt_logprobs(family: str, engine: dict, folder_of: Callable[[str], P
                 assert entry.rank == 1 + (row > row[token]).sum().item()
 
 
+@pytest.mark.parametrize(
+    ("family", "layers", "top_k"), [("mixtral", (0, 1, 2), 2), ("qwen2-moe", (0, 2), 3)]
+)
+def test_the_load_of_experts_is_counted(
+    family: str, layers: tuple[int, ...], top_k: int, folder_of: Callable[[str], Path]
+) -> None:
+    """Each token of a step once, and no padding: of the last token of an answer nothing is
+    computed."""
+    llm = make_llm(folder_of(family))
+    generate(llm)
+    load = llm.expert_load()
+    num_tokens = sum(LENGTHS) + len(LENGTHS) * (NEW - 1)
+    assert tuple(load) == layers
+    assert all(counts.sum() == num_tokens * top_k for counts in load.values())
+    assert all(counts.max() <= num_tokens for counts in load.values())
+
+
 def test_prompt_logprobs_longer_than_a_slice(folder_of: Callable[[str], Path]) -> None:
     """More rows than are scored at once."""
     folder = folder_of("llama3")

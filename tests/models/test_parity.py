@@ -41,6 +41,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "qwen3-tied": ("qwen3", {"tie_word_embeddings": True}),
     "qwen3-biases": ("qwen3", {"attention_bias": True}),
+    "mixtral": ("mixtral", {}),
+    "qwen2-moe": ("qwen2-moe", {}),
+    "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
+    "qwen3-moe": ("qwen3-moe", {"tie_word_embeddings": True}),
 }
 
 

@@ -9,6 +9,7 @@ import pytest
 from engine.harness import make_engine
 from prometheus_client import CollectorRegistry
 from support.metrics_table import Row, written
+from support.tiny_models import make_tiny
 
 from pdserve.configs.router import RouterConfig, SloConfig
 from pdserve.kvtransfer.p2p.metrics import TransferMetrics
@@ -57,8 +58,9 @@ def counted(registry: CollectorRegistry) -> Iterator[tuple[str, Row]]:
 
 
 @pytest.fixture
-def code(tiny_llama: Path) -> dict[str, Row]:
-    worker = WorkerMetrics(make_engine(tiny_llama, num_kv_blocks=8))
+def code(tmp_path: Path) -> dict[str, Row]:
+    """Of a model that has all there is to count."""
+    worker = WorkerMetrics(make_engine(make_tiny("mixtral", tmp_path), num_kv_blocks=8))
     TransferMetrics(worker.registry)
     PoolMetrics(worker.registry)
     tokenizer: Any = None

@@ -12,9 +12,9 @@ from support.tiny_models import make_tiny
 
 from pdserve.engine.llm import LLM
 from pdserve.kernels.ops import ops_for
+from pdserve.models.architectures.llama import Layer, Llama
 from pdserve.models.config import read_spec
 from pdserve.models.layers.context import LayerContext
-from pdserve.models.llama import Layer, Llama
 from pdserve.models.loader import load_model
 from pdserve.models.rope import rope_tables
 from pdserve.models.step_context import RopeTables

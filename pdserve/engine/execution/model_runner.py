@@ -155,7 +155,9 @@ class ModelRunner:
             query_starts=arrays.query_starts,
         )
         attend = PagedAttention(self.kv_cache, self.ops, batch)
-        return self._hidden(ids, StepContext(attend, arrays.positions))
+        # the null block's rows are padding
+        live = slot_mapping >= self.block_size if self.model.spec.experts else None
+        return self._hidden(ids, StepContext(attend, arrays.positions, live=live))
 
     def _hidden(self, ids: Tensor, step: StepContext) -> Tensor:
         return self.model.hidden(self.model.forward(self.model.embed(ids, step), step))

@@ -28,6 +28,10 @@ class HostCopy:
             self._event = torch.cuda.Event()
             self._event.record()
 
+    def ready(self) -> bool:
+        """Whether `tensors` would not wait."""
+        return self._event is None or self._event.query()
+
     def tensors(self) -> list[Tensor]:
         if self._event is not None:
             self._event.synchronize()

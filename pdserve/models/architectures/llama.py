@@ -1,5 +1,5 @@
 """The Llama family: Llama 2 and 3, Mistral (without window), Qwen2 and Qwen3; ModelSpec carries
-every difference.
+every difference. Other families build on it (mixture.py).
 
     ids -> embedding
         -> layers x [ norm, qkv (-> qk norm) -> attend -> o, add
@@ -11,6 +11,8 @@ positions nor the KV cache: `step.attend` rotates q and k, writes K and V and re
 Arithmetic goes through Ops and the schemes of the weights, so CPU and GPU differ only there; what
 stands between two products is one op, for kernels to fuse.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -28,6 +30,9 @@ from pdserve.models.step_context import RopeTables, StepContext
 from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
+Mlp = Callable[[Stream, StepContext], Stream]
+"""What a layer does with the stream behind its attention."""
+
 
 class Layer:
     """One decoder layer."""
@@ -38,10 +43,14 @@ class Layer:
         norm = RmsNorm(context, f"{module}.input_layernorm", width)
         self.attention = Attention(context, layer, f"{module}.self_attn", rope, norm)
         norm = RmsNorm(context, f"{module}.post_attention_layernorm", width)
-        self._mlp = GatedMlp(context, f"{module}.mlp", norm)
+        self._mlp = self.make_mlp(context, layer, norm)
+
+    def make_mlp(self, context: LayerContext, layer: int, norm: RmsNorm) -> Mlp:
+        """norm: of the stream, before it."""
+        return GatedMlp(context, f"model.layers.{layer}.mlp", norm)
 
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
-        return self._mlp(self.attention(stream, step))
+        return self._mlp(self.attention(stream, step), step)
 
 
 class Llama:
@@ -65,6 +74,7 @@ class Llama:
         rope = rope_tables(spec.rope, spec.head_dim, spec.max_position, device)
         self._layers = [self.layer(context, i, rope) for i in range(spec.num_layers)]
         self.attention = tuple(layer.attention.attends for layer in self._layers)
+        self.expert_load = context.expert_load
         norm = RmsNorm(context, "model.norm", spec.hidden_size)
         tied = self._embedding if spec.tie_embeddings else None
         self._head = Head(context, "lm_head", norm, tied)

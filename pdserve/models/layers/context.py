@@ -1,6 +1,8 @@
 """The context that every layer is made with. Made by a model, passed to all of its layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from pdserve.kernels.ops import Ops
 from pdserve.models.config import ModelSpec
@@ -10,9 +12,11 @@ from pdserve.parallel.dims import ParallelDims
 
 @dataclass(frozen=True)
 class LayerContext:
-    """weights: where layers declare theirs. dims: of which they hold this rank's share."""
+    """weights: where layers declare theirs. dims: of which they hold this rank's share.
+    expert_load: where layers that are mixtures leave their counts, see CausalLM."""
 
     spec: ModelSpec
     ops: Ops
     weights: WeightSet
     dims: ParallelDims
+    expert_load: dict[int, Tensor] = field(default_factory=dict)

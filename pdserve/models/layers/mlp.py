@@ -1,14 +1,18 @@
 """Gated MLPs (Shazeer 2020): `down(activation(gate(x)) * up(x))` with gate and up in one matrix."""
 
+from torch import Tensor
+
 from pdserve.kernels.collective.ops import Stream
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, column_parts, row_shard
 from pdserve.models.layers.norm import RmsNorm
+from pdserve.models.step_context import StepContext
 from pdserve.models.weights import Part
 
 
 class GatedMlp:
-    """norm: of the stream, before the products; post_norm: of the output, before it is added."""
+    """norm: of the stream, before the products; post_norm: of the output, before it is added.
+    size: its width; None: the model's intermediate_size."""
 
     def __init__(
         self,
@@ -16,9 +20,11 @@ class GatedMlp:
         module: str,
         norm: RmsNorm,
         post_norm: RmsNorm | None = None,
+        size: int | None = None,
     ) -> None:
         spec = context.spec
-        size = spec.intermediate_size
+        size = size or spec.intermediate_size
+        self._norms = context.ops.norm
         self._activation = spec.activation
         self._norm = norm
         self._post_norm = post_norm
@@ -33,6 +39,11 @@ class GatedMlp:
             row_shard(context),
         )
 
-    def __call__(self, stream: Stream) -> Stream:
+    def __call__(self, stream: Stream, step: StepContext) -> Stream:
         hidden, stream = self._gate_up.gated(stream, self._norm, self._activation)
         return self._down.add_to(stream, hidden, self._post_norm)
+
+    def of_rows(self, x: Tensor) -> Tensor:
+        """What it makes of rows that are normed already: of columns that ranks share, this rank's
+        part of the sum."""
+        return self._down(self._norms.gate(self._gate_up(x), self._activation))

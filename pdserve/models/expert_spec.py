@@ -1,0 +1,67 @@
+"""ExpertSpec: the facts of a model's mixtures of experts, as each family's config.json says them.
+
+Torch-free. Part of a ModelSpec; made by the rows of models/families.py.
+"""
+
+from pydantic import BaseModel, ConfigDict
+
+from pdserve.kernels.experts.routing import Routing
+from pdserve.models.hf_config import HfConfig
+
+
+class ExpertSpec(BaseModel):
+    """size: width of an expert, its intermediate size. shared_size: of the expert that all rows go
+    to; 0: there is none. has_shared_gate: whether that one is scaled by a sigmoid of each row.
+    has_bias: whether the router's choice is corrected by a bias. dense_layers: those that have a
+    plain MLP."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    routing: Routing
+    size: int
+    shared_size: int = 0
+    has_shared_gate: bool = False
+    has_bias: bool = False
+    dense_layers: tuple[int, ...] = ()
+
+
+def mixtral_experts(config: HfConfig) -> ExpertSpec:
+    routing = Routing(_num_experts(config), _top_k(config), normalize=True)
+    return ExpertSpec(routing=routing, size=config.intermediate_size)
+
+
+def qwen_experts(config: HfConfig) -> ExpertSpec:
+    """Of Qwen2-MoE, which has a shared expert, and of Qwen3-MoE."""
+    num_layers = config.num_hidden_layers
+    step = config.decoder_sparse_step
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step={step} must be at least 1")
+    only = config.mlp_only_layers or ()
+    shared_size = config.shared_expert_intermediate_size or 0
+    return ExpertSpec(
+        routing=Routing(_num_experts(config), _top_k(config), normalize=config.norm_topk_prob),
+        size=_size(config),
+        shared_size=shared_size,
+        has_shared_gate=shared_size > 0,
+        dense_layers=tuple(i for i in range(num_layers) if i in only or (i + 1) % step),
+    )
+
+
+def _num_experts(config: HfConfig) -> int:
+    if config.num_experts is None or config.num_experts < 1:
+        raise ValueError(f"num_experts={config.num_experts}: a mixture has at least one expert")
+    return config.num_experts
+
+
+def _top_k(config: HfConfig) -> int:
+    if config.num_experts_per_tok is None:
+        raise ValueError("num_experts_per_tok is missing: a mixture must say how many are chosen")
+    return config.num_experts_per_tok
+
+
+def _size(config: HfConfig) -> int:
+    if config.moe_intermediate_size is None:
+        raise ValueError(
+            "moe_intermediate_size is missing: a mixture must say how wide experts are"
+        )
+    return config.moe_intermediate_size

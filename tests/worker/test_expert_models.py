@@ -1,0 +1,40 @@
+"""Mixtures of experts, split: the tokens of one engine."""
+
+from pathlib import Path
+
+import pytest
+from support.pair import Pair, expected, prompt_of
+from support.tiny_models import make_tiny
+
+from pdserve.engine.llm import LLM
+from pdserve.protocol.events import Arrived
+from pdserve.protocol.sampling_params import SamplingParams
+
+NEW = 24
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW)
+SAMPLED = SamplingParams(temperature=1.0, max_tokens=NEW, seed=11, n=3)
+LENGTHS = (1, 31, 64, 203)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "qwen2-moe",
+        pytest.param("mixtral", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", marks=pytest.mark.slow),
+    ],
+)
+def test_split_equals_one_engine(family: str, tmp_path: Path) -> None:
+    folder = make_tiny(family, tmp_path, seed=3)
+    engine = LLM(str(folder), tokenizer=False, num_kv_blocks=128, device="cpu")
+    pair = Pair(folder)
+    try:
+        for sampling in (GREEDY, SAMPLED):
+            for length in LENGTHS:
+                prompt = prompt_of(length, seed=sampling.n)
+                assert pair.split(prompt, sampling) == expected(engine, prompt, sampling)
+        arrived = [event for event in pair.d.events if isinstance(event, Arrived)]
+        assert {event.source for event in arrived} == {"p2p"}
+        pair.assert_empty()
+    finally:
+        pair.close()
