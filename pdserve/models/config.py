@@ -14,31 +14,18 @@ from typing import Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict
 
 from pdserve.models.checkpoint import LoadFormat, resolve_folder, weights_digest
-from pdserve.models.expert_spec import ExpertSpec
+from pdserve.models.facts.experts import ExpertSpec
+from pdserve.models.facts.latent import LatentSpec
+from pdserve.models.facts.rope import RopeSpec, rope_of
 from pdserve.models.families import FAMILIES, Family
 from pdserve.models.hf_config import HfConfig, read_hf_config
 from pdserve.models.quantisation import check_quantization
 
-RopeKind = Literal["default", "linear", "llama3"]
 SpecDtype = Literal["float32", "float16", "bfloat16"]
 Activation = Literal["silu", "gelu_tanh"]  # kernels.norm.ops.Activation, without torch
 
 # hidden_act, as transformers names it -> ours
 ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
-
-
-class RopeSpec(BaseModel):
-    """Rotary embedding: base `theta` and scaling rule `kind`; the other fields belong to "linear"
-    and "llama3"."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    theta: float
-    kind: RopeKind = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
 
 
 class ModelSpec(BaseModel):
@@ -54,7 +41,9 @@ class ModelSpec(BaseModel):
     AttentionSpec); () if no layer has one. attention_soft_cap, logit_soft_cap: see AttentionSpec,
     and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
     + weight. quantization: config.json's quantization_config. experts: None if every layer has a
-    plain MLP.
+    plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
+    1 and head_dim what is rotated. extra_layers: behind the last, which the checkpoint has for
+    other uses and nobody loads.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -88,6 +77,8 @@ class ModelSpec(BaseModel):
     plus_one_norms: bool = False
     quantization: dict[str, Any] | None = None
     experts: ExpertSpec | None = None
+    latent: LatentSpec | None = None
+    extra_layers: int = 0
 
     @property
     def longest_window(self) -> int | None:
@@ -103,7 +94,10 @@ class ModelSpec(BaseModel):
             for name, field in type(self).model_fields.items()
             if not field.is_required() and getattr(self, name) == field.default
         }
-        said = self.model_dump_json(exclude=plain)
+        exclude: dict[str, Any] = dict.fromkeys(plain, True)
+        if self.rope.yarn is None:
+            exclude["rope"] = {"yarn"}
+        said = self.model_dump_json(exclude=exclude)
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
     def check_tensor_parallel(self, degree: int) -> None:
@@ -140,8 +134,8 @@ class ModelSpec(BaseModel):
         """
         if max_model_len is not None and max_model_len > self.max_position:
             stretch = ""
-            if self.rope.kind == "linear":
-                by = f"linear rope scaling by {self.rope.factor:g}"
+            if self.rope.kind in ("linear", "yarn"):
+                by = f"{self.rope.kind} rope scaling by {self.rope.factor:g}"
                 stretch = f"; if {by} is not in it yet, write the stretched length"
             raise ValueError(
                 f"engine.max_model_len ({max_model_len}) must not be above what the model takes, "
@@ -250,7 +244,7 @@ def _values(hf: HfConfig) -> dict[str, Any]:
         vocab_size=hf.vocab_size,
         max_position=hf.max_position_embeddings,
         rms_eps=hf.rms_norm_eps,
-        rope=_rope(hf),
+        rope=rope_of(hf),
         tie_embeddings=hf.tie_word_embeddings,
         qkv_bias=hf.attention_bias,
         o_bias=hf.attention_bias,
@@ -262,6 +256,7 @@ def _values(hf: HfConfig) -> dict[str, Any]:
         if hf.query_pre_attn_scalar is None
         else hf.query_pre_attn_scalar**-0.5,
         windows=_windows(hf),
+        extra_layers=hf.num_nextn_predict_layers,
         attention_soft_cap=hf.attn_logit_softcapping,
         logit_soft_cap=hf.final_logit_softcapping,
     )
@@ -279,38 +274,6 @@ def _head_dim(hf: HfConfig) -> int:
     if head_dim % 2:
         raise ValueError(f"head_dim={head_dim} is odd: the rotary embedding needs an even one")
     return head_dim
-
-
-def _rope(hf: HfConfig) -> RopeSpec:
-    facts = hf.rope_parameters
-    if facts.rope_type not in get_args(RopeKind):
-        raise ValueError(
-            f"rope_type={facts.rope_type!r} is not supported; supported: "
-            f"{', '.join(get_args(RopeKind))}"
-        )
-    if facts.partial_rotary_factor != 1.0:
-        raise ValueError(
-            f"partial_rotary_factor={facts.partial_rotary_factor} is not supported: only 1.0 is"
-        )
-    if facts.rope_type == "default":
-        return RopeSpec(theta=facts.rope_theta)
-    if facts.factor is None:
-        raise ValueError(f"not a valid {facts.rope_type} rope: factor is missing in rope_scaling")
-    if facts.rope_type == "linear":
-        return RopeSpec(theta=facts.rope_theta, kind="linear", factor=facts.factor)
-    if facts.low_freq_factor is None or facts.high_freq_factor is None:
-        raise ValueError(
-            "not a valid llama3 rope: low_freq_factor or high_freq_factor is missing in "
-            "rope_scaling"
-        )
-    return RopeSpec(
-        theta=facts.rope_theta,
-        kind="llama3",
-        factor=facts.factor,
-        low_freq_factor=facts.low_freq_factor,
-        high_freq_factor=facts.high_freq_factor,
-        original_max_position=facts.original_max_position_embeddings or hf.max_position_embeddings,
-    )
 
 
 def _dtype(dtype: str | None) -> SpecDtype:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdserve.models.expert_spec import mixtral_experts, qwen_experts
+from pdserve.models.facts.experts import mixtral_experts, qwen_experts
+from pdserve.models.facts.latent import deepseek_v2_facts, deepseek_v3_facts
 from pdserve.models.hf_config import HfConfig
 
 Facts = Callable[[HfConfig], dict[str, Any]]
@@ -123,5 +124,53 @@ FAMILIES: dict[str, Family] = {
             "moe_intermediate_size": 768,
         },
         facts=lambda config: {"qk_norm": True, "experts": qwen_experts(config)},
+    ),
+    "DeepseekV2ForCausalLM": Family(
+        "deepseek_v2",
+        "deepseek:DeepSeek",
+        defaults={
+            "vocab_size": 102400,
+            "eos_token_id": 2,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "num_experts": 64,
+            "n_shared_experts": 2,
+            "moe_intermediate_size": 1407,
+            "topk_method": "greedy",
+        },
+        facts=deepseek_v2_facts,
+    ),
+    "DeepseekV3ForCausalLM": Family(
+        "deepseek_v3",
+        "deepseek:DeepSeek",
+        defaults={
+            "vocab_size": 129280,
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "num_key_value_heads": 128,
+            "max_position_embeddings": 4096,
+            "eos_token_id": 1,
+            "kv_lora_rank": 512,
+            "q_lora_rank": 1536,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "norm_topk_prob": True,
+            "first_k_dense_replace": 3,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "num_nextn_predict_layers": 1,
+        },
+        facts=deepseek_v3_facts,
     ),
 }

@@ -15,6 +15,7 @@ RENAMED = {
     "dtype": ("torch_dtype",),
     "rope_parameters": ("rope_scaling",),
     "num_experts": ("num_local_experts", "n_routed_experts"),
+    "num_nextn_predict_layers": ("num_mtp_layers",),
 }
 
 
@@ -24,6 +25,7 @@ NULLABLE = (
     "head_dim",
     "sliding_window",
     "eos_token_id",
+    "q_lora_rank",
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
@@ -41,6 +43,12 @@ class RopeParameters(BaseModel):
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
 
 class HfConfig(BaseModel):
@@ -76,6 +84,21 @@ class HfConfig(BaseModel):
     norm_topk_prob: bool = False
     decoder_sparse_step: int = 1
     mlp_only_layers: list[int] | None = None
+    n_shared_experts: int | None = None
+    first_k_dense_replace: int = 0
+    moe_layer_freq: int | None = None
+    scoring_func: str | None = None
+    topk_method: str | None = None
+    n_group: int | None = None
+    topk_group: int | None = None
+    routed_scaling_factor: float = 1.0
+    q_lora_rank: int | None = None
+    kv_lora_rank: int | None = None
+    qk_nope_head_dim: int | None = None
+    qk_rope_head_dim: int | None = None
+    v_head_dim: int | None = None
+    rope_interleave: bool = True
+    num_nextn_predict_layers: int = 0
     dtype: str | None = None
     eos_token_id: int | list[int] | None = None
 

@@ -1,7 +1,7 @@
 """Rotary position embedding tables (RoPE, Su et al. 2021), with the numbers transformers computes,
 bit for bit.
 
-Knows the scaling rules "default", "linear" and "llama3" of a RopeSpec; not the rotation itself,
+Knows the scaling rules of a RopeSpec; not the rotation itself,
 which is a kernel (`rope_write_kv`). Called by the models when they are built.
 """
 
@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from pdserve.models.config import RopeSpec
+from pdserve.models.facts.rope import RopeSpec, YarnSpec
 
 
 def rope_tables(
@@ -21,7 +21,10 @@ def rope_tables(
     P and D must agree.
     """
     angles = torch.arange(max_position).float()[:, None] * inverse_frequencies(rope, head_dim)
-    return angles.cos().to(device), angles.sin().to(device)
+    cos, sin = angles.cos(), angles.sin()
+    if rope.yarn is not None:
+        cos, sin = cos * rope.yarn.table_scale, sin * rope.yarn.table_scale
+    return cos.to(device), sin.to(device)
 
 
 def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
@@ -33,7 +36,30 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int) -> torch.Tensor:
         return freqs / rope.factor
     if rope.kind == "llama3":
         return _llama3(rope, freqs)
+    if rope.yarn is not None:
+        return _yarn(rope, rope.yarn, head_dim)
     return freqs
+
+
+def _yarn(rope: RopeSpec, yarn: YarnSpec, dim: int) -> torch.Tensor:
+    """YaRN: pairs that turn often keep their frequency, those that turn little are divided, a ramp
+    lies between."""
+
+    def pair_of(rotations: float) -> float:
+        """That makes so many rotations over the original length."""
+        length = rope.original_max_position
+        return (dim * math.log(length / (rotations * 2 * math.pi))) / (2 * math.log(rope.theta))
+
+    low, high = pair_of(yarn.beta_fast), pair_of(yarn.beta_slow)
+    if yarn.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    bases = rope.theta ** (torch.arange(0, dim, 2).float() / dim)
+    kept = 1 - ramp
+    return 1.0 / (rope.factor * bases) * (1 - kept) + 1.0 / bases * kept
 
 
 def _llama3(rope: RopeSpec, freqs: torch.Tensor) -> torch.Tensor:

@@ -9,13 +9,17 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
 
 RopeTables = tuple[Tensor, Tensor]
 """cos and sin, see models/rope.py."""
 Attend = Callable[[int, AttentionSpec, Tensor, Tensor, Tensor, RopeTables], Tensor]
 """`attend(layer, spec, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D], rope) -> [T, Hq, D]`; it rotates q
 and k, and may do so in place."""
+AttendLatent = Callable[[int, LatentAttentionSpec, Tensor, Tensor, LatentHeads, RopeTables], Tensor]
+"""`attend_latent(layer, spec, q [T, Hq, nope_dim + rope_dim], latent [T, rank + rope_dim], heads,
+rope) -> [T, Hq, v_dim]`; it rotates the last columns of q and of the latent, and may do so in
+place."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,10 @@ class GivenRows:
 
     rows: Tensor
     values: Tensor
+
+
+def no_latents(*_: object) -> Tensor:
+    raise AssertionError("a model that attends over latents was given no way to do so")
 
 
 @dataclass
@@ -41,3 +49,4 @@ class StepContext:
     adapter_slots: Tensor | None = None
     live: Tensor | None = None
     taps: dict[int, Tensor | None] = field(default_factory=dict)
+    attend_latent: AttendLatent = no_latents

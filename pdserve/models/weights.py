@@ -159,7 +159,7 @@ class Weight:
 
 class WeightSet:
     """All weights of one rank's model; `by_name` finds the one that holds a checkpoint tensor.
-    elsewhere: beginnings of the names of those that other ranks hold."""
+    elsewhere: beginnings of the names of those that other ranks hold, or nobody."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype = dtype

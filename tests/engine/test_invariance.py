@@ -62,7 +62,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 PROMPTS = [prompt_of(length, length) for length in (1, 15, 16, 17, 130, 200, 40, 129)]
 NEW = 12
-MORE_MIXTURES = ("mixtral", "qwen3-moe")
+MORE = ("mixtral", "qwen3-moe", "deepseek-v2")
 GREEDY = SamplingParams(temperature=0, max_tokens=NEW, seed=0)
 
 
@@ -146,9 +146,10 @@ def test_odd_shapes(shape: str, tmp_path: Path, seen: Logits) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2-moe", *(pytest.param(f, marks=pytest.mark.slow) for f in MORE_MIXTURES)]
+    "family",
+    ["qwen2-moe", "deepseek-v3", *(pytest.param(f, marks=pytest.mark.slow) for f in MORE)],
 )
-def test_experts_keep_rows_apart(family: str, tmp_path: Path, seen: Logits) -> None:
+def test_experts_and_latents_keep_rows_apart(family: str, tmp_path: Path, seen: Logits) -> None:
     """What an expert makes of a row does not depend on the others that it gets."""
     folder = make_tiny(family, tmp_path, num_hidden_layers=2)
     known = run_alone(folder, seen)

@@ -35,6 +35,11 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     ).tolist()
 
 
+SAMPLE = {"llama3", "qwen3", "qwen2-moe", "deepseek-v3"}
+each_family = pytest.mark.parametrize(
+    "family",
+    [pytest.param(one, marks=[] if one in SAMPLE else pytest.mark.slow) for one in FAMILIES],
+)
 PROMPTS = [prompt_of(length) for length in LENGTHS]
 
 
@@ -94,7 +99,7 @@ def tokens(outputs: list[RequestOutput]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_batched_prompts(family: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(family)
     outputs = generate(make_llm(folder))
@@ -105,7 +110,7 @@ def test_batched_prompts(family: str, folder_of: Callable[[str], Path]) -> None:
     )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_chunks_preemption_and_cached_prefixes_together(
     family: str, folder_of: Callable[[str], Path]
 ) -> None:
@@ -148,7 +153,7 @@ def test_block_sizes(block_size: int, folder_of: Callable[[str], Path]) -> None:
     assert tokens(generate(make_llm(folder, block_size=block_size))) == expected(folder)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_logprobs(family: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of(family)
     [output] = generate(make_llm(folder), PROMPTS[3:], logprobs=3)

@@ -135,7 +135,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biases": ("llama2", {"attention_bias": True, "mlp_bias": True}),
     "few tokens": ("qwen3", {"vocab_size": 250}),
 }
-SAMPLE = {("qwen2", 2), ("tied", 4), ("qwen2-moe", 2)}
+SAMPLE = {("qwen2", 2), ("tied", 4), ("qwen2-moe", 2), ("deepseek-v3", 2)}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import FAMILIES, make_tiny
 
 from pdserve.models import checkpoint, families
-from pdserve.models.config import ModelSpec, RopeSpec, read_spec
+from pdserve.models.config import ModelSpec, read_spec
+from pdserve.models.facts.rope import RopeSpec
 from pdserve.models.families import Family
 from pdserve.models.hf_config import HfConfig, read_hf_config
 from pdserve.models.registry import builder_of
@@ -60,6 +61,17 @@ QWEN2_05B = {
     "torch_dtype": "bfloat16",
     "eos_token_id": 151645,
 }
+DEEPSEEK_V2 = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "num_experts_per_tok": 6,
+    "n_routed_experts": 64,
+    "moe_intermediate_size": 1408,
+    "dtype": "bfloat16",
+}
 MISTRAL = {
     "architectures": ["MistralForCausalLM"],
     "model_type": "mistral",
@@ -79,6 +91,21 @@ OF_SOME = {
     "norm_topk_prob",
     "decoder_sparse_step",
     "mlp_only_layers",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "scoring_func",
+    "topk_method",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "rope_interleave",
+    "num_nextn_predict_layers",
 }
 
 
@@ -184,7 +211,8 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path) -> None:
         "float32",
         (2, 5),
     )
-    assert spec.rope.kind == ("llama3" if family == "llama3" else "default")
+    kinds = {"llama3": "llama3", "deepseek-v2": "yarn"}
+    assert spec.rope.kind == kinds.get(family, "default")
 
 
 @pytest.mark.parametrize("row", families.FAMILIES.values(), ids=lambda row: row.model_type)
@@ -211,6 +239,17 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
         "norm_topk_prob": True,
         "decoder_sparse_step": 2,
         "mlp_only_layers": [1],
+        "n_shared_experts": 3,
+        "first_k_dense_replace": 2,
+        "moe_layer_freq": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.5,
+        "q_lora_rank": 7,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 9,
+        "qk_rope_head_dim": 10,
+        "v_head_dim": 11,
     }
     del whole["architectures"], whole["model_type"]
     for _ in range(40):
@@ -225,7 +264,7 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
                 continue
             if name == "rope_parameters":
                 got = got.model_dump(exclude_none=True)
-                want = {"partial_rotary_factor": 1.0, **want}
+                want = {"partial_rotary_factor": 1.0, "truncate": True, **want}
             elif name == "dtype":
                 want = want and str(want).removeprefix("torch.")
             elif name == "num_key_value_heads":
@@ -233,6 +272,8 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
             elif name in ("attention_bias", "mlp_bias"):
                 got = got if hasattr(theirs, name) else False
                 want = bool(want)
+            elif name == "head_dim" and family.startswith("deepseek"):
+                continue  # nobody reads it
             elif name == "head_dim":
                 got = got or ours.hidden_size // ours.num_attention_heads
                 want = want or theirs.hidden_size // (theirs.num_attention_heads)
@@ -248,6 +289,7 @@ def test_configurations_mean_what_transformers_says(row: Family) -> None:
 @pytest.mark.parametrize("architecture", families.FAMILIES)
 def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Path) -> None:
     config = {**LLAMA_31_8B, "architectures": [architecture], "sliding_window": None}
+    config["num_experts_per_tok"] = 2
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert callable(builder_of(read_spec(str(tmp_path), "dummy")))
 
@@ -257,7 +299,7 @@ def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Pat
     [
         (
             {**LLAMA_31_8B, "architectures": ["GPT2LMHeadModel"]},
-            r"'GPT2LMHeadModel' is not known; known: Llama.*Qwen3",
+            r"'GPT2LMHeadModel' is not known; known: Deepseek.*Qwen3",
         ),
         ({"model_type": "bert"}, "'bert' is not known"),
         ({}, "architecture None is not known"),
@@ -272,9 +314,27 @@ def test_every_known_architecture_has_a_builder(architecture: str, tmp_path: Pat
             "only full_attention is supported",
         ),
         (
-            {**LLAMA_31_8B, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope_type='yarn' is not supported",
+            {**LLAMA_31_8B, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+            "rope_type='dynamic' is not supported",
         ),
+        ({**DEEPSEEK_V2, "norm_topk_prob": True}, "norm_topk_prob=true is not supported"),
+        ({**DEEPSEEK_V2, "topk_method": "noaux_tc"}, "topk_method='noaux_tc' is not supported"),
+        ({**DEEPSEEK_V2, "scoring_func": "sigmoid"}, "scoring_func='sigmoid' is not supported"),
+        ({**DEEPSEEK_V2, "moe_layer_freq": 2}, "moe_layer_freq=2 is not supported"),
+        ({**DEEPSEEK_V2, "num_experts_per_tok": None}, "num_experts_per_tok is missing"),
+        ({**DEEPSEEK_V2, "mlp_bias": True}, "mlp_bias=true is not supported"),
+        ({**DEEPSEEK_V2, "qk_rope_head_dim": 7}, "qk_rope_head_dim=7 is odd"),
+        (
+            {**DEEPSEEK_V2, "q_lora_rank": None, "attention_bias": True},
+            "attention_bias=true with q_lora_rank null",
+        ),
+        ({**DEEPSEEK_V2, "topk_method": "group_limited_greedy"}, "n_group=None and topk_group="),
+        (
+            {**DEEPSEEK_V2, "architectures": ["DeepseekV3ForCausalLM"], "n_group": 5},
+            "n_group=5 must divide the 64 experts",
+        ),
+        ({"model_type": "qwen3_moe", "decoder_sparse_step": 0}, "decoder_sparse_step=0 must be"),
+        ({"model_type": "mixtral", "num_experts_per_tok": 9}, "must be from 1 to the 8 experts"),
         (
             {**LLAMA_31_8B, "rope_scaling": {"type": "banana", "factor": 4.0}},
             "rope_type='banana' is not supported",

@@ -236,3 +236,19 @@ def expected_normal(key: str, index: int) -> float:
     total = sum((z >> shift) & 0xFFFF for shift in (0, 16, 32, 48))
     std = (4 * ((1 << 32) - 1) / 12) ** 0.5
     return (total - 2 * 65535) / std
+
+
+def test_layers_for_more_tokens_at_once_are_left_out(tmp_path: Path) -> None:
+    """DeepSeek-V3's checkpoints have them behind the last; others are missed nowhere."""
+    folder = make_tiny("deepseek-v3", tmp_path, num_nextn_predict_layers=0)
+    config = json.loads((folder / "config.json").read_text())
+    tensors = load_file(folder / "model.safetensors")
+    behind = f"model.layers.{config['num_hidden_layers']}."
+    for name in ("eh_proj.weight", "enorm.weight", "mlp.experts.0.up_proj.weight"):
+        tensors[behind + name] = torch.zeros(4, 4)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"no place for these tensors .*layers\.3\.eh_proj"):
+        load(folder)
+    config["num_nextn_predict_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    load(folder)

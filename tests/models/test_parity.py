@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.dense_model import dense_attend, our_logits
-from support.tiny_models import make_tiny
+from support.tiny_models import YARN_ROPE, make_tiny
 
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.norm.ops import Norm
@@ -45,7 +45,29 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2-moe": ("qwen2-moe", {}),
     "qwen2-moe-normalized": ("qwen2-moe", {"norm_topk_prob": True, "mlp_only_layers": []}),
     "qwen3-moe": ("qwen3-moe", {"tie_word_embeddings": True}),
+    "qwen2-yarn": ("qwen2", {"rope_parameters": {**YARN_ROPE, "beta_fast": 4.0, "beta_slow": 1.5}}),
+    "deepseek-v2": ("deepseek-v2", {}),
+    "deepseek-v2-greedy": ("deepseek-v2", {"topk_method": "greedy", "q_lora_rank": 20}),
+    "deepseek-v3": ("deepseek-v3", {}),
+    "deepseek-v3-halves": (
+        "deepseek-v3",
+        {"rope_interleave": False, "attention_bias": True, "rope_parameters": YARN_ROPE},
+    ),
 }
+
+SAMPLE = {
+    "llama3-biases",
+    "mistral",
+    "qwen2-yarn",
+    "qwen3-tied",
+    "qwen2-moe",
+    "deepseek-v2",
+    "deepseek-v3-halves",
+}
+each_case = pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=[] if case in SAMPLE else pytest.mark.slow) for case in CASES],
+)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +108,7 @@ def gap(a: torch.Tensor, b: torch.Tensor) -> float:
     return (a - b).abs().max().item()
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_logits_of_every_position_equal_transformers(
     case: str, folder_of: Callable[[str], Path]
 ) -> None:
@@ -95,7 +117,7 @@ def test_logits_of_every_position_equal_transformers(
     assert gap(logits, reference_logits(folder_of(case))) < TOLERANCE
 
 
-@pytest.mark.parametrize("case", CASES)
+@each_case
 def test_greedy_tokens_equal_transformers(case: str, folder_of: Callable[[str], Path]) -> None:
     ids = start = prompt(64)
     model = load(folder_of(case))

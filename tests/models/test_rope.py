@@ -7,9 +7,26 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from pdserve.models.config import RopeSpec
+from pdserve.models.facts.rope import RopeSpec, rope_of
+from pdserve.models.hf_config import HfConfig, RopeParameters
 from pdserve.models.rope import rope_tables
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 4.0,
+    "original_max_position_embeddings": 4096,
+}
+DEEPSEEK_YARN = {
+    **YARN,
+    "rope_theta": 1e4,
+    "factor": 40.0,
+    "beta_fast": 24,
+    "beta_slow": 2,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.707,
+    "truncate": False,
+}
 LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
@@ -30,8 +47,10 @@ LLAMA31 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             },
             RopeSpec(theta=5e5, kind="llama3", original_max_position=8192, **LLAMA31),
         ),
+        (YARN, rope_of(HfConfig(rope_parameters=RopeParameters(**YARN)))),
+        (DEEPSEEK_YARN, rope_of(HfConfig(rope_parameters=RopeParameters(**DEEPSEEK_YARN)))),
     ],
-    ids=["default", "linear", "llama3"],
+    ids=["default", "linear", "llama3", "yarn", "yarn of DeepSeek"],
 )
 def test_tables_equal_transformers(theirs: dict[str, Any], ours: RopeSpec) -> None:
     num_positions = 20000

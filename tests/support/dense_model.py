@@ -2,7 +2,7 @@
 
 import torch
 
-from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
 from pdserve.kernels.kv.reference import apply_rope
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import Attend, RopeTables, StepContext
@@ -33,8 +33,31 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
     return attend
 
 
+def dense_attend_latent(
+    layer: int,
+    spec: LatentAttentionSpec,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    heads: LatentHeads,
+    rope: RopeTables,
+) -> torch.Tensor:
+    """As it is written: every head has keys and values of its own, made of the latents."""
+    nope, rotated = q.split((spec.nope_dim, spec.rope_dim), 2)
+    latent, shared = latent.split((latent.shape[1] - spec.rope_dim, spec.rope_dim), 1)
+    if spec.is_interleaved:
+        rotated, shared = (torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (rotated, shared))
+    positions = torch.arange(len(q), device=q.device)
+    rotated, shared_heads = apply_rope(rotated, shared[:, None], *rope, positions)
+    own = torch.einsum("qhd,khd->hqk", nope, torch.einsum("tr,hdr->thd", latent, heads.keys))
+    common = torch.einsum("qhd,kd->hqk", rotated, shared_heads[:, 0])
+    hidden = positions[None, :] > positions[:, None]
+    scores = ((own + common) * spec.attends.scale).masked_fill(hidden, -torch.inf)
+    values = torch.einsum("tr,hdr->thd", latent, heads.values)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1), values)
+
+
 def our_logits(model: CausalLM, ids: torch.Tensor, attend: Attend | None = None) -> torch.Tensor:
     """Of every position of one sequence."""
-    step = StepContext(attend or dense_attend())
+    step = StepContext(attend or dense_attend(), attend_latent=dense_attend_latent)
     with torch.inference_mode():
         return model.logits(model.hidden(model.forward(model.embed(ids, step), step)))

@@ -32,6 +32,24 @@ SHAPE = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "mscale": 0.9,
+    "mscale_all_dim": 0.7,
+    "original_max_position_embeddings": 64,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama2": ("llama", {"num_key_value_heads": 4}),
     "llama3": ("llama", {"rope_parameters": LLAMA3_ROPE}),
@@ -60,6 +78,32 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "decoder_sparse_step": 2,
         },
     ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            **LATENT,
+            "q_lora_rank": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "topk_method": "group_limited_greedy",
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 2.0,
+            "rope_parameters": YARN_ROPE,
+        },
+    ),
+    "deepseek-v3": (
+        "deepseek_v3",
+        {
+            **LATENT,
+            "q_lora_rank": 24,
+            "n_routed_experts": 12,
+            "num_experts_per_tok": 4,
+            "n_group": 3,
+            "topk_group": 2,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
 }
 
 
@@ -78,5 +122,8 @@ def make_tiny(
         for name, parameter in model.named_parameters():
             mean = 1.0 if name.endswith("norm.weight") else 0.0
             parameter.normal_(mean, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.2, generator=generator)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return Path(path)

@@ -1,4 +1,4 @@
-"""Mixtures of experts, split: the tokens of one engine."""
+"""Mixtures of experts and attention over latents, split: the tokens of one engine."""
 
 from pathlib import Path
 
@@ -20,14 +20,18 @@ LENGTHS = (1, 31, 64, 203)
     "family",
     [
         "qwen2-moe",
+        "deepseek-v2",
+        pytest.param("deepseek-v3", marks=pytest.mark.slow),
         pytest.param("mixtral", marks=pytest.mark.slow),
         pytest.param("qwen3-moe", marks=pytest.mark.slow),
     ],
 )
-def test_split_equals_one_engine(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("d_block_size", [16, 64])
+def test_split_equals_one_engine(family: str, d_block_size: int, tmp_path: Path) -> None:
     folder = make_tiny(family, tmp_path, seed=3)
     engine = LLM(str(folder), tokenizer=False, num_kv_blocks=128, device="cpu")
-    pair = Pair(folder)
+    ring = 8 * 128 * engine.engine.layout.token_bytes
+    pair = Pair(folder, d={"block_size": d_block_size}, staging_bytes=ring)
     try:
         for sampling in (GREEDY, SAMPLED):
             for length in LENGTHS:

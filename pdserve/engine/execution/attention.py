@@ -12,7 +12,14 @@ from torch import Tensor
 
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
-from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+from pdserve.kernels.attention.latent import into_latent, out_of_latent
+from pdserve.kernels.attention.spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LatentHeads,
+    Paged,
+    Prefills,
+)
 from pdserve.kernels.ops import Ops
 
 
@@ -72,13 +79,43 @@ class PagedAttention:
         q, k = self._ops.kv.rope_write_kv(
             q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping
         )
+        return self._attend(spec, q, k, v, kv)
+
+    def latent(
+        self,
+        layer: int,
+        spec: LatentAttentionSpec,
+        q: Tensor,
+        latent: Tensor,
+        heads: LatentHeads,
+        rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """See models.step_context.AttendLatent. All rows go into the latent's space and come out of
+        it together, so that on CPU their bits do not depend on which of them decode."""
+        kv = self._layers[layer]
+        nope, rotated = q.split((spec.nope_dim, spec.rope_dim), 2)
+        rotated, latent = self._ops.kv.rope_write_latent(
+            rotated,
+            latent,
+            *rope,
+            self._batch.positions,
+            kv,
+            self._batch.slot_mapping,
+            spec.is_interleaved,
+        )
+        queries = torch.cat((into_latent(nope, heads), rotated), 2)
+        k = latent[:, None]
+        out = self._attend(spec.attends, queries, k, k[:, :, : spec.attends.out_width], kv)
+        return out_of_latent(out, heads)
+
+    def _attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
         num = self._num_decodes
         attention = self._ops.attention
         if num == len(q):
             return attention.decode(q, kv, self._decodes, spec)
         if num == 0:
             return attention.prefill(q, k, v, kv, self._prefills, spec)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = q.new_empty(*q.shape[:2], spec.out_width)
         attention.decode(q[:num], kv, self._decodes, spec, out[:num])
         attention.prefill(q[num:], k[num:], v[num:], kv, self._prefills, spec, out[num:])
         return out

@@ -157,7 +157,8 @@ class ModelRunner:
         attend = PagedAttention(self.kv_cache, self.ops, batch)
         # the null block's rows are padding
         live = slot_mapping >= self.block_size if self.model.spec.experts else None
-        return self._hidden(ids, StepContext(attend, arrays.positions, live=live))
+        step = StepContext(attend, arrays.positions, live=live, attend_latent=attend.latent)
+        return self._hidden(ids, step)
 
     def _hidden(self, ids: Tensor, step: StepContext) -> Tensor:
         return self.model.hidden(self.model.forward(self.model.embed(ids, step), step))

@@ -9,9 +9,9 @@ from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 
 
 class AttentionOps(Protocol):
-    """kv: one layer `[num_blocks, Hk, 2, block_size, D]` of the KV cache, which holds the step's
-    own rows already. What is returned is `out` if given, of q's shape and contiguous: so the parts
-    of a mixed step need not be joined.
+    """kv: one layer `[num_blocks, Hk, planes, block_size, D]` of the KV cache, which holds the
+    step's own rows already. What is returned is `out` if given, `[..., spec.out_width]` and
+    contiguous: so the parts of a mixed step need not be joined.
     """
 
     def decode(

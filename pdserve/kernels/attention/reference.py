@@ -44,7 +44,9 @@ def paged_prefill(
     lens = Ints.of(paged.context_lens)
     starts = Ints.of(prefills.query_starts)
     tables = rows_in_use(paged.tables, paged.rows, lens, kv.shape[3])
-    out = torch.zeros(q.shape, dtype=q.dtype, device=q.device) if out is None else out.zero_()
+    if out is None:
+        out = q.new_empty(*q.shape[:2], spec.out_width)
+    out.zero_()
     batches = plan_tiles(
         tables, lens, starts, q.shape[1], kv.shape, kv.stride(), q.device, spec.window
     )

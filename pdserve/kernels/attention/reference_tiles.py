@@ -58,7 +58,7 @@ class _Tile(NamedTuple):
 
     def num_scores(self, group: int, head_dim: int) -> int:
         """Scores that the tile computes in each KV head when it is a batch of its own."""
-        rows = _round_up(self.num_queries * group, _exact_rows(head_dim))
+        rows = _round_up(self.num_queries * group, _exact_rows(head_dim, head_dim))
         return rows * _round_up(self.position + self.num_queries, KV_CHUNK)
 
 
@@ -68,8 +68,8 @@ class _Batch:
     head).
 
     rows: rows of q, int64 [n * P]; a shorter tile has its last query several times. kv_rows: rows
-    of _rows_of(kv), int64 [2 * n * Hk * L / block_size]. Every query of the batch sees the keys
-    before `tail`. Of those from there on, `written` [n, 1, L - tail, 1] has -1 (all bits) for those
+    of _rows_of(kv), int64 [planes * n * Hk * L / block_size]. Every query sees the keys before
+    `tail`. Of those from there on, `written` [n, 1, L - tail, 1] has -1 (all bits) for those
     in the context and in some query's window, else 0, and `bias` [n, 1, P * G, L - tail] 0 for
     those that a query sees, else MASKED.
     """
@@ -174,34 +174,36 @@ def _make_batch(
 
 
 def attend(q: Tensor, kv: Tensor, batch: _Batch, spec: AttentionSpec) -> Tensor:
-    """Attention of the batch's queries q [n * P, Hq, D]; returns the same shape in float32."""
+    """Attention of the batch's queries q [n * P, Hq, D]; returns [n * P, Hq, out_width] in
+    float32."""
     (_, num_heads, head_dim) = q.shape
-    num_kv_heads = kv.shape[1]
+    num_kv_heads, planes = kv.shape[1:3]
     n = batch.num_tiles
     group = num_heads // num_kv_heads
-    rows_kv = (
-        _rows_of(kv).index_select(0, batch.kv_rows).float().view(2, n, num_kv_heads, -1, head_dim)
-    )
+    rows_kv = _rows_of(kv).index_select(0, batch.kv_rows).float()
+    rows_kv = rows_kv.view(planes, n, num_kv_heads, -1, head_dim)
     # Unwritten rows may hold NaN, which neither a bias nor a probability of 0 removes. Clearing
     # their bits is several times faster than masked_fill_ or where.
     rows_kv[:, :, :, batch.tail :].view(torch.int32).bitwise_and_(batch.written)
-    keys, values = rows_kv.flatten(1, 2)  # each [n * Hk, L, D]
+    stored = rows_kv.flatten(1, 2)  # each plane [n * Hk, L, D]
+    keys, values = stored[0], stored[-1, :, :, : spec.out_width]
 
     queries = (q.float() * spec.scale).view(n, -1, num_kv_heads, group, head_dim).transpose(1, 2)
     queries = queries.reshape(n * num_kv_heads, -1, head_dim)  # [n * Hk, P * G, D]
     num_rows = queries.shape[1]
-    exact_rows = _exact_rows(head_dim)
+    exact_rows = _exact_rows(head_dim, spec.out_width)
     scores = torch.bmm(_pad_rows(queries, exact_rows), keys.transpose(1, 2))[:, :num_rows]
     if spec.soft_cap is not None:
         scores = torch.tanh(scores / spec.soft_cap) * spec.soft_cap
     scores.view(n, num_kv_heads, num_rows, -1)[..., batch.tail :].add_(batch.bias)
     probs = _pad_rows(torch.softmax(scores, dim=-1), exact_rows)
-    out = torch.zeros_like(queries)
+    out = queries.new_zeros(*queries.shape[:2], spec.out_width)
     for chunk_probs, chunk_values in zip(
         probs.split(KV_CHUNK, dim=2), values.split(KV_CHUNK, dim=1), strict=True
     ):
         out += torch.bmm(chunk_probs, chunk_values)[:, :num_rows]
-    return out.view(n, num_kv_heads, -1, group, head_dim).transpose(1, 2).reshape(q.shape)
+    heads = out.view(n, num_kv_heads, -1, group, spec.out_width).transpose(1, 2)
+    return heads.reshape(*q.shape[:2], spec.out_width)
 
 
 def _round_up(number: int, multiple: int) -> int:
@@ -214,7 +216,7 @@ def _pad_rows(x: Tensor, multiple: int) -> Tensor:
 
 
 @lru_cache
-def _exact_rows(head_dim: int) -> int:
+def _exact_rows(head_dim: int, value_width: int) -> int:
     """The fewest rows, of 4, 8 and 16, whose float32 bmm gives every row the bits it has among
     many, on this CPU.
 
@@ -225,24 +227,30 @@ def _exact_rows(head_dim: int) -> int:
     """
     generator = torch.Generator().manual_seed(0)
     for rows in (4, 8):
-        if all(_rows_agree(rows, head_dim, num_keys, generator) for num_keys in (64, 192, 320)):
+        if all(
+            _rows_agree(rows, head_dim, value_width, num_keys, generator)
+            for num_keys in (64, 192, 320)
+        ):
             return rows
     return ROW_MULTIPLE
 
 
-def _rows_agree(rows: int, head_dim: int, num_keys: int, generator: torch.Generator) -> bool:
+def _rows_agree(
+    rows: int, head_dim: int, value_width: int, num_keys: int, generator: torch.Generator
+) -> bool:
     many = torch.randn(3, 64, head_dim, generator=generator)
     keys = torch.randn(3, num_keys, head_dim, generator=generator)
     probs = torch.randn(3, 64, KV_CHUNK, generator=generator)
     scores = torch.bmm(many, keys.transpose(1, 2))
-    values = torch.bmm(probs, keys[:, :KV_CHUNK])
+    kept = keys[:, :KV_CHUNK, :value_width]
+    values = torch.bmm(probs, kept)
     return all(
         torch.equal(
             torch.bmm(many[:, at : at + rows].contiguous(), keys.transpose(1, 2)),
             scores[:, at : at + rows],
         )
         and torch.equal(
-            torch.bmm(probs[:, at : at + rows].contiguous(), keys[:, :KV_CHUNK]),
+            torch.bmm(probs[:, at : at + rows].contiguous(), kept),
             values[:, at : at + rows],
         )
         for at in (0, 5, 48)
@@ -255,16 +263,17 @@ def _rows_of(kv: Tensor) -> Tensor:
 
     index_select of such rows is three times faster than indexing `kv` by (block, head).
     """
-    num_blocks, num_kv_heads, _, block_size, head_dim = kv.shape
+    num_blocks, num_kv_heads, planes, block_size, head_dim = kv.shape
     width = block_size * head_dim
-    num_rows = ((num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)) // width + 2
+    before = (num_blocks - 1) * kv.stride(0) + (num_kv_heads - 1) * kv.stride(1)
+    num_rows = before // width + planes
     return kv.as_strided((num_rows, width), (width, 1))
 
 
 def _kv_rows(blocks: np.ndarray, kv_shape: torch.Size, kv_strides: tuple[int, ...]) -> np.ndarray:
-    """Rows of _rows_of(kv) that hold K, then V, of `blocks` [n, b], head by head: int64 [2 * n * Hk
-    * b]."""
-    _, num_kv_heads, _, block_size, head_dim = kv_shape
+    """Rows of _rows_of(kv) that hold K, then V if it has a plane, of `blocks` [n, b], head by head:
+    int64 [planes * n * Hk * b]."""
+    _, num_kv_heads, num_planes, block_size, head_dim = kv_shape
     width = block_size * head_dim
     if kv_strides[2:] != (width, head_dim, 1) or kv_strides[0] % width or kv_strides[1] % width:
         raise ValueError(
@@ -276,5 +285,5 @@ def _kv_rows(blocks: np.ndarray, kv_shape: torch.Size, kv_strides: tuple[int, ..
             f"block_size must be 16, 32, 64 or 128 for the CPU attention, not {block_size}"
         )
     heads = np.arange(num_kv_heads)[:, None] * (kv_strides[1] // width)
-    planes = np.arange(2)[:, None, None, None]
+    planes = np.arange(num_planes)[:, None, None, None]
     return ((blocks * (kv_strides[0] // width))[:, None] + heads + planes).ravel()

@@ -7,13 +7,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+MAX_GROUP = 64
+MAX_LATENT_GROUP = 128
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
     """How one layer attends. scale: of the scores, above 0. window: a query sees its own position
     and window - 1 before it; None: all. soft_cap: scaled scores s become soft_cap * tanh(s /
-    soft_cap); None: they stay. first_kv_head: of the layer's KV heads, which these begin with; no
-    kernel looks at it.
+    soft_cap); None: they stay. value_width: values are the first so many columns of the keys' rows,
+    which are stored alone; None: they have rows of their own. first_kv_head: of the layer's KV
+    heads, which these begin with; no kernel looks at it.
     """
 
     num_heads: int
@@ -22,6 +26,7 @@ class AttentionSpec:
     scale: float
     window: int | None = None
     soft_cap: float | None = None
+    value_width: int | None = None
     first_kv_head: int = 0
 
     def __post_init__(self) -> None:
@@ -30,10 +35,15 @@ class AttentionSpec:
                 f"scale must be above 0, not {self.scale}: the softmax subtracts its maximum "
                 "before it scales"
             )
-        if self.num_heads % self.num_kv_heads or self.num_heads // self.num_kv_heads > 64:
+        most = MAX_GROUP if self.value_width is None else MAX_LATENT_GROUP
+        if self.num_heads % self.num_kv_heads or self.num_heads // self.num_kv_heads > most:
             raise ValueError(
-                f"num_heads must be 1 to 64 for each of the {self.num_kv_heads} KV heads, not "
+                f"num_heads must be 1 to {most} for each of the {self.num_kv_heads} KV heads, not "
                 f"{self.num_heads} in all"
+            )
+        if self.value_width is not None and not 1 <= self.value_width <= self.head_dim:
+            raise ValueError(
+                f"value_width must be from 1 to head_dim {self.head_dim}, not {self.value_width}"
             )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, or None, not {self.window}")
@@ -42,17 +52,49 @@ class AttentionSpec:
 
     @property
     def planes(self) -> int:
-        """Rows that a token stores for each KV head: K and V."""
-        return 2
+        """Rows that a token stores for each KV head: K and V, or one that is both."""
+        return 2 if self.value_width is None else 1
 
     @property
     def row_width(self) -> int:
         return self.head_dim
 
     @property
+    def out_width(self) -> int:
+        """Of what a query head gets."""
+        return self.head_dim if self.value_width is None else self.value_width
+
+    @property
     def is_plain(self) -> bool:
         """Whether every query sees all keys up to its own, by scaled scores alone."""
         return self.window is None and self.soft_cap is None
+
+
+@dataclass(frozen=True)
+class LatentAttentionSpec:
+    """How a layer attends over latents. attends: in the latent's space, where a query head and the
+    latent have `head_dim` columns: first the latent's own (`attends.value_width`), then those that
+    are rotated. nope_dim, v_dim: of a head outside of it. is_interleaved: neighbours are rotated
+    together, not halves."""
+
+    attends: AttentionSpec
+    nope_dim: int
+    v_dim: int
+    is_interleaved: bool
+
+    @property
+    def rope_dim(self) -> int:
+        assert self.attends.value_width is not None
+        return self.attends.head_dim - self.attends.value_width
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """What heads make of a latent of `rank` columns: keys `[H, nope_dim, rank]`, values `[H, v_dim,
+    rank]`."""
+
+    keys: Tensor
+    values: Tensor
 
 
 @dataclass(frozen=True)

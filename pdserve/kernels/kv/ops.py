@@ -22,6 +22,21 @@ class KVOps(Protocol):
         more."""
         ...
 
+    def rope_write_latent(
+        self,
+        q: Tensor,
+        latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        positions: Tensor,
+        kv: Tensor,
+        slot_mapping: Tensor,
+        is_interleaved: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Writes into kv, and may rotate in place: use the returned q and latent, and the given
+        ones no more."""
+        ...
+
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None: ...
 
     def repack(

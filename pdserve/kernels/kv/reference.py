@@ -51,6 +51,32 @@ def rope_write_kv(
     return q, k
 
 
+def rope_write_latent(
+    q: Tensor,
+    latent: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    is_interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotates q [T, H, R] and the last R columns of latent [T, W], and writes the latter's rows
+    into one layer's `kv` [num_blocks, 1, 1, block_size, W] (see write_kv); returns both.
+
+    is_interleaved: columns 2i and 2i + 1 are a pair, which come out as columns i and R / 2 + i.
+    """
+    width = latent.shape[1] - q.shape[2]
+    k = latent[:, None, width:]
+    if is_interleaved:
+        q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in (q, k))
+    q, k = apply_rope(q, k, cos, sin, positions)
+    latent = torch.cat((latent[:, :width], k[:, 0]), dim=1)
+    block_size = kv.shape[3]
+    kv[slot_mapping // block_size, 0, 0, slot_mapping % block_size] = latent
+    return q, latent
+
+
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:
     """Copies whole blocks of `kv_cache` [num_blocks, ...] from `src` to `dst` (int64 [N]); no block
     may be in both."""

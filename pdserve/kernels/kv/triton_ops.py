@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
+from pdserve.kernels.kv.latent_rows import launch_rope_write_latent
 from pdserve.kernels.kv.repack import launch_repack
 from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows
 
@@ -24,6 +25,27 @@ def rope_write_kv(
     if q.numel():
         launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slot_mapping)
     return q, k
+
+
+def rope_write_latent(
+    q: Tensor,
+    latent: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    kv: Tensor,
+    slot_mapping: Tensor,
+    is_interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """reference.rope_write_latent."""
+    check_rows(q=q, latent=latent)
+    check_kv(kv)
+    check_ids(positions=positions, slot_mapping=slot_mapping)
+    if not q.numel():
+        return q, latent
+    return launch_rope_write_latent(
+        q, latent, cos, sin, positions, kv, slot_mapping, is_interleaved
+    )
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:

@@ -23,6 +23,7 @@ from pdserve.models.config import ModelSpec
 from pdserve.models.layers.attention import Attention
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.embedding import Embedding, Head
+from pdserve.models.layers.latent_attention import LatentAttention
 from pdserve.models.layers.mlp import GatedMlp
 from pdserve.models.layers.norm import RmsNorm
 from pdserve.models.rope import rope_tables
@@ -41,9 +42,15 @@ class Layer:
         module = f"model.layers.{layer}"
         width = context.spec.hidden_size
         norm = RmsNorm(context, f"{module}.input_layernorm", width)
-        self.attention = Attention(context, layer, f"{module}.self_attn", rope, norm)
+        self.attention = self.make_attention(context, layer, rope, norm)
         norm = RmsNorm(context, f"{module}.post_attention_layernorm", width)
         self._mlp = self.make_mlp(context, layer, norm)
+
+    def make_attention(
+        self, context: LayerContext, layer: int, rope: RopeTables, norm: RmsNorm
+    ) -> Attention | LatentAttention:
+        """norm: of the stream, before it."""
+        return Attention(context, layer, f"model.layers.{layer}.self_attn", rope, norm)
 
     def make_mlp(self, context: LayerContext, layer: int, norm: RmsNorm) -> Mlp:
         """norm: of the stream, before it."""

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.experts.ops import Experts, Router
-from pdserve.kernels.linear.matrix import WHOLE, Matrix, Shard
 from pdserve.kernels.linear.schemes.scheme import TensorSpec
-from pdserve.models.expert_spec import ExpertSpec
+from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.layers.context import LayerContext
-from pdserve.models.layers.linear import Linear, row_shard
+from pdserve.models.layers.linear import Linear, Stack, row_shard
 from pdserve.models.layers.mlp import GatedMlp
 from pdserve.models.layers.norm import RmsNorm
 from pdserve.models.step_context import StepContext
@@ -110,38 +109,11 @@ class _ExpertWeights:
             for expert in experts
             for name in (names.gate, names.up)
         ]
-        self._gate_up = _Stack(context, wide, len(experts), hidden)
+        self._gate_up = Stack(context, wide, len(experts), hidden)
         narrow = [Part(f"{expert}.{names.down}", hidden) for expert in experts]
         size = spec.size // dims.tp
-        self._down = _Stack(context, narrow, len(experts), size, row_shard(context))
+        self._down = Stack(context, narrow, len(experts), size, row_shard(context))
 
     @property
     def value(self) -> Experts:
         return Experts(self._gate_up.value, self._down.value, self._activation)
-
-
-class _Stack:
-    """Matrices of one shape. value: with data `[count, rows, num_inputs]`, of what this rank
-    has."""
-
-    value: Matrix
-
-    def __init__(
-        self,
-        context: LayerContext,
-        parts: list[Part],
-        count: int,
-        num_inputs: int,
-        shard: Shard = WHOLE,
-    ) -> None:
-        self._count = count
-        self._shard = shard
-        weights = context.weights
-        rows = sum(part.num_held for part in parts)
-        specs = {"weight": TensorSpec((rows, num_inputs), weights.dtype, out_axis=0, in_axis=1)}
-        inits: dict[str, Init] = {"weight": "matrix"}
-        weights.add(Weight(parts, specs, inits, weights.device, self._finish, shard))
-
-    def _finish(self, tensors: Mapping[str, Tensor]) -> None:
-        data = tensors["weight"].unflatten(0, (self._count, -1))
-        self.value = Matrix(data, shard=self._shard)

@@ -79,6 +79,33 @@ class Linear:
         self.matrix = self._scheme.finish(held, bias, self._shard)
 
 
+class Stack:
+    """Matrices of one shape. value: with data `[count, rows, num_inputs]`, of what this rank
+    has."""
+
+    value: Matrix
+
+    def __init__(
+        self,
+        context: LayerContext,
+        parts: list[Part],
+        count: int,
+        num_inputs: int,
+        shard: Shard = WHOLE,
+    ) -> None:
+        self._count = count
+        self._shard = shard
+        weights = context.weights
+        rows = sum(part.num_held for part in parts)
+        specs = {"weight": TensorSpec((rows, num_inputs), weights.dtype, out_axis=0, in_axis=1)}
+        inits: dict[str, Init] = {"weight": "matrix"}
+        weights.add(Weight(parts, specs, inits, weights.device, self._finish, shard))
+
+    def _finish(self, tensors: Mapping[str, Tensor]) -> None:
+        data = tensors["weight"].unflatten(0, (self._count, -1))
+        self.value = Matrix(data, shard=self._shard)
+
+
 def column_parts(context: LayerContext, outs: Mapping[str, int]) -> list[Part]:
     """Of modules (name -> rows) whose rows the ranks of tensor parallelism share."""
     dims = context.dims

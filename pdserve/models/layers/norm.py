@@ -11,12 +11,16 @@ from pdserve.models.weights import Init, Part, Weight
 
 
 class RmsNorm:
-    """Root-mean-square norm of rows `[width]`; every rank has all of it. value: what ops take."""
+    """Root-mean-square norm of rows `[width]`; every rank has all of it. eps: by default the
+    model's. value: what ops take."""
 
     value: Norm
 
-    def __init__(self, context: LayerContext, module: str, width: int) -> None:
+    def __init__(
+        self, context: LayerContext, module: str, width: int, eps: float | None = None
+    ) -> None:
         self._context = context
+        self._eps = context.spec.rms_eps if eps is None else eps
         weights = context.weights
         specs = {"weight": TensorSpec((width,), weights.dtype, out_axis=0)}
         init: Init = "zeros" if context.spec.plus_one_norms else "ones"
@@ -28,4 +32,4 @@ class RmsNorm:
 
     def _finish(self, tensors: Mapping[str, Tensor]) -> None:
         spec = self._context.spec
-        self.value = Norm(tensors["weight"], spec.rms_eps, spec.plus_one_norms)
+        self.value = Norm(tensors["weight"], self._eps, spec.plus_one_norms)

@@ -1,6 +1,6 @@
 """ExpertSpec: the facts of a model's mixtures of experts, as each family's config.json says them.
 
-Torch-free. Part of a ModelSpec; made by the rows of models/families.py.
+Made by the rows of models/families.py.
 """
 
 from pydantic import BaseModel, ConfigDict
@@ -45,6 +45,68 @@ def qwen_experts(config: HfConfig) -> ExpertSpec:
         has_shared_gate=shared_size > 0,
         dense_layers=tuple(i for i in range(num_layers) if i in only or (i + 1) % step),
     )
+
+
+def deepseek_v2_experts(config: HfConfig) -> ExpertSpec:
+    """norm_topk_prob is refused: the authors' code then leaves out the scaling, transformers takes
+    no notice of it."""
+    if config.norm_topk_prob:
+        raise ValueError("norm_topk_prob=true is not supported in DeepSeek V2: codes differ in it")
+    _check("scoring_func", config.scoring_func, "softmax")
+    _check("topk_method", config.topk_method, "greedy", "group_limited_greedy")
+    groups = (1, 1) if config.topk_method != "group_limited_greedy" else _groups(config)
+    routing = Routing(
+        _num_experts(config),
+        _top_k(config),
+        scaling=config.routed_scaling_factor,
+        num_groups=groups[0],
+        top_groups=groups[1],
+    )
+    return _deepseek(config, routing, has_bias=False)
+
+
+def deepseek_v3_experts(config: HfConfig) -> ExpertSpec:
+    _check("scoring_func", config.scoring_func, "sigmoid")
+    _check("topk_method", config.topk_method, "noaux_tc")
+    num_groups, top_groups = _groups(config)
+    routing = Routing(
+        _num_experts(config),
+        _top_k(config),
+        scoring="sigmoid",
+        normalize=config.norm_topk_prob,
+        scaling=config.routed_scaling_factor,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        group_score="top2",
+    )
+    return _deepseek(config, routing, has_bias=True)
+
+
+def _deepseek(config: HfConfig, routing: Routing, has_bias: bool) -> ExpertSpec:
+    if config.moe_layer_freq not in (None, 1):
+        raise ValueError(f"moe_layer_freq={config.moe_layer_freq} is not supported: only 1 is")
+    size = _size(config)
+    return ExpertSpec(
+        routing=routing,
+        size=size,
+        shared_size=size * (config.n_shared_experts or 0),
+        has_bias=has_bias,
+        dense_layers=tuple(range(config.first_k_dense_replace)),
+    )
+
+
+def _check(name: str, said: str | None, *known: str) -> None:
+    if said is not None and said not in known:
+        raise ValueError(f"{name}={said!r} is not supported: only {' and '.join(known)}")
+
+
+def _groups(config: HfConfig) -> tuple[int, int]:
+    if config.n_group is None or config.topk_group is None:
+        raise ValueError(
+            f"n_group={config.n_group} and topk_group={config.topk_group} must be numbers: the "
+            "router chooses among groups"
+        )
+    return config.n_group, config.topk_group
 
 
 def _num_experts(config: HfConfig) -> int:
