@@ -7,20 +7,27 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parent.parent
 LIMIT_S = 300.0
+SHARED_BYTES = 227 << 10  # of a program on Hopper
 
 
 def ptx(
-    kernel: str, constants: dict[str, Any], kinds: dict[str, str], num_warps: int, **options: Any
+    kernel: str,
+    constants: dict[str, Any],
+    kinds: dict[str, str],
+    num_warps: int,
+    multiples: Sequence[str] = (),
 ) -> str:
     """kernel: "module:name", for Hopper. kinds: Triton's types of arguments; a pointer is *i32, a
-    number i32, unless said. AssertionError with the compiler's words when it does not compile."""
+    number i32, unless said. multiples: numbers that are known to be multiples of 16, as pointers
+    are. AssertionError with the compiler's words when it does not compile."""
     task = {"kernel": kernel, "constants": constants, "kinds": kinds}
-    task["options"] = {"num_warps": num_warps, **options}
+    task |= {"multiples": list(multiples), "options": {"num_warps": num_warps}}
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     paths = [str(TESTS.parent), str(TESTS)]
     ran = subprocess.run(
@@ -51,10 +58,12 @@ def _compile(task: dict[str, Any]) -> str:
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, name in enumerate(kernel.arg_names)
-        if signature[name].startswith("*")
+        if signature[name].startswith("*") or name in task["multiples"]
     }
     source = ASTSource(kernel, signature, constants, aligned)
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=task["options"])
+    shared = made.metadata.shared
+    assert shared <= SHARED_BYTES, f"{shared} bytes of shared memory, a program has {SHARED_BYTES}"
     return str(made.asm["ptx"])
 
 

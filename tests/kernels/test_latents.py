@@ -10,12 +10,19 @@ from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
-from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
+from pdserve.kernels.attention.spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LatentHeads,
+    Paged,
+    Prefills,
+)
 from pdserve.kernels.kv import reference
 from pdserve.kernels.kv import triton_ops as triton
 from pdserve.kernels.kv.ops import KVOps
-from pdserve.kernels.ops import TORCH
+from pdserve.kernels.ops import TORCH, triton_ops
 
+TRITON = triton_ops()
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 RANK, ROPE, NOPE, VALUE, HEADS, BLOCK = 40, 8, 12, 20, 6, 16
@@ -159,3 +166,56 @@ def test_bits_do_not_depend_on_how_rows_came() -> None:
 def test_values_are_a_part_of_the_keys(value_width: int) -> None:
     with pytest.raises(ValueError, match=f"from 1 to head_dim 48, not {value_width}"):
         AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=value_width)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    ("heads", "rank", "rotated"), [(6, 40, 8), (16, 64, 16), (20, 32, 16)], ids=str
+)
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+def test_the_kernel_attends_as_its_twin(
+    kind: str, heads: int, rank: int, rotated: int, dtype: torch.dtype
+) -> None:
+    """Contexts of one part and of several, an empty one; chunks behind a prefix; padding."""
+    chance = torch.Generator().manual_seed(heads)
+    contexts = [601, 40, 1] if kind == "decode" else [75, 18, 9]
+    queries = [1, 1, 1] if kind == "decode" else [21, 18, 1]
+    width = rank + rotated
+    spec = AttentionSpec(heads, 1, width, scale=width**-0.5, value_width=rank)
+    num_blocks = sum(-(-n // BLOCK) for n in contexts) + 1
+    pool = torch.randn(num_blocks, 1, 2, 1, BLOCK, width, generator=chance).to(DEVICE, dtype)
+    pool[0] = float("nan")
+    order = torch.randperm(num_blocks - 1, generator=chance) + 1
+    each = max(-(-n // BLOCK) for n in contexts)
+    table = torch.zeros(4, each, dtype=torch.int32)
+    first = 0
+    for row, context in enumerate(contexts):
+        count = -(-context // BLOCK)
+        table[3 - row, :count] = order[first : first + count]
+        first += count
+    ids = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([3, 2, 1], contexts)]
+    paged = Paged(table.to(DEVICE), *ids, max(contexts))
+    num_tokens = sum(queries) + (5 if kind == "prefill" else 0)
+    q = torch.randn(num_tokens, heads, width + 3, generator=chance).to(DEVICE, dtype)[:, :, 3:]
+    kv = pool[:, :, 1]
+    if kind == "decode":
+        got, want = (ops.attention.decode(q, kv, paged, spec) for ops in (TRITON, TORCH))
+    else:
+        starts = torch.tensor([0, *queries], dtype=torch.int32, device=DEVICE).cumsum(0).int()
+        prefills = Prefills(paged, starts, max(queries))
+        got, want = (ops.attention.prefill(q, q, q, kv, prefills, spec) for ops in (TRITON, TORCH))
+    assert got.shape == (num_tokens, heads, rank)
+    near = 2e-6 if dtype == torch.float32 else 4e-3
+    torch.testing.assert_close(got.float(), want.float(), atol=near, rtol=0)
+    if kind == "prefill":
+        assert not got[-5:].any()
+
+
+def test_a_context_of_nothing_gets_zeros() -> None:
+    spec = AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=RANK)
+    kv = torch.full((3, 1, 1, BLOCK, RANK + ROPE), float("nan"), device=DEVICE)
+    ids = torch.zeros(2, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(2, HEADS, RANK + ROPE, device=DEVICE)
+    for longest in (16, 4096):
+        paged = Paged(torch.zeros(1, 256, dtype=torch.int32, device=DEVICE), ids, ids, longest)
+        assert not TRITON.attention.decode(q, kv, paged, spec).any()

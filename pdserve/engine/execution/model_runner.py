@@ -22,7 +22,7 @@ from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
-from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import RopeTables, StepContext
@@ -180,7 +180,7 @@ class ModelRunner:
                 self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
             return torch.zeros_like(q)
 
-        self._hidden(zeros, StepContext(attend, zeros))
+        self._hidden(zeros, StepContext(attend, zeros, attend_latent=latents_like))
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:
@@ -199,7 +199,23 @@ class ModelRunner:
             held = q.new_zeros(3, *q.shape), k.new_zeros(2, *k.shape)
             return held[0][0]
 
-        hidden = self._hidden(zeros, StepContext(attend, zeros))
+        hidden = self._hidden(zeros, StepContext(attend, zeros, attend_latent=latents_like))
         self.model.logits(hidden[:num_logits])
         torch.cuda.synchronize(self.device)
         return torch.cuda.max_memory_allocated(self.device) - before
+
+
+def latents_like(
+    layer: int,
+    spec: LatentAttentionSpec,
+    q: Tensor,
+    latent: Tensor,
+    heads: LatentHeads,
+    rope: RopeTables,
+) -> Tensor:
+    """Stands in for attention over latents, with as much memory: the queries in the latent's space,
+    and what they get there."""
+    attends = spec.attends
+    wide = q.new_empty(2, len(q), attends.num_heads, attends.head_dim)
+    held = wide, q.new_empty(len(q), attends.num_heads, attends.out_width)
+    return held[0].new_zeros(len(q), attends.num_heads, spec.v_dim)

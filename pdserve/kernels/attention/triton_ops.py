@@ -5,6 +5,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
+from pdserve.kernels.attention.latent_kernel import launch_latent
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows, num_sms
@@ -14,8 +15,11 @@ def decode(
     q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, out: Tensor | None = None
 ) -> Tensor:
     _check(q, kv, paged, spec)
-    out = _output(q, out)
+    out = _output(q, spec, out)
     if q.numel() == 0:
+        return out
+    if spec.value_width is not None:
+        launch_latent(q, kv, paged, spec, out)
         return out
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
@@ -38,6 +42,8 @@ def prefill(
     out: Tensor | None = None,
 ) -> Tensor:
     """By cuDNN where all keys are this step's rows, or but for whole pieces of them before it."""
+    if spec.value_width is not None:
+        return _latent_prefill(q, kv, prefills, spec, out)
     if spec.is_plain:
         fresh = prefills.fresh_lens
         if fresh and dense.fresh_prefill_pays(q, k, v, fresh):
@@ -46,7 +52,7 @@ def prefill(
         if prefills.prefix_len and dense.chunk_prefill_pays(
             q, k, v, prefills.prefix_len, kv.shape[3]
         ):
-            return _chunk(q, k, v, kv, prefills, spec, _output(q, out))
+            return _chunk(q, k, v, kv, prefills, spec, _output(q, spec, out))
     return paged_prefill(q, kv, prefills, spec, out)
 
 
@@ -54,7 +60,7 @@ def paged_prefill(
     q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None = None
 ) -> Tensor:
     """prefill by the paged kernel."""
-    out = _output(q, out)
+    out = _output(q, spec, out)
     if q.numel():
         _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0)
     return out
@@ -64,7 +70,7 @@ def warm_prefill(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
 ) -> None:
     """Makes cuDNN's plans, and launches what a chunk after pieces needs beside them."""
-    if not spec.is_plain:
+    if not spec.is_plain or spec.value_width is not None:
         return
     dense.warm_dense_prefill(q, k, v, spec.scale)
     num_rows = len(q)
@@ -76,7 +82,7 @@ def warm_prefill(
         )
         paged = Paged(tables, rows, lens, 2 * num_rows)
         prefills = Prefills(paged, starts, num_rows, prefix_len=num_rows)
-        _chunk(q, k, v, kv, prefills, spec, _output(q, None))
+        _chunk(q, k, v, kv, prefills, spec, _output(q, spec, None))
 
 
 def _chunk(
@@ -118,13 +124,25 @@ def _launch(
     launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip)
 
 
-def _output(q: Tensor, out: Tensor | None) -> Tensor:
+def _latent_prefill(
+    q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None
+) -> Tensor:
+    _check(q, kv, prefills.paged, spec)
+    check_ids(query_starts=prefills.query_starts)
+    out = _output(q, spec, out)
+    if q.numel():
+        longest = max(prefills.max_query_len, 1)
+        launch_latent(q, kv, prefills.paged, spec, out, prefills.query_starts, longest)
+    return out
+
+
+def _output(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
+    shape = (*q.shape[:2], spec.out_width)
     if out is None:
-        return torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    if out.shape != q.shape or out.dtype != q.dtype or not out.is_contiguous():
+        return torch.empty(shape, dtype=q.dtype, device=q.device)
+    if out.shape != shape or out.dtype != q.dtype or not out.is_contiguous():
         raise ValueError(
-            f"out must be contiguous {tuple(q.shape)} of {q.dtype}, not {tuple(out.shape)} of "
-            f"{out.dtype}"
+            f"out must be contiguous {shape} of {q.dtype}, not {tuple(out.shape)} of {out.dtype}"
         )
     return out
 

@@ -38,11 +38,6 @@ class DeepSeek(Llama):
         ops: Ops,
         dims: ParallelDims,
     ) -> None:
-        if device.type != "cpu":
-            raise ValueError(
-                f"{spec.architecture} is not supported on {device.type} yet: its attention has no "
-                "GPU kernels; set engine.device to cpu"
-            )
         super().__init__(spec, dtype, device, ops, dims)
         last = spec.num_layers + spec.extra_layers
         self.weights.elsewhere += tuple(

@@ -1,0 +1,270 @@
+# mypy: allow-untyped-defs
+"""Paged attention over latents in Triton: decodes and prompts alike, in the latent's space.
+
+All heads share one row a key, which is read once for as many of them as a tile holds; its first
+RANK columns are the values, too. A row of a tile is a head of a query, so a decode of 16 heads and
+a prompt fill tiles in the same way. The keys of a decode are dealt out in equal parts to several
+programs, whose results a second kernel merges (Flash-Decoding, Dao et al. 2023). Called through
+triton_ops.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pdserve.kernels.attention.spec import AttentionSpec, Paged
+from pdserve.kernels.attention.tiles import LOG2_E, kv_rows
+from pdserve.kernels.launching.checks import num_sms
+from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
+from pdserve.kernels.launching.dot import dot
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+
+MIN_PART = 256  # keys; a smaller part costs more in the merge than it wins
+MAX_PARTS = 32
+MERGE_WARPS = 4
+
+
+@dataclass(frozen=True)
+class LatentTiles:
+    """Constants of a launch: rows (heads of queries) of a program, keys of a step."""
+
+    rows: int
+    keys: int
+    num_warps: int
+    num_stages: int
+
+
+def latent_tiles(num_rows: int, dtype: torch.dtype) -> LatentTiles:
+    """num_rows: of the longest sequence. Sums of a row are as wide as the latent, so they fill
+    the registers of a program soon."""
+    if dtype == torch.float32:
+        return LatentTiles(16, 16, 8, 1)
+    if num_rows <= 16:
+        return LatentTiles(16, 64, 4, 2)
+    return LatentTiles(64, 32, 8, 2)
+
+
+def launch_latent(
+    q: Tensor,
+    kv: Tensor,
+    paged: Paged,
+    spec: AttentionSpec,
+    out: Tensor,
+    query_starts: Tensor | None = None,
+    max_query_len: int = 1,
+) -> None:
+    """AttentionOps.decode, or prefill with query_starts, where values are a part of the keys; out
+    `[T, Hq, out_width]`, contiguous."""
+    num_tokens, num_heads, width = q.shape
+    num_seqs = len(paged.context_lens)
+    tiles = latent_tiles(max_query_len * num_heads, q.dtype)
+    num_tiles = cdiv(max_query_len * num_heads, tiles.rows)
+    parts = 1
+    if query_starts is None:
+        room = 2 * num_sms(q.device) // max(num_seqs * num_tiles, 1)
+        parts = max(min(room, cdiv(paged.longest, MIN_PART), MAX_PARTS), 1)
+    partial = maxima = sums = None
+    if parts > 1:
+        shape = (parts, num_tokens, num_heads)
+        partial = torch.empty(*shape, spec.out_width, dtype=torch.float32, device=q.device)
+        maxima = torch.empty(shape, dtype=torch.float32, device=q.device)
+        sums = torch.empty(shape, dtype=torch.float32, device=q.device)
+    constants = {
+        "RANK": spec.out_width,
+        "BLOCK_RANK": next_power_of_2(spec.out_width),
+        "PARTS": parts,
+    }
+    launch(
+        latent_kernel,
+        (num_tiles, parts, num_seqs + (query_starts is not None)),
+        (
+            q,
+            kv,
+            paged.tables,
+            paged.rows,
+            paged.context_lens,
+            query_starts,
+            out,
+            partial,
+            maxima,
+            sums,
+        ),
+        (
+            spec.scale * LOG2_E,
+            num_tokens,
+            num_heads,
+            num_seqs,
+            kv.shape[3].bit_length() - 1,
+            *q.stride()[:2],
+            kv.stride(0),
+            paged.tables.stride(0),
+        ),
+        **constants,
+        ROPE=width - spec.out_width,
+        BLOCK_ROPE=max(next_power_of_2(width - spec.out_width), 16),
+        BLOCK_M=tiles.rows,
+        BLOCK_N=tiles.keys,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **launch_options(q.device),
+    )
+    if parts > 1:
+        launch(
+            latent_merge_kernel,
+            (num_tokens, num_heads),
+            (partial, maxima, sums, out),
+            (spec.scale * LOG2_E,),
+            **constants,
+            num_warps=MERGE_WARPS,
+            **launch_options(q.device),
+        )
+
+
+@triton.jit(
+    do_not_specialize=["num_tokens", "num_heads", "num_seqs", "block_shift", "stride_table"]
+)
+def latent_kernel(
+    q_ptr,  # [T, H, RANK + ROPE]
+    kv_ptr,  # [num_blocks, 1, 1, block_size, RANK + ROPE]
+    table_ptr,  # int32 [num_slots, max_blocks]
+    table_rows_ptr,  # int32 [S]
+    context_ptr,  # int32 [S]
+    starts_ptr,  # int32 [S + 1], or None: sequence s has row s
+    out_ptr,  # [T, H, RANK], contiguous
+    partial_ptr,  # float32 [PARTS, T, H, RANK], or None
+    max_ptr,  # float32 [PARTS, T, H], or None: of unscaled scores
+    sum_ptr,  # float32 [PARTS, T, H], or None
+    scale_log2,
+    num_tokens,
+    num_heads,
+    num_seqs,
+    block_shift,
+    stride_q_token,
+    stride_q_head,
+    stride_block,
+    stride_table,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    ROPE: tl.constexpr,
+    BLOCK_ROPE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (tile of rows, part of the keys, sequence); behind the last sequence, those that
+    write zeros to padding."""
+    begin(PDL)
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    seq = tl.program_id(2)
+    ranks = tl.arange(0, BLOCK_RANK)
+    ropes = tl.arange(0, BLOCK_ROPE)
+    in_rank = (ranks < RANK)[None, :]
+    in_rope = (ropes < ROPE)[None, :]
+    width: tl.constexpr = RANK + ROPE
+
+    wait(PDL)
+    if seq < num_seqs:
+        context = tl.load(context_ptr + seq)
+        first_token = seq
+        num_queries = 1
+        if starts_ptr is not None:
+            first_token = tl.load(starts_ptr + seq)
+            num_queries = tl.load(starts_ptr + seq + 1) - first_token
+        rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        is_row = rows < num_queries * num_heads
+        if tile * BLOCK_M < num_queries * num_heads:
+            tokens = (first_token + rows // num_heads).to(tl.int64)
+            heads = rows % num_heads
+            # of what lies past the last query, any position will do
+            positions = context - num_queries + tl.minimum(rows // num_heads, num_queries - 1)
+            q_rows = q_ptr + tokens * stride_q_token + heads.to(tl.int64) * stride_q_head
+            q = tl.load(q_rows[:, None] + ranks[None, :], mask=is_row[:, None] & in_rank, other=0.0)
+            q_rope = tl.load(
+                q_rows[:, None] + RANK + ropes[None, :], mask=is_row[:, None] & in_rope, other=0.0
+            )
+            table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
+            end = tl.max(positions, 0) + 1
+            share = tl.cdiv(tl.cdiv(end, BLOCK_N), PARTS) * BLOCK_N
+            start = part * share
+            stop = tl.minimum(start + share, end)
+            acc = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
+            row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+            row_sum = tl.zeros([BLOCK_M], tl.float32)
+            for at in range(start, stop, BLOCK_N):
+                keys = at + tl.arange(0, BLOCK_N)
+                valid = keys < stop
+                offsets = kv_rows(table, keys, valid, block_shift, stride_block, width)
+                stored = kv_ptr + offsets[:, None]
+                k = tl.load(stored + ranks[None, :], mask=valid[:, None] & in_rank, other=0.0)
+                k_rope = tl.load(
+                    stored + RANK + ropes[None, :], mask=valid[:, None] & in_rope, other=0.0
+                )
+                scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                scores = dot(q_rope, tl.trans(k_rope), scores)
+                visible = valid[None, :] & (keys[None, :] <= positions[:, None])
+                scores = tl.where(visible, scores, float("-inf"))
+                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                probs = tl.exp2((scores - new_max[:, None]) * scale_log2)
+                keep = tl.exp2((row_max - new_max) * scale_log2)
+                acc = dot(probs.to(k.dtype), k, acc * keep[:, None])
+                row_sum = row_sum * keep + tl.sum(probs, 1)
+                row_max = new_max
+            mask = is_row[:, None] & in_rank
+            if PARTS == 1:
+                y = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+                out = out_ptr + (tokens * num_heads + heads)[:, None] * RANK + ranks[None, :]
+                tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+            else:
+                left = (part.to(tl.int64) * num_tokens + tokens) * num_heads + heads
+                tl.store(partial_ptr + left[:, None] * RANK + ranks[None, :], acc, mask=mask)
+                tl.store(max_ptr + left, row_max, mask=is_row)
+                tl.store(sum_ptr + left, row_sum, mask=is_row)
+    else:
+        if starts_ptr is not None:
+            padding = tl.load(starts_ptr + num_seqs)
+            for token in range(padding + tile, num_tokens, tl.num_programs(0)):
+                row = (tl.zeros([], tl.int64) + token) * num_heads
+                for head in range(num_heads):
+                    out = out_ptr + (row + head) * RANK + ranks
+                    zeros = tl.zeros([BLOCK_RANK], out_ptr.dtype.element_ty)
+                    tl.store(out, zeros, mask=ranks < RANK)
+
+
+@triton.jit
+def latent_merge_kernel(
+    partial_ptr,  # float32 [PARTS, T, H, RANK]: not divided by their sums
+    max_ptr,  # float32 [PARTS, T, H], of unscaled scores
+    sum_ptr,  # float32 [PARTS, T, H]
+    out_ptr,  # [T, H, RANK]
+    scale_log2,
+    RANK: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (token, head). Parts without keys have a maximum of -inf."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
+    ranks = tl.arange(0, BLOCK_RANK)
+    inside = ranks < RANK
+
+    wait(PDL)
+    acc = tl.zeros([BLOCK_RANK], tl.float32)
+    weight = tl.zeros([], tl.float32)
+    best = tl.full([], float("-inf"), tl.float32)
+    for part in tl.static_range(PARTS):
+        best = tl.maximum(best, tl.load(max_ptr + part * stride + row))
+    best = tl.where(best == float("-inf"), 0.0, best)
+    for part in tl.static_range(PARTS):
+        at = part * stride + row
+        share = tl.exp2((tl.load(max_ptr + at) - best) * scale_log2)
+        acc += tl.load(partial_ptr + at * RANK + ranks, mask=inside, other=0.0) * share
+        weight += tl.load(sum_ptr + at) * share
+    y = acc / tl.where(weight > 0, weight, 1.0)
+    tl.store(out_ptr + row * RANK + ranks, y.to(out_ptr.dtype.element_ty), mask=inside)

@@ -1,0 +1,114 @@
+"""The kernels of experts and of latents, compiled for a GPU that need not be there: that they
+compile, fit into shared memory, and multiply on tensor cores from loads that run ahead."""
+
+from typing import Any
+
+import pytest
+from compiled import ptx
+
+pytestmark = pytest.mark.processes
+
+ROWS = ["x", "weight", "out", "hidden", "made", "q", "kv", "latent", "q_out", "latent_out"]
+FLOATS = ["parts", "weights", "bias", "partial", "max", "sum", "cos", "sin"]
+KINDS = (
+    {f"{name}_ptr": "*bf16" for name in ROWS}
+    | {f"{name}_ptr": "*fp32" for name in FLOATS}
+    | {"live_ptr": "*u8", "load_ptr": "*i64", "slots_ptr": "*i32"}
+    | {"scaling": "fp32", "scale_log2": "fp32"}
+)
+MULTIPLES = [
+    "num_inputs",
+    "num_outputs",
+    "width",
+    "stride_x",
+    "stride_weight",
+    "stride_latent",
+    "stride_q_token",
+    "stride_q_head",
+    "stride_block",
+]
+LATENT = {"RANK": 512, "BLOCK_RANK": 512, "ROPE": 64, "BLOCK_ROPE": 64}
+# as launched for Qwen3-30B-A3B and DeepSeek-V3
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    "router": (
+        "experts.routes:router_product_kernel",
+        {"BLOCK_ROWS": 16, "BLOCK_OUT": 16, "BLOCK_IN": 128, "SPLITS": 4, "BLOCK_COUNTS": 128},
+        4,
+    ),
+    "choice": (
+        "experts.routes:choose_kernel",
+        {
+            "SPLITS": 4,
+            "NUM_GROUPS": 8,
+            "GROUP_SIZE": 32,
+            "BLOCK_GROUPS": 8,
+            "BLOCK_SIZE": 32,
+            "TOP_K": 8,
+            "BLOCK_K": 8,
+            "TOP_GROUPS": 4,
+            "SOFTMAX": False,
+            "NORMALIZE": True,
+            "BEST_TWO": True,
+        },
+        1,
+    ),
+    "few gated": (
+        "experts.few_rows:few_gated_kernel",
+        {"TOP_K": 8, "SILU": True, "BLOCK_OUT": 2, "BLOCK_IN": 1024},
+        4,
+    ),
+    "few down": (
+        "experts.few_rows:few_down_kernel",
+        {"TOP_K": 8, "ADD": True, "BLOCK_OUT": 4, "BLOCK_IN": 1024},
+        4,
+    ),
+    "many gated": (
+        "experts.many_rows:expert_product_kernel",
+        {
+            "NUM_EXPERTS": 128,
+            "BLOCK_EXPERTS": 128,
+            "SLOTS_A_ROW": 8,
+            "GATED": True,
+            "SILU": True,
+            "BLOCK_ROWS": 128,
+            "BLOCK_OUT": 64,
+            "BLOCK_IN": 64,
+            "STAGES": 3,
+        },
+        8,
+    ),
+    "latent decode": (
+        "attention.latent_kernel:latent_kernel",
+        LATENT | {"PARTS": 16, "BLOCK_M": 16, "BLOCK_N": 64, "starts_ptr": None},
+        4,
+    ),
+    "latent prefill": (
+        "attention.latent_kernel:latent_kernel",
+        LATENT | {"PARTS": 1, "BLOCK_M": 64, "BLOCK_N": 32},
+        8,
+    ),
+    "latent merge": ("attention.latent_kernel:latent_merge_kernel", LATENT | {"PARTS": 16}, 4),
+    "latent rows": (
+        "kv.latent_rows:rope_write_latent_kernel",
+        {
+            "HALF": 32,
+            "BLOCK_HALF": 32,
+            "BLOCK_HEADS": 16,
+            "RANK": 512,
+            "BLOCK_RANK": 512,
+            "INTERLEAVED": True,
+        },
+        4,
+    ),
+    "combine": ("experts.many_rows:combine_kernel", {"TOP_K": 8, "ADD": True, "BLOCK": 1024}, 4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_they_compile(case: str) -> None:
+    name, constants, num_warps = CASES[case]
+    said = ptx(f"pdserve.kernels.{name}", constants | {"PDL": True}, KINDS, num_warps, MULTIPLES)
+    assert "griddepcontrol.wait" in said
+    if "product" in name or "latent_kernel:latent_kernel" in name:
+        assert "wgmma" in said or "mma.sync" in said
+        assert "cp.async" in said
