@@ -5,14 +5,17 @@ between unlike degrees of tensor parallelism. The tokens are those of one engine
 import asyncio
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from support.hosts import Host, hosts
-from support.served import DEMO, cluster
+from support.served import DEMO, Cluster, cluster
+from support.tiny_models import make_tiny
 
 from demo.recall import recall_prompts
 from pdserve.configs.transfer import PoolConfig
@@ -21,6 +24,7 @@ from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 DEGREES = [(2, 1), (1, 2), (2, 4), (4, 2), (2, 2)]
 SAMPLE = {(2, 1), (1, 2)}
+LIKE_THE_DEMO: dict[str, Any] = {"vocab_size": 1536, "max_position_embeddings": 4096}
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 16},
     {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 12},
@@ -37,6 +41,34 @@ def prompts() -> list[str]:
 @pytest.fixture(scope="module")
 def llm() -> LLM:
     return LLM(str(DEMO), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of DeepSeek's kind that speaks the demo's tokens."""
+    folder = make_tiny("deepseek-v3", tmp_path_factory.mktemp("latents"), **LIKE_THE_DEMO)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder)
+    return folder
+
+
+async def assert_answers_of(llm: LLM, running: Cluster, prompts: list[str]) -> None:
+    """The cluster answers as one engine does."""
+    for settings in SETTINGS:
+        params = [SamplingParams(**settings, seed=seed) for seed in range(len(prompts))]
+        offline = [
+            [(c.text, c.token_ids, c.finish_reason) for c in output.outputs]
+            for output in llm.generate(prompts, params, use_tqdm=False)
+        ]
+        asked = (
+            running.complete(prompt=prompt, seed=seed, return_token_ids=True, **settings)
+            for seed, prompt in enumerate(prompts)
+        )
+        answers = await asyncio.gather(*asked)
+        assert [
+            [(c["text"], c["token_ids"], c["finish_reason"]) for c in answer["choices"]]
+            for answer in answers
+        ] == offline
 
 
 @pytest.fixture
@@ -58,24 +90,24 @@ async def test_split_over_unlike_degrees_equals_one_rank(
 ) -> None:
     """Greedy, and seeded with two choices each; long prompts are announced and come in parts."""
     async with cluster(*pd) as running:
-        for settings in SETTINGS:
-            params = [SamplingParams(**settings, seed=seed) for seed in range(len(prompts))]
-            offline = [
-                [(c.text, c.token_ids, c.finish_reason) for c in output.outputs]
-                for output in llm.generate(prompts, params, use_tqdm=False)
-            ]
-            asked = (
-                running.complete(prompt=prompt, seed=seed, return_token_ids=True, **settings)
-                for seed, prompt in enumerate(prompts)
-            )
-            answers = await asyncio.gather(*asked)
-            assert [
-                [(c["text"], c["token_ids"], c["finish_reason"]) for c in answer["choices"]]
-                for answer in answers
-            ] == offline
+        await assert_answers_of(llm, running, prompts)
         assert await running.metric("pdserve_kv_transfers_total", outcome="done") > 0
         for rank in range(1, len(pd[1].followers) + 1):
             await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
+
+
+@pytest.mark.parametrize("degrees", [(1, 2), pytest.param((2, 1), marks=pytest.mark.slow)], ids=str)
+async def test_latents_are_read_from_any_rank(
+    degrees: tuple[int, int], latents: Path, prompts: list[str]
+) -> None:
+    """Every rank stores them whole."""
+    p, d = degrees
+    llm = LLM(str(latents), device="cpu")
+    with hosts(latents, "P", "D", degrees={"P": p, "D": d}) as started:
+        async with cluster(*started) as running:
+            await assert_answers_of(llm, running, prompts)
+            for rank in range(1, d):
+                await running.until_metric("pdserve_kv_transfer_bytes_total", 1, rank=str(rank))
 
 
 @pytest.mark.parametrize("pd", [(1, 2)], indirect=True)
@@ -116,7 +148,10 @@ async def test_a_rank_that_stands_still_ends_its_engine(pd: list[Host]) -> None:
 
 
 @pytest.mark.slow
-async def test_ranks_keep_and_find_rows_in_a_pool(llm: LLM, prompts: list[str]) -> None:
+@pytest.mark.parametrize("kind", ["keys and values", "latents"])
+async def test_ranks_keep_and_find_rows_in_a_pool(
+    kind: str, latents: Path, prompts: list[str]
+) -> None:
     """What one worker of two ranks has computed another takes from the pool, as far as both of its
     ranks find it; and every rank tells what it has moved."""
     chunk = 64
@@ -128,11 +163,13 @@ async def test_ranks_keep_and_find_rows_in_a_pool(llm: LLM, prompts: list[str]) 
         "request_deadline_ms": 5000,
     }
     prompt = prompts[0]
+    model = DEMO if kind == "keys and values" else latents
+    llm = LLM(str(model), device="cpu")
     [wanted] = llm.generate([prompt], SamplingParams(temperature=0, max_tokens=16, seed=1))
     try:
         server.wait_ready()
         with hosts(
-            DEMO, "A0", "A1", degrees={"A0": 2, "A1": 2}, transfer={"pool": pool}
+            model, "A0", "A1", degrees={"A0": 2, "A1": 2}, transfer={"pool": pool}
         ) as workers:
             for worker, operation in zip(workers, ("store", "retrieve"), strict=True):
                 async with cluster(worker) as running:

@@ -168,8 +168,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def expert_load(self) -> dict[int, np.ndarray]:
-        """Of each layer that is a mixture of experts, how many tokens went to each expert so far:
-        int64 `[num_experts]`, by layer. {} for a model without experts."""
+        """Counts of the tokens that went to each expert so far, int64 `[num_experts]` for each
+        layer that is a mixture of experts. {} for a model without experts."""
         load = self.engine.expert_load
         return load.now() if load is not None else {}
 

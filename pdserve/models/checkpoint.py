@@ -135,6 +135,17 @@ def weights_digest(folder: Path) -> str:
 def _sample(file: BinaryIO, entry: TensorEntry, window: int) -> bytes:
     size = entry.end - entry.start
     if size <= WINDOWS * window:
-        return os.pread(file.fileno(), size, entry.start)
+        return _read_at(file, entry.start, size)
     starts = [entry.start + i * (size - window) // (WINDOWS - 1) for i in range(WINDOWS)]
-    return b"".join(os.pread(file.fileno(), window, start) for start in starts)
+    return b"".join(_read_at(file, start, window) for start in starts)
+
+
+def _read_at(file: BinaryIO, start: int, size: int) -> bytes:
+    """Whole, though a file system may give it in pieces. From any thread."""
+    found = b""
+    while len(found) < size:
+        piece = os.pread(file.fileno(), size - len(found), start + len(found))
+        if not piece:
+            raise ValueError(f"{file.name} was cut short while it was read")
+        found += piece
+    return found

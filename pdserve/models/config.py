@@ -42,7 +42,7 @@ class ModelSpec(BaseModel):
     and of the logits. embedding_scale: multiplies the embeddings. plus_one_norms: norms scale by 1
     + weight. quantization: config.json's quantization_config. experts: None if every layer has a
     plain MLP. latent: None for attention with keys and values of its own; otherwise num_kv_heads is
-    1 and head_dim what is rotated. extra_layers: behind the last, which the checkpoint has for
+    1 and head_dim what is rotated. extra_layers: those after the last, which the checkpoint has for
     other uses and nobody loads.
     """
 
@@ -117,8 +117,8 @@ class ModelSpec(BaseModel):
         if self.experts is None or self.experts.dense_layers:
             shared["intermediate_size"] = self.intermediate_size
         if self.experts is not None:
-            shared["experts' intermediate size"] = self.experts.size
-            shared["shared expert's intermediate size"] = self.experts.shared_size
+            shared["moe_intermediate_size"] = self.experts.size
+            shared["shared_expert_intermediate_size"] = self.experts.shared_size
         uneven = [f"{name} {size}" for name, size in shared.items() if size % degree]
         if self.num_kv_heads % degree and degree % self.num_kv_heads:
             uneven.append(f"num_key_value_heads {self.num_kv_heads}")

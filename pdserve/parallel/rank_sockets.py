@@ -1,8 +1,9 @@
 """A stream socket between rank 0 and each other rank: Unix where they share a node's files, TCP
 beyond.
 
-A TCP socket closes by itself when its other node says nothing for `SILENCE_S`. Who comes without
-the word that rank 0 gave out at the ranks' store is sent away.
+A TCP socket with nothing under way closes by itself about 15 seconds after its other node vanished;
+one that has sent in vain is ended by the step's deadline. Who comes without the word that rank 0
+gave out at the ranks' store is sent away.
 """
 
 import contextlib
@@ -21,8 +22,10 @@ from pdserve.parallel.bring_up import PHASE_DEADLINE_S, RankGroup
 HELLO = struct.Struct("=16sI")
 HELLO_S = 1.0  # for what was connected to say who it is
 LOOK_S = 0.05
-SILENCE_S = 15
+# of a path that is not there, lies in a file system that nodes share, or belongs to another's
+NOT_NEAR = (FileNotFoundError, ConnectionRefusedError, PermissionError)
 PROBE_S = 3  # whole seconds, as TCP counts
+PROBES = 4
 
 
 class RankGone(ConnectionError):
@@ -63,13 +66,17 @@ def reach(group: RankGroup, name: str) -> socket.socket:
     address = msgspec.convert(group.agree(_phase(name))[0], _Address)
     end = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        end.connect(address.path)
-    except FileNotFoundError:
+        try:
+            end.connect(address.path)
+        except NOT_NEAR:
+            end.close()
+            end = socket.create_connection((address.host, address.port), timeout=PHASE_DEADLINE_S)
+            end.settimeout(None)
+            _set_up(end)
+        end.sendall(HELLO.pack(bytes.fromhex(address.word), group.dims.rank))
+    except BaseException:
         end.close()
-        end = socket.create_connection((address.host, address.port), timeout=PHASE_DEADLINE_S)
-        end.settimeout(None)
-        _set_up(end)
-    end.sendall(HELLO.pack(bytes.fromhex(address.word), group.dims.rank))
+        raise
     return end
 
 
@@ -81,10 +88,6 @@ def _address(near: socket.socket, far: socket.socket, word: bytes) -> _Address:
 def is_near(end: socket.socket) -> bool:
     """Whether the two sides share a node."""
     return end.family == socket.AF_UNIX
-
-
-def no_step_read(rank: int, deadline_s: float) -> str:
-    return f"rank {rank} has read no step for {deadline_s:g} s"
 
 
 def read_exactly(end: socket.socket, size: int) -> bytearray:
@@ -124,10 +127,10 @@ def _accept_all(
 
 
 def _rank_of(end: socket.socket, word: bytes) -> int:
-    """-1: it is no rank of ours."""
+    """Who has connected; -1: no rank of ours."""
     end.settimeout(HELLO_S)
-    with contextlib.suppress(OSError, struct.error):
-        said, rank = HELLO.unpack(end.recv(HELLO.size, socket.MSG_WAITALL))
+    with contextlib.suppress(OSError, EOFError):
+        said, rank = HELLO.unpack(read_exactly(end, HELLO.size))
         if secrets.compare_digest(said, word):
             end.settimeout(None)
             _set_up(end)
@@ -142,7 +145,7 @@ def _set_up(end: socket.socket) -> None:
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, PROBE_S)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, PROBE_S)
-    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SILENCE_S * 1000)
+    end.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, PROBES)
 
 
 def _phase(name: str) -> str:

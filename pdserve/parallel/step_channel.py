@@ -27,16 +27,20 @@ class StepSender:
         self._watch: HangUpWatch | None = None
         near = {rank: end for rank, end in ends.items() if is_near(end)}
         far = {rank: end for rank, end in ends.items() if rank not in near}
-        self._stream = StreamWriter(far, deadline_s)
-        self._ring = RingWriter(near, deadline_s) if near else None
+        try:
+            self._stream = StreamWriter(far, deadline_s)
+            self._ring = RingWriter(near, deadline_s) if near else None
+        except BaseException:
+            self.hang_up()
+            raise
 
     def watch(self, on_gone: Callable[[int], None]) -> None:
         """See HangUpWatch."""
         self._watch = HangUpWatch(self._ends, on_gone)
 
     def send(self, message: bytes) -> None:
-        """To all that listen, in order. RankGone when one of them is; TimeoutError when one reads
-        nothing for `deadline_s`."""
+        """To all that listen, in order. RankGone when one of them is; TimeoutError when one does
+        not read for `deadline_s`."""
         self._stream.send(message)  # first: its way is longer
         if self._ring is not None:
             self._ring.send(message)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pdserve.parallel.rank_sockets import RankGone, no_step_read
+from pdserve.parallel.rank_sockets import RankGone
 
 LINE = 8  # words of 8 bytes between what two processes write
 WORD = 8
@@ -77,18 +77,30 @@ class RingWriter:
 
     def __init__(self, bells: Mapping[int, socket.socket], deadline_s: float) -> None:
         if len(bells) > MAX_READERS:
-            raise ValueError(f"{len(bells)} ranks on a node: a step ring has {MAX_READERS} readers")
+            raise ValueError(
+                f"engine.tensor_parallel asks for {len(bells) + 1} ranks on a node: choose at most "
+                f"{MAX_READERS + 1}"
+            )
         self._deadline_s = deadline_s
         self._bells = dict(bells)
         self._ranks = dict(enumerate(bells, start=1))  # by place in the ring
-        descriptor = os.memfd_create("pdserve-steps", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, HEADER_BYTES + DATA_BYTES)
-        self._ring = _Ring(descriptor)
         self._published = 0
+        descriptor = os.memfd_create("pdserve-steps", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(descriptor, HEADER_BYTES + DATA_BYTES)
+            self._ring = _Ring(descriptor)
+            self._give(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _give(self, descriptor: int) -> None:
         for place, rank in self._ranks.items():
-            socket.send_fds(self._bells[rank], [bytes([place])], [descriptor])
+            try:
+                socket.send_fds(self._bells[rank], [bytes([place])], [descriptor])
+            except OSError:
+                self._ring.close()
+                raise RankGone(rank) from None
             self._bells[rank].setblocking(False)
-        os.close(descriptor)
 
     def send(self, message: bytes) -> None:
         """See StepSender."""
@@ -125,7 +137,9 @@ class RingWriter:
             self._look_for_the_dead()
             if time.monotonic() > until:
                 slowest = min(self._ranks, key=self._read_by)
-                raise TimeoutError(no_step_read(self._ranks[slowest], self._deadline_s))
+                raise TimeoutError(
+                    f"rank {self._ranks[slowest]} has read no step for {self._deadline_s:g} s"
+                )
             time.sleep(WAIT_S)
 
     def _least_read(self) -> int:

@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Mapping
 
-from pdserve.parallel.rank_sockets import RankGone, no_step_read, read_exactly
+from pdserve.parallel.rank_sockets import RankGone, read_exactly
 
 HEAD = struct.Struct("=Q")
 
@@ -31,7 +31,9 @@ class StreamWriter:
                 end.sendall(whole)
             except OSError as error:
                 if isinstance(error, TimeoutError) and not error.errno:  # the socket's, not TCP's
-                    raise TimeoutError(no_step_read(rank, self._deadline_s)) from None
+                    raise TimeoutError(
+                        f"rank {rank} has not read a step within {self._deadline_s:g} s"
+                    ) from None
                 raise RankGone(rank) from None
 
 

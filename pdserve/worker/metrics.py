@@ -173,7 +173,7 @@ def _experts(load: Mapping[int, np.ndarray]) -> Iterator[Metric]:
     )
     busiest = CounterMetricFamily(
         "pdserve_busiest_expert_rows",
-        "Those of them that the expert with the most has had",
+        "Choices of each layer's busiest expert since the start",
         labels=["layer"],
     )
     for layer, counts in load.items():

@@ -207,6 +207,15 @@ def test_the_load_of_experts_is_counted(
     assert tuple(load) == layers
     assert all(counts.sum() == num_tokens * top_k for counts in load.values())
     assert all(counts.max() <= num_tokens for counts in load.values())
+    counted = llm.engine.expert_load
+    assert counted is not None
+    counted.latest()  # begins a copy, which the next call finds
+    latest = counted.latest()
+    assert {layer: counts.tolist() for layer, counts in latest.items()} == {
+        layer: counts.tolist() for layer, counts in load.items()
+    }
+    counted.clear()
+    assert not any(counts.any() for counts in (*counted.latest().values(), *counted.now().values()))
 
 
 def test_prompt_logprobs_longer_than_a_slice(folder_of: Callable[[str], Path]) -> None:

@@ -36,6 +36,7 @@ ROUTINGS = {
     "all": Routing(6, 6, normalize=True),
     "v2": V2,
     "v3": V3,
+    "uneven groups": replace(V3, num_experts=12, top_k=3),
 }
 both = pytest.mark.parametrize("ops", [reference, triton], ids=["reference", "triton"])
 
@@ -121,6 +122,27 @@ def test_of_equal_scores_the_lower_expert_is_chosen(ops: ExpertOps) -> None:
 
 
 @both
+@pytest.mark.parametrize("name", ["mixtral", "v2", "v3"])
+def test_a_row_of_nan_harms_no_other(ops: ExpertOps, name: str) -> None:
+    router = a_router(ROUTINGS[name], 32)
+    num_experts = router.routing.num_experts
+    experts = some_experts(num_experts, 32, 16, torch.float32)
+    x = rows(20, 32)
+    choice = ops.route(x, router, None, load_of(router))
+    want = ops.mix(x, choice, experts)
+    x[7] = float("nan")
+    load = load_of(router)
+    choice = ops.route(x, router, None, load)
+    chosen = choice.experts[7].tolist()
+    assert len(set(chosen)) == len(chosen) and 0 <= min(chosen) <= max(chosen) < num_experts
+    assert load.sum() == 20 * router.routing.top_k
+    mixed = ops.mix(x, choice, experts)
+    assert mixed[7].isnan().all()
+    others = torch.arange(20, device=DEVICE) != 7
+    torch.testing.assert_close(mixed[others], want[others], atol=2e-6, rtol=0)
+
+
+@both
 @pytest.mark.parametrize("num_rows", [3, 20])
 def test_padding_goes_nowhere_and_counts_as_nothing(ops: ExpertOps, num_rows: int) -> None:
     router = a_router(Routing(8, 2), 32)
@@ -142,7 +164,13 @@ def test_padding_goes_nowhere_and_counts_as_nothing(ops: ExpertOps, num_rows: in
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "top_k", "width", "size"),
-    [(1, 8, 2, 64, 48), (3, 6, 2, 100, 40), (9, 16, 4, 64, 24), (40, 5, 3, 80, 70)],
+    [
+        (1, 8, 2, 64, 48),
+        (3, 6, 2, 100, 40),
+        (9, 16, 4, 64, 24),
+        (40, 5, 3, 80, 70),
+        (70, 2, 2, 64, 32),
+    ],
 )
 def test_rows_are_what_each_expert_alone_makes_of_them(
     ops: ExpertOps,
@@ -162,6 +190,21 @@ def test_rows_are_what_each_expert_alone_makes_of_them(
     want = answer(x, choice, experts) + onto.double()
     error = (ops.mix(x, choice, experts, onto.clone()).double() - want).abs().max()
     assert error < (2e-6 if dtype == torch.float32 else 0.05)
+
+
+@both
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_experts_may_have_another_activation(ops: ExpertOps, num_rows: int) -> None:
+    router = a_router(Routing(4, 1), 32)
+    experts = replace(some_experts(4, 32, 16, torch.float32), activation="gelu_tanh")
+    x = rows(num_rows, 32)
+    choice = ops.route(x, router, None, load_of(router))
+    got = ops.mix(x, choice, experts)
+    for row, expert in enumerate(choice.experts[:, 0].tolist()):
+        gate, up = (experts.gate_up.data[expert] @ x[row]).chunk(2)
+        hidden = torch.nn.functional.gelu(gate, approximate="tanh") * up
+        want = choice.weights[row, 0] * (experts.down.data[expert] @ hidden)
+        torch.testing.assert_close(got[row], want, atol=2e-6, rtol=0)
 
 
 @both

@@ -193,8 +193,8 @@ def test_the_kernel_attends_as_its_twin(
         count = -(-context // BLOCK)
         table[3 - row, :count] = order[first : first + count]
         first += count
-    ids = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([3, 2, 1], contexts)]
-    paged = Paged(table.to(DEVICE), *ids, max(contexts))
+    slots, lens = (torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in ([3, 2, 1], contexts))
+    paged = Paged(table.to(DEVICE), slots, lens, max(contexts))
     num_tokens = sum(queries) + (5 if kind == "prefill" else 0)
     q = torch.randn(num_tokens, heads, width + 3, generator=chance).to(DEVICE, dtype)[:, :, 3:]
     kv = pool[:, :, 1]

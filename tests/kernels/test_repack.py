@@ -22,7 +22,8 @@ def row_of(pool: Tensor, ids: Tensor, row: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "head_dim,dtype", [(64, torch.float32), (40, torch.bfloat16), (128, torch.float16)]
+    "head_dim,dtype",
+    [(64, torch.float32), (40, torch.bfloat16), (128, torch.float16), (576, torch.bfloat16)],
 )
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16), (128, 32), (32, 32)])
 @pytest.mark.parametrize("skip,num_rows", [(0, 128), (32, 200), (96, 1)])

@@ -82,8 +82,8 @@ def test_ranks_that_share_no_files_meet_over_tcp(monkeypatch: pytest.MonkeyPatch
         for end in (*met.here.values(), *met.there.values()):
             assert end.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
             assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-            silence_ms = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
-            assert silence_ms == rank_sockets.SILENCE_S * 1000
+            probes = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)
+            assert probes == rank_sockets.PROBES
 
 
 def test_one_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

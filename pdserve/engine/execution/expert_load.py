@@ -22,14 +22,15 @@ class ExpertLoad:
         self._latest = self._fetch()
 
     def latest(self) -> dict[int, np.ndarray]:
-        """By layer, as they were when this was asked for the last time or later; never waits."""
+        """Counts by layer, of all steps before the last call that found a copy done; never
+        waits."""
         if self._copy.ready():
             self._latest = self._fetch()
             self._copy = HostCopy(list(self._counts.values()))
         return self._latest
 
     def now(self) -> dict[int, np.ndarray]:
-        """By layer, of all steps so far; waits for the device."""
+        """Counts by layer, of all steps so far; waits for the device."""
         self._copy = HostCopy(list(self._counts.values()))
         return self._fetch()
 
@@ -37,6 +38,7 @@ class ExpertLoad:
         """Nothing that was counted so far counts."""
         for count in self._counts.values():
             count.zero_()
+        self._latest = {layer: np.zeros_like(count) for layer, count in self._latest.items()}
         self._copy = HostCopy(list(self._counts.values()))
 
     def _fetch(self) -> dict[int, np.ndarray]:

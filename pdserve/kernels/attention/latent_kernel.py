@@ -20,7 +20,7 @@ from pdserve.kernels.attention.tiles import LOG2_E, kv_rows
 from pdserve.kernels.launching.checks import num_sms
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
-from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 
 MIN_PART = 256  # keys; a smaller part costs more in the merge than it wins
 MAX_PARTS = 32
@@ -65,7 +65,7 @@ def launch_latent(
     parts = 1
     if query_starts is None:
         room = 2 * num_sms(q.device) // max(num_seqs * num_tiles, 1)
-        parts = max(min(room, cdiv(paged.longest, MIN_PART), MAX_PARTS), 1)
+        parts = power_of_2_below(min(room, cdiv(paged.longest, MIN_PART), MAX_PARTS))
     partial = maxima = sums = None
     if parts > 1:
         shape = (parts, num_tokens, num_heads)
@@ -155,7 +155,7 @@ def latent_kernel(
     BLOCK_N: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of rows, part of the keys, sequence); behind the last sequence, those that
+    """Program (tile of rows, part of the keys, sequence); after the last sequence come those that
     write zeros to padding."""
     begin(PDL)
     tile = tl.program_id(0)

@@ -45,6 +45,11 @@ class AttentionSpec:
             raise ValueError(
                 f"value_width must be from 1 to head_dim {self.head_dim}, not {self.value_width}"
             )
+        if self.value_width is not None and (self.num_kv_heads > 1 or not self.is_plain):
+            raise ValueError(
+                "with value_width there must be one KV head, no window and no soft_cap: no kernel "
+                "attends otherwise"
+            )
         if self.window is not None and self.window < 1:
             raise ValueError(f"window must be at least 1, or None, not {self.window}")
         if self.soft_cap is not None and self.soft_cap <= 0:
@@ -72,10 +77,10 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class LatentAttentionSpec:
-    """How a layer attends over latents. attends: in the latent's space, where a query head and the
-    latent have `head_dim` columns: first the latent's own (`attends.value_width`), then those that
-    are rotated. nope_dim, v_dim: of a head outside of it. is_interleaved: neighbours are rotated
-    together, not halves."""
+    """How a layer attends over latents. attends: how it does in the latent's space, where a query
+    head and the latent have `head_dim` columns: first the latent's own (`attends.value_width`),
+    then those that are rotated. nope_dim, v_dim: of a head outside of it. is_interleaved:
+    neighbours are rotated together, not halves."""
 
     attends: AttentionSpec
     nope_dim: int
@@ -90,8 +95,8 @@ class LatentAttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """What heads make of a latent of `rank` columns: keys `[H, nope_dim, rank]`, values `[H, v_dim,
-    rank]`."""
+    """Matrices by which heads make their own of a latent of `rank` columns: keys `[H, nope_dim,
+    rank]`, values `[H, v_dim, rank]`."""
 
     keys: Tensor
     values: Tensor

@@ -1,4 +1,5 @@
-"""AttentionOps on a GPU: decode.py and prefill.py in Triton, dense.py by cuDNN where it pays."""
+"""AttentionOps on a GPU: decode.py, prefill.py and latent_kernel.py in Triton, dense.py by cuDNN
+where it pays."""
 
 import torch
 from torch import Tensor

@@ -131,7 +131,7 @@ def few_down_kernel(
     wait(PDL)
     total = tl.zeros([BLOCK_OUT], tl.float32)
     out = out_ptr + row.to(tl.int64) * num_outputs + outputs
-    if ADD:  # loaded behind the sums, it would keep every program waiting for memory once more
+    if ADD:  # loaded after the sums, it would keep every program waiting for memory once more
         before = tl.load(out, mask=outputs < num_outputs, other=0.0).to(tl.float32)
     for k in range(TOP_K):
         slot = row * TOP_K + k

@@ -36,8 +36,8 @@ class Tile:
 
 
 def tile_for(num_slots: int, num_experts: int) -> Tile:
-    """For about as many rows as an expert gets, so that its weights are read once where that is
-    possible."""
+    """A tile for about as many rows as an expert gets, so that its weights are read once where that
+    is possible."""
     rows = num_slots / num_experts
     if rows <= 16:
         return Tile(16, 64, 128, 4, 4)

@@ -28,7 +28,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choic
 
 
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Choice:
-    """By the router's logits, float32 `[T, num_experts]`."""
+    """The choice by the router's logits, float32 `[T, num_experts]`."""
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:

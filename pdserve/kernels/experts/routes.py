@@ -15,12 +15,13 @@ from pdserve.kernels.experts.ops import Lists, Router
 from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
-from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 
 BLOCK_EXPERTS = 16
 BLOCK_IN = 128
 SPLIT_INPUTS = 512  # the fewest of one part of a sum
 MAX_SPLITS = 8
+LOWEST = tl.constexpr(-1e38)
 
 
 def launch_router_product(x: Tensor, weight: Tensor, num_sms: int) -> tuple[Tensor, Tensor]:
@@ -30,7 +31,7 @@ def launch_router_product(x: Tensor, weight: Tensor, num_sms: int) -> tuple[Tens
     num_experts = weight.shape[0]
     block_rows = 16 if num_rows <= 512 else 64
     tiles = cdiv(num_rows, block_rows) * cdiv(num_experts, BLOCK_EXPERTS)
-    splits = max(min(num_sms // tiles, num_inputs // SPLIT_INPUTS, MAX_SPLITS), 1)
+    splits = power_of_2_below(min(num_sms // tiles, num_inputs // SPLIT_INPUTS, MAX_SPLITS))
     parts = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=x.device)
     counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
     launch(
@@ -189,12 +190,14 @@ def choose_kernel(
     for split in tl.static_range(SPLITS):
         at = (split * num_rows + row) * num_experts
         scores += tl.load(parts_ptr + at + index, mask=there, other=0.0)
+    # a row of NaN or infinities goes to some experts, too, and to each but once
+    scores = tl.where(tl.abs(scores) < float("inf"), scores, LOWEST)
     if SOFTMAX:
         scores = tl.where(there, scores, float("-inf"))
         scores = tl.exp(scores - tl.max(tl.max(scores, 1), 0))
         scores = scores / tl.sum(tl.sum(scores, 1), 0)
     else:
-        scores = 1.0 / (1.0 + tl.exp(-scores))
+        scores = tl.where(there, 1.0 / (1.0 + tl.exp(-scores)), 0.0)
     ranked = scores
     if bias_ptr is not None:
         ranked += tl.load(bias_ptr + index, mask=there, other=0.0)

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from pdserve.kernels.launching.launch import launch, next_power_of_2
 
+MAX_STEP = 1 << 14  # elements that a program moves at once
+
 
 def launch_repack(
     source: Tensor,
@@ -35,7 +37,7 @@ def launch_repack(
             kv_cache.stride(0),
         ),
         RUN=rows * head_dim,
-        BLOCK=next_power_of_2(rows * head_dim),
+        BLOCK=min(next_power_of_2(rows * head_dim), MAX_STEP),
         num_warps=4 if rows * head_dim <= 4096 else 8,
     )
 
@@ -68,6 +70,7 @@ def repack_kernel(
         + (plane * source_runs + there % source_runs) * RUN
     )
     target = kv_cache_ptr + block * stride_block + (plane * block_runs + run % block_runs) * RUN
-    elements = tl.arange(0, BLOCK)
-    mask = elements < RUN
-    tl.store(target + elements, tl.load(source + elements, mask=mask), mask=mask)
+    for start in range(0, RUN, BLOCK):
+        elements = start + tl.arange(0, BLOCK)
+        mask = elements < RUN
+        tl.store(target + elements, tl.load(source + elements, mask=mask), mask=mask)

@@ -1,7 +1,7 @@
-"""DeepSeek V2 and V3: attention over latents, and mixtures of experts behind the first, dense
+"""DeepSeek V2 and V3: attention over latents, and mixtures of experts after the first, dense
 layers.
 
-The layers behind the last, which predict more tokens at once, are not loaded.
+The layers after the last, which predict more tokens at once, are not loaded.
 """
 
 import torch

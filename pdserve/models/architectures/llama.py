@@ -32,7 +32,7 @@ from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 Mlp = Callable[[Stream, StepContext], Stream]
-"""What a layer does with the stream behind its attention."""
+"""What a layer does with the stream after its attention."""
 
 
 class Layer:

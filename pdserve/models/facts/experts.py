@@ -31,7 +31,7 @@ def mixtral_experts(config: HfConfig) -> ExpertSpec:
 
 
 def qwen_experts(config: HfConfig) -> ExpertSpec:
-    """Of Qwen2-MoE, which has a shared expert, and of Qwen3-MoE."""
+    """The facts of Qwen2-MoE, which has a shared expert, and of Qwen3-MoE."""
     num_layers = config.num_hidden_layers
     step = config.decoder_sparse_step
     if step < 1:
@@ -122,8 +122,9 @@ def _top_k(config: HfConfig) -> int:
 
 
 def _size(config: HfConfig) -> int:
-    if config.moe_intermediate_size is None:
+    if config.moe_intermediate_size is None or config.moe_intermediate_size < 1:
         raise ValueError(
-            "moe_intermediate_size is missing: a mixture must say how wide experts are"
+            f"moe_intermediate_size={config.moe_intermediate_size}: a mixture must say how wide "
+            "its experts are"
         )
     return config.moe_intermediate_size

@@ -6,7 +6,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from pdserve.models.facts.experts import deepseek_v2_experts, deepseek_v3_experts
-from pdserve.models.facts.rope import yarn_mscale
+from pdserve.models.facts.rope import rope_of, yarn_mscale
 from pdserve.models.hf_config import HfConfig
 
 
@@ -51,6 +51,8 @@ def _facts(config: HfConfig, is_interleaved: bool) -> dict[str, Any]:
     for name, size in sizes.values():
         if size is None or size < 1:
             raise ValueError(f"{name}={size} must be at least 1")
+    if config.q_lora_rank is not None and config.q_lora_rank < 1:
+        raise ValueError(f"q_lora_rank={config.q_lora_rank} must be at least 1, or null")
     if config.qk_rope_head_dim is None or config.qk_rope_head_dim % 2:
         raise ValueError(f"qk_rope_head_dim={config.qk_rope_head_dim} is odd: pairs are rotated")
     latent = LatentSpec(
@@ -69,10 +71,8 @@ def _facts(config: HfConfig, is_interleaved: bool) -> dict[str, Any]:
 
 
 def _scale(config: HfConfig, latent: LatentSpec) -> float:
-    rope = config.rope_parameters
     scale = float((latent.nope_dim + latent.rope_dim) ** -0.5)
-    if rope.rope_type != "default" and rope.mscale_all_dim:
-        if rope.factor is None:
-            raise ValueError("not a valid rope: factor is missing in rope_scaling")
-        scale *= yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+    said = config.rope_parameters
+    if said.rope_type != "default" and said.mscale_all_dim:
+        scale *= yarn_mscale(rope_of(config).factor, said.mscale_all_dim) ** 2
     return scale

@@ -52,12 +52,16 @@ def rope_of(hf: HfConfig) -> RopeSpec:
         )
     if facts.rope_type == "default":
         return RopeSpec(theta=facts.rope_theta)
+    if facts.rope_theta <= 1:
+        raise ValueError(f"rope_theta={facts.rope_theta} must be above 1")
     original = facts.original_max_position_embeddings or hf.max_position_embeddings
     factor = facts.factor
     if factor is None and facts.rope_type == "yarn":
         factor = hf.max_position_embeddings / original
     if factor is None:
         raise ValueError(f"not a valid {facts.rope_type} rope: factor is missing in rope_scaling")
+    if factor <= 0:
+        raise ValueError(f"not a valid {facts.rope_type} rope: factor={factor} must be above 0")
     scaled: dict[str, Any] = {"theta": facts.rope_theta, "factor": factor}
     if facts.rope_type == "linear":
         return RopeSpec(kind="linear", **scaled)
@@ -78,11 +82,14 @@ def rope_of(hf: HfConfig) -> RopeSpec:
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """By how much attention is sharpened over a context that is `factor` times as long."""
+    """The factor by which attention is sharpened over a context `factor` times as long."""
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
 def _yarn(facts: RopeParameters, factor: float) -> YarnSpec:
+    for name in ("beta_fast", "beta_slow"):
+        if (getattr(facts, name) or 1) < 0:
+            raise ValueError(f"not a valid yarn rope: {name} must be above 0")
     scale = facts.attention_factor
     if scale is None and facts.mscale and facts.mscale_all_dim:
         scale = yarn_mscale(factor, facts.mscale) / yarn_mscale(factor, facts.mscale_all_dim)

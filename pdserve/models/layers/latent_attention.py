@@ -69,7 +69,7 @@ class LatentAttention:
 
 
 def latent_attention_spec(context: LayerContext, sizes: LatentSpec) -> LatentAttentionSpec:
-    """Of this rank's heads."""
+    """How this rank's heads attend."""
     spec = context.spec
     assert spec.attention_scale is not None, "heads and latents differ in width"
     attends = AttentionSpec(
