@@ -22,6 +22,7 @@ MIXED = SamplingParams(
     seed=0,
     max_tokens=4,
 )
+MIXTURE_LENGTHS = (128, 512, 1024)  # of few and of many experts, tiles of all sizes
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 
@@ -35,7 +36,9 @@ def warm_up(engine: Engine, report: Report) -> None:
     engine.executor.warm_prefill(max(longest, 1))
     # A full step, of a length that no prepared plan has; short ones; forks, whose blocks are
     # copied.
-    requests = ((longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED))
+    requests = [(longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED)]
+    if engine.spec.experts is not None:
+        requests += [(min(length, longest - 1), GREEDY) for length in MIXTURE_LENGTHS]
     for index, (length, sampling) in enumerate(requests):
         report(1 + index, 1 + len(requests))
         if length > 0:

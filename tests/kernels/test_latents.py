@@ -1,6 +1,8 @@
 """Attention over latents: rotated and written as by hand, attended in the latent's space as every
 head by itself would, bits on CPU whatever the batch."""
 
+from typing import Any
+
 import pytest
 import torch
 from support.dense_model import dense_attend_latent
@@ -10,6 +12,7 @@ from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
+from pdserve.kernels.attention import latent_kernel
 from pdserve.kernels.attention.spec import (
     AttentionSpec,
     LatentAttentionSpec,
@@ -219,3 +222,25 @@ def test_a_context_of_nothing_gets_zeros() -> None:
     for longest in (16, 4096):
         paged = Paged(torch.zeros(1, 256, dtype=torch.int32, device=DEVICE), ids, ids, longest)
         assert not TRITON.attention.decode(q, kv, paged, spec).any()
+
+
+def test_a_warm_up_meets_every_way_to_deal_out_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=RANK)
+    seen: set[int] = set()
+    launch = latent_kernel.launch
+
+    def note(kernel: Any, grid: Any, pointers: Any, numbers: Any, **options: Any) -> None:
+        seen.add(options["PARTS"])
+        launch(kernel, grid, pointers, numbers, **options)
+
+    monkeypatch.setattr(latent_kernel, "launch", note)
+    monkeypatch.setattr(latent_kernel, "num_sms", lambda device: 132)
+    kv = torch.zeros(2, 1, 1, BLOCK, RANK + ROPE, device=DEVICE)
+    q = torch.zeros(1, HEADS, RANK + ROPE, device=DEVICE)
+    tables = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
+    TRITON.attention.warm_prefill(q, q[:, :1], q[:, :1], kv, tables, spec)
+    assert seen == {1, 2, 4, 8, 16, 32}
+    ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    for longest in (1, 700, 2_999, 100_000):
+        TRITON.attention.decode(q, kv, Paged(tables, ids, ids, longest), spec)
+    assert seen == {1, 2, 4, 8, 16, 32}

@@ -11,6 +11,7 @@ batch-invariant. Called by the executor.
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -180,7 +181,17 @@ class ModelRunner:
                 self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
             return torch.zeros_like(q)
 
-        self._hidden(zeros, StepContext(attend, zeros, attend_latent=latents_like))
+        def attend_latent(layer: int, spec: LatentAttentionSpec, q: Tensor, *others: Any) -> Tensor:
+            if spec.attends not in warmed:
+                warmed.add(spec.attends)
+                row = q.new_zeros(1, spec.attends.num_heads, spec.attends.head_dim)
+                kv = self.kv_cache.layers[layer]
+                self.ops.attention.warm_prefill(
+                    row, row[:, :1], row[:, :1], kv, self.tables, spec.attends
+                )
+            return latents_like(layer, spec, q, *others)
+
+        self._hidden(zeros, StepContext(attend, zeros, attend_latent=attend_latent))
 
     @torch.inference_mode()
     def peak_activation_bytes(self, num_rows: int, num_logits: int) -> int:

@@ -24,6 +24,9 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, powe
 
 MIN_PART = 256  # keys; a smaller part costs more in the merge than it wins
 MAX_PARTS = 32
+PARTED = [
+    MIN_PART << i for i in range(MAX_PARTS.bit_length())
+]  # contexts, for every count of parts
 MERGE_WARPS = 4
 
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
-from pdserve.kernels.attention.latent_kernel import launch_latent
+from pdserve.kernels.attention.latent_kernel import PARTED, launch_latent
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows, num_sms
@@ -70,8 +70,14 @@ def paged_prefill(
 def warm_prefill(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
 ) -> None:
-    """Makes cuDNN's plans, and launches what a chunk after pieces needs beside them."""
-    if not spec.is_plain or spec.value_width is not None:
+    """Makes cuDNN's plans, and launches what a chunk after pieces needs beside them; of latents,
+    decodes whose keys are dealt out in every way."""
+    if spec.value_width is not None:
+        row, lens = (torch.zeros(1, dtype=torch.int32, device=q.device) for _ in range(2))
+        for longest in PARTED:
+            decode(q[:1], kv, Paged(tables, row, lens, longest), spec)
+        return
+    if not spec.is_plain:
         return
     dense.warm_dense_prefill(q, k, v, spec.scale)
     num_rows = len(q)
