@@ -66,7 +66,7 @@ class AttentionSpec:
 
     @property
     def out_width(self) -> int:
-        """Of what a query head gets."""
+        """Columns of what a query head gets."""
         return self.head_dim if self.value_width is None else self.value_width
 
     @property

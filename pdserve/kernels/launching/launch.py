@@ -110,7 +110,7 @@ def next_power_of_2(x: int) -> int:
 def power_of_2_below(x: int) -> int:
     """The largest that is at most x, and 1 if there is none: of a constant that follows from a
     step's rows, so that few kernels are compiled."""
-    return 1 << max(x.bit_length() - 1, 0) if x > 0 else 1
+    return 1 << (max(x, 1).bit_length() - 1)
 
 
 def _keep(

@@ -19,6 +19,7 @@ from torch import Tensor
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.norm.elementwise import gated
 
 MAX_ROWS = 64
 ROW_TILE = 4096  # weights of a step of one program
@@ -172,11 +173,6 @@ def with_bias(y, bias_ptr, outputs, mask, dtype: tl.constexpr):
 
 
 @triton.jit
-def silu_mul(gate, up):
-    return gate / (1.0 + tl.exp(-gate)) * up
-
-
-@triton.jit
 def load_weights(rows, start, columns, num_inputs):
     """A step of a tile of weights; they are read once in a forward, so the cache need not keep
     them."""
@@ -239,8 +235,8 @@ def row_product_kernel(
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     y = with_bias(tl.sum(gate_sums, 1), bias_ptr, outputs, in_range, dtype)
     if SILU:
-        y = silu_mul(
-            y, with_bias(tl.sum(up_sums, 1), bias_ptr, num_outputs + outputs, in_range, dtype)
+        y = gated(
+            y, with_bias(tl.sum(up_sums, 1), bias_ptr, num_outputs + outputs, in_range, dtype), True
         )
     if ADD:
         y += residual.to(tl.float32)
@@ -320,8 +316,10 @@ def small_product_kernel(
         columns_ok = (outputs < num_outputs)[:, None]
         y = with_bias(y, bias_ptr, outputs[:, None], columns_ok, dtype)
         if SILU:
-            y = silu_mul(
-                y, with_bias(up, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype)
+            y = gated(
+                y,
+                with_bias(up, bias_ptr, (num_outputs + outputs)[:, None], columns_ok, dtype),
+                True,
             )
         out = out_ptr + (rows * num_outputs)[None, :] + outputs[:, None]
         if ADD:

@@ -1,5 +1,5 @@
 """The Llama family: Llama 2 and 3, Mistral (without window), Qwen2 and Qwen3; ModelSpec carries
-every difference. Other families build on it (mixture.py).
+every difference. mixture.py and deepseek.py build on it.
 
     ids -> embedding
         -> layers x [ norm, qkv (-> qk norm) -> attend -> o, add
@@ -32,7 +32,7 @@ from pdserve.models.weights import WeightSet
 from pdserve.parallel.dims import ParallelDims
 
 Mlp = Callable[[Stream, StepContext], Stream]
-"""What a layer does with the stream after its attention."""
+"""The part of a layer after its attention."""
 
 
 class Layer:
@@ -82,6 +82,10 @@ class Llama:
         self._layers = [self.layer(context, i, rope) for i in range(spec.num_layers)]
         self.attention = tuple(layer.attention.attends for layer in self._layers)
         self.expert_load = context.expert_load
+        last = spec.num_layers + spec.extra_layers
+        self.weights.elsewhere += tuple(
+            f"model.layers.{layer}." for layer in range(spec.num_layers, last)
+        )
         norm = RmsNorm(context, "model.norm", spec.hidden_size)
         tied = self._embedding if spec.tie_embeddings else None
         self._head = Head(context, "lm_head", norm, tied)

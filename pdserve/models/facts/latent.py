@@ -53,13 +53,13 @@ def _facts(config: HfConfig, is_interleaved: bool) -> dict[str, Any]:
             raise ValueError(f"{name}={size} must be at least 1")
     if config.q_lora_rank is not None and config.q_lora_rank < 1:
         raise ValueError(f"q_lora_rank={config.q_lora_rank} must be at least 1, or null")
-    if config.qk_rope_head_dim is None or config.qk_rope_head_dim % 2:
-        raise ValueError(f"qk_rope_head_dim={config.qk_rope_head_dim} is odd: pairs are rotated")
     latent = LatentSpec(
         **{field: size for field, (_, size) in sizes.items()},
         q_rank=config.q_lora_rank,
         is_interleaved=is_interleaved,
     )
+    if latent.rope_dim % 2:
+        raise ValueError(f"qk_rope_head_dim={latent.rope_dim} is odd: pairs are rotated")
     return {
         "latent": latent,
         "num_kv_heads": 1,

@@ -11,9 +11,9 @@ RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
 class YarnSpec(BaseModel):
-    """What YaRN (Peng et al. 2023) adds: the numbers of rotations over the original length between
-    which frequencies are blended; whether the limits are whole pairs; and what cos and sin are
-    multiplied by."""
+    """YaRN's part of a RopeSpec (Peng et al. 2023): the numbers of rotations over the original
+    length between which frequencies are blended; whether the limits are whole pairs; and what cos
+    and sin are multiplied by."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -3,7 +3,7 @@ has one, to another that all share."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -95,7 +95,7 @@ class _RouterWeight:
 
 
 class _ExpertWeights:
-    """Of each expert the rank's rows of gate and up, and its columns of down."""
+    """The rank's rows of each expert's gate and up, and its columns of down."""
 
     def __init__(
         self, context: LayerContext, spec: ExpertSpec, names: ExpertNames, module: str
@@ -114,6 +114,6 @@ class _ExpertWeights:
         size = spec.size // dims.tp
         self._down = Stack(context, narrow, len(experts), size, row_shard(context))
 
-    @property
+    @cached_property
     def value(self) -> Experts:
         return Experts(self._gate_up.value, self._down.value, self._activation)

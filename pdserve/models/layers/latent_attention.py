@@ -1,6 +1,8 @@
 """Attention over latents (MLA, DeepSeek-V2): what a token stores is one latent row for all heads;
 the attention itself, rotation included, is the step's."""
 
+from functools import cached_property
+
 import torch
 
 from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
@@ -61,7 +63,7 @@ class LatentAttention:
         )
         return self._o.add_to(stream, attended.flatten(1))
 
-    @property
+    @cached_property
     def _latent_heads(self) -> LatentHeads:
         data = self._heads.value.data
         nope = self._spec.nope_dim
