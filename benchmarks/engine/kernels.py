@@ -9,17 +9,14 @@ split counts as well. Knows only the kernels: no engine, no model.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import triton
-from tqdm import tqdm
 
-from pdserve.bench.record import append, git_commit
+from benchmarks.support.kernel_timer import Case, add_timer_arguments, replayed, time_all
 from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode
 from pdserve.kernels.attention.prefill import launch_prefill
@@ -44,32 +41,6 @@ DTYPE = torch.bfloat16
 QKV_HEADS = HEADS + 2 * KV_HEADS
 SPEC = AttentionSpec(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
 TRITON = triton_ops()
-
-
-@dataclass(frozen=True)
-class Case:
-    """work: bytes moved (unit "TB/s") or floating-point operations done (unit "TFLOP/s") by each of
-    the `num_calls` calls that `call` makes.
-    """
-
-    name: str
-    call: Callable[[], object]
-    work: float
-    unit: str
-    num_calls: int = 1
-
-
-@dataclass(frozen=True)
-class Result:
-    """One JSON line of --out."""
-
-    name: str
-    microseconds: float
-    rate: float
-    unit: str
-    ceiling: float
-    device: str
-    commit: str
 
 
 @dataclass(frozen=True)
@@ -129,19 +100,14 @@ def decode_cases(block_size: int, sweep: bool) -> Iterator[Case]:
 
 
 def decode_graph(inputs: PagedInputs, q: torch.Tensor) -> Callable[[], object]:
-    """One call a layer, replayed as the engine does it: launched one by one, short calls would wait
-    for the host."""
+    """One call a layer."""
 
     def step() -> None:
         for layer in range(LAYERS):
             kv = inputs.pool[:, :, layer]
             TRITON.attention.decode(q, kv, inputs.paged(MODEL_LEN), SPEC)
 
-    step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
+    return replayed(step)
 
 
 def decode_sweep() -> Iterator[tuple[AttentionTiles, int]]:
@@ -375,22 +341,10 @@ def all_cases(block_sizes: list[int], sweep: bool) -> Iterator[Case]:
     yield from sampling_cases()
 
 
-def measure(case: Case, ceilings: dict[str, float], commit: str) -> Result:
-    milliseconds = triton.testing.do_bench(case.call, warmup=50, rep=200, return_mode="median")
-    milliseconds /= case.num_calls
-    rate = case.work / (milliseconds * 1e-3) / 1e12
-    device = torch.cuda.get_device_name()
-    return Result(
-        case.name, milliseconds * 1e3, rate, case.unit, ceilings[case.unit], device, commit
-    )
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
-    parser.add_argument("--only", default="", help="run the cases whose name starts with this")
     parser.add_argument(
         "--block-sizes",
         type=int,
@@ -398,32 +352,9 @@ def main() -> None:
         default=[16, 64, 128],
         help="KV block sizes of attention",
     )
-    parser.add_argument(
-        "--sweep", action="store_true", help="time other tiles and split counts too"
-    )
-    parser.add_argument("--read-ceiling", type=float, default=4.45, help="TB/s")
-    parser.add_argument("--flop-ceiling", type=float, default=696.0, help="bf16 TFLOP/s")
-    parser.add_argument(
-        "--commit", default=git_commit(), help="revision noted in --out (default: git's)"
-    )
-    args = parser.parse_args()
-    if not torch.cuda.is_available():
-        sys.exit("kernels.py needs a CUDA device, and torch sees none")
-    ceilings = {"TB/s": args.read_ceiling, "TFLOP/s": args.flop_ceiling}
-
-    progress = tqdm(all_cases(args.block_sizes, args.sweep), unit=" cases", leave=False)
-    tqdm.write(f"{'kernel':<64}{'us':>10}{'rate':>9} {'unit':<8}{'of ceiling':>11}")
-    for case in progress:
-        if not case.name.startswith(args.only):
-            continue
-        progress.set_description(case.name)
-        result = measure(case, ceilings, args.commit)
-        share = result.rate / result.ceiling
-        tqdm.write(
-            f"{result.name:<64}{result.microseconds:>10.1f}{result.rate:>9.3f} "
-            f"{result.unit:<8}{share:>11.0%}"
-        )
-        append(args.out, asdict(result))
+    add_timer_arguments(parser)
+    options = parser.parse_args()
+    time_all(all_cases(options.block_sizes, options.sweep), options)
 
 
 if __name__ == "__main__":

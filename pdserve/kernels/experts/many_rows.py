@@ -46,14 +46,16 @@ def tile_for(num_slots: int, num_experts: int) -> Tile:
     return Tile(128, 128, 64, 8, 3)
 
 
-def launch_many_rows(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None) -> Tensor:
-    """`ExpertOps.mix`."""
+def launch_many_rows(
+    x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None, tile: Tile | None = None
+) -> Tensor:
+    """`ExpertOps.mix`. tile: other than tile_for() would choose."""
     lists = choice.lists
     assert lists is not None, "a choice of another implementation"
     num_rows, top_k = choice.experts.shape
     num_slots = num_rows * top_k
     num_experts, width, size = experts.down.data.shape
-    tile = tile_for(num_slots, num_experts)
+    tile = tile or tile_for(num_slots, num_experts)
     hidden = torch.empty(num_slots, size, dtype=x.dtype, device=x.device)
     silu = experts.activation == "silu"
     _launch_product(x, experts.gate_up.data, lists, hidden, tile, top_k, is_gated=True, silu=silu)

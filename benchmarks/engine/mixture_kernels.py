@@ -1,0 +1,216 @@
+"""Times the Triton kernels of experts and of attention over latents on one CUDA device, beside the
+device's ceiling, at the shapes of Qwen3-30B-A3B and DeepSeek-V2-Lite.
+
+    python -m benchmarks.engine.mixture_kernels --out benchmarks/results/kernels-h200.jsonl
+    python -m benchmarks.engine.mixture_kernels --only "experts qwen3" --sweep
+
+Rows choose by random routers. Work of few rows is the bytes of the experts that are chosen, of many
+their products; of prompts over latents, what heads with keys and values of their own would compute.
+--sweep times other tiles, and torch's grouped product, as well. Knows only the kernels.
+"""
+
+import argparse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+
+from benchmarks.support.kernel_timer import Case, add_timer_arguments, replayed, time_all
+from pdserve.kernels.attention.latent_kernel import launch_latent
+from pdserve.kernels.attention.spec import AttentionSpec, Paged
+from pdserve.kernels.experts.many_rows import Tile, launch_many_rows
+from pdserve.kernels.experts.ops import Choice, Experts, Router
+from pdserve.kernels.experts.routing import Routing
+from pdserve.kernels.experts.triton_ops import mix, route
+from pdserve.kernels.linear.matrix import Matrix
+
+DTYPE = torch.bfloat16
+LAYERS = 4
+RANK, ROPE, NOPE, VALUE, LATENT_HEADS = 512, 64, 128, 128, 16
+LATENT_SPEC = AttentionSpec(LATENT_HEADS, 1, RANK + ROPE, (NOPE + ROPE) ** -0.5, value_width=RANK)
+FEW = (1, 2, 4)
+SOME = (8, 16, 32, 64, 128, 256, 512)
+MANY = (2048, 8192)
+TILES = {
+    64: [Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3), Tile(16, 128, 64, 4, 5)],
+    256: [
+        Tile(16, 128, 128, 4, 3),
+        Tile(32, 64, 128, 4, 3),
+        Tile(32, 128, 64, 4, 4),
+        Tile(32, 128, 128, 8, 3),
+        Tile(64, 128, 64, 4, 4),
+    ],
+    512: [
+        Tile(32, 128, 64, 4, 4),
+        Tile(64, 64, 128, 4, 3),
+        Tile(64, 128, 64, 4, 4),
+        Tile(64, 128, 64, 8, 4),
+        Tile(64, 256, 64, 8, 3),
+    ],
+    8192: [
+        Tile(128, 128, 64, 4, 3),
+        Tile(128, 128, 64, 4, 4),
+        Tile(128, 128, 64, 8, 4),
+        Tile(128, 256, 64, 8, 3),
+        Tile(128, 256, 64, 8, 4),
+        Tile(64, 256, 64, 4, 4),
+        Tile(64, 256, 64, 8, 4),
+        Tile(256, 128, 64, 8, 3),
+    ],
+}
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Sizes of a layer."""
+
+    name: str
+    routing: Routing
+    hidden: int
+    size: int
+
+    @property
+    def expert_bytes(self) -> int:
+        return 3 * self.hidden * self.size * DTYPE.itemsize
+
+
+MIXTURES = (
+    Mixture("qwen3", Routing(128, 8, normalize=True), 2048, 768),
+    Mixture("dsv2", Routing(64, 6), 2048, 1408),
+)
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, dtype=DTYPE, device="cuda")
+
+
+def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
+    """Each call has weights of its own, as layers do."""
+    count = mixture.routing.num_experts
+    layers = []
+    for _ in range(LAYERS):
+        gate_up = random(count, 2 * mixture.size, mixture.hidden) * 0.02
+        down = random(count, mixture.hidden, mixture.size) * 0.02
+        layers.append(Experts(Matrix(gate_up), Matrix(down), "silu"))
+    router = Router(random(count, mixture.hidden), mixture.routing)
+    load = torch.zeros(count, dtype=torch.int64, device="cuda")
+    for num_rows in (*FEW, *SOME, *MANY):
+        x = random(num_rows, mixture.hidden)
+        choice = route(x, router, None, load)
+        onto = random(num_rows, mixture.hidden)
+
+        def routes(x: torch.Tensor = x) -> None:
+            for _ in range(LAYERS):
+                route(x, router, None, load)
+
+        read = (count + num_rows) * mixture.hidden * DTYPE.itemsize
+        label = f"{mixture.name} {num_rows}"
+        yield Case(f"route {label}", replayed(routes), read, "TB/s", LAYERS)
+
+        def mixes(
+            run: Callable[..., object],
+            x: torch.Tensor = x,
+            choice: Choice = choice,
+            onto: torch.Tensor = onto,
+        ) -> None:
+            for experts in layers:
+                run(x, choice, experts, onto)
+
+        work, unit = expert_work(mixture, choice)
+        call = replayed(partial(mixes, mix))
+        yield Case(f"experts {label}", call, work, unit, LAYERS)
+        if not sweep:
+            continue
+        for tile in TILES.get(num_rows, ()):
+            name = (
+                f"experts {label}: m{tile.rows} n{tile.outputs} k{tile.inputs} "
+                f"w{tile.num_warps} s{tile.num_stages}"
+            )
+            try:
+                call = replayed(partial(mixes, partial(launch_many_rows, tile=tile)))
+            except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
+                print(f"{name}: {error}")
+                continue
+            yield Case(name, call, work, unit, LAYERS)
+        if num_rows in (256, 512, *MANY):
+            call = replayed(partial(mixes, grouped))
+            yield Case(f"experts {label}, torch._grouped_mm", call, work, unit, LAYERS)
+
+
+def expert_work(mixture: Mixture, choice: Choice) -> tuple[float, str]:
+    num_slots = choice.experts.numel()
+    if len(choice.experts) in MANY:
+        return 6.0 * num_slots * mixture.hidden * mixture.size, "TFLOP/s"
+    return float(len(choice.experts.unique()) * mixture.expert_bytes), "TB/s"
+
+
+def grouped(x: torch.Tensor, choice: Choice, experts: Experts, onto: torch.Tensor) -> torch.Tensor:
+    """By rows in the order of their experts, and torch's product of groups."""
+    top_k = choice.experts.shape[1]
+    flat = choice.experts.flatten()
+    order = flat.argsort()
+    assert choice.lists is not None
+    ends = choice.lists.counts.cumsum(0, dtype=torch.int32)
+    rows = x[order // top_k]
+    gate, up = torch._grouped_mm(rows, experts.gate_up.data.mT, ends).chunk(2, 1)
+    made = torch._grouped_mm(torch.nn.functional.silu(gate) * up, experts.down.data.mT, ends)
+    made = made * choice.weights.flatten()[order, None]
+    return onto.index_add_(0, order // top_k, made.to(onto.dtype))
+
+
+def latents_of(contexts: list[int], block_size: int = 64) -> tuple[torch.Tensor, Paged]:
+    """A pool of latents `[blocks, 1, LAYERS, 1, block_size, RANK + ROPE]`, and where they lie."""
+    counts = [triton.cdiv(context, block_size) for context in contexts]
+    pool = random(sum(counts) + 1, 1, LAYERS, 1, block_size, RANK + ROPE)
+    ids = (torch.randperm(sum(counts), device="cuda", dtype=torch.int32) + 1).split(counts)
+    tables = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
+    lens = torch.tensor(contexts, dtype=torch.int32, device="cuda")
+    rows = torch.arange(len(contexts), dtype=torch.int32, device="cuda")
+    return pool, Paged(tables, rows, lens, 32768)
+
+
+def decode_layers(q: torch.Tensor, pool: torch.Tensor, paged: Paged, out: torch.Tensor) -> None:
+    for layer in range(LAYERS):
+        launch_latent(q, pool[:, :, layer], paged, LATENT_SPEC, out)
+
+
+def latent_cases() -> Iterator[Case]:
+    for num_seqs, context in ((1, 128), (1, 1024), (1, 8192), (64, 1024), (256, 1024), (64, 8192)):
+        pool, paged = latents_of([context] * num_seqs)
+        q = random(num_seqs, LATENT_HEADS, RANK + ROPE)
+        out = torch.empty(num_seqs, LATENT_HEADS, RANK, dtype=DTYPE, device="cuda")
+
+        decodes = partial(decode_layers, q, pool, paged, out)
+        work = num_seqs * context * (RANK + ROPE) * DTYPE.itemsize
+        name = f"latents decode {num_seqs} x {context}"
+        yield Case(name, replayed(decodes), work, "TB/s", LAYERS)
+    for num_seqs, length in ((1, 2048), (1, 8192), (16, 1024)):
+        pool, paged = latents_of([length] * num_seqs)
+        q = random(num_seqs * length, LATENT_HEADS, RANK + ROPE)
+        out = torch.empty(len(q), LATENT_HEADS, RANK, dtype=DTYPE, device="cuda")
+        starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
+        call = partial(launch_latent, q, pool[:, :, 1], paged, LATENT_SPEC, out, starts, length)
+        pairs = num_seqs * length * (length + 1) / 2
+        flops = 2 * LATENT_HEADS * (NOPE + ROPE + VALUE) * pairs
+        yield Case(f"latents prefill {num_seqs} x {length}", call, flops, "TFLOP/s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_timer_arguments(parser)
+    options = parser.parse_args()
+
+    def cases() -> Iterator[Case]:
+        for mixture in MIXTURES:
+            yield from expert_cases(mixture, options.sweep)
+        yield from latent_cases()
+
+    time_all(cases(), options)
+
+
+if __name__ == "__main__":
+    main()
