@@ -118,7 +118,7 @@ class ModelSpec(BaseModel):
             shared["intermediate_size"] = self.intermediate_size
         if self.experts is not None:
             shared["moe_intermediate_size"] = self.experts.size
-            shared["shared_expert_intermediate_size"] = self.experts.shared_size
+            shared["shared_expert_intermediate_size"] = self.experts.gated_size
         uneven = [f"{name} {size}" for name, size in shared.items() if size % degree]
         if self.num_kv_heads % degree and degree % self.num_kv_heads:
             uneven.append(f"num_key_value_heads {self.num_kv_heads}")

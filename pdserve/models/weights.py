@@ -36,13 +36,15 @@ class Source(Protocol):
 @dataclass(frozen=True)
 class Part:
     """A module of the checkpoint that a weight holds: of its `rows` the rank has part `index` of
-    `count`. is_equal False: parts may differ (`collective.ops.slice_of`)."""
+    `count`. is_equal False: parts may differ (`collective.ops.slice_of`). columns: those that the
+    rank has of it; None: as of the whole weight."""
 
     module: str
     rows: int
     index: int = 0
     count: int = 1
     is_equal: bool = True
+    columns: Shard | None = None
 
     def __post_init__(self) -> None:
         if self.is_equal and self.rows % self.count:
@@ -93,7 +95,7 @@ class Weight:
             for name, spec in specs.items()
         }
         self._finish = finish
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, list[_Place]] = {}
         num_held = sum(part.num_held for part in parts)
         first = 0
         for index, part in enumerate(parts):
@@ -101,7 +103,7 @@ class Weight:
                 place = _place(
                     self.tensors[name], spec, inits[name], part, index, first, num_held, shard
                 )
-                self._places[f"{part.module}.{name}"] = place
+                self._places.setdefault(f"{part.module}.{name}", []).append(place)
             first += part.num_held
         self.missing = set(self._places)
 
@@ -113,27 +115,28 @@ class Weight:
     def load(self, name: str, source: Source) -> None:
         """Read what the rank holds of checkpoint tensor `name`, converting floating dtypes;
         ValueError on a wrong shape or dtype."""
-        place = self._places[name]
-        if source.shape != place.shape:
-            raise ValueError(
-                f"{name} has shape {list(source.shape)} in the checkpoint; config.json says "
-                f"{list(place.shape)}"
-            )
-        tensor = source.read(place.window)
-        if not _fits(tensor.dtype, place.target.dtype):
-            raise ValueError(
-                f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet"
-                if place.target.is_floating_point()
-                else f"{name} is {tensor.dtype}, not {place.target.dtype} as its scheme says"
-            )
-        place.target.copy_(tensor)
+        for place in self._places[name]:
+            if source.shape != place.shape:
+                raise ValueError(
+                    f"{name} has shape {list(source.shape)} in the checkpoint; config.json says "
+                    f"{list(place.shape)}"
+                )
+            tensor = source.read(place.window)
+            if not _fits(tensor.dtype, place.target.dtype):
+                raise ValueError(
+                    f"{name} is {tensor.dtype}: quantised checkpoints are not supported yet"
+                    if place.target.is_floating_point()
+                    else f"{name} is {tensor.dtype}, not {place.target.dtype} as its scheme says"
+                )
+            place.target.copy_(tensor)
         self.missing.discard(name)
 
     def draw(self, seed: int) -> None:
         """Random values under which activations keep their scale through any number of layers
         (norms scale by one); those of a rank are a part of the whole model's. ValueError for
         tensors that are no floating numbers."""
-        for name, place in self._places.items():
+        each = ((name, place) for name, places in self._places.items() for place in places)
+        for name, place in each:
             if not place.target.is_floating_point():
                 raise ValueError(
                     f"{name} is {place.target.dtype}: load_format 'dummy' draws floating weights "
@@ -200,6 +203,7 @@ def _place(
     more rows than the matrix (packed numbers, scales of groups): in proportion."""
     shape = list(spec.shape)
     window = [slice(0, size) for size in shape]
+    shard = part.columns or shard
     if spec.out_axis is None:
         target = tensor[index]
     else:

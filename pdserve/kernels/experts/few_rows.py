@@ -2,7 +2,8 @@
 """Triton kernels of experts for few rows, bound by the bytes of the weights: each choice of a row
 reads its expert's matrices through registers.
 
-Called through triton_ops.py.
+What counts is how many bytes are on their way at once: steps over the inputs are unrolled, and a
+program of the second product reads all experts of a row together. Called through triton_ops.py.
 """
 
 import torch
@@ -16,61 +17,59 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
 
 MAX_ROWS = 4
-TILE = 4096  # weights of a step of one program
-MAX_IN = 1024
+GATED_OUT = 2  # outputs of a program
+DOWN_OUT = 2
+MAX_IN = 1024  # inputs of a step
+GATED_WARPS = 4
+DOWN_WARPS = 8
 
 
 def launch_few_rows(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None) -> Tensor:
     """`ExpertOps.mix`."""
-    num_rows, top_k = choice.experts.shape
-    size = experts.down.data.shape[2]
-    hidden = torch.empty(num_rows * top_k, size, dtype=x.dtype, device=x.device)
-    block_out, block_in = _tile(x.shape[1], of_both=True)
+    num_rows, places = choice.experts.shape
+    width, size = experts.down.data.shape[1:]
+    hidden = torch.empty(num_rows * places, size, dtype=x.dtype, device=x.device)
     launch(
         few_gated_kernel,
-        (cdiv(size, block_out), num_rows * top_k),
+        (cdiv(size, GATED_OUT), num_rows * places),
         (x, experts.gate_up.data, choice.experts, hidden),
-        (size, x.shape[1], x.stride(0)),
-        TOP_K=top_k,
+        (size, x.stride(0)),
+        NUM_INPUTS=width,
+        PLACES=places,
         SILU=experts.activation == "silu",
-        BLOCK_OUT=block_out,
-        BLOCK_IN=block_in,
-        num_warps=4,
+        BLOCK_OUT=GATED_OUT,
+        BLOCK_IN=min(next_power_of_2(width), MAX_IN),
+        num_warps=GATED_WARPS,
         **launch_options(x.device),
     )
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if onto is None else onto
-    block_out, block_in = _tile(size, of_both=False)
     launch(
         few_down_kernel,
-        (cdiv(x.shape[1], block_out), num_rows),
+        (cdiv(width, DOWN_OUT), num_rows),
         (hidden, experts.down.data, choice.experts, choice.weights, out),
-        (x.shape[1], size),
-        TOP_K=top_k,
+        (width,),
+        NUM_INPUTS=size,
+        PLACES=places,
+        BLOCK_PLACES=next_power_of_2(places),
         ADD=onto is not None,
-        BLOCK_OUT=block_out,
-        BLOCK_IN=block_in,
-        num_warps=4,
+        BLOCK_OUT=DOWN_OUT,
+        BLOCK_IN=min(next_power_of_2(size), MAX_IN),
+        num_warps=DOWN_WARPS,
         **launch_options(x.device),
     )
     return out
 
 
-def _tile(num_inputs: int, of_both: bool) -> tuple[int, int]:
-    """Outputs and inputs of a step. of_both: gate and up share it."""
-    block_in = min(next_power_of_2(num_inputs), MAX_IN)
-    return max(TILE // block_in // (2 if of_both else 1), 1), block_in
-
-
 @triton.jit
 def few_gated_kernel(
-    x_ptr,  # [rows, num_inputs]
-    weight_ptr,  # [experts, 2 * num_outputs, num_inputs]
-    experts_ptr,  # int32 [rows * TOP_K]
-    out_ptr,  # [rows * TOP_K, num_outputs]
+    x_ptr,  # [rows, NUM_INPUTS]
+    weight_ptr,  # [experts, 2 * num_outputs, NUM_INPUTS]
+    experts_ptr,  # int32 [rows * PLACES]
+    out_ptr,  # [rows * PLACES, num_outputs]
     num_outputs,
-    num_inputs,
     stride_x,
-    TOP_K: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    PLACES: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -87,14 +86,14 @@ def few_gated_kernel(
     wait(PDL)
     expert = tl.load(experts_ptr + slot).to(tl.int64)
     if expert >= 0:
-        gate_rows = weight_ptr + ((expert * 2 * num_outputs + rows) * num_inputs)[:, None]
-        up_rows = gate_rows + num_outputs.to(tl.int64) * num_inputs
-        x_row = x_ptr + (slot // TOP_K).to(tl.int64) * stride_x
+        gate_rows = weight_ptr + ((expert * 2 * num_outputs + rows) * NUM_INPUTS)[:, None]
+        up_rows = gate_rows + num_outputs.to(tl.int64) * NUM_INPUTS
+        x_row = x_ptr + (slot // PLACES).to(tl.int64) * stride_x
         gate = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
         up = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-        for start in range(0, num_inputs, BLOCK_IN):
-            at = start + columns
-            inside = at < num_inputs
+        for step in tl.static_range((NUM_INPUTS + BLOCK_IN - 1) // BLOCK_IN):
+            at = step * BLOCK_IN + columns
+            inside = at < NUM_INPUTS
             x = tl.load(x_row + at, mask=inside, other=0.0).to(tl.float32)[None, :]
             gate_weights = tl.load(gate_rows + at[None, :], mask=inside[None, :], other=0.0)
             up_weights = tl.load(up_rows + at[None, :], mask=inside[None, :], other=0.0)
@@ -107,14 +106,15 @@ def few_gated_kernel(
 
 @triton.jit
 def few_down_kernel(
-    hidden_ptr,  # [rows * TOP_K, num_inputs]
-    weight_ptr,  # [experts, num_outputs, num_inputs]
-    experts_ptr,  # int32 [rows * TOP_K]
-    weights_ptr,  # float32 [rows * TOP_K]
+    hidden_ptr,  # [rows * PLACES, NUM_INPUTS]
+    weight_ptr,  # [experts, num_outputs, NUM_INPUTS]
+    experts_ptr,  # int32 [rows * PLACES]
+    weights_ptr,  # float32 [rows * PLACES]
     out_ptr,  # [rows, num_outputs]
     num_outputs,
-    num_inputs,
-    TOP_K: tl.constexpr,
+    NUM_INPUTS: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_PLACES: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
@@ -123,31 +123,30 @@ def few_down_kernel(
     """Program (tile of outputs, row): all that the row's experts make of them. ADD: to what stands
     in out."""
     begin(PDL)
-    outputs = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    pairs = tl.arange(0, BLOCK_OUT * BLOCK_PLACES)  # of an output and a place
+    outputs = tl.program_id(0) * BLOCK_OUT + pairs // BLOCK_PLACES
+    places = pairs % BLOCK_PLACES
     row = tl.program_id(1)
     columns = tl.arange(0, BLOCK_IN)
-    rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
 
     wait(PDL)
-    total = tl.zeros([BLOCK_OUT], tl.float32)
-    out = out_ptr + row.to(tl.int64) * num_outputs + outputs
-    if ADD:  # loaded after the sums, it would keep every program waiting for memory once more
-        before = tl.load(out, mask=outputs < num_outputs, other=0.0).to(tl.float32)
-    for k in range(TOP_K):
-        slot = row * TOP_K + k
-        expert = tl.load(experts_ptr + slot).to(tl.int64)
-        if expert >= 0:
-            weight = tl.load(weights_ptr + slot)
-            weight_rows = weight_ptr + ((expert * num_outputs + rows) * num_inputs)[:, None]
-            hidden_row = hidden_ptr + slot.to(tl.int64) * num_inputs
-            y = tl.zeros([BLOCK_OUT, BLOCK_IN], tl.float32)
-            for start in range(0, num_inputs, BLOCK_IN):
-                at = start + columns
-                inside = at < num_inputs
-                x = tl.load(hidden_row + at, mask=inside, other=0.0).to(tl.float32)[None, :]
-                w = tl.load(weight_rows + at[None, :], mask=inside[None, :], other=0.0)
-                y += w.to(tl.float32) * x
-            total += tl.sum(y, 1) * weight
+    slots = row * PLACES + places
+    experts = tl.load(experts_ptr + slots, mask=places < PLACES, other=-1).to(tl.int64)
+    is_there = (experts >= 0) & (outputs < num_outputs)
+    weights = tl.load(weights_ptr + slots, mask=is_there, other=0.0)
+    hidden_rows = hidden_ptr + (slots.to(tl.int64) * NUM_INPUTS)[:, None]
+    weight_rows = weight_ptr + ((experts * num_outputs + outputs) * NUM_INPUTS)[:, None]
+    y = tl.zeros([BLOCK_OUT * BLOCK_PLACES, BLOCK_IN], tl.float32)
+    for step in tl.static_range((NUM_INPUTS + BLOCK_IN - 1) // BLOCK_IN):
+        at = (step * BLOCK_IN + columns)[None, :]
+        mask = is_there[:, None] & (at < NUM_INPUTS)
+        w = tl.load(weight_rows + at, mask=mask, other=0.0)
+        hidden = tl.load(hidden_rows + at, mask=mask, other=0.0)
+        y += w.to(tl.float32) * hidden.to(tl.float32)
+    parts = tl.sum(y, 1) * weights
+    total = tl.sum(tl.reshape(parts, [BLOCK_OUT, BLOCK_PLACES]), 1)
+    made = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out = out_ptr + row.to(tl.int64) * num_outputs + made
     if ADD:
-        total += before
-    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=outputs < num_outputs)
+        total += tl.load(out, mask=made < num_outputs, other=0.0).to(tl.float32)
+    tl.store(out, total.to(out_ptr.dtype.element_ty), mask=made < num_outputs)

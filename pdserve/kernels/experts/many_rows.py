@@ -4,6 +4,8 @@ tensor cores; then each row's experts are added up.
 
 A program finds its expert and its rows from the lists that the choice made: tiles are counted
 through expert by expert, so nothing is sorted, and no more programs start than there can be tiles.
+Programs of one tile of rows run together, because its rows are gathered and the weights are not.
+What the first product makes stands in the order of tiles, so that the second reads it as it lies.
 Called through triton_ops.py.
 """
 
@@ -13,15 +15,18 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pdserve.kernels.experts.ops import Choice, Experts, Lists
+from pdserve.kernels.experts.ops import Choice, Experts
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
-from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.launching.launch import cdiv, is_hopper, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
 
 COMBINE_BLOCK = 1024
 COMBINE_WARPS = 4
+LONG_INPUTS = 1024  # of a product of which wide tiles pay
+TMA_BYTES = 16  # rows that TMA reads are multiples of it
 
 
 @dataclass(frozen=True)
@@ -33,41 +38,57 @@ class Tile:
     inputs: int
     num_warps: int
     num_stages: int
+    has_tma: bool = False
 
 
-def tile_for(num_slots: int, num_experts: int) -> Tile:
+def tile_for(rows_an_expert: float, num_inputs: int, is_gated: bool, itemsize: int) -> Tile:
     """A tile for about as many rows as an expert gets, so that its weights are read once where that
-    is possible."""
-    rows = num_slots / num_experts
-    if rows <= 16:
+    is possible. Both products of an expert get tiles of the same rows. outputs: of gate and up
+    together."""
+    if itemsize == 4:
+        return Tile(16, 64, 64, 4, 2) if rows_an_expert <= 16 else Tile(64, 64, 32, 4, 2)
+    if rows_an_expert <= 10:
         return Tile(16, 64, 128, 4, 4)
-    if rows <= 64:
-        return Tile(64, 64, 64, 4, 4)
-    return Tile(128, 128, 64, 8, 3)
+    if rows_an_expert <= 24:
+        return Tile(32, 128, 128, 4, 3)
+    if rows_an_expert <= 64:
+        return Tile(64, 128, 64, 4, 4)
+    if is_gated or num_inputs >= LONG_INPUTS:
+        return Tile(128, 256, 64, 8, 4, has_tma=True)
+    return Tile(128, 128, 64, 8, 3, has_tma=True)
 
 
 def launch_many_rows(
-    x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None, tile: Tile | None = None
+    x: Tensor,
+    choice: Choice,
+    experts: Experts,
+    onto: Tensor | None,
+    tiles: tuple[Tile, Tile] | None = None,
 ) -> Tensor:
-    """`ExpertOps.mix`. tile: other than tile_for() would choose."""
+    """`ExpertOps.mix`. tiles: of both products, other than tile_for() would choose."""
     lists = choice.lists
     assert lists is not None, "a choice of another implementation"
-    num_rows, top_k = choice.experts.shape
-    num_slots = num_rows * top_k
+    num_rows, places = choice.experts.shape
+    num_slots = num_rows * places
     num_experts, width, size = experts.down.data.shape
-    tile = tile or tile_for(num_slots, num_experts)
-    hidden = torch.empty(num_slots, size, dtype=x.dtype, device=x.device)
-    silu = experts.activation == "silu"
-    _launch_product(x, experts.gate_up.data, lists, hidden, tile, top_k, is_gated=True, silu=silu)
+    if tiles is None:
+        share, itemsize = num_slots / num_experts, x.element_size()
+        wide = tile_for(share, width, True, itemsize)
+        tiles = wide, tile_for(share, size, False, itemsize)
+    num_tiles = num_slots // tiles[0].rows + min(num_experts, num_slots)
+    num_made = num_tiles * tiles[0].rows
+    hidden = torch.empty(num_made, size, dtype=x.dtype, device=x.device)
     made = torch.empty(num_slots, width, dtype=x.dtype, device=x.device)
-    _launch_product(hidden, experts.down.data, lists, made, tile, 1, is_gated=False, silu=silu)
+    silu = experts.activation == "silu"
+    _launch_product(x, experts.gate_up.data, choice, hidden, tiles[0], num_tiles, silu)
+    _launch_product(hidden, experts.down.data, choice, made, tiles[1], num_tiles)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device) if onto is None else onto
     launch(
         combine_kernel,
         (num_rows, cdiv(width, COMBINE_BLOCK)),
         (made, choice.experts, choice.weights, out),
         (width,),
-        TOP_K=top_k,
+        PLACES=places,
         ADD=onto is not None,
         BLOCK=COMBINE_BLOCK,
         num_warps=COMBINE_WARPS,
@@ -79,28 +100,35 @@ def launch_many_rows(
 def _launch_product(
     x: Tensor,
     weight: Tensor,
-    lists: Lists,
+    choice: Choice,
     out: Tensor,
     tile: Tile,
-    slots_a_row: int,
-    is_gated: bool,
-    silu: bool,
+    num_tiles: int,
+    silu: bool | None = None,
 ) -> None:
-    """x: has a row for so many slots."""
+    """silu: of a product of gate and up, whether that is the gate's activation."""
+    lists = choice.lists
+    assert lists is not None
+    is_gated = silu is not None
+    num_outputs = out.shape[1]
     num_experts, num_rows = lists.slots.shape
-    num_slots, num_outputs = out.shape
     block_out = tile.outputs // 2 if is_gated else tile.outputs
-    num_tiles = num_slots // tile.rows + min(num_experts, num_slots)
+    x_steps = weight_steps = None
+    if tile.has_tma and can_use_tma(weight):
+        flat = weight.flatten(0, 1)
+        weight_steps = TensorDescriptor.from_tensor(flat, [block_out, tile.inputs])
+        if not is_gated:
+            x_steps = TensorDescriptor.from_tensor(x, [tile.rows, tile.inputs])
     launch(
         expert_product_kernel,
-        (num_tiles, cdiv(num_outputs, block_out)),
-        (x, weight, lists.counts, lists.slots, out),
+        (cdiv(num_outputs, block_out), num_tiles),
+        (x, weight, x_steps, weight_steps, lists.counts, lists.slots, out),
         (num_rows, num_outputs, x.shape[1], x.stride(0)),
         NUM_EXPERTS=num_experts,
         BLOCK_EXPERTS=next_power_of_2(num_experts),
-        SLOTS_A_ROW=slots_a_row,
+        PLACES=choice.experts.shape[1],
         GATED=is_gated,
-        SILU=silu,
+        SILU=bool(silu),
         BLOCK_ROWS=tile.rows,
         BLOCK_OUT=block_out,
         BLOCK_IN=tile.inputs,
@@ -110,20 +138,27 @@ def _launch_product(
     )
 
 
+def can_use_tma(weight: Tensor) -> bool:
+    row_bytes = weight.shape[-1] * weight.element_size()
+    return is_hopper(weight.device) and row_bytes % TMA_BYTES == 0
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def expert_product_kernel(
-    x_ptr,  # [slots / SLOTS_A_ROW, num_inputs]
+    x_ptr,  # GATED: [rows, num_inputs]; else [tiles * BLOCK_ROWS, num_inputs]
     weight_ptr,  # [NUM_EXPERTS, num_outputs or 2 * num_outputs, num_inputs]
+    x_steps,  # x for TMA in steps of [BLOCK_ROWS, BLOCK_IN], or None: read by pointers
+    weight_steps,  # all rows of weight in steps of [BLOCK_OUT, BLOCK_IN], or None
     counts_ptr,  # int32 [NUM_EXPERTS]
     slots_ptr,  # int32 [NUM_EXPERTS, num_rows]
-    out_ptr,  # [slots, num_outputs]
+    out_ptr,  # GATED: [tiles * BLOCK_ROWS, num_outputs]; else [slots, num_outputs]
     num_rows,
     num_outputs,
     num_inputs,
     stride_x,
     NUM_EXPERTS: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
-    SLOTS_A_ROW: tl.constexpr,
+    PLACES: tl.constexpr,
     GATED: tl.constexpr,
     SILU: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
@@ -132,9 +167,9 @@ def expert_product_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of an expert's rows, tile of outputs)."""
+    """Program (tile of outputs, tile of an expert's rows)."""
     begin(PDL)
-    tile = tl.program_id(0)
+    tile = tl.program_id(1)
     every = tl.arange(0, BLOCK_EXPERTS)
 
     wait(PDL)
@@ -146,44 +181,57 @@ def expert_product_kernel(
         is_ours = every == expert
         first = (tile - tl.sum(tl.where(is_ours, ends - tiles, 0), 0)) * BLOCK_ROWS
         count = tl.sum(tl.where(is_ours, counts, 0), 0)
-        places = first + tl.arange(0, BLOCK_ROWS)
-        is_row = places < count
+        here = tl.arange(0, BLOCK_ROWS)
+        is_row = first + here < count
         our_slots = slots_ptr + expert.to(tl.int64) * num_rows
-        slots = tl.load(our_slots + places, mask=is_row, other=0).to(tl.int64)
-        outputs = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+        slots = tl.load(our_slots + first + here, mask=is_row, other=0).to(tl.int64)
+        in_tiles = tile.to(tl.int64) * BLOCK_ROWS + here
+        first_out = tl.program_id(0) * BLOCK_OUT
+        outputs = first_out + tl.arange(0, BLOCK_OUT)
         columns = tl.arange(0, BLOCK_IN)
         # what lies past the last is computed and not stored
         weight_rows = tl.minimum(outputs, num_outputs - 1).to(tl.int64)
+        first_step = expert * num_outputs * (2 if GATED else 1) + first_out
         size = num_outputs.to(tl.int64) * num_inputs
         start_row = weight_ptr + expert * size * (2 if GATED else 1)
         gate_rows = start_row + (weight_rows * num_inputs)[:, None] + columns[None, :]
         up_rows = gate_rows + size
-        x_rows = x_ptr + (slots // SLOTS_A_ROW * stride_x)[:, None] + columns[None, :]
+        x_index = slots // PLACES if GATED else in_tiles
+        x_rows = x_ptr + (x_index * stride_x)[:, None] + columns[None, :]
         y = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
         up = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
         for start in tl.range(0, num_inputs, BLOCK_IN, num_stages=STAGES):
             inside = (start + columns < num_inputs)[None, :]
-            x = tl.load(x_rows + start, mask=inside & is_row[:, None], other=0.0)
-            weights = tl.load(gate_rows + start, mask=inside, other=0.0)
-            y = dot(x, tl.trans(weights), y)
-            if GATED:
-                up_weights = tl.load(up_rows + start, mask=inside, other=0.0)
-                up = dot(x, tl.trans(up_weights), up)
+            if x_steps is not None:
+                x = x_steps.load([tile * BLOCK_ROWS, start])
+            else:
+                x = tl.load(x_rows + start, mask=inside & is_row[:, None], other=0.0)
+            if weight_steps is not None:
+                y = dot(x, tl.trans(weight_steps.load([first_step, start])), y)
+                if GATED:
+                    w = weight_steps.load([first_step + num_outputs, start])
+                    up = dot(x, tl.trans(w), up)
+            else:
+                y = dot(x, tl.trans(tl.load(gate_rows + start, mask=inside, other=0.0)), y)
+                if GATED:
+                    w = tl.load(up_rows + start, mask=inside, other=0.0)
+                    up = dot(x, tl.trans(w), up)
         if GATED:
             y = gated(y, up, SILU)
-        out = out_ptr + (slots * num_outputs)[:, None] + outputs[None, :]
+        out_rows = in_tiles if GATED else slots
+        out = out_ptr + (out_rows * num_outputs)[:, None] + outputs[None, :]
         mask = is_row[:, None] & (outputs < num_outputs)[None, :]
         tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def combine_kernel(
-    made_ptr,  # [rows * TOP_K, width]
-    experts_ptr,  # int32 [rows * TOP_K]
-    weights_ptr,  # float32 [rows * TOP_K]
+    made_ptr,  # [rows * PLACES, width]
+    experts_ptr,  # int32 [rows * PLACES]
+    weights_ptr,  # float32 [rows * PLACES]
     out_ptr,  # [rows, width]
     width,
-    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
     ADD: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -196,8 +244,8 @@ def combine_kernel(
 
     wait(PDL)
     total = tl.zeros([BLOCK], tl.float32)
-    for k in tl.static_range(TOP_K):
-        slot = row * TOP_K + k
+    for k in tl.static_range(PLACES):
+        slot = row * PLACES + k
         is_made = tl.load(experts_ptr + slot) >= 0
         weight = tl.load(weights_ptr + slot)
         part = tl.load(made_ptr + slot * width + columns, mask=inside & is_made, other=0.0)

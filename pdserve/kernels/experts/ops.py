@@ -13,8 +13,8 @@ from pdserve.kernels.norm.ops import Activation
 
 @dataclass(frozen=True, slots=True)
 class Router:
-    """weight `[num_experts, hidden]`. bias: float32 `[num_experts]`, added to the scores by which
-    experts are chosen, not to those that weigh them."""
+    """weight `[num_experts, hidden]`, without shared ones. bias: float32 `[num_experts]`, added to
+    the scores by which experts are chosen, not to those that weigh them."""
 
     weight: Tensor
     routing: Routing
@@ -23,8 +23,9 @@ class Router:
 
 @dataclass(frozen=True, slots=True)
 class Lists:
-    """The rows of each expert. counts: int32 `[num_experts]`. slots: int32 `[num_experts, T]`, of
-    which the first counts[e] are filled, in any order: row * top_k + place in the row's choice."""
+    """The rows of each expert, E with the shared ones, to which padding may go, too. counts: int32
+    `[E]`. slots: int32 `[E, T]`, of which the first counts[e] are filled, in any order: row *
+    num_places + place in the row's choice."""
 
     counts: Tensor
     slots: Tensor
@@ -32,8 +33,9 @@ class Lists:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """experts: int32 `[T, top_k]`, in falling order of what they were chosen by; -1 in rows that go
-    to none. weights: float32 `[T, top_k]`. lists: for a `mix` that wants them."""
+    """experts: int32 `[T, num_places]`, in falling order of what they were chosen by, then the
+    shared ones; -1 in rows that go to none. weights: float32 `[T, num_places]`. lists: for a `mix`
+    that wants them."""
 
     experts: Tensor
     weights: Tensor
@@ -42,8 +44,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Gated MLPs side by side, as matrices with data of three dims: gate_up `[num_experts, 2 * I,
-    hidden]`, gate first; down `[num_experts, hidden, I]`."""
+    """Gated MLPs side by side, the shared ones last, as matrices with data of three dims: gate_up
+    `[E, 2 * I, hidden]`, gate first; down `[E, hidden, I]`."""
 
     gate_up: Matrix
     down: Matrix
@@ -54,7 +56,7 @@ class ExpertOps(Protocol):
     def route(self, x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
         """Where the rows x `[T, hidden]` go. live: bool `[T]`, false for rows that are padding and
         go to no expert; None: none is. load: int64 `[num_experts]`, to which the number of rows
-        that go to each is added."""
+        that choose each is added."""
         ...
 
     def mix(

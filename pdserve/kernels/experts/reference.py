@@ -18,17 +18,19 @@ from pdserve.kernels.norm.reference import gate
 
 def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
     logits = linear(_padded(x.float()), Matrix(router.weight.float()))[: len(x)]
-    choice = choose(logits, router.routing, router.bias)
-    experts = choice.experts
-    if live is not None:
-        experts = experts.masked_fill(~live[:, None], -1)
-    chosen = experts[experts >= 0]
-    load += torch.bincount(chosen, minlength=len(load))
-    return Choice(experts, choice.weights)
+    routing = router.routing
+    choice = choose(logits, routing, router.bias)
+    dead = torch.zeros(len(x), 1, dtype=torch.bool) if live is None else ~live[:, None]
+    chosen = choice.experts.masked_fill(dead, -1)
+    load += torch.bincount(chosen[chosen >= 0], minlength=len(load))
+    first = routing.num_experts
+    shared = torch.arange(first, first + routing.num_shared, dtype=torch.int32).expand(len(x), -1)
+    experts = torch.cat((chosen, shared.masked_fill(dead, -1)), 1)
+    return Choice(experts, torch.cat((choice.weights, torch.ones(shared.shape)), 1))
 
 
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Choice:
-    """The choice by the router's logits, float32 `[T, num_experts]`."""
+    """The choice by the router's logits, float32 `[T, num_experts]`, without shared ones."""
     scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
@@ -41,16 +43,16 @@ def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Choice:
 
 
 def mix(x: Tensor, choice: Choice, experts: Experts, onto: Tensor | None = None) -> Tensor:
-    num_rows, top_k = choice.experts.shape
+    num_rows, num_places = choice.experts.shape
     flat = choice.experts.flatten()
-    made = x.new_zeros(num_rows * top_k, x.shape[1])
+    made = x.new_zeros(num_rows * num_places, x.shape[1])
     for expert in torch.unique(flat[flat >= 0]).tolist():
         places = (flat == expert).nonzero()[:, 0]
-        rows = _padded(x[places // top_k])
+        rows = _padded(x[places // num_places])
         hidden = gate(linear(rows, Matrix(experts.gate_up.data[expert])), experts.activation)
         made[places] = linear(hidden, Matrix(experts.down.data[expert]))[: len(places)]
     total = x.new_zeros(x.shape, dtype=torch.float32)
-    for slot, part in enumerate(made.unflatten(0, (num_rows, top_k)).unbind(1)):
+    for slot, part in enumerate(made.unflatten(0, (num_rows, num_places)).unbind(1)):
         total = total + part * choice.weights[:, slot, None]
     mixed = total.to(x.dtype)
     return mixed if onto is None else onto + mixed

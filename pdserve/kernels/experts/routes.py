@@ -24,26 +24,28 @@ MAX_SPLITS = 8
 LOWEST = tl.constexpr(-1e38)
 
 
-def launch_router_product(x: Tensor, weight: Tensor, num_sms: int) -> tuple[Tensor, Tensor]:
+def launch_router_product(x: Tensor, router: Router, num_sms: int) -> tuple[Tensor, Tensor]:
     """Logits of x `[T, hidden]` in parts, float32 `[parts, T, num_experts]`; and counts for
-    launch_choose, all 0."""
+    launch_choose: 0, and of shared experts T."""
+    weight = router.weight
     num_rows, num_inputs = x.shape
     num_experts = weight.shape[0]
+    num_counts = num_experts + router.routing.num_shared
     block_rows = 16 if num_rows <= 512 else 64
     tiles = cdiv(num_rows, block_rows) * cdiv(num_experts, BLOCK_EXPERTS)
     splits = power_of_2_below(min(num_sms // tiles, num_inputs // SPLIT_INPUTS, MAX_SPLITS))
     parts = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=x.device)
-    counts = torch.empty(num_experts, dtype=torch.int32, device=x.device)
+    counts = torch.empty(num_counts, dtype=torch.int32, device=x.device)
     launch(
         router_product_kernel,
         (cdiv(num_rows, block_rows), cdiv(num_experts, BLOCK_EXPERTS), splits),
         (x, weight, parts, counts),
-        (num_rows, num_experts, num_inputs, x.stride(0), weight.stride(0)),
+        (num_rows, num_experts, num_counts, num_inputs, x.stride(0), weight.stride(0)),
         BLOCK_ROWS=block_rows,
         BLOCK_OUT=BLOCK_EXPERTS,
         BLOCK_IN=BLOCK_IN,
         SPLITS=splits,
-        BLOCK_COUNTS=next_power_of_2(num_experts),
+        BLOCK_COUNTS=next_power_of_2(num_counts),
         num_warps=4,
         **launch_options(x.device),
     )
@@ -56,10 +58,11 @@ def launch_choose(
     """`Choice`'s experts and weights, and the rows of each expert."""
     routing = router.routing
     splits, num_rows, num_experts = parts.shape
-    shape = (num_rows, routing.top_k)
+    shape = (num_rows, routing.num_places)
     experts = torch.empty(shape, dtype=torch.int32, device=parts.device)
     weights = torch.empty(shape, dtype=torch.float32, device=parts.device)
-    slots = torch.empty(num_experts, num_rows, dtype=torch.int32, device=parts.device)
+    num_lists = num_experts + routing.num_shared
+    slots = torch.empty(num_lists, num_rows, dtype=torch.int32, device=parts.device)
     launch(
         choose_kernel,
         (num_rows,),
@@ -89,7 +92,8 @@ def _constants(routing: Routing) -> dict[str, object]:
         "BLOCK_GROUPS": next_power_of_2(routing.num_groups),
         "BLOCK_SIZE": next_power_of_2(routing.group_size),
         "TOP_K": routing.top_k,
-        "BLOCK_K": next_power_of_2(routing.top_k),
+        "PLACES": routing.num_places,
+        "BLOCK_K": next_power_of_2(routing.num_places),
         "TOP_GROUPS": routing.top_groups,
         "SOFTMAX": routing.scoring == "softmax",
         "NORMALIZE": routing.normalize,
@@ -102,9 +106,10 @@ def router_product_kernel(
     x_ptr,  # [num_rows, num_inputs]
     weight_ptr,  # [num_experts, num_inputs]
     parts_ptr,  # float32 [SPLITS, num_rows, num_experts]
-    counts_ptr,  # int32 [num_experts]
+    counts_ptr,  # int32 [num_counts]: of experts, then of shared ones
     num_rows,
     num_experts,
+    num_counts,
     num_inputs,
     stride_x,
     stride_weight,
@@ -115,8 +120,7 @@ def router_product_kernel(
     BLOCK_COUNTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (tile of rows, tile of experts, part of the inputs). The first sets all counts to
-    0."""
+    """Program (tile of rows, tile of experts, part of the inputs). The first sets the counts."""
     begin(PDL)
     split = tl.program_id(2)
     span = tl.cdiv(num_inputs, BLOCK_IN * SPLITS) * BLOCK_IN
@@ -131,8 +135,8 @@ def router_product_kernel(
     wait(PDL)
     if tl.program_id(0) + tl.program_id(1) + split == 0:
         every = tl.arange(0, BLOCK_COUNTS)
-        zeros = tl.zeros([BLOCK_COUNTS], tl.int32)
-        tl.store(counts_ptr + every, zeros, mask=every < num_experts)
+        counts = tl.where(every < num_experts, 0, num_rows)
+        tl.store(counts_ptr + every, counts, mask=every < num_counts)
     y = tl.zeros([BLOCK_ROWS, BLOCK_OUT], tl.float32)
     for start in range(first, end, BLOCK_IN):
         inside = (start + columns < end)[None, :]
@@ -156,10 +160,10 @@ def choose_kernel(
     parts_ptr,  # float32 [SPLITS, num_rows, experts]
     bias_ptr,  # float32 [experts], or None
     live_ptr,  # uint8 [num_rows], or None
-    experts_ptr,  # int32 [num_rows, TOP_K]
-    weights_ptr,  # float32 [num_rows, TOP_K]
-    counts_ptr,  # int32 [experts], added to
-    slots_ptr,  # int32 [experts, num_rows]
+    experts_ptr,  # int32 [num_rows, PLACES]
+    weights_ptr,  # float32 [num_rows, PLACES]
+    counts_ptr,  # int32 [experts and shared], added to
+    slots_ptr,  # int32 [experts and shared, num_rows]
     load_ptr,  # int64 [experts], added to
     num_rows,
     scaling,
@@ -169,6 +173,7 @@ def choose_kernel(
     BLOCK_GROUPS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr,
@@ -234,12 +239,17 @@ def choose_kernel(
     is_live = True
     if live_ptr is not None:
         is_live = tl.load(live_ptr + row) != 0
-    chosen_there = k < TOP_K
-    counted = chosen_there & is_live
-    at = row * TOP_K + k
-    tl.store(experts_ptr + at, tl.where(is_live, chosen, -1), mask=chosen_there)
-    tl.store(weights_ptr + at, weights, mask=chosen_there)
+    is_choice = k < TOP_K
+    is_shared = (k >= TOP_K) & (k < PLACES)
+    chosen = tl.where(is_choice, chosen, num_experts + k - TOP_K)
+    weights = tl.where(is_choice, weights, 1.0)
+    counted = is_choice & is_live
+    at = row * PLACES + k
+    tl.store(experts_ptr + at, tl.where(is_live, chosen, -1), mask=k < PLACES)
+    tl.store(weights_ptr + at, weights, mask=k < PLACES)
     ones = tl.full([BLOCK_K], 1, tl.int32)
     position = tl.atomic_add(counts_ptr + chosen, ones, mask=counted, sem="relaxed")
-    tl.store(slots_ptr + chosen.to(tl.int64) * num_rows + position, at.to(tl.int32), mask=counted)
+    position = tl.where(is_shared, row.to(tl.int32), position)
+    lists = slots_ptr + chosen.to(tl.int64) * num_rows
+    tl.store(lists + position, at.to(tl.int32), mask=counted | is_shared)
     tl.atomic_add(load_ptr + chosen, ones.to(tl.int64), mask=counted, sem="relaxed")

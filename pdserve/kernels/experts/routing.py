@@ -17,7 +17,8 @@ class Routing:
     scoring: of the router's logits, in float32. normalize: the weights of the chosen are divided by
     their sum. scaling: and multiplied by this. With num_groups above 1 the experts stand in groups
     one after another, and only those of the best `top_groups` may be chosen; group_score: a group
-    counts as its best expert, or as its best two together.
+    counts as its best expert, or as its best two together. num_shared: behind the `num_experts`
+    stand so many more that every row goes to, with weight 1.
     """
 
     num_experts: int
@@ -28,6 +29,7 @@ class Routing:
     num_groups: int = 1
     top_groups: int = 1
     group_score: GroupScore = "max"
+    num_shared: int = 0
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -52,6 +54,11 @@ class Routing:
                 f"n_group={self.num_groups}: groups of one expert have no best two: it must leave "
                 "at least two experts a group"
             )
+
+    @property
+    def num_places(self) -> int:
+        """To how many experts a row goes."""
+        return self.top_k + self.num_shared
 
     @property
     def group_size(self) -> int:

@@ -15,9 +15,9 @@ def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choic
     check_rows(x=x, weight=router.weight)
     check_ids(load=load)
     if len(x) == 0:
-        shape = (0, router.routing.top_k)
+        shape = (0, router.routing.num_places)
         return Choice(x.new_empty(shape, dtype=torch.int32), x.new_empty(shape).float())
-    parts, counts = launch_router_product(x, router.weight, num_sms(x.device))
+    parts, counts = launch_router_product(x, router, num_sms(x.device))
     experts, weights, lists = launch_choose(parts, counts, router, live, load)
     return Choice(experts, weights, lists)
 

@@ -10,17 +10,16 @@ from pdserve.models.hf_config import HfConfig
 
 
 class ExpertSpec(BaseModel):
-    """size: width of an expert, its intermediate size. shared_size: of the expert that all rows go
-    to; 0: there is none. has_shared_gate: whether that one is scaled by a sigmoid of each row.
-    has_bias: whether the router's choice is corrected by a bias. dense_layers: those that have a
-    plain MLP."""
+    """size: width of an expert, its intermediate size. gated_size: of the expert that all rows go
+    to beside those of `routing`, scaled by a sigmoid of each row; 0: there is none. has_bias:
+    whether the router's choice is corrected by a bias. dense_layers: those that have a plain
+    MLP."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     routing: Routing
     size: int
-    shared_size: int = 0
-    has_shared_gate: bool = False
+    gated_size: int = 0
     has_bias: bool = False
     dense_layers: tuple[int, ...] = ()
 
@@ -37,12 +36,10 @@ def qwen_experts(config: HfConfig) -> ExpertSpec:
     if step < 1:
         raise ValueError(f"decoder_sparse_step={step} must be at least 1")
     only = config.mlp_only_layers or ()
-    shared_size = config.shared_expert_intermediate_size or 0
     return ExpertSpec(
         routing=Routing(_num_experts(config), _top_k(config), normalize=config.norm_topk_prob),
         size=_size(config),
-        shared_size=shared_size,
-        has_shared_gate=shared_size > 0,
+        gated_size=config.shared_expert_intermediate_size or 0,
         dense_layers=tuple(i for i in range(num_layers) if i in only or (i + 1) % step),
     )
 
@@ -61,6 +58,7 @@ def deepseek_v2_experts(config: HfConfig) -> ExpertSpec:
         scaling=config.routed_scaling_factor,
         num_groups=groups[0],
         top_groups=groups[1],
+        num_shared=config.n_shared_experts or 0,
     )
     return _deepseek(config, routing, has_bias=False)
 
@@ -78,6 +76,7 @@ def deepseek_v3_experts(config: HfConfig) -> ExpertSpec:
         num_groups=num_groups,
         top_groups=top_groups,
         group_score="top2",
+        num_shared=config.n_shared_experts or 0,
     )
     return _deepseek(config, routing, has_bias=True)
 
@@ -85,11 +84,9 @@ def deepseek_v3_experts(config: HfConfig) -> ExpertSpec:
 def _deepseek(config: HfConfig, routing: Routing, has_bias: bool) -> ExpertSpec:
     if config.moe_layer_freq not in (None, 1):
         raise ValueError(f"moe_layer_freq={config.moe_layer_freq} is not supported: only 1 is")
-    size = _size(config)
     return ExpertSpec(
         routing=routing,
-        size=size,
-        shared_size=size * (config.n_shared_experts or 0),
+        size=_size(config),
         has_bias=has_bias,
         dense_layers=tuple(range(config.first_k_dense_replace)),
     )

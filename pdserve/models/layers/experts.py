@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.experts.ops import Experts, Router
+from pdserve.kernels.linear.matrix import Shard
 from pdserve.kernels.linear.schemes.scheme import TensorSpec
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.layers.context import LayerContext
@@ -25,7 +26,7 @@ CORRECTION = "e_score_correction_bias"
 @dataclass(frozen=True)
 class ExpertNames:
     """Modules of the checkpoint, below the layer's. experts: has one for each, by number; gate, up,
-    down: in each of them."""
+    down: in each of them. shared: all shared ones behind one another, or the gated one."""
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
@@ -50,26 +51,33 @@ class ExpertMlp:
         self._load = torch.zeros(count, dtype=torch.int64, device=context.weights.device)
         context.expert_load[layer] = self._load
         self._router = _RouterWeight(context, spec, f"{module}.{names.router}")
-        self._experts = _ExpertWeights(context, spec, names, f"{module}.{names.experts}")
-        self._shared: GatedMlp | None = None
-        self._shared_gate: Linear | None = None
-        if spec.shared_size:
-            shared = f"{module}.{names.shared}"
-            self._shared = GatedMlp(context, shared, norm, size=spec.shared_size)
-        if spec.has_shared_gate:
-            part = Part(f"{module}.{names.shared_gate}", 1)
-            self._shared_gate = Linear(context, [part], context.spec.hidden_size, bias=False)
+        self._experts = _ExpertWeights(context, spec, names, module)
+        self._gated: _GatedExpert | None = None
+        if spec.gated_size:
+            self._gated = _GatedExpert(context, module, names, norm, spec.gated_size)
 
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
         x, finished = normed(stream, self._norm.value, self._ops.norm)
         choice = self._ops.experts.route(x, self._router.value, step.live, self._load)
         mix = partial(self._ops.experts.mix, x, choice, self._experts.value)
-        shared = None if self._shared is None else self._shared.of_rows(x)
-        if shared is not None and self._shared_gate is not None:
-            shared = self._shared_gate(x).sigmoid() * shared
-        if shared is None and self._ops.collective.size == 1:
+        if self._gated is None and self._ops.collective.size == 1:
             return mix(finished)
-        return self._ops.collective.add(finished, mix(shared))
+        gated = None if self._gated is None else self._gated(x)
+        return self._ops.collective.add(finished, mix(gated))
+
+
+class _GatedExpert:
+    """Of every row, scaled by a sigmoid of it."""
+
+    def __init__(
+        self, context: LayerContext, module: str, names: ExpertNames, norm: RmsNorm, size: int
+    ) -> None:
+        self._mlp = GatedMlp(context, f"{module}.{names.shared}", norm, size=size)
+        part = Part(f"{module}.{names.shared_gate}", 1)
+        self._gate = Linear(context, [part], context.spec.hidden_size, bias=False)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._gate(x).sigmoid() * self._mlp.of_rows(x)
 
 
 class _RouterWeight:
@@ -101,19 +109,40 @@ class _ExpertWeights:
         self, context: LayerContext, spec: ExpertSpec, names: ExpertNames, module: str
     ) -> None:
         hidden = context.spec.hidden_size
-        dims = context.dims
         self._activation = context.spec.activation
-        experts = [f"{module}.{number}" for number in range(spec.routing.num_experts)]
+        each = _each_expert(context, spec, names, module)
         wide = [
-            Part(f"{expert}.{name}", spec.size, dims.tp_rank, dims.tp)
-            for expert in experts
+            Part(f"{expert}.{name}", rows, index, count)
+            for expert, rows, index, count in each
             for name in (names.gate, names.up)
         ]
-        self._gate_up = Stack(context, wide, len(experts), hidden)
-        narrow = [Part(f"{expert}.{names.down}", hidden) for expert in experts]
-        size = spec.size // dims.tp
-        self._down = Stack(context, narrow, len(experts), size, row_shard(context))
+        self._gate_up = Stack(context, wide, len(each), hidden)
+        narrow = [
+            Part(f"{expert}.{names.down}", hidden, columns=Shard("in", index, count))
+            for expert, _, index, count in each
+        ]
+        size = spec.size // context.dims.tp
+        self._down = Stack(context, narrow, len(each), size, row_shard(context))
 
     @cached_property
     def value(self) -> Experts:
         return Experts(self._gate_up.value, self._down.value, self._activation)
+
+
+def _each_expert(
+    context: LayerContext, spec: ExpertSpec, names: ExpertNames, module: str
+) -> list[tuple[str, int, int, int]]:
+    """Module, width, and which part of how many the rank has of it. Shared experts are parts of
+    one module."""
+    dims = context.dims
+    routing = spec.routing
+    experts = [
+        (f"{module}.{names.experts}.{number}", spec.size, dims.tp_rank, dims.tp)
+        for number in range(routing.num_experts)
+    ]
+    count = routing.num_shared
+    shared = [
+        (f"{module}.{names.shared}", spec.size * count, i * dims.tp + dims.tp_rank, count * dims.tp)
+        for i in range(count)
+    ]
+    return experts + shared
