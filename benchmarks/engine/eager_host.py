@@ -102,7 +102,7 @@ class Step:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self._device)
         starts = [sum(prompts[:i]) for i in range(len(prompts) + 1)]
         batch = AttentionBatch(
-            StepShape(num_decodes, CONTEXT if num_decodes else 0, max(prompts), prompts),
+            StepShape(num_decodes, CONTEXT if num_decodes else 0, tuple((0, n) for n in prompts)),
             positions=zeros,
             slot_mapping=torch.arange(num_rows, device=self._device) % BLOCK_SIZE,
             block_tables=torch.zeros(

@@ -173,7 +173,7 @@ def dense_cases() -> Iterator[Case]:
     for past, length in ((8192, 8192), (8192, 7808), (24576, 8192)):
         inputs = paged_inputs([past + length], 64)
         starts = torch.tensor([0, length], dtype=torch.int32, device="cuda")
-        prefills = Prefills(inputs.paged(past + length), starts, length, prefix_len=past)
+        prefills = Prefills(inputs.paged(past + length), starts, length, ((past, length),))
         rows = q[:length], k[:length], v[:length]
         call = partial(TRITON.attention.prefill, *rows, inputs.kv, prefills, SPEC)
         yield Case(

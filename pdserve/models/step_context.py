@@ -18,8 +18,8 @@ Attend = Callable[[int, AttentionSpec, Tensor, Tensor, Tensor, RopeTables], Tens
 and k, and may do so in place."""
 AttendLatent = Callable[[int, LatentAttentionSpec, Tensor, Tensor, LatentHeads, RopeTables], Tensor]
 """`attend_latent(layer, spec, q [T, Hq, nope_dim + rope_dim], latent [T, rank + rope_dim], heads,
-rope) -> [T, Hq, v_dim]`; it rotates the last columns of q and of the latent, and may do so in
-place."""
+rope) -> [T, Hq, v_dim]`; it norms the latent, rotates the last columns of q and of the latent, and
+may do so in place."""
 
 
 @dataclass(frozen=True)

@@ -142,15 +142,16 @@ def test_rows_write_to_their_blocks_and_padding_to_the_null_block(
 
 Rows = tuple[int, int]  # rows before a chunk, rows of it
 SHAPES: dict[str, tuple[list[Rows], StepShape]] = {
-    "fresh": ([(0, 9)], StepShape(0, 0, 9, (9,))),
-    "continued": ([(8, 5)], StepShape(0, 0, 5, prefix_len=8)),
-    "several fresh": ([(0, 9), (0, 12)], StepShape(0, 0, 12, (9, 12))),
-    "several, one continued": ([(0, 9), (4, 3)], StepShape(0, 0, 9)),
-    "several continued": ([(8, 2), (4, 3)], StepShape(0, 0, 3)),
+    "fresh": ([(0, 9)], StepShape(0, 0, ((0, 9),))),
+    "continued": ([(8, 5)], StepShape(0, 0, ((8, 5),))),
+    "several, one continued": ([(0, 9), (4, 3)], StepShape(0, 0, ((0, 9), (4, 3)))),
     "decodes alone": ([(30, 1), (6, 1)], StepShape(2, 31)),
-    "decodes and fresh": ([(30, 1), (0, 9), (6, 1), (0, 2)], StepShape(2, 31, 9, (9, 2))),
-    "a decode and continued": ([(3, 1), (50, 9)], StepShape(1, 4, 9, prefix_len=50)),
-    "a prompt of one token is a decode": ([(0, 1), (0, 3)], StepShape(1, 1, 3, (3,))),
+    "decodes and fresh": (
+        [(30, 1), (0, 9), (6, 1), (0, 2)],
+        StepShape(2, 31, ((0, 9), (0, 2))),
+    ),
+    "a decode and continued": ([(3, 1), (50, 9)], StepShape(1, 4, ((50, 9),))),
+    "a prompt of one token is a decode": ([(0, 1), (0, 3)], StepShape(1, 1, ((0, 3),))),
 }
 
 
@@ -171,10 +172,7 @@ def test_shapes_follow_from_the_plan(plan: StepPlan) -> None:
     chunks = [(seq.num_computed - count, count) for seq, count in counts_of(plan) if count > 1]
     assert shape.num_decodes == len(decodes)
     assert shape.max_decode_context == max((seq.num_computed for seq in decodes), default=0)
-    assert shape.max_query_len == max((count for _, count in chunks), default=0)
-    is_fresh = all(before == 0 for before, _ in chunks)
-    assert shape.fresh_lens == (tuple(count for _, count in chunks) if is_fresh else ())
-    assert shape.prefix_len == (chunks[0][0] if len(chunks) == 1 else 0)
+    assert shape.chunks == tuple(chunks)
 
 
 @given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), min_size=6, max_size=6))

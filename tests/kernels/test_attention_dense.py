@@ -117,7 +117,7 @@ def run_chunk(
     problem: PagedProblem, rows: tuple[Tensor, Tensor, Tensor], prefix: int
 ) -> tuple[Tensor, Tensor]:
     """By triton_ops, and the answer in float64."""
-    prefills = replace(problem.prefills, prefix_len=prefix)
+    prefills = replace(problem.prefills, chunks=((prefix, len(problem.q)),))
     out = triton_ops.prefill(*rows, problem.kv, prefills, problem.spec)
     return out, problem.answer()
 

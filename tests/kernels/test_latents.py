@@ -23,6 +23,7 @@ from pdserve.kernels.attention.spec import (
 from pdserve.kernels.kv import reference
 from pdserve.kernels.kv import triton_ops as triton
 from pdserve.kernels.kv.ops import KVOps
+from pdserve.kernels.norm.ops import Norm
 from pdserve.kernels.ops import TORCH, triton_ops
 
 TRITON = triton_ops()
@@ -38,18 +39,27 @@ def tables(rotated: int, num_positions: int = 400) -> tuple[Tensor, Tensor]:
 
 
 @both
+@pytest.mark.parametrize("is_in_place", [False, True])
 @pytest.mark.parametrize("is_interleaved", [False, True])
 @pytest.mark.parametrize(
     ("heads", "rank", "rotated", "dtype"),
     [(1, 16, 4, torch.float32), (5, 40, 12, torch.float16), (16, 512, 64, torch.bfloat16)],
 )
 def test_rows_are_rotated_and_written(
-    ops: KVOps, is_interleaved: bool, heads: int, rank: int, rotated: int, dtype: torch.dtype
+    ops: KVOps,
+    is_interleaved: bool,
+    is_in_place: bool,
+    heads: int,
+    rank: int,
+    rotated: int,
+    dtype: torch.dtype,
 ) -> None:
-    """Queries are slices of a wider product; only the given slots of one layer change."""
+    """Queries are slices of a wider product, and rotated there or to another's columns; only the
+    given slots of one layer change."""
     fused = torch.randn(4, heads, 7 + rotated, device=DEVICE).to(dtype)
     q = fused[:, :, 7:]
     latent = torch.randn(4, rank + rotated, device=DEVICE).to(dtype)
+    norm = Norm(torch.randn(rank, device=DEVICE).to(dtype), 1e-6)
     cos, sin = tables(rotated, 50)
     positions = torch.randint(0, 50, (4,), device=DEVICE)
     pool = torch.randn(3, 1, 2, 1, BLOCK, rank + rotated, device=DEVICE).to(dtype)
@@ -63,13 +73,22 @@ def test_rows_are_rotated_and_written(
         return torch.cat((first * c - second * s, second * c + first * s), -1)
 
     want_q, want_rope = by_hand(q), by_hand(latent[:, rank:])
-    got_q, got = ops.rope_write_latent(
-        q, latent.clone(), cos, sin, positions, pool[:, :, 1], slots, is_interleaved
+    wide = latent[:, :rank].double()
+    scale = (wide.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+    want_latent = wide * scale * norm.weight.double()
+    wider = torch.zeros(4, heads, 5 + rotated, device=DEVICE).to(dtype)
+    into = q if is_in_place else wider[:, :, 5:]
+    ops.rope_write_latent(
+        q, into, latent, norm, cos, sin, positions, pool[:, :, 1], slots, is_interleaved
     )
-    for mine, want in ((got_q, want_q), (got[:, rank:], want_rope)):
-        torch.testing.assert_close(mine.double(), want, atol=16 * torch.finfo(dtype).eps, rtol=0)
-    assert torch.equal(got[:, :rank], latent[:, :rank])
-    assert torch.equal(pool[slots // BLOCK, 0, 1, 0, slots % BLOCK], got)
+    stored = pool[slots // BLOCK, 0, 1, 0, slots % BLOCK]
+    for mine, want in (
+        (into, want_q),
+        (stored[:, rank:], want_rope),
+        (stored[:, :rank], want_latent),
+    ):
+        torch.testing.assert_close(mine.double(), want, atol=40 * torch.finfo(dtype).eps, rtol=0)
+    assert not wider[:, :, :5].any()
     pool[slots // BLOCK, 0, 1, 0, slots % BLOCK] = before[slots // BLOCK, 0, 1, 0, slots % BLOCK]
     assert torch.equal(pool, before)
 
@@ -88,7 +107,8 @@ class Latents:
         self.lengths = lengths
         self.q = draw(total, HEADS, NOPE + ROPE)
         self.latent = draw(total, RANK + ROPE)
-        self.heads = LatentHeads(draw(HEADS, NOPE, RANK) / 6, draw(HEADS, VALUE, RANK) / 6)
+        norm = Norm(draw(RANK), 1e-6)
+        self.heads = LatentHeads(norm, draw(HEADS, NOPE, RANK) / 6, draw(HEADS, VALUE, RANK) / 6)
         attends = AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=RANK)
         self.spec = LatentAttentionSpec(attends, NOPE, VALUE, is_interleaved=True)
         torch.manual_seed(1)
@@ -123,7 +143,8 @@ class Latents:
         num_padding = -len(picked) % 16
         pad = torch.zeros(num_padding, dtype=torch.long)
         lens = [len(rows[s]) for s in order][num_decodes:]
-        shape = StepShape(num_decodes, 400, max(lens, default=0))
+        chunks = tuple((rows[s].start, len(rows[s])) for s in order[num_decodes:])
+        shape = StepShape(num_decodes, 400, chunks)
         batch = AttentionBatch(
             shape=shape,
             positions=torch.cat((positions, pad.int())),
@@ -238,7 +259,7 @@ def test_a_warm_up_meets_every_way_to_deal_out_keys(monkeypatch: pytest.MonkeyPa
     kv = torch.zeros(2, 1, 1, BLOCK, RANK + ROPE, device=DEVICE)
     q = torch.zeros(1, HEADS, RANK + ROPE, device=DEVICE)
     tables = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
-    TRITON.attention.warm_prefill(q, q[:, :1], q[:, :1], kv, tables, spec)
+    TRITON.attention.warm_latents(kv, tables, LatentAttentionSpec(spec, NOPE, VALUE, True), 16)
     assert seen == {1, 2, 4, 8, 16, 32}
     ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for longest in (1, 700, 2_999, 100_000):

@@ -4,6 +4,7 @@ import torch
 
 from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
 from pdserve.kernels.kv.reference import apply_rope
+from pdserve.kernels.norm.reference import rms_norm
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import Attend, RopeTables, StepContext
 
@@ -43,7 +44,8 @@ def dense_attend_latent(
 ) -> torch.Tensor:
     """As it is written: every head has keys and values of its own, made of the latents."""
     nope, rotated = q.split((spec.nope_dim, spec.rope_dim), 2)
-    latent, shared = latent.split((latent.shape[1] - spec.rope_dim, spec.rope_dim), 1)
+    latent, shared = latent.split((spec.rank, spec.rope_dim), 1)
+    latent = rms_norm(latent, heads.norm)
     if spec.is_interleaved:
         rotated, shared = (torch.cat((x[..., ::2], x[..., 1::2]), -1) for x in (rotated, shared))
     positions = torch.arange(len(q), device=q.device)

@@ -7,7 +7,6 @@ layers and the size of its blocks; built anew each step by the model runner.
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from pdserve.engine.memory.kv_cache import KVCache
@@ -58,9 +57,8 @@ class PagedAttention:
         self._prefills = Prefills(
             Paged(tables, rows[num:], lens[num:], tables.shape[1] * kv_cache.layout.block_size),
             batch.query_starts,
-            shape.max_query_len,
-            shape.fresh_lens,
-            shape.prefix_len,
+            max((rows for _, rows in shape.chunks), default=0),
+            shape.chunks,
         )
 
     def __call__(
@@ -90,25 +88,40 @@ class PagedAttention:
         heads: LatentHeads,
         rope: tuple[Tensor, Tensor],
     ) -> Tensor:
-        """See models.step_context.AttendLatent. All rows go into the latent's space and come out of
-        it together, so that on CPU their bits do not depend on which of them decode."""
+        """See models.step_context.AttendLatent. Where prompts do not get keys and values of their
+        own, all rows go into the latent's space and come out of it together, so that on CPU their
+        bits do not depend on which of them decode."""
         kv = self._layers[layer]
+        num = self._num_decodes
+        attention = self._ops.attention
+        expands = num < len(q) and attention.expansion_pays(self._prefills, spec, q)
+        wide = q.new_empty(num if expands else len(q), q.shape[1], spec.attends.head_dim)
         nope, rotated = q.split((spec.nope_dim, spec.rope_dim), 2)
-        rotated, latent = self._ops.kv.rope_write_latent(
+        self._ops.kv.rope_write_latent(
             rotated,
+            rotated if expands else wide[:, :, spec.rank :],
             latent,
+            heads.norm,
             *rope,
             self._batch.positions,
             kv,
             self._batch.slot_mapping,
             spec.is_interleaved,
         )
-        queries = torch.cat((into_latent(nope, heads), rotated), 2)
-        k = latent[:, None]
-        out = self._attend(spec.attends, queries, k, k[:, :, : spec.attends.out_width], kv)
-        return out_of_latent(out, heads)
+        into_latent(nope[: len(wide)], heads, wide[:, :, : spec.rank])
+        if not expands:
+            return out_of_latent(self._attend(spec.attends, wide, None, None, kv), heads)
+        out = q.new_empty(*q.shape[:2], spec.v_dim)
+        attention.expanded_prefill(q[num:], kv, self._prefills, spec, heads, out[num:])
+        if num:
+            wide[:, :, spec.rank :] = rotated[:num]
+            attended = attention.decode(wide, kv, self._decodes, spec.attends)
+            out[:num] = out_of_latent(attended, heads)
+        return out
 
-    def _attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
+    def _attend(
+        self, spec: AttentionSpec, q: Tensor, k: Tensor | None, v: Tensor | None, kv: Tensor
+    ) -> Tensor:
         num = self._num_decodes
         attention = self._ops.attention
         if num == len(q):
@@ -117,5 +130,6 @@ class PagedAttention:
             return attention.prefill(q, k, v, kv, self._prefills, spec)
         out = q.new_empty(*q.shape[:2], spec.out_width)
         attention.decode(q[:num], kv, self._decodes, spec, out[:num])
-        attention.prefill(q[num:], k[num:], v[num:], kv, self._prefills, spec, out[num:])
+        k, v = (None if rows is None else rows[num:] for rows in (k, v))
+        attention.prefill(q[num:], k, v, kv, self._prefills, spec, out[num:])
         return out

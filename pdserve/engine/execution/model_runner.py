@@ -184,11 +184,8 @@ class ModelRunner:
         def attend_latent(layer: int, spec: LatentAttentionSpec, q: Tensor, *others: Any) -> Tensor:
             if spec.attends not in warmed:
                 warmed.add(spec.attends)
-                row = q.new_zeros(1, spec.attends.num_heads, spec.attends.head_dim)
                 kv = self.kv_cache.layers[layer]
-                self.ops.attention.warm_prefill(
-                    row, row[:, :1], row[:, :1], kv, self.tables, spec.attends
-                )
+                self.ops.attention.warm_latents(kv, self.tables, spec, num_rows)
             return latents_like(layer, spec, q, *others)
 
         self._hidden(zeros, StepContext(attend, zeros, attend_latent=attend_latent))
@@ -224,9 +221,11 @@ def latents_like(
     heads: LatentHeads,
     rope: RopeTables,
 ) -> Tensor:
-    """Stands in for attention over latents, with as much memory: the queries in the latent's space,
-    and what they get there."""
+    """Stands in for attention over latents, with as much memory as attention/expanded.py holds, or
+    the latent's space: of rows twice as many as the step's, latents, queries, keys, values and what
+    they give."""
     attends = spec.attends
-    wide = q.new_empty(2, len(q), attends.num_heads, attends.head_dim)
-    held = wide, q.new_empty(len(q), attends.num_heads, attends.out_width)
-    return held[0].new_zeros(len(q), attends.num_heads, spec.v_dim)
+    num_rows, num_heads = q.shape[:2]
+    width = max(2 * (spec.nope_dim + spec.rope_dim) + 2 * spec.v_dim, attends.head_dim)
+    held = q.new_empty(2 * num_rows, num_heads, width), q.new_empty(2 * num_rows, spec.rank)
+    return held[0].new_zeros(num_rows, num_heads, spec.v_dim)

@@ -99,11 +99,7 @@ def step_inputs(plan: StepPlan, padding: Padding, block_size: int) -> StepInputs
         shape=StepShape(
             num_decodes=num_decodes,
             max_decode_context=max(contexts, default=0),
-            max_query_len=max(counts, default=0),
-            fresh_lens=tuple(counts)
-            if all(seq.num_computed == count for seq, count in prefills)
-            else (),
-            prefix_len=prefills[0][0].num_computed - counts[0] if len(prefills) == 1 else 0,
+            chunks=tuple((seq.num_computed - count, count) for seq, count in prefills),
         ),
     )
 

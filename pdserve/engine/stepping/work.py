@@ -16,17 +16,13 @@ from pdserve.engine.sampling.staged_rows import StagedRows
 class StepShape:
     """What the host must know of a step to choose and launch its kernels.
 
-    max_decode_context: at least the longest context of the decodes; max_query_len: of the prefill
-    chunks. fresh_lens: lengths of the prefill chunks if each is the beginning of its sequence, so
-    that all keys are rows of this step, else (). prefix_len: rows before the chunk if there is a
-    single one, else 0.
+    max_decode_context: at least the longest context of the decodes. chunks: of each prefill chunk
+    how many rows of its sequence come before it, and how many it has.
     """
 
     num_decodes: int
     max_decode_context: int
-    max_query_len: int = 0
-    fresh_lens: tuple[int, ...] = ()
-    prefix_len: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ def warm_dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     if len(q) >= MIN_PIECE:
         keys, values = k.new_zeros(2, *k.shape)
         for num_rows in range(2 * CHUNK_MULTIPLE, len(q) + 1, CHUNK_MULTIPLE):
-            _attend(1, q[:num_rows], keys, values, False, scale)
+            attend_rows(1, q[:num_rows], keys, values, False, scale)
             _warm.pieces[_shape(PromptBatch(0, 1, num_rows), q, k, v)] = len(q)
     torch.cuda.synchronize(q.device)
 
@@ -145,10 +145,10 @@ def chunk_prefill(
     piece = _piece(q, k, v)
     q = q[:length]
     out = out[:length]
-    own, lse = _attend(1, q, k[:length], v[:length], True, scale)
+    own, lse = attend_rows(1, q, k[:length], v[:length], True, scale)
     for start in range(0, prefix_len, piece):
         keys, values = launch_gather_kv(kv, block_tables, table_row, start, piece)
-        launch_join_attention(own, lse, *_attend(1, q, keys, values, False, scale), out)
+        launch_join_attention(own, lse, *attend_rows(1, q, keys, values, False, scale), out)
         own = out
     return length
 
@@ -183,10 +183,10 @@ def _shape(part: PromptBatch, q: Tensor, k: Tensor, v: Tensor) -> tuple[object, 
 def _causal(
     part: PromptBatch, q: Tensor, k: Tensor, v: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    return _attend(part.batch, q[part.rows], k[part.rows], v[part.rows], True, scale)
+    return attend_rows(part.batch, q[part.rows], k[part.rows], v[part.rows], True, scale)
 
 
-def _attend(
+def attend_rows(
     batch: int, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """reference.dense_attention by cuDNN. torch's public function keeps the log-sum-exps to

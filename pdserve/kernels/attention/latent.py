@@ -5,14 +5,15 @@ In torch alone, on every device: batched products. On CPU bit for bit the same r
 of them that is a multiple of ROW_MULTIPLE.
 """
 
+import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.spec import LatentHeads
 
 
-def into_latent(nope: Tensor, heads: LatentHeads) -> Tensor:
-    """`[T, H, nope_dim]` -> `[T, H, rank]`."""
-    return (nope.transpose(0, 1) @ heads.keys).transpose(0, 1)
+def into_latent(nope: Tensor, heads: LatentHeads, out: Tensor) -> None:
+    """`[T, H, nope_dim]` -> out `[T, H, rank]`, which may be columns of something wider."""
+    torch.bmm(nope.transpose(0, 1), heads.keys, out=out.transpose(0, 1))
 
 
 def out_of_latent(out: Tensor, heads: LatentHeads) -> Tensor:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from pdserve.kernels.norm.ops import Norm
+
 MAX_GROUP = 64
 MAX_LATENT_GROUP = 128
 
@@ -88,16 +90,21 @@ class LatentAttentionSpec:
     is_interleaved: bool
 
     @property
+    def rank(self) -> int:
+        """Columns of the latent itself."""
+        return self.attends.out_width
+
+    @property
     def rope_dim(self) -> int:
-        assert self.attends.value_width is not None
-        return self.attends.head_dim - self.attends.value_width
+        return self.attends.head_dim - self.rank
 
 
 @dataclass(frozen=True, slots=True)
 class LatentHeads:
-    """Matrices by which heads make their own of a latent of `rank` columns: keys `[H, nope_dim,
-    rank]`, values `[H, v_dim, rank]`."""
+    """norm: of the latent, before everything. Matrices by which heads make their own of a latent of
+    `rank` columns: keys `[H, nope_dim, rank]`, values `[H, v_dim, rank]`."""
 
+    norm: Norm
     keys: Tensor
     values: Tensor
 
@@ -120,13 +127,25 @@ class Prefills:
     """Several queries a sequence: s has rows query_starts[s] : query_starts[s + 1] of q (int32 `[S
     + 1]`), the last positions of its context; what stands after query_starts[-1] is padding.
 
-    max_query_len: at least the most queries of a sequence. fresh_lens: queries of each if all are
-    whole contexts, so that all keys are rows of this step, else (). prefix_len: rows before the
-    queries if there is one sequence, else 0.
+    max_query_len: at least the most queries of a sequence. chunks: of each sequence how many rows
+    of its context come before the queries, and how many queries it has; () if the host does not
+    know.
     """
 
     paged: Paged
     query_starts: Tensor
     max_query_len: int
-    fresh_lens: tuple[int, ...] = ()
-    prefix_len: int = 0
+    chunks: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def fresh_lens(self) -> tuple[int, ...]:
+        """Queries of each sequence if all are whole contexts, so that all keys are rows of this
+        step, else ()."""
+        if any(before for before, _ in self.chunks):
+            return ()
+        return tuple(length for _, length in self.chunks)
+
+    @property
+    def prefix_len(self) -> int:
+        """Rows before the queries if there is one sequence, else 0."""
+        return self.chunks[0][0] if len(self.chunks) == 1 else 0

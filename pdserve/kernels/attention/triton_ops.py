@@ -4,11 +4,17 @@ where it pays."""
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention import dense
+from pdserve.kernels.attention import dense, expanded
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
 from pdserve.kernels.attention.latent_kernel import PARTED, launch_latent
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
-from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+from pdserve.kernels.attention.spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LatentHeads,
+    Paged,
+    Prefills,
+)
 from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows, num_sms
 
 
@@ -35,8 +41,8 @@ def decode(
 
 def prefill(
     q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
     kv: Tensor,
     prefills: Prefills,
     spec: AttentionSpec,
@@ -45,7 +51,7 @@ def prefill(
     """By cuDNN where all keys are this step's rows, or but for whole pieces of them before it."""
     if spec.value_width is not None:
         return _latent_prefill(q, kv, prefills, spec, out)
-    if spec.is_plain:
+    if spec.is_plain and k is not None and v is not None:
         fresh = prefills.fresh_lens
         if fresh and dense.fresh_prefill_pays(q, k, v, fresh):
             done = dense.fresh_prefill(q, k, v, fresh, spec.scale)
@@ -70,13 +76,7 @@ def paged_prefill(
 def warm_prefill(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
 ) -> None:
-    """Makes cuDNN's plans, and launches what a chunk after pieces needs beside them; of latents,
-    decodes whose keys are dealt out in every way."""
-    if spec.value_width is not None:
-        row, lens = (torch.zeros(1, dtype=torch.int32, device=q.device) for _ in range(2))
-        for longest in PARTED:
-            decode(q[:1], kv, Paged(tables, row, lens, longest), spec)
-        return
+    """Makes cuDNN's plans, and launches what a chunk after pieces needs beside them."""
     if not spec.is_plain:
         return
     dense.warm_dense_prefill(q, k, v, spec.scale)
@@ -88,8 +88,42 @@ def warm_prefill(
             for ids in ([0], [2 * num_rows], [0, num_rows])
         )
         paged = Paged(tables, rows, lens, 2 * num_rows)
-        prefills = Prefills(paged, starts, num_rows, prefix_len=num_rows)
+        prefills = Prefills(paged, starts, num_rows, ((num_rows, num_rows),))
         _chunk(q, k, v, kv, prefills, spec, _output(q, spec, None))
+
+
+def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
+    return expanded.expansion_pays(prefills, spec, like)
+
+
+def expanded_prefill(
+    q: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: LatentAttentionSpec,
+    heads: LatentHeads,
+    out: Tensor,
+) -> None:
+    """By cuDNN, on keys and values laid out anew."""
+    check_rows(q=q, block_tables=prefills.paged.tables)
+    check_kv(kv)
+    paged = prefills.paged
+    check_ids(
+        table_rows=paged.rows, context_lens=paged.context_lens, query_starts=prefills.query_starts
+    )
+    check_ids(out=out)
+    expanded.expanded_prefill(q, kv, prefills, spec, heads, out)
+
+
+def warm_latents(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int) -> None:
+    """Decodes whose keys are dealt out in every way, prompts in both spaces."""
+    row, lens = (torch.zeros(1, dtype=torch.int32, device=kv.device) for _ in range(2))
+    attends = spec.attends
+    q = kv.new_zeros(1, attends.num_heads, attends.head_dim)
+    for longest in PARTED:
+        decode(q, kv, Paged(tables, row, lens, longest), attends)
+    if kv.is_cuda and kv.dtype != torch.float32:
+        expanded.warm_expansion(spec, num_rows, q)
 
 
 def _chunk(

@@ -5,6 +5,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from pdserve.kernels.norm.ops import Norm
+
 
 class KVOps(Protocol):
     def rope_write_kv(
@@ -25,16 +27,17 @@ class KVOps(Protocol):
     def rope_write_latent(
         self,
         q: Tensor,
+        rotated: Tensor,
         latent: Tensor,
+        norm: Norm,
         cos: Tensor,
         sin: Tensor,
         positions: Tensor,
         kv: Tensor,
         slot_mapping: Tensor,
         is_interleaved: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """Writes into kv, and may rotate in place: use the returned q and latent, and the given
-        ones no more."""
+    ) -> None:
+        """Writes into kv and into rotated, which may be q."""
         ...
 
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None: ...

@@ -3,8 +3,6 @@ the attention itself, rotation included, is the step's."""
 
 from functools import cached_property
 
-import torch
-
 from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
 from pdserve.kernels.collective.ops import Stream
 from pdserve.models.facts.latent import LatentSpec
@@ -44,7 +42,7 @@ class LatentAttention:
         self._latent_norm = RmsNorm(context, f"{module}.kv_a_layernorm", sizes.kv_rank, LATENT_EPS)
         latent = Part(f"{module}.kv_a_proj_with_mqa", sizes.kv_rank + sizes.rope_dim)
         self._down = Linear(context, [*queries, latent], spec.hidden_size, spec.qkv_bias)
-        self._widths = [sum(part.num_held for part in queries), sizes.kv_rank, sizes.rope_dim]
+        self._widths = [sum(part.num_held for part in queries), latent.num_held]
         rows = sizes.nope_dim + sizes.v_dim
         heads = column_parts(context, {f"{module}.kv_b_proj": spec.num_heads * rows})
         self._heads = Stack(context, heads, num_heads, sizes.kv_rank)
@@ -53,10 +51,9 @@ class LatentAttention:
 
     def __call__(self, stream: Stream, step: StepContext) -> Stream:
         made, stream = self._down.of_norm(stream, self._norm)
-        queries, latent, rotated = made.split_with_sizes(self._widths, 1)
+        queries, latent = made.split_with_sizes(self._widths, 1)
         if self._query_norm is not None:
             queries = self._query_up(self._query_norm(queries))
-        latent = torch.cat((self._latent_norm(latent), rotated), 1)
         q = queries.unflatten(1, (self.attends.num_heads, -1))
         attended = step.attend_latent(
             self._layer, self._spec, q, latent, self._latent_heads, self._rope
@@ -67,7 +64,7 @@ class LatentAttention:
     def _latent_heads(self) -> LatentHeads:
         data = self._heads.value.data
         nope = self._spec.nope_dim
-        return LatentHeads(keys=data[:, :nope], values=data[:, nope:])
+        return LatentHeads(self._latent_norm.value, keys=data[:, :nope], values=data[:, nope:])
 
 
 def latent_attention_spec(context: LayerContext, sizes: LatentSpec) -> LatentAttentionSpec:

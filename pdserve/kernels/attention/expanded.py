@@ -1,0 +1,214 @@
+"""Prompts over latents with keys and values of their own for every head, made of the latents when
+they are needed, and attended to by cuDNN.
+
+In the latent's space (latent_kernel.py) a prompt costs three times the arithmetic, on tiles that
+fill the registers. Here a step's sequences are laid out anew, those of about one length together,
+each with all of its context in front of its queries: rows before the queries are computed with
+them, and thrown away. Rows past a sequence's end are zeros, which no query sees, because they come
+last. A context longer than two steps is attended to in pieces, joined by their log-sum-exps.
+
+As in dense.py, only shapes that have been warmed are taken. Knows nothing of engines. Called
+through triton_ops.py.
+"""
+
+import threading
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pdserve.kernels.attention.dense import attend_rows
+from pdserve.kernels.attention.expanded_rows import launch_lay_out, launch_take_back
+from pdserve.kernels.attention.join import launch_join_attention
+from pdserve.kernels.attention.spec import LatentAttentionSpec, LatentHeads, Prefills
+from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_below
+
+MIN_LENGTH = 256
+LENGTH_MULTIPLE = 512  # above 512
+LONG_MULTIPLE = 1024  # above a step's rows, and of queries behind pieces
+# Costs in pairs of a query and a key with keys and values of their own, measured on an H200
+LATENT_PAIR = 11  # of a pair in the latent's space
+ROW = 1000  # of a row that is laid out
+GROUP = 1 << 20  # of a group's launches
+
+
+class Group(NamedTuple):
+    """Sequences laid out with `length` rows each, without the first `begins` rows of them."""
+
+    length: int
+    sequences: tuple[int, ...]
+    begins: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """groups: of all sequences. cost: in pairs."""
+
+    groups: tuple[Group, ...]
+    cost: int
+
+
+class _Warm(threading.local):
+    """max_rows: of a step, by what plans depend on beside its shape."""
+
+    def __init__(self) -> None:
+        self.max_rows: dict[tuple[object, ...], int] = {}
+
+
+_warm = _Warm()
+
+
+def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
+    """Whether expanded_prefill() is faster than prompts in the latent's space, and needs no new
+    plan. like: of the dtype and device of the queries."""
+    max_rows = _warm.max_rows.get(_key(spec, like), 0)
+    chunks = prefills.chunks
+    if not max_rows or not chunks or max(rows for _, rows in chunks) > max_rows:
+        return False
+    in_latent = sum(rows * (before + rows // 2) for before, rows in chunks)
+    return LATENT_PAIR * in_latent > lay_out(chunks, max_rows).cost
+
+
+def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> None:
+    """Makes cuDNN's plans for steps of up to num_rows rows; 30 ms each. Call it on the thread that
+    runs the model."""
+    heads, width = spec.attends.num_heads, spec.nope_dim + spec.rope_dim
+    for batch, length in _shapes(num_rows):
+        q, k = like.new_zeros(2, batch * length, heads, width)
+        v = like.new_zeros(batch * length, heads, spec.v_dim)
+        attend_rows(batch, q, k, v, True, spec.attends.scale)
+    k, v = (like.new_zeros(num_rows, heads, size) for size in (width, spec.v_dim))
+    for length in range(LONG_MULTIPLE, num_rows + 1, LONG_MULTIPLE):
+        attend_rows(1, like.new_zeros(length, heads, width), k, v, False, spec.attends.scale)
+    _warm.max_rows[_key(spec, like)] = num_rows
+
+
+def expanded_prefill(
+    q: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: LatentAttentionSpec,
+    heads: LatentHeads,
+    out: Tensor,
+) -> None:
+    """`AttentionOps.expanded_prefill`, where expansion_pays()."""
+    max_rows = _warm.max_rows[_key(spec, q)]
+    layout = lay_out(prefills.chunks, max_rows)
+    num_queries = sum(rows for _, rows in prefills.chunks)
+    out[num_queries:] = 0
+    for group in layout.groups:
+        where = _on_device(group, q.device)
+        queries, keys, values = _expanded(q, kv, prefills, spec, heads, where, group.length)
+        batch = len(group.sequences)
+        made, lse = attend_rows(batch, queries, keys, values, True, spec.attends.scale)
+        if group.begins[0]:
+            before, rows = prefills.chunks[group.sequences[0]]
+            own = slice(before - group.begins[0], before - group.begins[0] + rows)
+            parts = made[own], lse[:, :, own].contiguous()
+            _join_pieces(queries[own], kv, prefills, spec, heads, group, parts, max_rows)
+        launch_take_back(made, prefills, where, group.length, out)
+
+
+@lru_cache(maxsize=64)
+def lay_out(chunks: tuple[tuple[int, int], ...], max_rows: int) -> Layout:
+    """How the chunks of a step are laid out, of which none has more than max_rows rows."""
+    lengths: dict[int, list[tuple[int, int]]] = {}
+    cost = 0
+    for sequence, (before, rows) in enumerate(chunks):
+        begin = before // max_rows * max_rows if before + rows > 2 * max_rows else 0
+        cost += begin * (cdiv(rows, LONG_MULTIPLE) * LONG_MULTIPLE + ROW)
+        length = _padded(before - begin + rows, max_rows)
+        lengths.setdefault(length if not begin else -length, []).append((sequence, begin))
+    groups = []
+    for length, members in sorted(lengths.items()):
+        most = 1 if length < 0 else power_of_2_below(max_rows // length)
+        first = 0
+        while first < len(members):
+            batch = min(power_of_2_below(len(members) - first), most)
+            sequences, begins = zip(*members[first : first + batch], strict=True)
+            groups.append(Group(abs(length), sequences, begins))
+            first += batch
+    for length, sequences, _ in groups:
+        cost += len(sequences) * length * (length // 2 + ROW) + GROUP
+    return Layout(tuple(groups), cost)
+
+
+def _padded(rows: int, max_rows: int) -> int:
+    if rows <= LENGTH_MULTIPLE:
+        return max(next_power_of_2(rows), MIN_LENGTH)
+    multiple = LENGTH_MULTIPLE if rows <= max_rows else LONG_MULTIPLE
+    return cdiv(rows, multiple) * multiple
+
+
+def _shapes(max_rows: int) -> Iterator[tuple[int, int]]:
+    """Batch and length of all groups of steps of so many rows."""
+    lengths = {_padded(rows, max_rows) for rows in range(1, 2 * max_rows + 1, MIN_LENGTH)}
+    lengths.add(_padded(2 * max_rows, max_rows))
+    for length in sorted(lengths):
+        batch = 1
+        while batch == 1 or batch * length <= max_rows:
+            yield batch, length
+            batch *= 2
+
+
+def _key(spec: LatentAttentionSpec, like: Tensor) -> tuple[object, ...]:
+    return spec, like.dtype, like.device
+
+
+@lru_cache(maxsize=64)
+def _on_device(group: Group, device: torch.device) -> Tensor:
+    """int32 `[2, batch]`: sequences and begins."""
+    numbers = torch.tensor([group.sequences, group.begins], dtype=torch.int32)
+    if device.type == "cuda":  # from pageable memory, a copy would wait for the device
+        numbers = numbers.pin_memory()
+    return numbers.to(device, non_blocking=True)
+
+
+def _expanded(
+    q: Tensor | None,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: LatentAttentionSpec,
+    heads: LatentHeads,
+    where: Tensor,
+    length: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries and keys `[batch * length, H, nope_dim + rope_dim]` and values `[batch * length, H,
+    v_dim]`; without q there are no queries."""
+    num_rows = where.shape[1] * length
+    num_heads = spec.attends.num_heads
+    width = spec.nope_dim + spec.rope_dim
+    latents = kv.new_empty(num_rows, spec.rank)
+    keys = kv.new_empty(num_rows, num_heads, width)
+    queries = keys if q is None else torch.empty_like(keys)
+    launch_lay_out(q, kv, prefills, where, length, latents, keys, queries)
+    values = kv.new_empty(num_rows, num_heads, spec.v_dim)
+    each = latents.expand(num_heads, *latents.shape)
+    torch.bmm(each, heads.keys.mT, out=keys[:, :, : spec.nope_dim].transpose(0, 1))
+    torch.bmm(each, heads.values.mT, out=values.transpose(0, 1))
+    return queries, keys, values
+
+
+def _join_pieces(
+    queries: Tensor,
+    kv: Tensor,
+    prefills: Prefills,
+    spec: LatentAttentionSpec,
+    heads: LatentHeads,
+    group: Group,
+    own: tuple[Tensor, Tensor],
+    piece: int,
+) -> None:
+    """Of a group of one: into `own`, what its queries get of their own part, goes what they get of
+    the pieces before it."""
+    made, lse = own
+    rows = len(queries)
+    padded = queries.new_zeros(cdiv(rows, LONG_MULTIPLE) * LONG_MULTIPLE, *queries.shape[1:])
+    padded[:rows] = queries
+    for begin in range(0, group.begins[0], piece):
+        where = _on_device(Group(piece, group.sequences, (begin,)), queries.device)
+        _, keys, values = _expanded(None, kv, prefills, spec, heads, where, piece)
+        more, more_lse = attend_rows(1, padded, keys, values, False, spec.attends.scale)
+        other = more[:rows], more_lse[:, :, :rows].contiguous()
+        launch_join_attention(made, lse, *other, made)
