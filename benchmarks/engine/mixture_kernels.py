@@ -18,13 +18,21 @@ import torch
 import triton
 
 from benchmarks.support.kernel_timer import Case, add_timer_arguments, replayed, time_all
-from pdserve.kernels.attention.latent_kernel import launch_latent
-from pdserve.kernels.attention.spec import AttentionSpec, Paged
+from pdserve.kernels.attention.latent_kernel import LatentTiles, launch_latent
+from pdserve.kernels.attention.spec import (
+    AttentionSpec,
+    LatentAttentionSpec,
+    LatentHeads,
+    Paged,
+    Prefills,
+)
+from pdserve.kernels.attention.triton_ops import expanded_prefill, warm_latents
 from pdserve.kernels.experts.many_rows import Tile, launch_many_rows
 from pdserve.kernels.experts.ops import Choice, Experts, Router
 from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.experts.triton_ops import mix, route
 from pdserve.kernels.linear.matrix import Matrix
+from pdserve.kernels.norm.ops import Norm
 
 DTYPE = torch.bfloat16
 LAYERS = 4
@@ -34,32 +42,22 @@ FEW = (1, 2, 4)
 SOME = (8, 16, 32, 64, 128, 256, 512)
 MANY = (2048, 8192)
 TILES = {
-    64: [Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 3), Tile(16, 128, 64, 4, 5)],
-    256: [
-        Tile(16, 128, 128, 4, 3),
-        Tile(32, 64, 128, 4, 3),
-        Tile(32, 128, 64, 4, 4),
-        Tile(32, 128, 128, 8, 3),
-        Tile(64, 128, 64, 4, 4),
-    ],
-    512: [
-        Tile(32, 128, 64, 4, 4),
-        Tile(64, 64, 128, 4, 3),
-        Tile(64, 128, 64, 4, 4),
-        Tile(64, 128, 64, 8, 4),
-        Tile(64, 256, 64, 8, 3),
-    ],
+    64: [(Tile(16, 128, 128, 4, 3),) * 2],
+    256: [(Tile(16, 64, 128, 4, 4),) * 2, (Tile(64, 128, 64, 4, 4),) * 2],
+    512: [(Tile(32, 128, 128, 4, 3),) * 2],
     8192: [
-        Tile(128, 128, 64, 4, 3),
-        Tile(128, 128, 64, 4, 4),
-        Tile(128, 128, 64, 8, 4),
-        Tile(128, 256, 64, 8, 3),
-        Tile(128, 256, 64, 8, 4),
-        Tile(64, 256, 64, 4, 4),
-        Tile(64, 256, 64, 8, 4),
-        Tile(256, 128, 64, 8, 3),
+        (Tile(128, 128, 64, 8, 3),) * 2,
+        (Tile(128, 256, 64, 8, 4, has_tma=True), Tile(128, 128, 64, 8, 3, has_tma=True)),
+        (Tile(128, 256, 64, 8, 4, has_tma=True),) * 2,
     ],
 }
+LATENT_TILES = [
+    LatentTiles(16, 64, 8, 2),
+    LatentTiles(16, 32, 4, 2),
+    LatentTiles(16, 32, 4, 3),
+    LatentTiles(16, 32, 8, 3),
+    LatentTiles(16, 16, 4, 4),
+]
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class Mixture:
 
 MIXTURES = (
     Mixture("qwen3", Routing(128, 8, normalize=True), 2048, 768),
-    Mixture("dsv2", Routing(64, 6), 2048, 1408),
+    Mixture("dsv2", Routing(64, 6, num_shared=2), 2048, 1408),
 )
 
 
@@ -88,14 +86,15 @@ def random(*shape: int) -> torch.Tensor:
 
 def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
     """Each call has weights of its own, as layers do."""
-    count = mixture.routing.num_experts
+    routing = mixture.routing
+    count = routing.num_experts + routing.num_shared
     layers = []
     for _ in range(LAYERS):
         gate_up = random(count, 2 * mixture.size, mixture.hidden) * 0.02
         down = random(count, mixture.hidden, mixture.size) * 0.02
         layers.append(Experts(Matrix(gate_up), Matrix(down), "silu"))
-    router = Router(random(count, mixture.hidden), mixture.routing)
-    load = torch.zeros(count, dtype=torch.int64, device="cuda")
+    router = Router(random(routing.num_experts, mixture.hidden), routing)
+    load = torch.zeros(routing.num_experts, dtype=torch.int64, device="cuda")
     for num_rows in (*FEW, *SOME, *MANY):
         x = random(num_rows, mixture.hidden)
         choice = route(x, router, None, load)
@@ -105,7 +104,7 @@ def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
             for _ in range(LAYERS):
                 route(x, router, None, load)
 
-        read = (count + num_rows) * mixture.hidden * DTYPE.itemsize
+        read = (routing.num_experts + num_rows) * mixture.hidden * DTYPE.itemsize
         label = f"{mixture.name} {num_rows}"
         yield Case(f"route {label}", replayed(routes), read, "TB/s", LAYERS)
 
@@ -123,20 +122,18 @@ def expert_cases(mixture: Mixture, sweep: bool) -> Iterator[Case]:
         yield Case(f"experts {label}", call, work, unit, LAYERS)
         if not sweep:
             continue
-        for tile in TILES.get(num_rows, ()):
-            name = (
-                f"experts {label}: m{tile.rows} n{tile.outputs} k{tile.inputs} "
-                f"w{tile.num_warps} s{tile.num_stages}"
-            )
-            try:
-                call = replayed(partial(mixes, partial(launch_many_rows, tile=tile)))
-            except (RuntimeError, triton.runtime.errors.OutOfResources) as error:
-                print(f"{name}: {error}")
-                continue
+        for tiles in TILES.get(num_rows, ()):
+            name = f"experts {label}: {', '.join(map(shown, tiles))}"
+            call = replayed(partial(mixes, partial(launch_many_rows, tiles=tiles)))
             yield Case(name, call, work, unit, LAYERS)
         if num_rows in (256, 512, *MANY):
             call = replayed(partial(mixes, grouped))
             yield Case(f"experts {label}, torch._grouped_mm", call, work, unit, LAYERS)
+
+
+def shown(tile: Tile) -> str:
+    how = " tma" if tile.has_tma else ""
+    return f"{tile.rows}x{tile.outputs}x{tile.inputs} w{tile.num_warps} s{tile.num_stages}{how}"
 
 
 def expert_work(mixture: Mixture, choice: Choice) -> tuple[float, str]:
@@ -176,7 +173,7 @@ def decode_layers(q: torch.Tensor, pool: torch.Tensor, paged: Paged, out: torch.
         launch_latent(q, pool[:, :, layer], paged, LATENT_SPEC, out)
 
 
-def latent_cases() -> Iterator[Case]:
+def latent_cases(sweep: bool) -> Iterator[Case]:
     for num_seqs, context in ((1, 128), (1, 1024), (1, 8192), (64, 1024), (256, 1024), (64, 8192)):
         pool, paged = latents_of([context] * num_seqs)
         q = random(num_seqs, LATENT_HEADS, RANK + ROPE)
@@ -186,15 +183,31 @@ def latent_cases() -> Iterator[Case]:
         work = num_seqs * context * (RANK + ROPE) * DTYPE.itemsize
         name = f"latents decode {num_seqs} x {context}"
         yield Case(name, replayed(decodes), work, "TB/s", LAYERS)
+        for tiles in LATENT_TILES if sweep else ():
+            call = replayed(partial(decodes, tiles))
+            label = f"{name}: n{tiles.keys} w{tiles.num_warps} s{tiles.num_stages}"
+            yield Case(label, call, work, "TB/s", LAYERS)
     for num_seqs, length in ((1, 2048), (1, 8192), (16, 1024)):
         pool, paged = latents_of([length] * num_seqs)
         q = random(num_seqs * length, LATENT_HEADS, RANK + ROPE)
         out = torch.empty(len(q), LATENT_HEADS, RANK, dtype=DTYPE, device="cuda")
         starts = torch.arange(num_seqs + 1, dtype=torch.int32, device="cuda") * length
-        call = partial(launch_latent, q, pool[:, :, 1], paged, LATENT_SPEC, out, starts, length)
+        kv = pool[:, :, 1]
+        call = partial(launch_latent, q, kv, paged, LATENT_SPEC, out, starts, length)
         pairs = num_seqs * length * (length + 1) / 2
         flops = 2 * LATENT_HEADS * (NOPE + ROPE + VALUE) * pairs
         yield Case(f"latents prefill {num_seqs} x {length}", call, flops, "TFLOP/s")
+        spec = LatentAttentionSpec(LATENT_SPEC, NOPE, VALUE, is_interleaved=True)
+        warm_latents(kv, paged.tables, spec, 8192)
+        prefills = Prefills(paged, starts, length, ((0, length),) * num_seqs)
+        norm = Norm(random(RANK), 1e-6)
+        both = random(LATENT_HEADS, NOPE + VALUE, RANK)
+        heads = LatentHeads(norm, both[:, :NOPE], both[:, NOPE:])
+        made = torch.empty(len(q), LATENT_HEADS, VALUE, dtype=DTYPE, device="cuda")
+        narrow = random(len(q), LATENT_HEADS, NOPE + ROPE)
+        call = partial(expanded_prefill, narrow, kv, prefills, spec, heads, made)
+        name = f"latents prefill {num_seqs} x {length}, expanded"
+        yield Case(name, call, flops, "TFLOP/s")
 
 
 def main() -> None:
@@ -207,7 +220,7 @@ def main() -> None:
     def cases() -> Iterator[Case]:
         for mixture in MIXTURES:
             yield from expert_cases(mixture, options.sweep)
-        yield from latent_cases()
+        yield from latent_cases(options.sweep)
 
     time_all(cases(), options)
 

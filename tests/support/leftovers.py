@@ -34,7 +34,10 @@ STARTING_MARKS = ("slow", "ray", "gpu", "multigpu")
 NIXL = "nixl"  # in the id of a test: its peers are processes
 
 # The first word of commands that any test may run.
-COMMANDS_FOR_ALL = {"uname": "OpenAI's client asks once for the processor"}
+COMMANDS_FOR_ALL = {
+    "uname": "OpenAI's client asks once for the processor",
+    "/sbin/ldconfig": "Triton looks once for the driver, on a machine that has one",
+}
 
 # By the beginning of a thread's name, or of the module whose code it runs.
 THREADS_THAT_STAY = {

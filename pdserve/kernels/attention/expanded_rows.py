@@ -98,7 +98,11 @@ def _queries(context_ptr, starts_ptr, where_ptr, rows):
     return sequence, begin, num_rows, is_query, first - (num_rows - num_queries)
 
 
-@triton.jit(do_not_specialize=["length", "num_heads", "block_shift", "stride_table"])
+@triton.jit(
+    do_not_specialize=["length", "num_heads", "block_shift", "stride_table"],
+    # behind those of the decodes
+    do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
+)
 def lay_out_kernel(
     kv_ptr,  # [num_blocks, 1, 1, block_size, RANK + ROPE]
     q_ptr,  # [T, H, WIDTH], heads contiguous; or None
@@ -151,7 +155,10 @@ def lay_out_kernel(
             tl.store(target + columns, q, mask=inside & (columns < size))
 
 
-@triton.jit(do_not_specialize=["length"])
+@triton.jit(
+    do_not_specialize=["length"],
+    do_not_specialize_on_alignment=["context_ptr", "starts_ptr"],
+)
 def take_back_kernel(
     made_ptr,  # [batch * length, size]
     context_ptr,  # int32 [S]

@@ -28,6 +28,7 @@ PARTED = [
     MIN_PART << i for i in range(MAX_PARTS.bit_length())
 ]  # contexts, for every count of parts
 MERGE_WARPS = 4
+MERGE_BLOCK = 128  # columns of a program
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,13 @@ def launch_latent(
     out: Tensor,
     query_starts: Tensor | None = None,
     max_query_len: int = 1,
+    tiles: LatentTiles | None = None,
 ) -> None:
     """AttentionOps.decode, or prefill with query_starts, where values are a part of the keys; out
-    `[T, Hq, out_width]`, contiguous."""
+    `[T, Hq, out_width]`, contiguous. tiles: other than latent_tiles() would choose."""
     num_tokens, num_heads, width = q.shape
     num_seqs = len(paged.context_lens)
-    tiles = latent_tiles(max_query_len * num_heads, q.dtype)
+    tiles = tiles or latent_tiles(max_query_len * num_heads, q.dtype)
     num_tiles = cdiv(max_query_len * num_heads, tiles.rows)
     parts = 1
     if query_starts is None:
@@ -75,11 +77,6 @@ def launch_latent(
         partial = torch.empty(*shape, spec.out_width, dtype=torch.float32, device=q.device)
         maxima = torch.empty(shape, dtype=torch.float32, device=q.device)
         sums = torch.empty(shape, dtype=torch.float32, device=q.device)
-    constants = {
-        "RANK": spec.out_width,
-        "BLOCK_RANK": next_power_of_2(spec.out_width),
-        "PARTS": parts,
-    }
     launch(
         latent_kernel,
         (num_tiles, parts, num_seqs + (query_starts is not None)),
@@ -105,7 +102,9 @@ def launch_latent(
             kv.stride(0),
             paged.tables.stride(0),
         ),
-        **constants,
+        RANK=spec.out_width,
+        BLOCK_RANK=next_power_of_2(spec.out_width),
+        PARTS=parts,
         ROPE=width - spec.out_width,
         BLOCK_ROPE=max(next_power_of_2(width - spec.out_width), 16),
         BLOCK_M=tiles.rows,
@@ -117,17 +116,21 @@ def launch_latent(
     if parts > 1:
         launch(
             latent_merge_kernel,
-            (num_tokens, num_heads),
+            (num_tokens, num_heads, cdiv(spec.out_width, MERGE_BLOCK)),
             (partial, maxima, sums, out),
             (spec.scale * LOG2_E,),
-            **constants,
+            RANK=spec.out_width,
+            BLOCK=MERGE_BLOCK,
+            PARTS=parts,
             num_warps=MERGE_WARPS,
             **launch_options(q.device),
         )
 
 
 @triton.jit(
-    do_not_specialize=["num_tokens", "num_heads", "num_seqs", "block_shift", "stride_table"]
+    do_not_specialize=["num_tokens", "num_heads", "num_seqs", "block_shift", "stride_table"],
+    # of prompts, behind those of the decodes
+    do_not_specialize_on_alignment=["table_rows_ptr", "context_ptr", "starts_ptr"],
 )
 def latent_kernel(
     q_ptr,  # [T, H, RANK + ROPE]
@@ -224,7 +227,8 @@ def latent_kernel(
                 tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
             else:
                 left = (part.to(tl.int64) * num_tokens + tokens) * num_heads + heads
-                tl.store(partial_ptr + left[:, None] * RANK + ranks[None, :], acc, mask=mask)
+                if start < stop:  # of a part without keys the merge reads its maximum alone
+                    tl.store(partial_ptr + left[:, None] * RANK + ranks[None, :], acc, mask=mask)
                 tl.store(max_ptr + left, row_max, mask=is_row)
                 tl.store(sum_ptr + left, row_sum, mask=is_row)
     else:
@@ -246,28 +250,27 @@ def latent_merge_kernel(
     out_ptr,  # [T, H, RANK]
     scale_log2,
     RANK: tl.constexpr,
-    BLOCK_RANK: tl.constexpr,
+    BLOCK: tl.constexpr,
     PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (token, head). Parts without keys have a maximum of -inf."""
+    """Program (token, head, piece of the columns). Parts without keys have a maximum of -inf."""
     begin(PDL)
     row = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     stride = tl.num_programs(0).to(tl.int64) * tl.num_programs(1)
-    ranks = tl.arange(0, BLOCK_RANK)
+    ranks = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     inside = ranks < RANK
 
     wait(PDL)
-    acc = tl.zeros([BLOCK_RANK], tl.float32)
-    weight = tl.zeros([], tl.float32)
-    best = tl.full([], float("-inf"), tl.float32)
-    for part in tl.static_range(PARTS):
-        best = tl.maximum(best, tl.load(max_ptr + part * stride + row))
+    parts = tl.arange(0, PARTS)
+    at = parts * stride + row
+    maxima = tl.load(max_ptr + at)
+    is_there = maxima > float("-inf")
+    best = tl.max(maxima, 0)
     best = tl.where(best == float("-inf"), 0.0, best)
-    for part in tl.static_range(PARTS):
-        at = part * stride + row
-        share = tl.exp2((tl.load(max_ptr + at) - best) * scale_log2)
-        acc += tl.load(partial_ptr + at * RANK + ranks, mask=inside, other=0.0) * share
-        weight += tl.load(sum_ptr + at) * share
-    y = acc / tl.where(weight > 0, weight, 1.0)
+    shares = tl.exp2((maxima - best) * scale_log2)
+    weight = tl.sum(tl.load(sum_ptr + at) * shares, 0)
+    mask = is_there[:, None] & inside[None, :]
+    partial = tl.load(partial_ptr + at[:, None] * RANK + ranks[None, :], mask=mask, other=0.0)
+    y = tl.sum(partial * shares[:, None], 0) / tl.where(weight > 0, weight, 1.0)
     tl.store(out_ptr + row * RANK + ranks, y.to(out_ptr.dtype.element_ty), mask=inside)
