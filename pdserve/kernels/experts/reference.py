@@ -20,13 +20,15 @@ def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choic
     logits = linear(_padded(x.float()), Matrix(router.weight.float()))[: len(x)]
     routing = router.routing
     choice = choose(logits, routing, router.bias)
-    dead = torch.zeros(len(x), 1, dtype=torch.bool) if live is None else ~live[:, None]
-    chosen = choice.experts.masked_fill(dead, -1)
+    shared = choice.experts.new_empty(len(x), routing.num_shared)
+    shared.copy_(torch.arange(routing.num_shared) + routing.num_experts)
+    experts = torch.cat((choice.experts, shared), 1)
+    if live is not None:
+        experts = experts.masked_fill(~live[:, None], -1)
+    chosen = experts[:, : routing.top_k]
     load += torch.bincount(chosen[chosen >= 0], minlength=len(load))
-    first = routing.num_experts
-    shared = torch.arange(first, first + routing.num_shared, dtype=torch.int32).expand(len(x), -1)
-    experts = torch.cat((chosen, shared.masked_fill(dead, -1)), 1)
-    return Choice(experts, torch.cat((choice.weights, torch.ones(shared.shape)), 1))
+    ones = choice.weights.new_ones(shared.shape)
+    return Choice(experts, torch.cat((choice.weights, ones), 1))
 
 
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Choice:

@@ -17,7 +17,6 @@ from pdserve.kernels.launching.dependent_launch import begin, launch_options, wa
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 
-BLOCK_EXPERTS = 16
 BLOCK_IN = 128
 SPLIT_INPUTS = 512  # the fewest of one part of a sum
 MAX_SPLITS = 8
@@ -31,18 +30,18 @@ def launch_router_product(x: Tensor, router: Router, num_sms: int) -> tuple[Tens
     num_rows, num_inputs = x.shape
     num_experts = weight.shape[0]
     num_counts = num_experts + router.routing.num_shared
-    block_rows = 16 if num_rows <= 512 else 64
-    tiles = cdiv(num_rows, block_rows) * cdiv(num_experts, BLOCK_EXPERTS)
+    block_rows, block_experts = _tile(num_rows, num_experts)
+    tiles = cdiv(num_rows, block_rows) * cdiv(num_experts, block_experts)
     splits = power_of_2_below(min(num_sms // tiles, num_inputs // SPLIT_INPUTS, MAX_SPLITS))
     parts = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=x.device)
     counts = torch.empty(num_counts, dtype=torch.int32, device=x.device)
     launch(
         router_product_kernel,
-        (cdiv(num_rows, block_rows), cdiv(num_experts, BLOCK_EXPERTS), splits),
+        (cdiv(num_rows, block_rows), cdiv(num_experts, block_experts), splits),
         (x, weight, parts, counts),
         (num_rows, num_experts, num_counts, num_inputs, x.stride(0), weight.stride(0)),
         BLOCK_ROWS=block_rows,
-        BLOCK_OUT=BLOCK_EXPERTS,
+        BLOCK_OUT=block_experts,
         BLOCK_IN=BLOCK_IN,
         SPLITS=splits,
         BLOCK_COUNTS=next_power_of_2(num_counts),
@@ -50,6 +49,15 @@ def launch_router_product(x: Tensor, router: Router, num_sms: int) -> tuple[Tens
         **launch_options(x.device),
     )
     return parts, counts
+
+
+def _tile(num_rows: int, num_experts: int) -> tuple[int, int]:
+    """Rows and experts of a program: many programs of few rows; of many rows, each read once."""
+    if num_rows <= 64:
+        return 16, 16
+    if num_rows <= 1024:
+        return 64, 32
+    return 64, min(max(next_power_of_2(num_experts), 16), 128)
 
 
 def launch_choose(
