@@ -50,8 +50,8 @@ ONLY: dict[tuple[str, str], set[str]] = {
 ORDER: dict[str, list[str]] = {
     "kernels": [
         "launching",
-        "batch kv norm sampling",
-        "collective",
+        "batch norm sampling",
+        "collective kv",
         "linear",
         "attention experts",
         "ops",

@@ -133,6 +133,7 @@ class Step:
             k: torch.Tensor,
             v: torch.Tensor,
             _rope: object,
+            _norms: object,
         ) -> torch.Tensor:
             if layer == 0:
                 self._ops.attention.warm_prefill(q, k, v, self._kv_cache.layers[0], tables, spec)

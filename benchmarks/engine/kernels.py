@@ -23,6 +23,7 @@ from pdserve.kernels.attention.prefill import launch_prefill
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.attention.tiles import AttentionTiles
 from pdserve.kernels.attention.triton_ops import paged_prefill
+from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.triton_ops import linear
 from pdserve.kernels.norm.ops import Norm
@@ -210,6 +211,9 @@ def elementwise_cases(num_tokens: int) -> Iterator[Case]:
         TRITON.kv.rope_write_kv, q, k, v, cos, torch.zeros_like(cos), positions, kv, slots
     )
     yield Case(f"rope_write_kv {num_tokens}", rope, rope_work, "TB/s")
+    norms = HeadNorms(Norm(random(HEAD_DIM), 1e-6), Norm(random(HEAD_DIM), 1e-6))
+    normed = partial(rope, norms)
+    yield Case(f"rope_write_kv with norms {num_tokens}", normed, rope_work, "TB/s")
 
     silu = partial(TRITON.norm.gate, random(num_tokens, 2 * INTERMEDIATE), "silu")
     yield Case(f"silu_mul {num_tokens}", silu, 3 * rows * INTERMEDIATE, "TB/s")

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from support.tiny_models import make_tiny
 
 from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.ops import ops_for
 from pdserve.models.checkpoint import LoadFormat
 from pdserve.models.config import read_spec
@@ -189,6 +190,7 @@ def test_dummy_activations_keep_their_scale(tmp_path: Path) -> None:
         k: torch.Tensor,
         v: torch.Tensor,
         rope: RopeTables,
+        norms: HeadNorms | None,
     ) -> torch.Tensor:
         scales.extend(x.std().item() for x in (q, k, v))
         return v

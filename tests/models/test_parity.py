@@ -2,7 +2,6 @@
 that must show."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from support.dense_model import dense_attend, our_logits
 from support.tiny_models import YARN_ROPE, make_tiny
 
 from pdserve.kernels.attention.spec import AttentionSpec
-from pdserve.kernels.norm.ops import Norm
-from pdserve.kernels.ops import TORCH, Ops, ops_for
+from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.kv.reference import norm_heads
+from pdserve.kernels.ops import ops_for
 from pdserve.models.config import ModelSpec, read_spec
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
@@ -83,10 +83,8 @@ def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
     return get
 
 
-def load(folder: Path, spec: ModelSpec | None = None, ops: Ops | None = None) -> CausalLM:
-    return load_model(
-        str(folder), spec or read_spec(str(folder)), torch.float32, CPU, ops or ops_for(CPU)
-    )
+def load(folder: Path, spec: ModelSpec | None = None) -> CausalLM:
+    return load_model(str(folder), spec or read_spec(str(folder)), torch.float32, CPU, ops_for(CPU))
 
 
 def prompt(num_tokens: int = PROMPT_TOKENS) -> torch.Tensor:
@@ -159,9 +157,10 @@ def test_position_and_batch_are_free(folder_of: Callable[[str], Path]) -> None:
         k: torch.Tensor,
         v: torch.Tensor,
         rope: RopeTables,
+        norms: HeadNorms | None,
     ) -> torch.Tensor:
         back = order.argsort()
-        return dense_attend()(layer, spec, q[back], k[back], v[back], rope)[order]
+        return dense_attend()(layer, spec, q[back], k[back], v[back], rope, norms)[order]
 
     shuffled = our_logits(model, ids[order], attend)
     assert gap(shuffled, our_logits(model, ids)[order]) < TOLERANCE
@@ -201,20 +200,27 @@ def test_a_wrong_attention_shows(attend: Attend, folder_of: Callable[[str], Path
     )
 
 
-class WithoutHeadNorm:
-    """NormOps whose rms_norm passes rows of width 32 (Qwen3's heads; hidden rows are 64 wide)
-    through."""
-
-    gate = staticmethod(TORCH.norm.gate)
-
-    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
-        return x if x.shape[-1] == 32 else TORCH.norm.rms_norm(x, norm)
-
-
-def test_a_dropped_head_norm_shows(folder_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("dropped", ["q", "k"])
+def test_a_dropped_head_norm_shows(dropped: str, folder_of: Callable[[str], Path]) -> None:
     folder = folder_of("qwen3")
-    mutant = load(folder, ops=replace(TORCH, norm=WithoutHeadNorm()))
-    assert gap(our_logits(mutant, prompt()), reference_logits(folder)) > 10 * TOLERANCE
+
+    def attend(
+        layer: int,
+        spec: AttentionSpec,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        rope: RopeTables,
+        norms: HeadNorms | None,
+    ) -> torch.Tensor:
+        assert norms is not None
+        normed_q, normed_k = norm_heads(q, k, norms)
+        q, k = (q, normed_k) if dropped == "q" else (normed_q, k)
+        return dense_attend()(layer, spec, q, k, v, rope, None)
+
+    assert gap(our_logits(load(folder), prompt(), attend), reference_logits(folder)) > (
+        10 * TOLERANCE
+    )
 
 
 @pytest.mark.parametrize("case", ["llama3-biases", "qwen2", "qwen3"])

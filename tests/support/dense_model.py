@@ -3,7 +3,8 @@
 import torch
 
 from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
-from pdserve.kernels.kv.reference import apply_rope
+from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.kv.reference import apply_rope, norm_heads
 from pdserve.kernels.norm.reference import rms_norm
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import Attend, RopeTables, StepContext
@@ -20,15 +21,16 @@ def dense_attend(window: int = 0, scale: float = 1.0) -> Attend:
         k: torch.Tensor,
         v: torch.Tensor,
         rope: RopeTables,
+        norms: HeadNorms | None,
     ) -> torch.Tensor:
-        q, k = apply_rope(q, k, *rope, torch.arange(len(q), device=q.device))
+        positions = torch.arange(len(q), device=q.device)
+        q, k = apply_rope(*norm_heads(q, k, norms), *rope, positions)
         groups = q.shape[1] // k.shape[1]
         k, v = (x.repeat_interleave(groups, dim=1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", q, k) * spec.scale * scale
-        t = torch.arange(len(q), device=q.device)
-        hidden = t[None, :] > t[:, None]
+        hidden = positions[None, :] > positions[:, None]
         if window:
-            hidden |= t[None, :] <= t[:, None] - window
+            hidden |= positions[None, :] <= positions[:, None] - window
         return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
     return attend

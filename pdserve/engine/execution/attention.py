@@ -1,8 +1,9 @@
 """Paged attention of one step: the `attend` callable that a model's layers call.
 
-Rotates the step's q and k, writes its K and V rows into the KV cache, then attends: single-query
-sequences (decodes) by one op, the others (prefill chunks) by another. Knows of the KV cache its
-layers and the size of its blocks; built anew each step by the model runner.
+Norms (where a model's heads have norms) and rotates the step's q and k and writes its K and V rows
+into the KV cache, in one op, then attends: single-query sequences (decodes) by one op, the others
+(prefill chunks) by another. Knows of the KV cache its layers and the size of its blocks; built anew
+each step by the model runner.
 """
 
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from pdserve.kernels.attention.spec import (
     Paged,
     Prefills,
 )
+from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.ops import Ops
 
 
@@ -69,13 +71,14 @@ class PagedAttention:
         k: Tensor,
         v: Tensor,
         rope: tuple[Tensor, Tensor],
+        norms: HeadNorms | None,
     ) -> Tensor:
         """See models.step_context.Attend. rope: the model's cos and sin tables, float32
         `[max_position, head_dim // 2]`.
         """
         kv = self._layers[layer]
         q, k = self._ops.kv.rope_write_kv(
-            q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping
+            q, k, v, *rope, self._batch.positions, kv, self._batch.slot_mapping, norms
         )
         return self._attend(spec, q, k, v, kv)
 

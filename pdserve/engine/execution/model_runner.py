@@ -24,6 +24,7 @@ from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
 from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
+from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import RopeTables, StepContext
@@ -172,12 +173,18 @@ class ModelRunner:
         warmed: set[AttentionSpec] = set()
 
         def attend(
-            layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, rope: RopeTables
+            layer: int,
+            spec: AttentionSpec,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            rope: RopeTables,
+            norms: HeadNorms | None,
         ) -> Tensor:
             if spec not in warmed:
                 warmed.add(spec)
                 kv = self.kv_cache.layers[layer]
-                q, k = self.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long())
+                q, k = self.ops.kv.rope_write_kv(q, k, v, *rope, zeros, kv, zeros.long(), norms)
                 self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
             return torch.zeros_like(q)
 
@@ -200,7 +207,7 @@ class ModelRunner:
         zeros = torch.zeros(num_rows, dtype=torch.int32, device=self.device)
 
         def attend(
-            layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, rope: RopeTables
+            layer: int, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, *others: Any
         ) -> Tensor:
             """With as much memory as attention/dense.py holds: three outputs, and keys and values
             for all rows."""

@@ -1,6 +1,6 @@
 # mypy: allow-untyped-defs
-"""Triton kernels that write rows of the KV cache, rotated on the way, copy its blocks and gather a
-sequence's rows from them: rope_write_kv, copy_blocks, gather_kv.
+"""Triton kernels that write rows of the KV cache, normed and rotated on the way, copy its blocks
+and gather a sequence's rows from them: rope_write_kv, copy_blocks, gather_kv.
 
 All offsets are int64: KV caches exceed 2 ** 31 elements. Knows nothing of who owns a block. Called
 through triton_ops.py.
@@ -11,8 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
+from pdserve.kernels.norm.elementwise import weighted
 
 ROPE_TILE = 1024  # elements of half a head, over all heads of one program
 COPY_BLOCK = 4096
@@ -28,10 +30,11 @@ def launch_rope_write_kv(
     positions: Tensor,
     kv: Tensor,
     slot_mapping: Tensor,
+    norms: HeadNorms | None,
 ) -> None:
-    """reference.rope_write_kv, q and k rotated in place.
+    """reference.rope_write_kv, q and k normed and rotated in place.
 
-    The last dim of q, k and v is contiguous, cos and sin are contiguous.
+    The last dim of q, k and v is contiguous, cos, sin and the norms' weights are contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[1]
@@ -41,10 +44,11 @@ def launch_rope_write_kv(
         for heads in (num_heads, num_kv_heads)
     )
     q_tiles = cdiv(num_heads, q_heads)
+    weights = (norms.q.weight, norms.k.weight) if norms is not None else (None, None)
     launch(
         rope_write_kv_kernel,
         (num_tokens, q_tiles + cdiv(num_kv_heads, kv_heads)),
-        (q, k, v, cos, sin, positions, kv, slot_mapping),
+        (q, k, v, cos, sin, positions, kv, slot_mapping, *weights),
         (
             num_heads,
             num_kv_heads,
@@ -54,7 +58,11 @@ def launch_rope_write_kv(
             *k.stride()[:2],
             *v.stride()[:2],
             *kv.stride()[:3],
+            norms.q.eps if norms is not None else 0.0,
+            norms.k.eps if norms is not None else 0.0,
         ),
+        Q_PLUS_ONE=norms is not None and norms.q.plus_one,
+        K_PLUS_ONE=norms is not None and norms.k.plus_one,
         HALF=head_dim // 2,
         BLOCK_HALF=block_half,
         Q_HEADS=q_heads,
@@ -99,11 +107,38 @@ def launch_gather_kv(
 
 
 @triton.jit
-def rotate(pointers, mask, cos, sin, HALF: tl.constexpr):
-    """Rotates in place the heads whose first halves are at `pointers` [heads, BLOCK_HALF]; returns
-    both halves."""
+def load_halves(pointers, mask, HALF: tl.constexpr):
+    """The heads whose first halves are at `pointers` [heads, BLOCK_HALF]."""
     first = tl.load(pointers, mask=mask, other=0.0)
     second = tl.load(pointers + HALF, mask=mask, other=0.0)
+    return first, second
+
+
+@triton.jit
+def norm_halves(
+    first,
+    second,
+    first_weight,  # float32 [BLOCK_HALF]
+    second_weight,
+    eps,
+    HALF: tl.constexpr,
+    PLUS_ONE: tl.constexpr,
+):
+    """Heads [heads, BLOCK_HALF], zeros beside them, by their norm: rounded where rms_norm_kernel
+    does."""
+    dtype: tl.constexpr = first.dtype
+    a = first.to(tl.float32)
+    b = second.to(tl.float32)
+    scale = (1.0 / tl.sqrt(tl.sum(a * a + b * b, 1) / (2 * HALF) + eps))[:, None]
+    first = weighted(a * scale, first_weight[None, :], dtype, PLUS_ONE)
+    second = weighted(b * scale, second_weight[None, :], dtype, PLUS_ONE)
+    return first, second
+
+
+@triton.jit
+def rotate(first, second, pointers, mask, cos, sin, HALF: tl.constexpr):
+    """Rotates heads [heads, BLOCK_HALF] and stores them, first halves at `pointers`; returns both
+    halves."""
     a = first.to(tl.float32)
     b = second.to(tl.float32)
     first = (a * cos[None, :] - b * sin[None, :]).to(first.dtype)
@@ -123,6 +158,8 @@ def rope_write_kv_kernel(
     positions_ptr,  # [T]
     kv_ptr,  # [num_blocks, Hk, 2, block_size, D]
     slot_mapping_ptr,  # [T]
+    q_norm_ptr,  # [D], or None as k_norm_ptr is: heads have no norms
+    k_norm_ptr,
     num_q_heads,
     num_kv_heads,
     q_tiles,
@@ -136,6 +173,10 @@ def rope_write_kv_kernel(
     stride_block,
     stride_kv_head,
     stride_plane,
+    q_eps,
+    k_eps,
+    Q_PLUS_ONE: tl.constexpr,
+    K_PLUS_ONE: tl.constexpr,
     HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     Q_HEADS: tl.constexpr,
@@ -145,10 +186,15 @@ def rope_write_kv_kernel(
     """Program (token, tile): first the tiles of Q_HEADS heads of q, then those of KV_HEADS heads of
     k and v."""
     begin(PDL)
-    wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     dims = tl.arange(0, BLOCK_HALF)
+    if q_norm_ptr is not None:  # does not depend on the kernel before
+        weights = tl.where(tile < q_tiles, q_norm_ptr, k_norm_ptr) + dims
+        first_weight = tl.load(weights, mask=dims < HALF, other=0.0).to(tl.float32)
+        second_weight = tl.load(weights + HALF, mask=dims < HALF, other=0.0).to(tl.float32)
+
+    wait(PDL)
     table_row = tl.load(positions_ptr + token).to(tl.int64) * HALF
     cos = tl.load(cos_ptr + table_row + dims, mask=dims < HALF, other=0.0)
     sin = tl.load(sin_ptr + table_row + dims, mask=dims < HALF, other=0.0)
@@ -156,7 +202,12 @@ def rope_write_kv_kernel(
         q_heads = tile * Q_HEADS + tl.arange(0, Q_HEADS)
         q_mask = (q_heads < num_q_heads)[:, None] & (dims < HALF)[None, :]
         q_rows = q_ptr + token * stride_q_token + (q_heads * stride_q_head)[:, None] + dims[None, :]
-        rotate(q_rows, q_mask, cos, sin, HALF)
+        q_first, q_second = load_halves(q_rows, q_mask, HALF)
+        if q_norm_ptr is not None:
+            q_first, q_second = norm_halves(
+                q_first, q_second, first_weight, second_weight, q_eps, HALF, Q_PLUS_ONE
+            )
+        rotate(q_first, q_second, q_rows, q_mask, cos, sin, HALF)
     else:
         heads = (tile - q_tiles) * KV_HEADS + tl.arange(0, KV_HEADS)
         mask = (heads < num_kv_heads)[:, None] & (dims < HALF)[None, :]
@@ -164,7 +215,12 @@ def rope_write_kv_kernel(
         v_first = tl.load(v_rows, mask=mask)
         v_second = tl.load(v_rows + HALF, mask=mask)
         k_rows = k_ptr + token * stride_k_token + (heads * stride_k_head)[:, None] + dims[None, :]
-        k_first, k_second = rotate(k_rows, mask, cos, sin, HALF)
+        k_first, k_second = load_halves(k_rows, mask, HALF)
+        if k_norm_ptr is not None:
+            k_first, k_second = norm_halves(
+                k_first, k_second, first_weight, second_weight, k_eps, HALF, K_PLUS_ONE
+            )
+        k_first, k_second = rotate(k_first, k_second, k_rows, mask, cos, sin, HALF)
 
         slot = tl.load(slot_mapping_ptr + token).to(tl.int64)
         row = (

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.launch import launch, next_power_of_2
+from pdserve.kernels.norm.elementwise import weighted
 from pdserve.kernels.norm.ops import Norm
 
 
@@ -124,9 +125,7 @@ def rope_write_latent_kernel(
     row = latent_ptr + token * stride_latent
     latent = tl.load(row + columns, mask=in_rank, other=0.0).to(tl.float32)
     latent *= 1.0 / tl.sqrt(tl.sum(latent * latent, 0) / RANK + eps)
-    # unless plus_one, rounded here too, as models are trained
-    latent = latent * (1.0 + weight) if PLUS_ONE else latent.to(dtype).to(tl.float32) * weight
-    tl.store(stored + columns, latent.to(dtype), mask=in_rank)
+    tl.store(stored + columns, weighted(latent, weight, dtype, PLUS_ONE), mask=in_rank)
     a, b = _rotated(row + RANK, first, inside, cos, sin, HALF, INTERLEAVED)
     tl.store(stored + RANK + first, a.to(dtype), mask=inside)
     tl.store(stored + RANK + HALF + first, b.to(dtype), mask=inside)

@@ -1,11 +1,21 @@
 """Operations on rows and blocks of the KV cache: shapes in reference.py, which implements it in
 plain torch; triton_ops.py does in Triton."""
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from pdserve.kernels.norm.ops import Norm
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """The RMS norms of query and key heads that some models apply before the rotation (Qwen3): one
+    weight `[D]` for all heads of q, another for those of k."""
+
+    q: Norm
+    k: Norm
 
 
 class KVOps(Protocol):
@@ -19,9 +29,10 @@ class KVOps(Protocol):
         positions: Tensor,
         kv: Tensor,
         slot_mapping: Tensor,
+        norms: HeadNorms | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Writes into kv, and may rotate in place: use the returned q and k, and the given ones no
-        more."""
+        """Writes into kv, and may norm and rotate in place: use the returned q and k, and the given
+        ones no more. norms: None for models whose heads have none."""
         ...
 
     def rope_write_latent(

@@ -4,8 +4,14 @@ torch."""
 import torch
 from torch import Tensor
 
+from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.norm.ops import Norm
 from pdserve.kernels.norm.reference import rms_norm
+
+
+def norm_heads(q: Tensor, k: Tensor, norms: HeadNorms | None) -> tuple[Tensor, Tensor]:
+    """q [T, Hq, D] and k [T, Hk, D], each head by its norm; as they are where norms is None."""
+    return (q, k) if norms is None else (rms_norm(q, norms.q), rms_norm(k, norms.k))
 
 
 def apply_rope(
@@ -47,9 +53,11 @@ def rope_write_kv(
     positions: Tensor,
     kv: Tensor,
     slot_mapping: Tensor,
+    norms: HeadNorms | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """apply_rope, then write_kv of the rotated k and of v; returns the rotated q and k."""
-    q, k = apply_rope(q, k, cos, sin, positions)
+    """norm_heads, apply_rope, then write_kv of the rotated k and of v; returns the rotated q and
+    k."""
+    q, k = apply_rope(*norm_heads(q, k, norms), cos, sin, positions)
     write_kv(k, v, kv, slot_mapping)
     return q, k
 

@@ -67,6 +67,18 @@ def _norm_tile(width: int) -> tuple[int, int, int]:
     return block, rows, min(max(block * rows // 512, 1), 16)
 
 
+@triton.jit
+def weighted(normed, weight, dtype: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """A norm's last step: rows that are scaled already, by its weight, both float32; returns them
+    in dtype."""
+    if PLUS_ONE:
+        y = normed * (1.0 + weight)
+    else:  # rounded here too, as models are trained
+        rounded = normed.to(dtype).to(tl.float32)
+        y = rounded * weight
+    return y.to(dtype)
+
+
 @triton.jit(do_not_specialize=["num_rows", "per_row"])
 def rms_norm_kernel(
     x_ptr,  # [num_rows / per_row, per_row, WIDTH]
@@ -93,12 +105,7 @@ def rms_norm_kernel(
     offsets = row // per_row * stride_outer + row % per_row * stride_inner
     x = tl.load(x_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + eps)
-    dtype: tl.constexpr = y_ptr.dtype.element_ty
-    if PLUS_ONE:
-        y = (x * scale[:, None] * (1.0 + weight)[None, :]).to(dtype)
-    else:  # rounded here too, as models are trained
-        normed = (x * scale[:, None]).to(dtype).to(tl.float32)
-        y = (normed * weight[None, :]).to(dtype)
+    y = weighted(x * scale[:, None], weight[None, :], y_ptr.dtype.element_ty, PLUS_ONE)
     tl.store(y_ptr + (row * WIDTH)[:, None] + columns[None, :], y, mask=mask)
 
 

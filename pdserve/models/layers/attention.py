@@ -1,8 +1,11 @@
-"""Attention of one layer: projections, optional norms of heads; the attention itself, rotation
-included, is the step's."""
+"""Attention of one layer: projections, and what the heads' norms are; the attention itself, with
+norms and rotation of heads, is the step's."""
+
+from functools import cached_property
 
 from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream
+from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, column_parts, row_shard
 from pdserve.models.layers.norm import RmsNorm
@@ -51,10 +54,15 @@ class Attention:
         qkv, stream = self._qkv.of_norm(stream, self._norm)
         heads = qkv.view(len(qkv), sum(self._heads), self.attends.head_dim)
         q, k, v = heads.split_with_sizes(self._heads, 1)
-        if self._qk_norms:
-            q, k = self._qk_norms[0](q), self._qk_norms[1](k)
-        attended = step.attend(self._layer, self.attends, q, k, v, self._rope)
+        attended = step.attend(self._layer, self.attends, q, k, v, self._rope, self._head_norms)
         return self._o.add_to(stream, attended.flatten(1), self._post_norm)
+
+    @cached_property
+    def _head_norms(self) -> HeadNorms | None:
+        if self._qk_norms is None:
+            return None
+        q, k = self._qk_norms
+        return HeadNorms(q.value, k.value)
 
 
 def attention_spec(context: LayerContext, layer: int) -> AttentionSpec:
