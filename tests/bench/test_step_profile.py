@@ -1,5 +1,5 @@
-"""Floors against the figures of the targets' page, and kernels told apart in traces of several
-kinds of engine."""
+"""Kernels told apart in traces of several kinds of engine, and scenarios that become rows and
+tables."""
 
 import json
 import time
@@ -9,15 +9,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine.device_trace import Kernel, Trace, busy_us, parts_of, read_trace, span_us
-from benchmarks.engine.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
+from benchmarks.engine.step_floor import PARTS, Ceilings
 from benchmarks.engine.step_profile import Measured, Profiler, table
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
-from pdserve.models.config import read_spec
 
-LLAMA = read_spec(
-    str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"), "dummy"
-)
 H200 = Ceilings(4.45e12, 696e12)
 GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"
 SPLIT = [
@@ -111,45 +107,6 @@ def test_a_trace_is_read_in_order_with_the_hosts_waiting(tmp_path: Path) -> None
     trace = read_trace(tmp_path / "t.json")
     assert [kernel.name for kernel in trace.kernels] == ["Memcpy HtoD", "a", "b"]
     assert trace.waiting_us == 907.0
-
-
-def test_the_floor_of_a_decode_step() -> None:
-    """The page's 3.37 ms at batch 1; at 256 x 1k the cache of 256 contexts is read once."""
-    assert sum(step_floor(LLAMA, 2, H200, [Chunk(128, 1)]).values()) == pytest.approx(
-        3.37e-3, rel=0.01
-    )
-    large = step_floor(LLAMA, 2, H200, [Chunk(1023, 1)] * 256)
-    cache = 256 * 1024 * 32 * 2 * 8 * 128 * 2 / 4.45e12
-    assert large["attention"] == pytest.approx(cache, rel=0.01)
-    assert large["head"] == pytest.approx(2 * 256 * 128256 * 4096 / 696e12)  # bound by arithmetic
-    small = step_floor(LLAMA, 2, H200, [Chunk(1023, 1)] * 64)
-    # bound by its weights
-    assert small["head"] == pytest.approx(128256 * 4096 * 2 / 4.45e12, rel=0.02)
-    assert set(large) == set(PARTS)
-
-
-@pytest.mark.parametrize(("num_tokens", "milliseconds"), [(2048, 43), (8192, 190), (16000, 417)])
-def test_the_floor_of_a_prompt(num_tokens: int, milliseconds: float) -> None:
-    """The page counts products and attention alone; ours adds what norms and copies must move."""
-    floors = [step_floor(LLAMA, 2, H200, [chunk]) for chunk in prompt_chunks(num_tokens, 8192)]
-    heavy = sum(
-        floor[part]
-        for floor in floors
-        for part in ("qkv", "attention", "o", "gate-up", "down", "head")
-    )
-    assert heavy * 1e3 == pytest.approx(milliseconds, rel=0.05)
-    assert heavy < sum(sum(floor.values()) for floor in floors) < 1.15 * heavy
-
-
-def test_a_prompts_chunks() -> None:
-    assert prompt_chunks(16000, 8192) == [Chunk(0, 8192, False), Chunk(8192, 7808, True)]
-    assert prompt_chunks(8192, 8192) == [Chunk(0, 8192, True)]
-    quarter, half = (
-        step_floor(LLAMA, 2, Ceilings(1e30, 1e12), [c])["attention"]
-        for c in (Chunk(0, 64), Chunk(64, 64))
-    )
-    whole = step_floor(LLAMA, 2, Ceilings(1e30, 1e12), [Chunk(0, 128)])["attention"]
-    assert quarter + half == pytest.approx(whole)
 
 
 def test_a_scenario_becomes_a_row_and_a_table() -> None:
