@@ -2,13 +2,17 @@
 ... and the gaps.
 
 cuBLAS's kernel names do not say which product they compute, so products are told apart by where
-they stand between attention and activation, whose names are known:
+they stand between landmarks, whose names are known; of a mixture, what stands in brackets is the
+shared expert's, and over latents the write of a token's row is a landmark, too:
 
     qkv | attention | o, gate-up | activation | down, (head,) qkv of the next layer or step |
     attention ...
+    qkv | attention | o | router | [gate-up | activation | down] | experts | (head,) qkv |
+    attention ...
+    qkv | write | into the latent's space | attention | out of it, o | router ...
 
-Reads the Chrome trace that torch.profiler writes; no torch. Used by
-benchmarks/engine/step_profile.py.
+What stands nowhere in this is "other". Reads the Chrome trace that torch.profiler writes; no torch.
+Used by benchmarks/engine/step_profile.py.
 """
 
 import json
@@ -21,6 +25,11 @@ from typing import Any
 # First match wins. What none matches is "other": sampling when it runs behind the head.
 NAMES: tuple[tuple[str, str], ...] = (
     ("copies", r"^memcpy|^memset"),
+    ("router", r"^router_|^choose_"),
+    ("experts", r"^few_(gated|down)|^expert_|^combine_kernel"),
+    ("latent write", r"^rope_write_latent"),
+    ("latent attention", r"^latent_"),
+    ("attention", r"^gather_kv"),
     ("sampling", r"sampl|argmax|draw|penalt|score|group_stats|cut_kernel|best_of|topk|softmax"),
     ("inputs", r"gather|update_tables|store_tokens|embedding|indexselect"),
     ("merge", r"^merge"),
@@ -31,27 +40,41 @@ NAMES: tuple[tuple[str, str], ...] = (
     ),
     ("reduction", r"splitk.*reduce|reduce.*splitk"),
     ("product", r"gemm|gemv|nvjet|xmma|cutlass|linear|matmul|product|splitk"),
-    ("activation", r"silu|swiglu"),
+    ("activation", r"silu|swiglu|^gate_kernel"),
     ("rope + KV write", r"rope|rotary|write_kv"),
     ("norm", r"norm"),
+    ("elementwise", r"elementwise|catarray"),
 )
 _PATTERNS = [(kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in NAMES]
 
 # starting a copy takes a few microseconds; a longer call waited for the device
 BLOCKED_COPY_US = 50.0
 
-# Landmarks around -> what stands between them. Attention on both sides: the activation is inside a
-# product.
-ORDERS: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
-    ("", "attention"): (("qkv",),),
+ATTENTION = ("attention", "latent attention")
+LANDMARKS = (*ATTENTION, "latent write", "activation", "router", "experts", "sampling")
+PRODUCTS = ("qkv", "latents", "o", "router", "gate-up", "down", "head")
+# Kinds that are not parts -> their part.
+PART_OF = {
+    "latent attention": "attention",
+    "latent write": "rope + KV write",
+    "unplaced": "other",
+}
+# Two landmarks of one layer -> what stands between them. A shared expert may have its activation
+# inside a product, and a gate, which weighs it as the router weighs the others.
+INSIDE: dict[tuple[str, str], tuple[tuple[str, ...], ...]] = {
     ("attention", "activation"): (("o", "gate-up"),),
-    ("activation", "attention"): (("down", "qkv"), ("down", "head", "qkv")),
-    ("activation", ""): (("down",), ("down", "head")),
-    ("attention", "attention"): (
-        ("o", "gate-up", "down", "qkv"),
-        ("o", "gate-up", "down", "head", "qkv"),
-    ),
-    ("attention", ""): (("o", "gate-up", "down"), ("o", "gate-up", "down", "head")),
+    ("attention", "router"): (("o",),),
+    ("router", "activation"): (("gate-up",),),
+    ("router", "experts"): (("gate-up", "down"), ("gate-up", "down", "router")),
+    ("activation", "experts"): (("down",), ("down", "router")),
+}
+# A layer's last landmark -> what follows it in the layer. Attention: the activation is inside a
+# product.
+ENDS: dict[str, tuple[str, ...]] = {
+    "attention": ("o", "gate-up", "down"),
+    "latent attention": ("latents", "o", "gate-up", "down"),
+    "activation": ("down",),
+    "experts": (),
 }
 
 
@@ -100,66 +123,115 @@ def parts_of(names: Sequence[str]) -> list[str]:
     """The part of each kernel of whole steps that follow each other, by name and place."""
     kinds = [_kind(name) for name in names]
     parts = list(kinds)
-    window: list[int] = []  # products since the last attention or activation
+    num_qkv = _num_qkv_over_latents(kinds)
+    window: list[int] = []  # products since the last landmark
     before = ""
-    for i, kind in enumerate(kinds):
-        if kind == "product":
+    for i, kind in enumerate([*kinds, ""]):
+        landmark = kind if kind in LANDMARKS else ""
+        if kind in ("product", "product + activation"):
             window.append(i)
-        elif kind == "product + activation":
-            _name_products(parts, [*window, i], "attention", "activation")
+            landmark = "activation" if kind == "product + activation" else ""
+        if (landmark and (window or landmark != before)) or i == len(kinds):
+            order = _between(before, landmark, len(window), num_qkv)
+            for place, part in zip(window, order, strict=True):
+                parts[place] = part
             window = []
-            before = "activation"
-        elif kind in ("attention", "activation") and not (kind == before and not window):
-            _name_products(parts, window, before, kind)
-            window = []
-            before = kind
-    _name_products(parts, window, before, "")
-    return _resolve(parts)
+            # decodes in the latent's space and prompts that expand theirs may stand side by side
+            if (before, landmark) != ("latent attention", "attention"):
+                before = landmark
+    return _resolve(parts, over_latents=num_qkv > 0)
 
 
 def _kind(name: str) -> str:
     return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), "other")
 
 
-def _name_products(parts: list[str], window: list[int], before: str, after: str) -> None:
-    """window: indices of products between two landmarks ("": an end of the trace)."""
-    orders = ORDERS.get((before, after), ())
-    whole = next((order for order in orders if len(order) == len(window)), None)
-    for place, index in enumerate(window):
-        parts[index] = whole[place] if whole else "other"
+def _num_qkv_over_latents(kinds: Sequence[str]) -> int:
+    """Products of a layer before it writes its latents: 2 when queries have latents of their own; 0
+    when the model attends otherwise."""
+    if "latent write" not in kinds:
+        return 0
+    return kinds[: kinds.index("latent write")].count("product")
 
 
-def _resolve(parts: list[str]) -> list[str]:
-    """A reduction belongs to the product before it, a merge to attention or sampling, the unknown
-    behind the head to sampling.
+def _between(before: str, after: str, count: int, num_qkv: int) -> tuple[str, ...]:
+    """So many products between two landmarks ("": an end of the trace); "unplaced": no order is of
+    that length."""
+    over_latents = num_qkv > 0
+    if over_latents and after in ATTENTION and before in (*ATTENTION, "latent write"):
+        return ("latents",) * count
+    for order in _orders(before, after, num_qkv):
+        lead = count - len(order)  # whatever brings rows out of the latent's space comes before o
+        may_lead = over_latents and before in ATTENTION and after in ("activation", "router")
+        if lead == 0 or (lead > 0 and may_lead):
+            return ("latents",) * lead + order
+    return ("unplaced",) * count
+
+
+def _orders(before: str, after: str, num_qkv: int) -> tuple[tuple[str, ...], ...]:
+    same_layer = ("attention" if before in ATTENTION else before, after)
+    if same_layer in INSIDE:
+        return INSIDE[same_layer]
+    starts = {"attention": ("qkv",), "latent write": ("qkv",) * num_qkv, "sampling": (), "": ()}
+    if after not in starts:
+        return ()
+    if before in ("sampling", ""):
+        return (starts[after],)
+    if before not in ENDS:
+        return ()
+    # over latents, a head without sampling after it looks like a product of queries
+    heads = ((),) if after == "latent write" else ((), ("head",))
+    return tuple(ENDS[before] + head + starts[after] for head in heads)
+
+
+def _resolve(parts: Sequence[str], over_latents: bool) -> list[str]:
+    """What belongs to a neighbour: a reduction to the product before it, a merge to attention or
+    sampling, torch's copies and sums to what they bring together, the unknown behind the head to
+    sampling.
     """
     resolved: list[str] = []
     product = "other"
-    behind_head = False
+    behind_head = in_latents = False
     last = "other"
+    merges = "sampling"
     for part in parts:
+        if part in PRODUCTS or part == "unplaced":
+            product = PART_OF.get(part, part)
+            behind_head = part == "head"
+            in_latents = over_latents and part in ("qkv", "latents")
         if part == "reduction":
             part = product
         elif part == "merge":
-            part = "attention" if last == "attention" else "sampling"
-        elif part == "other" and behind_head:
+            part = merges
+        elif part in ("elementwise", "other") and behind_head:
             part = "sampling"
-        if part in ("qkv", "o", "gate-up", "down", "head"):
-            product = part
-            behind_head = part == "head"
-        last = part
-        resolved.append(part)
+        elif part == "elementwise":
+            neighbour = last if last in ("router", "experts") else "other"
+            part = "latents" if in_latents else neighbour
+        last = PART_OF.get(part, part)
+        merges = last if last in ("attention", "sampling") else merges
+        resolved.append(last)
     return resolved
+
+
+def added_us(kernels: Sequence[Kernel]) -> list[float]:
+    """What each kernel adds at the end of all before it, without the gap before its start; kernels
+    in order of start.
+
+    The next kernel may start while one still runs (programmatic dependent launch) and wait inside
+    for its results, so durations add up to more than the time that passed.
+    """
+    added = []
+    reached = float("-inf")
+    for kernel in kernels:
+        added.append(max(0.0, kernel.end - max(kernel.start, reached)))
+        reached = max(reached, kernel.end)
+    return added
 
 
 def busy_us(kernels: Sequence[Kernel]) -> float:
     """Time during which at least one kernel ran; kernels in order of start."""
-    busy = 0.0
-    reached = float("-inf")
-    for kernel in kernels:
-        busy += max(0.0, kernel.end - max(kernel.start, reached))
-        reached = max(reached, kernel.end)
-    return busy
+    return sum(added_us(kernels))
 
 
 def span_us(kernels: Sequence[Kernel]) -> float:

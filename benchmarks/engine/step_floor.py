@@ -2,7 +2,9 @@
 card's ceilings.
 
 Each part costs max(bytes / read rate, operations / product rate): inputs read once, outputs written
-once, nothing shared between parts. Knows shapes alone; no torch. Used by
+once, nothing shared between parts. Of a mixture's experts, those are read that the rows are
+expected to choose. Over latents, a decode attends in the latent's space, and a prompt with keys and
+values of its own that are made of them. Knows shapes alone; no torch. Used by
 benchmarks/engine/step_profile.py.
 """
 
@@ -11,18 +13,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.models.config import ModelSpec
+from pdserve.models.facts.experts import ExpertSpec
+from pdserve.models.facts.latent import LatentSpec
 
-# The parts of a step, in the order they run in.
+# The parts of a step, in the order they run in. latents: products into the latent's space and out
+# of it, or those that expand latents. Of a mixture, gate-up, activation and down are the shared
+# expert's.
 PARTS = (
     "inputs",
     "norm",
     "qkv",
     "rope + KV write",
+    "latents",
     "attention",
     "o",
+    "router",
     "gate-up",
     "activation",
     "down",
+    "experts",
     "head",
     "sampling",
 )
@@ -48,58 +57,161 @@ class Chunk:
     num_rows: int
     samples: bool = True
 
+    @property
+    def num_keys(self) -> int:
+        return self.start + self.num_rows
+
+    @property
+    def num_pairs(self) -> float:
+        """Causal: row i of the chunk sees start + i + 1 keys."""
+        return self.num_rows * self.start + self.num_rows * (self.num_rows + 1) / 2
+
+
+@dataclass(frozen=True)
+class _Card:
+    """Seconds of work on numbers of `itemsize` bytes."""
+
+    itemsize: int
+    ceilings: Ceilings
+
+    def product(self, num_rows: int, num_in: int, num_out: int) -> float:
+        numbers = num_in * num_out + num_rows * (num_in + num_out)
+        return self.work(numbers, 2.0 * num_rows * num_in * num_out)
+
+    def work(self, numbers: float, flops: float = 0.0) -> float:
+        return self.ceilings.seconds(numbers * self.itemsize, flops)
+
 
 def step_floor(
     spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunks: Sequence[Chunk]
 ) -> dict[str, float]:
     """Part -> seconds of one step. itemsize: bytes of one number."""
+    card = _Card(itemsize, ceilings)
     rows = sum(chunk.num_rows for chunk in chunks)
     samples = sum(chunk.samples for chunk in chunks)
-    q_width = spec.num_heads * spec.head_dim
-    kv_width = spec.num_kv_heads * spec.head_dim
     hidden = spec.hidden_size
-    wide = spec.intermediate_size
-
-    def product(num_rows: int, num_in: int, num_out: int) -> float:
-        numbers = num_in * num_out + num_rows * (num_in + num_out)
-        return ceilings.seconds(numbers * itemsize, 2.0 * num_rows * num_in * num_out)
-
-    def moved(numbers: float) -> float:
-        return ceilings.seconds(numbers * itemsize)
-
-    layer = {
-        "norm": 2 * moved(2 * rows * hidden),
-        "qkv": product(rows, hidden, q_width + 2 * kv_width),
-        "rope + KV write": moved(2 * rows * (q_width + 2 * kv_width)),
-        "attention": sum(_attention(spec, itemsize, ceilings, chunk) for chunk in chunks),
-        "o": product(rows, q_width, hidden),
-        "gate-up": product(rows, hidden, 2 * wide),
-        "activation": moved(3 * rows * wide),
-        "down": product(rows, wide, hidden),
-    }
     once = {
-        "inputs": moved(2 * rows * hidden),  # the embedding's rows
-        "norm": moved(2 * rows * hidden),
-        "head": product(samples, hidden, spec.vocab_size) if samples else 0.0,
-        "sampling": moved(samples * spec.vocab_size),
+        "inputs": card.work(2 * rows * hidden),  # the embedding's rows
+        "norm": card.work(2 * rows * hidden),
+        "head": card.product(samples, hidden, spec.vocab_size) if samples else 0.0,
+        "sampling": card.work(samples * spec.vocab_size),
     }
-    total: dict[str, float] = defaultdict(
-        float, {part: spec.num_layers * seconds for part, seconds in layer.items()}
+    norms = {"norm": 2 * card.work(2 * rows * hidden)}
+    attention = (
+        _attention(card, spec, chunks)
+        if spec.latent is None
+        else _latent_attention(card, spec, spec.latent, chunks)
     )
-    for part, seconds in once.items():
-        total[part] += seconds
+    layers = [(1, once), (spec.num_layers, norms), (spec.num_layers, attention)]
+    num_dense = spec.num_layers
+    if spec.experts is not None:
+        num_dense = len(spec.experts.dense_layers)
+        mixture = _mixture(card, spec.experts, hidden, rows)
+        layers.append((spec.num_layers - num_dense, mixture))
+    layers.append((num_dense, _mlp(card, hidden, spec.intermediate_size, rows)))
+    total: dict[str, float] = defaultdict(float)
+    for count, parts in layers:
+        for part, seconds in parts.items():
+            total[part] += count * seconds
     return {part: total[part] for part in PARTS}
 
 
-def _attention(spec: ModelSpec, itemsize: int, ceilings: Ceilings, chunk: Chunk) -> float:
-    """Causal: row i of the chunk sees start + i + 1 keys; two products of head_dim each."""
-    keys = chunk.start + chunk.num_rows
-    seen = chunk.num_rows * chunk.start + chunk.num_rows * (chunk.num_rows + 1) / 2
-    numbers = (
-        2 * keys * spec.num_kv_heads * spec.head_dim
-        + 2 * chunk.num_rows * spec.num_heads * spec.head_dim
-    )
-    return ceilings.seconds(numbers * itemsize, 4.0 * spec.num_heads * spec.head_dim * seen)
+def _attention(card: _Card, spec: ModelSpec, chunks: Sequence[Chunk]) -> dict[str, float]:
+    """Two products of head_dim for each pair of a query and a key."""
+    rows = sum(chunk.num_rows for chunk in chunks)
+    q_width = spec.num_heads * spec.head_dim
+    kv_width = spec.num_kv_heads * spec.head_dim
+
+    def attends(chunk: Chunk) -> float:
+        numbers = 2 * chunk.num_keys * kv_width + 2 * chunk.num_rows * q_width
+        return card.work(numbers, 4.0 * q_width * chunk.num_pairs)
+
+    return {
+        "qkv": card.product(rows, spec.hidden_size, q_width + 2 * kv_width),
+        "rope + KV write": card.work(2 * rows * (q_width + 2 * kv_width)),
+        "attention": sum(attends(chunk) for chunk in chunks),
+        "o": card.product(rows, q_width, spec.hidden_size),
+    }
+
+
+def _latent_attention(
+    card: _Card, spec: ModelSpec, sizes: LatentSpec, chunks: Sequence[Chunk]
+) -> dict[str, float]:
+    """Chunks in the latent's space (decodes), and chunks that expand their whole context."""
+    heads = spec.num_heads
+    rank, rope = sizes.kv_rank, sizes.rope_dim
+    stored = rank + rope  # numbers of a token in the cache
+    rows = sum(chunk.num_rows for chunk in chunks)
+    inside = [chunk for chunk in chunks if _stays_in_latent(sizes, chunk)]
+    expanding = [chunk for chunk in chunks if not _stays_in_latent(sizes, chunk)]
+    q_width = heads * (sizes.nope_dim + rope)
+    if sizes.q_rank is None:
+        qkv = card.product(rows, spec.hidden_size, q_width + stored)
+    else:
+        qkv = card.product(rows, spec.hidden_size, sizes.q_rank + stored)
+        qkv += card.product(rows, sizes.q_rank, q_width)
+
+    # A row goes into the latent's space as nope_dim and comes out of it as v_dim, of each head; a
+    # latent that is expanded becomes keys and values of all heads. The matrices are the same.
+    made = heads * (sizes.nope_dim + sizes.v_dim)
+    num_rows = sum(chunk.num_rows for chunk in inside)
+    num_keys = sum(chunk.num_keys for chunk in expanding)
+    numbers = rank * made + num_rows * (made + 2 * heads * rank) + num_keys * (rank + made)
+    latents = card.work(numbers, 2.0 * (num_rows + num_keys) * rank * made)
+
+    def attends_inside(chunk: Chunk) -> float:
+        numbers = chunk.num_keys * stored + chunk.num_rows * heads * (stored + rank)
+        return card.work(numbers, 2.0 * heads * (stored + rank) * chunk.num_pairs)
+
+    def attends(chunk: Chunk) -> float:
+        numbers = chunk.num_keys * (made + rope)
+        numbers += chunk.num_rows * (q_width + heads * sizes.v_dim)
+        return card.work(numbers, 2.0 * (made + heads * rope) * chunk.num_pairs)
+
+    return {
+        "qkv": qkv,
+        "rope + KV write": card.work(2 * rows * (heads * rope + stored)),
+        "latents": latents,
+        "attention": sum(map(attends_inside, inside)) + sum(map(attends, expanding)),
+        "o": card.product(rows, heads * sizes.v_dim, spec.hidden_size),
+    }
+
+
+def _stays_in_latent(sizes: LatentSpec, chunk: Chunk) -> bool:
+    """Whether that is less arithmetic than expanding: for a decode, and for a few rows after a
+    long context. Compares operations of a head, halved."""
+    rank = sizes.kv_rank
+    per_row = rank * (sizes.nope_dim + sizes.v_dim)  # of a key that is expanded, too
+    wide, narrow = 2 * rank, sizes.nope_dim + sizes.v_dim
+    inside = chunk.num_rows * per_row + chunk.num_pairs * wide
+    return inside < chunk.num_keys * per_row + chunk.num_pairs * narrow
+
+
+def _mixture(card: _Card, experts: ExpertSpec, hidden: int, rows: int) -> dict[str, float]:
+    """Three products of each row with each of its experts."""
+    routing = experts.routing
+    weights = expected_experts(rows, routing.num_experts, routing.top_k) * 3 * hidden * experts.size
+    flops = 6.0 * rows * routing.top_k * hidden * experts.size
+    scores = routing.num_experts + experts.has_shared_gate
+    shared = _mlp(card, hidden, experts.shared_size, rows) if experts.shared_size else {}
+    return shared | {
+        "router": card.product(rows, hidden, scores),
+        "experts": card.work(weights + 2 * rows * hidden, flops),
+    }
+
+
+def expected_experts(num_rows: int, num_experts: int, top_k: int) -> float:
+    """How many experts get a row, when each row chooses top_k of them and all choices are as
+    likely."""
+    return num_experts * (1 - (1 - top_k / num_experts) ** num_rows)
+
+
+def _mlp(card: _Card, hidden: int, size: int, rows: int) -> dict[str, float]:
+    return {
+        "gate-up": card.product(rows, hidden, 2 * size),
+        "activation": card.work(3 * rows * size),
+        "down": card.product(rows, size, hidden),
+    }
 
 
 def prompt_chunks(num_tokens: int, budget: int) -> list[Chunk]:

@@ -3,11 +3,14 @@
     python -m benchmarks.engine.step_profile --out benchmarks/results/step-profile-h200.jsonl
     python -m benchmarks.engine.step_profile --decode 64 --context 8192 --prefill
     python -m benchmarks.engine.step_profile --decode --prefill 2048
+    python -m benchmarks.engine.step_profile --model benchmarks/shapes/qwen3-30b-a3b --decode 1 64
 
 Wall times are measured without the profiler; the split into parts comes from torch.profiler's
-device activities (CUPTI), over steps right behind. Host time is what the host needs for a step when
-it does not wait for the device. Drives the public Engine (`add`, `step`), so it knows nothing of
-how a step is made. Needs a CUDA device. Ceilings are an H200's: with another card pass its own.
+device activities (CUPTI), over steps right behind. Kernels overlap, because the next one starts
+early and waits for those before it, so durations ("ms") mislead when added up; "alone ms" is what a
+part's kernels add at the end of all that ran before. Host time is what the host needs for a step
+when it does not wait for the device. Drives the public Engine (`add`, `step`), so it knows nothing
+of how a step is made. Needs a CUDA device. Ceilings are an H200's: with another card pass its own.
 """
 
 import argparse
@@ -25,7 +28,14 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.engine.device_trace import Trace, busy_us, parts_of, read_trace, span_us
+from benchmarks.engine.device_trace import (
+    Trace,
+    added_us,
+    busy_us,
+    parts_of,
+    read_trace,
+    span_us,
+)
 from benchmarks.engine.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
 from benchmarks.support.places import SHAPES
 from pdserve.bench.cli import add_model_arguments, add_output_arguments, engine_fields
@@ -61,14 +71,16 @@ class Measured:
         kernels = self.trace.kernels
         parts = parts_of([kernel.name for kernel in kernels])
         spent: defaultdict[str, float] = defaultdict(float)
+        alone: defaultdict[str, float] = defaultdict(float)
         launches: Counter[str] = Counter()
         unknown: defaultdict[str, float] = defaultdict(float)
-        for kernel, part in zip(kernels, parts, strict=True):
+        for kernel, part, added in zip(kernels, parts, added_us(kernels), strict=True):
             spent[part] += kernel.duration
+            alone[part] += added
             launches[part] += 1
             if part == "other":
                 unknown[kernel.name[:80]] += kernel.duration
-        spent["gaps"] = span_us(kernels) - busy_us(kernels)
+        spent["gaps"] = alone["gaps"] = span_us(kernels) - busy_us(kernels)
 
         slowest = sorted(unknown.items(), key=lambda item: -item[1])[:5]
 
@@ -85,6 +97,7 @@ class Measured:
             "parts": {
                 part: {
                     "ms": ms(spent[part]),
+                    "alone_ms": ms(alone[part]),
                     "floor_ms": round(self.floor.get(part, 0.0) * 1e3, 4),
                     "kernels": launches[part] / self.num_profiled,
                 }
@@ -197,12 +210,12 @@ class Profiler:
 
 
 def table(row: Json) -> str:
-    """One scenario as text."""
+    """One scenario as text. of device: of the time alone, so that the shares add up to all."""
     lines = [
         f"{row['scenario']}: wall {row['wall_ms']:.3f} ms, device {row['device_ms']:.3f}, "
         f"host {row['host_ms']:.3f}, floor {row['floor_ms']:.3f} "
         f"({row['floor_ms'] / row['wall_ms']:.0%} of wall)",
-        f"    {'part':<16}{'ms':>10}{'of device':>11}{'floor ms':>10}"
+        f"    {'part':<16}{'ms':>10}{'alone ms':>10}{'of device':>11}{'floor ms':>10}"
         f"{'of floor':>10}{'kernels':>9}",
     ]
     for part, spent in row["parts"].items():
@@ -212,11 +225,11 @@ def table(row: Json) -> str:
                 if spent["ms"] and spent["floor_ms"]
                 else ""
             )
-            share = spent["ms"] / row["device_ms"]
+            share = spent["alone_ms"] / row["device_ms"]
             floor = f"{spent['floor_ms']:.3f}" if spent["floor_ms"] else ""
             lines.append(
-                f"    {part:<16}{spent['ms']:>10.3f}{share:>11.1%}{floor:>10}"
-                f"{reached:>10}{spent['kernels']:>9.1f}"
+                f"    {part:<16}{spent['ms']:>10.3f}{spent['alone_ms']:>10.3f}{share:>11.1%}"
+                f"{floor:>10}{reached:>10}{spent['kernels']:>9.1f}"
             )
     lines += [f"    other: {ms:.3f} ms {name}" for name, ms in row["other_kernels"].items()]
     return "\n".join(lines)

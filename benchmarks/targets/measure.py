@@ -6,13 +6,16 @@ figures.
     python -m benchmarks.targets --only pair  # two GPUs: 1P + 1D
     python -m benchmarks.targets --only pair --replicas  # or two whole workers
     python -m benchmarks.targets --from benchmarks/results/targets-h200.jsonl  # only the table
+    python -m benchmarks.targets --table benchmarks/targets/qwen3-30b-a3b.toml  # another model
 
-Rows and figures are in targets.toml. The start row runs first, then the other offline rows with one
-engine, each in processes of their own, which leave the device when they are done; then HTTP against
-`pdserve up` with one aggregated worker (or --url). Offline figures are medians of --repeats runs;
-HTTP figures come from one run of as many requests as the table says; with a server of its own, a
-third table tells where the time of these requests went. Options of the engine are those of `pdserve
-bench`. Each result is printed and appended to --out as soon as it is there.
+Rows and figures are in targets.toml; other models have tables of their own beside it. A table names
+its model (--model takes another) and has ids of its own, so one --out file can hold several models.
+The start row runs first, then the other offline rows with one engine, each in processes of their
+own, which leave the device when they are done; then HTTP against `pdserve up` with one aggregated
+worker (or --url). Offline figures are medians of --repeats runs; HTTP figures come from one run of
+as many requests as the table says; with a server of its own, a third table tells where the time of
+these requests went. Options of the engine are those of `pdserve bench`. Each result is printed and
+appended to --out as soon as it is there.
 """
 
 import argparse
@@ -34,7 +37,7 @@ from typing import Any
 
 from benchmarks.cluster.http_share import report as share_report
 from benchmarks.cluster.http_share import share_of
-from benchmarks.support.places import BENCHMARKS, SHAPES
+from benchmarks.support.places import BENCHMARKS
 from benchmarks.support.served_cluster import CLI, cluster_yaml, environment, free_port, serving
 from benchmarks.support.stand_in_tokenizer import servable_folder
 from benchmarks.targets.table import (
@@ -42,6 +45,7 @@ from benchmarks.targets.table import (
     OfflineRow,
     Row,
     choose,
+    read_model,
     read_results,
     read_rows,
     render,
@@ -70,7 +74,7 @@ def main() -> int:
         "--table",
         type=Path,
         default=BENCHMARKS / "targets" / "targets.toml",
-        help="rows and figures to beat",
+        help="rows and figures to beat, and the model they are of unless --model is given",
     )
     parser.add_argument(
         "--only",
@@ -107,11 +111,12 @@ def main() -> int:
         "--repeats", type=integer(1), default=3, help="timed runs of each offline row (default 3)"
     )
     add_model_arguments(parser)
-    parser.set_defaults(model=str(SHAPES / "llama-3.1-8b"), load_format="dummy")
+    parser.set_defaults(model=None, load_format="dummy")
     parser.set_defaults(engine_max_num_batched_tokens="8192", engine_max_num_seqs="512")
     add_output_arguments(parser)
     options = parser.parse_args()
     try:
+        options.model = options.model or str(read_model(options.table))
         rows = choose(read_rows(options.table), options.only)
         results, failures = (
             (read_results(options.saved), []) if options.saved else measure(rows, options)
@@ -121,7 +126,9 @@ def main() -> int:
         return 2
     print("\n" + render(rows, results))
     if shares := [
-        share for result in results.values() if (share := result["figures"].get("share"))
+        share
+        for row in rows
+        if (result := results.get(row.id)) and (share := result["figures"].get("share"))
     ]:
         print(
             "\nWhere the time of these requests went (benchmarks.cluster.http_share)\n\n"

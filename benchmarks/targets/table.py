@@ -1,5 +1,5 @@
-"""The table of targets: rows read from targets.toml, saved results beside them, what is behind
-marked.
+"""The table of targets: rows and model read from targets.toml, saved results beside them, what is
+behind marked.
 
 Pure data and text: measures nothing, imports no torch. Used by benchmarks/targets/measure.py.
 """
@@ -11,8 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.places import SHAPES
 from pdserve.bench.workload import Shape
 
+DEFAULT_MODEL = "llama-3.1-8b"
 BEHIND = "✗"
 BETWEEN = "~"
 REACHED = "✓"
@@ -81,10 +83,7 @@ Row = OfflineRow | HttpRow
 
 def read_rows(path: Path) -> list[Row]:
     """Rows in the file's order. ValueError names the row that is wrong."""
-    try:
-        document = tomllib.loads(path.read_text())
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path} is not TOML: {error}") from error
+    document = _read(path)
     rows: list[Row] = []
     for kind, section in ((OfflineRow, "offline"), (HttpRow, "http"), (HttpRow, "pair")):
         for entry in document.get(section, []):
@@ -101,13 +100,32 @@ def read_rows(path: Path) -> list[Row]:
     return rows
 
 
+def read_model(path: Path) -> Path:
+    """The table's model: folder of `shapes/` that its key `model` names, or Llama-3.1-8B's.
+    ValueError if there is no such folder."""
+    name = _read(path).get("model", DEFAULT_MODEL)
+    known = sorted(folder.parent.name for folder in SHAPES.glob("*/config.json"))
+    if name not in known:
+        raise ValueError(f"{path}: model must be one of {', '.join(known)}, not {name!r}")
+    return SHAPES / name
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from error
+
+
 def choose(rows: Sequence[Row], only: Sequence[str]) -> list[Row]:
     """Rows of the named parts ("offline", "http", "pair") and ids; of none, all that one GPU can
-    do. ValueError names an unknown one."""
+    do. ValueError names one that is unknown, or that this table has no rows of."""
     known = [*PARTS, *(row.id for row in rows)]
     for name in only:
         if name not in known:
             raise ValueError(f"--only {name} is not known; choose of {', '.join(known)}")
+        if not any(name in (row.id, part_of(row)) for row in rows):
+            raise ValueError(f"--only {name}: the table has no such rows")
     wanted = only or ("offline", "http")
     return [row for row in rows if row.id in wanted or part_of(row) in wanted]
 
@@ -164,7 +182,11 @@ def render(rows: Sequence[Row], results: Mapping[str, Mapping[str, Any]]) -> str
         if lines:
             parts.append(f"{title}\n\n" + _table([head, *lines]))
     origins = sorted(
-        {f"{r['device']}, {r['commit']}" for row in rows if (r := results.get(row.id))}
+        {
+            f"{r['model']}, {r['device']}, {r['commit']}"
+            for row in rows
+            if (r := results.get(row.id))
+        }
     )
     return "\n\n".join([*parts, LEGEND, *(f"ours: {origin}" for origin in origins)])
 

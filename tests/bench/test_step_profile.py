@@ -1,5 +1,5 @@
-"""Floors against the figures of the targets' page, and kernels told apart in traces of several
-kinds of engine."""
+"""Kernels told apart in traces of several kinds of engine and model, and scenarios that become
+rows and tables."""
 
 import json
 import time
@@ -8,16 +8,20 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine.device_trace import Kernel, Trace, busy_us, parts_of, read_trace, span_us
-from benchmarks.engine.step_floor import PARTS, Ceilings, Chunk, prompt_chunks, step_floor
+from benchmarks.engine.device_trace import (
+    Kernel,
+    Trace,
+    added_us,
+    busy_us,
+    parts_of,
+    read_trace,
+    span_us,
+)
+from benchmarks.engine.step_floor import PARTS, Ceilings
 from benchmarks.engine.step_profile import Measured, Profiler, table
 from pdserve.configs.engine import EngineConfig, ModelConfig
 from pdserve.engine.build import build_engine
-from pdserve.models.config import read_spec
 
-LLAMA = read_spec(
-    str(Path(__file__).parents[2] / "benchmarks" / "shapes" / "llama-3.1-8b"), "dummy"
-)
 H200 = Ceilings(4.45e12, 696e12)
 GEMM = "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT"
 SPLIT = [
@@ -66,6 +70,109 @@ SPLIT_LAYER = [
     ("silu_mul_kernel", "activation"),
     *((name, "down") for name in SPLIT),
 ]
+ROW = "row_product_kernel"
+NORM = ("rms_norm_kernel", "norm")
+DRAW = [("draw_kernel", "sampling"), ("best_of_splits_kernel", "sampling")]
+ROUTER = [("router_product_kernel", "router"), ("choose_kernel", "router")]
+FEW = [("few_gated_kernel", "experts"), ("few_down_kernel", "experts")]
+MANY = [("expert_product_kernel", "experts")] * 2 + [("combine_kernel", "experts")]
+# one row: few experts; many rows: cuBLAS, and all experts; a prompt: cuDNN
+MIXTURE_HEAD = [
+    NORM,
+    (ROW, "qkv"),
+    NORM,
+    NORM,
+    ("rope_write_kv_kernel", "rope + KV write"),
+    ("decode_kernel", "attention"),
+    ("merge_kernel", "attention"),
+    (ROW, "o"),
+    NORM,
+]
+FEW_MIXTURE = [*MIXTURE_HEAD, *ROUTER, *FEW]
+MANY_MIXTURE = [(GEMM if name == ROW else name, part) for name, part in MIXTURE_HEAD]
+MANY_MIXTURE += [*ROUTER, *MANY]
+CUDNN = ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention")
+PROMPT_MIXTURE = [*MANY_MIXTURE[:5], CUDNN, ("Memset (Device)", "copies"), *MANY_MIXTURE[7:]]
+LAST_ROW = ("void at::native::(anonymous namespace)::indexSelectSmallIndex<c10::BFl>", "inputs")
+ADDED = "void at::native::vectorized_elementwise_kernel<8, at::native::CUDAFunctor_add<c10::BFl>>"
+# Qwen2-MoE's: a shared expert whose gate is a product of its own
+GATED_SHARED = [
+    *MIXTURE_HEAD,
+    *ROUTER,
+    (ROW, "gate-up"),
+    ("gate_kernel", "activation"),
+    (ROW, "down"),
+    (ROW, "router"),
+    ("void at::native::vectorized_elementwise_kernel<4, sigmoid_kernel_cuda>", "router"),
+    (ELEMENTWISE, "router"),
+    *FEW,
+    (ADDED, "experts"),
+]
+JOINED = ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::...>", "latents")
+COPIED = ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "latents")
+
+
+def over_latents(
+    product: str, num_qkv: int = 1, num_parts: int = 2, is_copied: bool = False
+) -> list[tuple[str, str]]:
+    """Up to the norm before the MLP; as p_ds.txt has it. num_parts: of the keys of a decode."""
+    merge = [("latent_merge_kernel", "attention")] if num_parts > 1 else []
+    queries = [(product, "qkv"), NORM] if num_qkv > 1 else []
+    return [
+        NORM,
+        *queries,
+        (product, "qkv"),
+        NORM,
+        JOINED,
+        ("rope_write_latent_kernel", "rope + KV write"),
+        (GEMM, "latents"),
+        JOINED,
+        ("latent_kernel", "attention"),
+        *merge,
+        (GEMM, "latents"),
+        *([COPIED] if is_copied else []),
+        (product, "o"),
+        NORM,
+    ]
+
+
+def shared_mixture(product: str, experts: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    shared = [(product, "gate-up"), ("gate_kernel", "activation"), (product, "down")]
+    return [*ROUTER, *shared, *experts, (ADDED, "experts")]
+
+
+# The first layer's MLP is dense: for one row with the activation inside a product.
+FEW_DENSE = [(ROW, "gate-up"), (ROW, "down")]
+MANY_DENSE = [(GEMM, "gate-up"), ("gate_kernel", "activation"), (GEMM, "down")]
+FEW_LATENT = [*over_latents(ROW), *FEW_DENSE]
+FEW_LATENT += [*over_latents(ROW), *shared_mixture(ROW, FEW)] * 2
+MANY_OVER_LATENTS = over_latents(GEMM, num_parts=1, is_copied=True)
+MANY_LATENT = [*MANY_OVER_LATENTS, *MANY_DENSE]
+MANY_LATENT += [*MANY_OVER_LATENTS, *shared_mixture(GEMM, MANY)] * 2
+# queries with latents of their own, as in DeepSeek-V3
+V3 = [*over_latents(ROW, num_qkv=2), *FEW_DENSE]
+V3 += [*over_latents(ROW, num_qkv=2), *shared_mixture(ROW, FEW)] * 2
+# a prompt whose latents are made keys and values of its own
+EXPANDED = [
+    *over_latents(GEMM)[:5],
+    (GEMM, "latents"),
+    JOINED,
+    CUDNN,
+    (GEMM, "o"),
+    NORM,
+    *shared_mixture(GEMM, MANY),
+]
+# decodes beside it
+EXPANDED_MIXED = [
+    *over_latents(GEMM)[:9],
+    (GEMM, "latents"),
+    CUDNN,
+    (GEMM, "latents"),
+    (GEMM, "o"),
+    NORM,
+    *shared_mixture(GEMM, MANY),
+]
+HEAD_1 = [NORM, (ROW, "head"), *DRAW]
 
 
 @pytest.mark.parametrize(
@@ -78,8 +185,42 @@ SPLIT_LAYER = [
         # decodes and a prompt
         [*INPUTS, *LAYER[:4], ("prefill_kernel", "attention"), *LAYER[5:], *HEAD] * 2,
         [*LAYER, ("mystery_kernel", "other"), *LAYER, *HEAD],
+        # pieces of a prompt after its first chunk
+        [*INPUTS, *LAYER[:3], ("gather_kv_kernel", "attention"), CUDNN, *LAYER[5:], *HEAD] * 2,
+        [*INPUTS, *FEW_MIXTURE, *FEW_MIXTURE, *HEAD_1] * 3,
+        [*INPUTS, *MANY_MIXTURE, *MANY_MIXTURE, *HEAD_1] * 3,
+        [*INPUTS, *PROMPT_MIXTURE, *PROMPT_MIXTURE, LAST_ROW, *HEAD_1] * 2,
+        [*INPUTS, *PROMPT_MIXTURE, *PROMPT_MIXTURE, NORM] * 2,
+        [*INPUTS, *FEW_MIXTURE, *FEW_MIXTURE, *HEAD, (ELEMENTWISE, "sampling")] * 2,
+        [*INPUTS, *GATED_SHARED, *GATED_SHARED, *HEAD_1] * 2,
+        [*INPUTS, *FEW_LATENT, *HEAD_1] * 3,
+        [*INPUTS, *MANY_LATENT, *HEAD_1] * 3,
+        [*INPUTS, *MANY_LATENT, NORM] * 2,
+        [*INPUTS, *V3, *HEAD_1] * 3,
+        [*INPUTS, *MANY_LATENT, *EXPANDED, *EXPANDED, *HEAD_1] * 2,
+        [*INPUTS, *MANY_LATENT, *EXPANDED_MIXED, *EXPANDED_MIXED, *HEAD_1] * 2,
     ],
-    ids=["separate", "unsampled", "fused", "split-k", "mixed", "unknown"],
+    ids=[
+        "separate",
+        "unsampled",
+        "fused",
+        "split-k",
+        "mixed",
+        "unknown",
+        "pieces",
+        "mixture, few rows",
+        "mixture, many rows",
+        "mixture, prompt",
+        "mixture, unsampled",
+        "mixture, unknown sampling",
+        "mixture, gated shared expert",
+        "latents, few rows",
+        "latents, many rows",
+        "latents, unsampled",
+        "latents of queries",
+        "expanded latents",
+        "expanded and not",
+    ],
 )
 def test_kernels_find_their_part(sequence: list[tuple[str, str]]) -> None:
     assert parts_of([name for name, _ in sequence]) == [part for _, part in sequence]
@@ -90,10 +231,32 @@ def test_products_that_cannot_be_told_apart_are_not_guessed() -> None:
     assert parts_of(names).count("other") == 5
 
 
+@pytest.mark.parametrize("layer", [FEW_MIXTURE, MANY_MIXTURE, FEW_LATENT, MANY_LATENT])
+def test_unknown_kernels_stay_unknown_wherever_they_stand(layer: list[tuple[str, str]]) -> None:
+    """What torch does right after them is unknown, too; all else is what it was."""
+    for at in range(len(layer)):
+        for name in ("mystery_kernel", "few_rows_kernel"):
+            rest = [*layer[at:], *layer, *HEAD_1]
+            if rest[0] == (ADDED, "experts"):
+                rest[0] = (ADDED, "other")
+            whole = [*INPUTS, *layer[:at], (name, "other"), *rest]
+            assert parts_of([name for name, _ in whole]) == [part for _, part in whole]
+
+
+def test_products_around_a_router_that_cannot_be_told_apart_are_not_guessed() -> None:
+    names = [name for name, _ in [*FEW_MIXTURE, *HEAD_1]]
+    for landmark, takes in (("router_product_kernel", "o"), ("few_gated_kernel", None)):
+        at = names.index(landmark)
+        parts = parts_of([*names[:at], GEMM, *names[at:]])
+        assert parts[at] == "other" and takes not in parts
+        assert parts[at + 1 :] == parts_of(names)[at:]
+
+
 def test_busy_time_counts_overlap_once() -> None:
     kernels = [Kernel("a", 0, 10), Kernel("b", 5, 10), Kernel("c", 6, 2), Kernel("d", 20, 5)]
     assert busy_us(kernels) == 20 and span_us(kernels) == 25
     assert busy_us([]) == span_us([]) == 0
+    assert added_us(kernels) == [10, 5, 0, 5], "without the gap before d"
 
 
 def test_a_trace_is_read_in_order_with_the_hosts_waiting(tmp_path: Path) -> None:
@@ -113,45 +276,6 @@ def test_a_trace_is_read_in_order_with_the_hosts_waiting(tmp_path: Path) -> None
     assert trace.waiting_us == 907.0
 
 
-def test_the_floor_of_a_decode_step() -> None:
-    """The page's 3.37 ms at batch 1; at 256 x 1k the cache of 256 contexts is read once."""
-    assert sum(step_floor(LLAMA, 2, H200, [Chunk(128, 1)]).values()) == pytest.approx(
-        3.37e-3, rel=0.01
-    )
-    large = step_floor(LLAMA, 2, H200, [Chunk(1023, 1)] * 256)
-    cache = 256 * 1024 * 32 * 2 * 8 * 128 * 2 / 4.45e12
-    assert large["attention"] == pytest.approx(cache, rel=0.01)
-    assert large["head"] == pytest.approx(2 * 256 * 128256 * 4096 / 696e12)  # bound by arithmetic
-    small = step_floor(LLAMA, 2, H200, [Chunk(1023, 1)] * 64)
-    # bound by its weights
-    assert small["head"] == pytest.approx(128256 * 4096 * 2 / 4.45e12, rel=0.02)
-    assert set(large) == set(PARTS)
-
-
-@pytest.mark.parametrize(("num_tokens", "milliseconds"), [(2048, 43), (8192, 190), (16000, 417)])
-def test_the_floor_of_a_prompt(num_tokens: int, milliseconds: float) -> None:
-    """The page counts products and attention alone; ours adds what norms and copies must move."""
-    floors = [step_floor(LLAMA, 2, H200, [chunk]) for chunk in prompt_chunks(num_tokens, 8192)]
-    heavy = sum(
-        floor[part]
-        for floor in floors
-        for part in ("qkv", "attention", "o", "gate-up", "down", "head")
-    )
-    assert heavy * 1e3 == pytest.approx(milliseconds, rel=0.05)
-    assert heavy < sum(sum(floor.values()) for floor in floors) < 1.15 * heavy
-
-
-def test_a_prompts_chunks() -> None:
-    assert prompt_chunks(16000, 8192) == [Chunk(0, 8192, False), Chunk(8192, 7808, True)]
-    assert prompt_chunks(8192, 8192) == [Chunk(0, 8192, True)]
-    quarter, half = (
-        step_floor(LLAMA, 2, Ceilings(1e30, 1e12), [c])["attention"]
-        for c in (Chunk(0, 64), Chunk(64, 64))
-    )
-    whole = step_floor(LLAMA, 2, Ceilings(1e30, 1e12), [Chunk(0, 128)])["attention"]
-    assert quarter + half == pytest.approx(whole)
-
-
 def test_a_scenario_becomes_a_row_and_a_table() -> None:
     sequence = [*INPUTS, *LAYER, *HEAD, *SAMPLING] * 2
     kernels = [Kernel(name, 20.0 * i, 15.0) for i, (name, _) in enumerate(sequence)]
@@ -161,13 +285,32 @@ def test_a_scenario_becomes_a_row_and_a_table() -> None:
     span = 20.0 * (len(sequence) - 1) + 15
     assert row["device_ms"] == pytest.approx(span / 2e3, abs=1e-4)
     assert row["parts"]["gaps"]["ms"] == pytest.approx(5 * (len(sequence) - 1) / 2e3, abs=1e-4)
-    assert row["parts"]["norm"] == {"ms": 0.045, "floor_ms": 0.001, "kernels": 3.0}
+    norm = {"ms": 0.045, "alone_ms": 0.045, "floor_ms": 0.001, "kernels": 3.0}
+    assert row["parts"]["norm"] == norm
     assert sum(part["ms"] for part in row["parts"].values()) == pytest.approx(
         row["device_ms"], abs=1e-3
     )
     assert json.loads(json.dumps(row)) == row
     text = table(row)
     assert "decode 1 x 8: wall 0.300 ms" in text and "gate-up" in text and "other" not in text
+
+
+def test_of_kernels_that_overlap_the_time_alone_adds_up() -> None:
+    """Each starts while the one before runs, and the second ends within the first."""
+    names = ["gather_inputs_kernel", "rms_norm_kernel", ROW, "router_product_kernel"]
+    times = ((0, 30), (5, 10), (8, 42), (60, 15))
+    kernels = [Kernel(name, *time) for name, time in zip(names, times, strict=True)]
+    floor = dict.fromkeys(PARTS, 0.0)
+    row = Measured("decode 1 x 8", 8e-5, 9e-5, Trace(kernels, 0.0), 1, floor).row()
+    spent = {name: (part["ms"], part["alone_ms"]) for name, part in row["parts"].items()}
+    assert spent["inputs"] == (0.03, 0.03) and spent["norm"] == (0.01, 0.0)
+    assert spent["other"] == (0.042, 0.02) and spent["router"] == (0.015, 0.015)
+    assert spent["gaps"] == (0.01, 0.01)
+    assert sum(alone for _, alone in spent.values()) == pytest.approx(row["device_ms"]) == 0.075
+    head, *lines = table(row).splitlines()[1:]
+    assert head.split()[:3] == ["part", "ms", "alone"]
+    assert lines[0].split() == ["inputs", "0.030", "0.030", "40.0%", "1.0"]
+    assert lines[1].split() == ["norm", "0.010", "0.000", "0.0%", "1.0"]
 
 
 class WithoutDevice(Profiler):

@@ -19,6 +19,7 @@ from benchmarks.targets.table import (
     REACHED,
     choose,
     mark,
+    read_model,
     read_results,
     read_rows,
     render,
@@ -26,7 +27,8 @@ from benchmarks.targets.table import (
 from pdserve.configs.schema import ClusterConfig
 from pdserve.text.tokenizer import Tokenizer
 
-SHIPPED = Path(targets.__file__).parent / "targets.toml"
+TABLES = Path(targets.__file__).parent
+SHIPPED = TABLES / "targets.toml"
 TABLE = """
 [[offline]]
 id = "decode"
@@ -96,6 +98,7 @@ def saved(path: Path, **values: float) -> Path:
             result = {
                 "benchmark": "targets",
                 "row": row,
+                "model": "a-model",
                 "device": "A GPU",
                 "commit": "abc",
                 "figures": figures,
@@ -138,6 +141,75 @@ def test_the_shipped_table_has_the_rows_of_the_targets_page() -> None:
         "",
     ]
     assert line_of(text, "15 req/s")[1:5] == ["vLLM", "169.0 / 412.0", "22.60 / 41.50", "1,767"]
+
+
+def test_every_model_has_a_table_with_ids_of_its_own() -> None:
+    tables = {path.stem: read_rows(path) for path in TABLES.glob("*.toml")}
+    assert {name: len(rows) for name, rows in tables.items()} == {
+        "targets": 21,
+        "qwen3-30b-a3b": 6,
+        "deepseek-v2-lite": 5,
+    }
+    assert len({row.id for rows in tables.values() for row in rows}) == 32
+    for name in ("qwen3-30b-a3b", "deepseek-v2-lite"):
+        assert read_model(TABLES / f"{name}.toml").name == name
+        assert choose(tables[name], []) == tables[name]
+        text = render(tables[name], {})
+        assert text.startswith("One GPU, offline\n") and "streaming" not in text
+    assert read_model(SHIPPED).name == "llama-3.1-8b"
+    assert line_of(render(tables["qwen3-30b-a3b"], {}), "256 x (128 in")[1:4] == [
+        "6.01 s",
+        "",
+        "≤ 5.2",
+    ]
+    assert line_of(render(tables["deepseek-v2-lite"], {}), "512 x (256 in")[1:4] == [
+        "51,273 tok/s",
+        "",
+        "≥ 56,000",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "model"),
+    [
+        ((), "llama-3.1-8b"),
+        (("--table", TABLES / "qwen3-30b-a3b.toml"), "qwen3-30b-a3b"),
+        (("--table", TABLES / "qwen3-30b-a3b.toml", "--model", "m"), "m"),
+    ],
+)
+def test_a_table_names_its_model(
+    arguments: tuple[object, ...], model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def measure(_: object, options: argparse.Namespace) -> tuple[dict, list]:
+        asked.append(Path(options.model).name)
+        return {}, []
+
+    monkeypatch.setattr(targets, "measure", measure)
+    assert run(monkeypatch, *arguments) == 0
+    assert asked == [model]
+
+
+def test_of_several_models_in_one_file_the_tables_own_rows_are_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And where the time of their requests went, of no others."""
+    path = saved(tmp_path / "r.jsonl", decode=4.5, clients=1)
+    other = json.loads(path.read_text().splitlines()[-1])
+    other["figures"]["share"] = {"of": "another model's requests"}
+    path.write_text(path.read_text() + json.dumps(other) + "\n")
+    result = {"benchmark": "targets", "row": "qwen3-decode-1", "model": "qwen3-30b-a3b"}
+    result |= {"device": "A GPU", "commit": "abc"}
+    figures = {"decode_ms_per_token": {"median": 2.5}}
+    with path.open("a") as out:
+        out.write(json.dumps(result | {"figures": figures}) + "\n")
+    assert run(monkeypatch, "--table", TABLES / "qwen3-30b-a3b.toml", "--from", path) == 0
+    text = capsys.readouterr().out
+    assert line_of(text, "decode")[2:] == ["1.37", "≤ 2.7", "2.50", "1.68", REACHED]
+    assert line_of(text, "prefill")[4] == "-"
+    assert "ours: qwen3-30b-a3b, A GPU, abc" in text
+    assert "a-model" not in text and "http_share" not in text
 
 
 def test_pair_rows_are_held_to_what_ours_must_reach(table: Path, tmp_path: Path) -> None:
@@ -240,7 +312,7 @@ def test_saved_results_are_shown_and_nothing_is_run(
     assert line_of(text, "2 clients", after=1)[2:] == closed
     # the arrivals fix its tok/s
     assert line_of(text, "50 req/s", after=1)[4:] == ["99.00", "0", "25%"]
-    assert "ours: A GPU, abc" in text
+    assert "ours: a-model, A GPU, abc" in text
 
 
 @pytest.mark.parametrize(
@@ -327,6 +399,10 @@ def test_a_part_that_fails_does_not_keep_the_others_from_being_measured(
         (["--from", "no.jsonl"], "no.jsonl"),
         (["--table", "no.toml"], "no.toml"),
         (["--block-size", "17", "--only", "decode-1"], "--block-size"),
+        (
+            ["--table", str(TABLES / "qwen3-30b-a3b.toml"), "--only", "pair"],
+            "--only pair: the table has no such rows",
+        ),
     ],
 )
 def test_mistakes_are_told(
@@ -378,6 +454,13 @@ def test_a_wrong_table_is_refused(change: tuple[str, str], message: str, table: 
     table.write_text(TABLE.replace(*change, 1))
     with pytest.raises(ValueError, match=message):
         read_rows(table)
+
+
+def test_a_table_of_a_model_without_a_shape_is_refused(table: Path) -> None:
+    assert read_model(table).name == "llama-3.1-8b", "a table that names none"
+    table.write_text('model = "gpt-0"\n' + TABLE)
+    with pytest.raises(ValueError, match=r"model must be one of .*qwen3-30b-a3b, not 'gpt-0'"):
+        read_model(table)
 
 
 def test_the_stand_in_tokenizer_has_text_for_every_id(tmp_path: Path) -> None:
