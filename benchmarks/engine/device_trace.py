@@ -29,6 +29,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("experts", r"^few_(gated|down)|^expert_|^combine_kernel"),
     ("latent write", r"^rope_write_latent"),
     ("latent attention", r"^latent_"),
+    ("elementwise", r"^lay_out|^take_back"),
     ("attention", r"^gather_kv"),
     ("sampling", r"sampl|argmax|draw|penalt|score|group_stats|cut_kernel|best_of|topk|softmax"),
     ("inputs", r"gather|update_tables|store_tokens|embedding|indexselect"),

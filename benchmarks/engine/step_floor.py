@@ -190,10 +190,11 @@ def _stays_in_latent(sizes: LatentSpec, chunk: Chunk) -> bool:
 def _mixture(card: _Card, experts: ExpertSpec, hidden: int, rows: int) -> dict[str, float]:
     """Three products of each row with each of its experts."""
     routing = experts.routing
-    weights = expected_experts(rows, routing.num_experts, routing.top_k) * 3 * hidden * experts.size
-    flops = 6.0 * rows * routing.top_k * hidden * experts.size
-    scores = routing.num_experts + experts.has_shared_gate
-    shared = _mlp(card, hidden, experts.shared_size, rows) if experts.shared_size else {}
+    read = expected_experts(rows, routing.num_experts, routing.top_k) + routing.num_shared
+    weights = read * 3 * hidden * experts.size
+    flops = 6.0 * rows * routing.num_places * hidden * experts.size
+    scores = routing.num_experts + (experts.gated_size > 0)
+    shared = _mlp(card, hidden, experts.gated_size, rows) if experts.gated_size else {}
     return shared | {
         "router": card.product(rows, hidden, scores),
         "experts": card.work(weights + 2 * rows * hidden, flops),

@@ -65,7 +65,7 @@ def test_the_experts_that_rows_are_expected_to_choose() -> None:
 
 def test_the_floor_of_a_decode_step_over_latents() -> None:
     """27 layers: queries 2,048 x 3,072, latents 2,048 x 576, heads 512 x 4,096, o 2,048 x 2,048;
-    the first has an MLP of 10,944, 26 have 6 experts of 1,408 and a shared one twice as wide."""
+    the first has an MLP of 10,944, 26 have 6 experts of 1,408 and two shared ones."""
     one = step_floor(DEEPSEEK, 2, H200, [Chunk(255, 1)])
     attention = 6_291_456 + 1_179_648 + 2_097_152 + 4_194_304
     dense, expert, router, head = 67_239_936, 8_650_752, 131_072, 209_715_200
@@ -73,9 +73,9 @@ def test_the_floor_of_a_decode_step_over_latents() -> None:
     cache = 27 * 256 * 576
     assert sum(one.values()) == pytest.approx(2 * (numbers + cache) / 4.45e12, rel=0.005)
     assert sum(one.values()) == pytest.approx(1.105e-3, rel=0.002)
-    assert one["experts"] == pytest.approx(26 * 6 * expert * 2 / 4.45e12, rel=0.001)
-    mlps = one["gate-up"] + one["down"]
-    assert mlps == pytest.approx((dense + 26 * 2 * expert) * 2 / 4.45e12, rel=0.002)
+    assert one["experts"] == pytest.approx(26 * 8 * expert * 2 / 4.45e12, rel=0.001)
+    mlp = one["gate-up"] + one["down"]
+    assert mlp == pytest.approx(dense * 2 / 4.45e12, rel=0.002)
     assert one["latents"] == pytest.approx(27 * 2_097_152 * 2 / 4.45e12, rel=0.02)
     many = step_floor(DEEPSEEK, 2, H200, [Chunk(1023, 1)] * 256)
     # a row of 512 + 64 for each token, and of each head a query of as many and an output of 512
@@ -94,7 +94,7 @@ def test_prompts_have_keys_and_values_of_their_own() -> None:
     pairs = 8192 * 8193 / 2
     assert prompt["attention"] == pytest.approx(27 * 2 * 16 * 320 * pairs / 1e12)
     assert prompt["latents"] == pytest.approx(27 * 2 * 8192 * 2_097_152 / 1e12)
-    experts = 26 * 6 * 8192 * 6 * 2048 * 1408
+    experts = 26 * 6 * 8192 * 8 * 2048 * 1408
     assert prompt["experts"] == pytest.approx(experts / 1e12)
     second = step_floor(DEEPSEEK, 2, arithmetic, [Chunk(8192, 8192)])
     assert second["latents"] == pytest.approx(2 * prompt["latents"])

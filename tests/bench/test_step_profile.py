@@ -108,25 +108,21 @@ GATED_SHARED = [
     *FEW,
     (ADDED, "experts"),
 ]
-JOINED = ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::...>", "latents")
 COPIED = ("void at::native::elementwise_kernel<128, 4, direct_copy_kernel_cuda>", "latents")
 
 
 def over_latents(
     product: str, num_qkv: int = 1, num_parts: int = 2, is_copied: bool = False
 ) -> list[tuple[str, str]]:
-    """Up to the norm before the MLP; as p_ds.txt has it. num_parts: of the keys of a decode."""
+    """Up to the norm before the MLP. num_parts: of the keys of a decode."""
     merge = [("latent_merge_kernel", "attention")] if num_parts > 1 else []
     queries = [(product, "qkv"), NORM] if num_qkv > 1 else []
     return [
         NORM,
         *queries,
         (product, "qkv"),
-        NORM,
-        JOINED,
         ("rope_write_latent_kernel", "rope + KV write"),
         (GEMM, "latents"),
-        JOINED,
         ("latent_kernel", "attention"),
         *merge,
         (GEMM, "latents"),
@@ -136,41 +132,38 @@ def over_latents(
     ]
 
 
-def shared_mixture(product: str, experts: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    shared = [(product, "gate-up"), ("gate_kernel", "activation"), (product, "down")]
-    return [*ROUTER, *shared, *experts, (ADDED, "experts")]
-
-
 # The first layer's MLP is dense: for one row with the activation inside a product.
 FEW_DENSE = [(ROW, "gate-up"), (ROW, "down")]
 MANY_DENSE = [(GEMM, "gate-up"), ("gate_kernel", "activation"), (GEMM, "down")]
 FEW_LATENT = [*over_latents(ROW), *FEW_DENSE]
-FEW_LATENT += [*over_latents(ROW), *shared_mixture(ROW, FEW)] * 2
+FEW_LATENT += [*over_latents(ROW), *ROUTER, *FEW] * 2
 MANY_OVER_LATENTS = over_latents(GEMM, num_parts=1, is_copied=True)
 MANY_LATENT = [*MANY_OVER_LATENTS, *MANY_DENSE]
-MANY_LATENT += [*MANY_OVER_LATENTS, *shared_mixture(GEMM, MANY)] * 2
+MANY_LATENT += [*MANY_OVER_LATENTS, *ROUTER, *MANY] * 2
 # queries with latents of their own, as in DeepSeek-V3
 V3 = [*over_latents(ROW, num_qkv=2), *FEW_DENSE]
-V3 += [*over_latents(ROW, num_qkv=2), *shared_mixture(ROW, FEW)] * 2
+V3 += [*over_latents(ROW, num_qkv=2), *ROUTER, *FEW] * 2
 # a prompt whose latents are made keys and values of its own
-EXPANDED = [
-    *over_latents(GEMM)[:5],
+OWN_KEYS = [
+    ("lay_out_kernel", "latents"),
     (GEMM, "latents"),
-    JOINED,
+    (GEMM, "latents"),
     CUDNN,
-    (GEMM, "o"),
-    NORM,
-    *shared_mixture(GEMM, MANY),
+    ("take_back_kernel", "latents"),
 ]
+EXPANDED = [*over_latents(GEMM)[:3], *OWN_KEYS, (GEMM, "o"), NORM, *ROUTER, *MANY]
 # decodes beside it
 EXPANDED_MIXED = [
-    *over_latents(GEMM)[:9],
+    *over_latents(GEMM)[:4],
+    *OWN_KEYS,
+    COPIED,
+    ("latent_kernel", "attention"),
     (GEMM, "latents"),
-    CUDNN,
-    (GEMM, "latents"),
+    COPIED,
     (GEMM, "o"),
     NORM,
-    *shared_mixture(GEMM, MANY),
+    *ROUTER,
+    *MANY,
 ]
 HEAD_1 = [NORM, (ROW, "head"), *DRAW]
 

@@ -193,6 +193,28 @@ def test_rows_are_what_each_expert_alone_makes_of_them(
 
 
 @both
+@pytest.mark.parametrize("num_rows", [1, 3, 50])
+@pytest.mark.parametrize("has_padding", [False, True])
+def test_all_rows_go_to_the_shared_experts_too(
+    ops: ExpertOps, has_padding: bool, num_rows: int
+) -> None:
+    """6 experts and 2 shared ones, which count in no load."""
+    routing = Routing(6, 2, normalize=True, num_shared=2)
+    router = a_router(routing, 32)
+    experts = some_experts(8, 32, 24, torch.float32)
+    x = rows(num_rows, 32)
+    live = torch.arange(num_rows, device=DEVICE) % 4 != 1 if has_padding else None
+    load = load_of(router)
+    choice = ops.route(x, router, live, load)
+    is_live = torch.ones(num_rows, dtype=torch.bool) if live is None else live.cpu()
+    assert (choice.experts.cpu()[is_live, 2:] == torch.tensor([6, 7])).all()
+    assert (choice.weights.cpu()[is_live, 2:] == 1).all() and load.sum() == 2 * is_live.sum()
+    mixed = ops.mix(x, choice, experts).cpu()
+    torch.testing.assert_close(mixed.double(), answer(x, choice, experts).cpu(), atol=2e-5, rtol=0)
+    assert not mixed[~is_live].any()
+
+
+@both
 @pytest.mark.parametrize("num_rows", [3, 20])
 def test_experts_may_have_another_activation(ops: ExpertOps, num_rows: int) -> None:
     router = a_router(Routing(4, 1), 32)

@@ -8,13 +8,14 @@ from compiled import ptx
 
 pytestmark = pytest.mark.processes
 
-ROWS = ["x", "weight", "out", "hidden", "made", "q", "kv", "latent", "q_out", "latent_out"]
+ROWS = ["x", "weight", "out", "hidden", "made", "q", "kv", "latent", "latents", "keys", "queries"]
+ROWS += ["rotated", "norm"]
 FLOATS = ["parts", "weights", "bias", "partial", "max", "sum", "cos", "sin"]
 KINDS = (
     {f"{name}_ptr": "*bf16" for name in ROWS}
     | {f"{name}_ptr": "*fp32" for name in FLOATS}
     | {"live_ptr": "*u8", "load_ptr": "*i64", "slots_ptr": "*i32"}
-    | {"scaling": "fp32", "scale_log2": "fp32"}
+    | {"scaling": "fp32", "scale_log2": "fp32", "eps": "fp32"}
 )
 MULTIPLES = [
     "num_inputs",
@@ -26,6 +27,10 @@ MULTIPLES = [
     "stride_q_token",
     "stride_q_head",
     "stride_block",
+    "stride_token",
+    "stride_head",
+    "stride_q",
+    "size",
 ]
 LATENT = {"RANK": 512, "BLOCK_RANK": 512, "ROPE": 64, "BLOCK_ROPE": 64}
 # as launched for Qwen3-30B-A3B and DeepSeek-V3
@@ -44,7 +49,8 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "BLOCK_GROUPS": 8,
             "BLOCK_SIZE": 32,
             "TOP_K": 8,
-            "BLOCK_K": 8,
+            "PLACES": 9,
+            "BLOCK_K": 16,
             "TOP_GROUPS": 4,
             "SOFTMAX": False,
             "NORMALIZE": True,
@@ -61,6 +67,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "BLOCK_GROUPS": 1,
             "BLOCK_SIZE": 64,
             "TOP_K": 4,
+            "PLACES": 4,
             "BLOCK_K": 4,
             "TOP_GROUPS": 1,
             "SOFTMAX": True,
@@ -73,43 +80,54 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     ),
     "few gated": (
         "experts.few_rows:few_gated_kernel",
-        {"TOP_K": 8, "SILU": True, "BLOCK_OUT": 2, "BLOCK_IN": 1024},
-        4,
+        {"NUM_INPUTS": 2048, "PLACES": 8, "SILU": True, "BLOCK_OUT": 1, "BLOCK_IN": 512},
+        2,
     ),
     "few down": (
         "experts.few_rows:few_down_kernel",
-        {"TOP_K": 8, "ADD": True, "BLOCK_OUT": 4, "BLOCK_IN": 1024},
-        4,
+        {
+            "NUM_INPUTS": 768,
+            "PLACES": 8,
+            "BLOCK_PLACES": 8,
+            "ADD": True,
+            "BLOCK_OUT": 2,
+            "BLOCK_IN": 512,
+        },
+        8,
     ),
     "many gated": (
         "experts.many_rows:expert_product_kernel",
         {
             "NUM_EXPERTS": 128,
             "BLOCK_EXPERTS": 128,
-            "SLOTS_A_ROW": 8,
+            "PLACES": 8,
             "GATED": True,
             "SILU": True,
-            "BLOCK_ROWS": 128,
+            "BLOCK_ROWS": 32,
             "BLOCK_OUT": 64,
-            "BLOCK_IN": 64,
+            "BLOCK_IN": 128,
             "STAGES": 3,
+            "x_steps": None,
+            "weight_steps": None,
         },
-        8,
+        4,
     ),
     "many down": (
         "experts.many_rows:expert_product_kernel",
         {
             "NUM_EXPERTS": 128,
             "BLOCK_EXPERTS": 128,
-            "SLOTS_A_ROW": 1,
+            "PLACES": 8,
             "GATED": False,
-            "SILU": True,
-            "BLOCK_ROWS": 128,
+            "SILU": False,
+            "BLOCK_ROWS": 64,
             "BLOCK_OUT": 128,
             "BLOCK_IN": 64,
-            "STAGES": 3,
+            "STAGES": 4,
+            "x_steps": None,
+            "weight_steps": None,
         },
-        8,
+        4,
     ),
     "latent decode": (
         "attention.latent_kernel:latent_kernel",
@@ -121,7 +139,25 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         LATENT | {"PARTS": 1, "BLOCK_M": 64, "BLOCK_N": 32},
         8,
     ),
-    "latent merge": ("attention.latent_kernel:latent_merge_kernel", LATENT | {"PARTS": 16}, 4),
+    "latent merge": (
+        "attention.latent_kernel:latent_merge_kernel",
+        {"RANK": 512, "BLOCK": 128, "PARTS": 16},
+        4,
+    ),
+    "laid out": (
+        "attention.expanded_rows:lay_out_kernel",
+        {
+            "RANK": 512,
+            "BLOCK_RANK": 512,
+            "ROPE": 64,
+            "BLOCK_ROPE": 64,
+            "WIDTH": 192,
+            "ROWS": 8,
+            "COLUMNS": 1024,
+        },
+        4,
+    ),
+    "taken back": ("attention.expanded_rows:take_back_kernel", {"ROWS": 8, "COLUMNS": 1024}, 4),
     "latent rows": (
         "kv.latent_rows:rope_write_latent_kernel",
         {
@@ -130,11 +166,12 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
             "BLOCK_HEADS": 16,
             "RANK": 512,
             "BLOCK_RANK": 512,
+            "PLUS_ONE": False,
             "INTERLEAVED": True,
         },
         4,
     ),
-    "combine": ("experts.many_rows:combine_kernel", {"TOP_K": 8, "ADD": True, "BLOCK": 1024}, 4),
+    "combine": ("experts.many_rows:combine_kernel", {"PLACES": 8, "ADD": True, "BLOCK": 1024}, 4),
 }
 
 
@@ -142,7 +179,7 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
 def test_they_compile(case: str) -> None:
     name, constants, num_warps = CASES[case]
     said = ptx(f"pdserve.kernels.{name}", constants | {"PDL": True}, KINDS, num_warps, MULTIPLES)
-    assert "griddepcontrol.wait" in said
+    assert ("griddepcontrol.wait" in said) == ("expanded_rows" not in name)
     if "product" in name or "latent_kernel:latent_kernel" in name:
         assert "wgmma" in said or "mma.sync" in said
         assert "cp.async" in said
