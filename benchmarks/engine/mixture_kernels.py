@@ -27,9 +27,10 @@ from pdserve.kernels.attention.spec import (
     Prefills,
 )
 from pdserve.kernels.attention.triton_ops import expanded_prefill, warm_latents
-from pdserve.kernels.experts.many_rows import Tile, launch_many_rows
+from pdserve.kernels.experts.many_rows import launch_many_rows
 from pdserve.kernels.experts.ops import Choice, Experts, Router
 from pdserve.kernels.experts.routing import Routing
+from pdserve.kernels.experts.tiles import Tile
 from pdserve.kernels.experts.triton_ops import mix, route
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm.ops import Norm

@@ -7,6 +7,7 @@ nothing behind: no cached block, no count. Knows the engine from outside only. C
 """
 
 from pdserve.engine.engine import Engine
+from pdserve.kernels.experts.tiles import rows_to_warm
 from pdserve.protocol.commands import Start, Submit
 from pdserve.protocol.request_key import RequestKey
 from pdserve.protocol.sampling_params import SamplingParams
@@ -22,7 +23,6 @@ MIXED = SamplingParams(
     seed=0,
     max_tokens=4,
 )
-MIXTURE_LENGTHS = (128, 512, 1024)  # of few and of many experts, tiles of all sizes
 GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=4)
 
 
@@ -38,7 +38,8 @@ def warm_up(engine: Engine, report: Report) -> None:
     # copied.
     requests = [(longest - 1, GREEDY), (min(33, room), GREEDY), (min(33, room), MIXED)]
     if engine.spec.experts is not None:
-        requests += [(min(length, longest - 1), GREEDY) for length in MIXTURE_LENGTHS]
+        lengths = rows_to_warm(engine.spec.experts.routing)
+        requests += [(min(length, longest - 1), GREEDY) for length in lengths]
     for index, (length, sampling) in enumerate(requests):
         report(1 + index, 1 + len(requests))
         if length > 0:

@@ -9,8 +9,6 @@ What the first product makes stands in the order of tiles, so that the second re
 Called through triton_ops.py.
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from pdserve.kernels.experts.ops import Choice, Experts
+from pdserve.kernels.experts.tiles import Tile, tile_for
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, is_hopper, launch, next_power_of_2
@@ -25,37 +24,7 @@ from pdserve.kernels.norm.elementwise import gated
 
 COMBINE_BLOCK = 1024
 COMBINE_WARPS = 4
-LONG_INPUTS = 1024  # of a product of which wide tiles pay
 TMA_BYTES = 16  # rows that TMA reads are multiples of it
-
-
-@dataclass(frozen=True)
-class Tile:
-    """A step of a program: rows x outputs x inputs."""
-
-    rows: int
-    outputs: int
-    inputs: int
-    num_warps: int
-    num_stages: int
-    has_tma: bool = False
-
-
-def tile_for(rows_an_expert: float, num_inputs: int, is_gated: bool, itemsize: int) -> Tile:
-    """A tile for about as many rows as an expert gets, so that its weights are read once where that
-    is possible. Both products of an expert get tiles of the same rows. outputs: of gate and up
-    together."""
-    if itemsize == 4:
-        return Tile(16, 64, 64, 4, 2) if rows_an_expert <= 16 else Tile(64, 64, 32, 4, 2)
-    if rows_an_expert <= 10:
-        return Tile(16, 64, 128, 4, 4)
-    if rows_an_expert <= 24:
-        return Tile(32, 128, 128, 4, 3)
-    if rows_an_expert <= 64:
-        return Tile(64, 128, 64, 4, 4)
-    if is_gated or num_inputs >= LONG_INPUTS:
-        return Tile(128, 256, 64, 8, 4, has_tma=True)
-    return Tile(128, 128, 64, 8, 3, has_tma=True)
 
 
 def launch_many_rows(

@@ -13,26 +13,25 @@ from torch import Tensor
 
 from pdserve.kernels.experts.ops import Lists, Router
 from pdserve.kernels.experts.routing import Routing
+from pdserve.kernels.experts.tiles import router_tile
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2, power_of_2_below
 
 BLOCK_IN = 128
 SPLIT_INPUTS = 512  # the fewest of one part of a sum
-MAX_SPLITS = 8
 LOWEST = tl.constexpr(-1e38)
 
 
-def launch_router_product(x: Tensor, router: Router, num_sms: int) -> tuple[Tensor, Tensor]:
+def launch_router_product(x: Tensor, router: Router) -> tuple[Tensor, Tensor]:
     """Logits of x `[T, hidden]` in parts, float32 `[parts, T, num_experts]`; and counts for
     launch_choose: 0, and of shared experts T."""
     weight = router.weight
     num_rows, num_inputs = x.shape
     num_experts = weight.shape[0]
     num_counts = num_experts + router.routing.num_shared
-    block_rows, block_experts = _tile(num_rows, num_experts)
-    tiles = cdiv(num_rows, block_rows) * cdiv(num_experts, block_experts)
-    splits = power_of_2_below(min(num_sms // tiles, num_inputs // SPLIT_INPUTS, MAX_SPLITS))
+    block_rows, block_experts, most = router_tile(num_rows, num_experts)
+    splits = power_of_2_below(min(most, num_inputs // SPLIT_INPUTS))
     parts = torch.empty(splits, num_rows, num_experts, dtype=torch.float32, device=x.device)
     counts = torch.empty(num_counts, dtype=torch.int32, device=x.device)
     launch(
@@ -49,15 +48,6 @@ def launch_router_product(x: Tensor, router: Router, num_sms: int) -> tuple[Tens
         **launch_options(x.device),
     )
     return parts, counts
-
-
-def _tile(num_rows: int, num_experts: int) -> tuple[int, int]:
-    """Rows and experts of a program: many programs of few rows; of many rows, each read once."""
-    if num_rows <= 64:
-        return 16, 16
-    if num_rows <= 1024:
-        return 64, 32
-    return 64, min(max(next_power_of_2(num_experts), 16), 128)
 
 
 def launch_choose(
