@@ -25,7 +25,7 @@ from typing import Any
 # First match wins. What none matches is "other": sampling when it runs behind the head.
 NAMES: tuple[tuple[str, str], ...] = (
     ("copies", r"^memcpy|^memset"),
-    ("router", r"^router_|^choose_"),
+    ("router", r"^router_|^route_|^choose_"),
     ("experts", r"^few_(gated|down)|^expert_|^combine_kernel"),
     ("latent write", r"^rope_write_latent"),
     ("latent attention", r"^latent_"),

@@ -98,11 +98,12 @@ def answer(x: Tensor, choice: Choice, experts: Experts) -> Tensor:
 
 
 @both
+@pytest.mark.parametrize("num_rows", [1, 16, 70])
 @pytest.mark.parametrize("name", ROUTINGS)
-def test_a_choice_is_what_its_definition_says(ops: ExpertOps, name: str) -> None:
+def test_a_choice_is_what_its_definition_says(ops: ExpertOps, name: str, num_rows: int) -> None:
     routing = ROUTINGS[name]
     router = a_router(routing, 48)
-    x = rows(16, 48)
+    x = rows(num_rows, 48)
     load = load_of(router)
     choice = ops.route(x, router, None, load)
     logits = (x.double() @ router.weight.double().T).tolist()
@@ -143,7 +144,7 @@ def test_a_row_of_nan_harms_no_other(ops: ExpertOps, name: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("num_rows", [3, 20])
+@pytest.mark.parametrize("num_rows", [2, 3, 20])
 def test_padding_goes_nowhere_and_counts_as_nothing(ops: ExpertOps, num_rows: int) -> None:
     router = a_router(Routing(8, 2), 32)
     experts = some_experts(8, 32, 16, torch.float32)
@@ -212,6 +213,16 @@ def test_all_rows_go_to_the_shared_experts_too(
     mixed = ops.mix(x, choice, experts).cpu()
     torch.testing.assert_close(mixed.double(), answer(x, choice, experts).cpu(), atol=2e-5, rtol=0)
     assert not mixed[~is_live].any()
+
+
+@both
+def test_a_row_of_padding_alone_goes_nowhere(ops: ExpertOps) -> None:
+    router = a_router(Routing(8, 2, num_shared=1), 32)
+    x = rows(1, 32)
+    load = load_of(router)
+    choice = ops.route(x, router, torch.zeros(1, dtype=torch.bool, device=DEVICE), load)
+    assert choice.experts.tolist() == [[-1, -1, -1]] and not load.any()
+    assert not ops.mix(x, choice, some_experts(9, 32, 16, torch.float32)).any()
 
 
 @both

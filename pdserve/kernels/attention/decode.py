@@ -100,16 +100,18 @@ def launch_decode(
         **launch_options(q.device),
     )
     if num_programs > 1:
+        num_items = num_seqs * num_kv_heads
         launch(
             merge_kernel,
-            (num_programs - 1, group),
+            (min(num_items, num_programs - 1), group),
             (partial, maxima, sums, paged.context_lens, out),
-            (scale_log2, window, num_seqs, num_kv_heads),
+            (scale_log2, window, num_seqs, num_kv_heads, num_programs),
             HEAD_DIM=head_dim,
             BLOCK_D=tiles.block_d,
             BLOCK_N=tiles.block_n,
             BLOCK_S=block_s,
             WINDOW=window > 0,
+            BY_ITEM=num_items < num_programs,
             num_warps=4,
             **launch_options(q.device),
         )
@@ -165,14 +167,35 @@ def item_at(
     """(sequence, its context, KV head, start and end of its chunks) of the item that has `at` on
     the line."""
     seq = tl.sum((ends <= at).to(tl.int32), 0)
+    num_keys, seq_start, first_end = item_of(
+        seq, 0, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
+    )
+    chunks = first_end - seq_start
+    kv_head = (at - seq_start) // (chunks + ITEM_COST)
+    item_start = seq_start + kv_head * (chunks + ITEM_COST)
+    return seq, num_keys, kv_head, item_start, item_start + chunks
+
+
+@triton.jit
+def item_of(
+    seq,
+    kv_head,
+    lens,
+    ends,
+    window,
+    num_kv_heads,
+    BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """(context, start and end of its chunks) of a sequence's KV head."""
     is_seq = tl.arange(0, BLOCK_S) == seq
     num_keys = tl.sum(tl.where(is_seq, lens, 0), 0)
     chunks = num_chunks(num_keys, window, BLOCK_N, WINDOW)
     item_length = chunks + ITEM_COST
     seq_start = tl.sum(tl.where(is_seq, ends, 0), 0) - item_length * num_kv_heads
-    kv_head = (at - seq_start) // item_length
     item_start = seq_start + kv_head * item_length
-    return seq, num_keys, kv_head, item_start, item_start + chunks
+    return num_keys, item_start, item_start + chunks
 
 
 @triton.jit(
@@ -293,7 +316,7 @@ def decode_kernel(
         at = item_end + ITEM_COST
 
 
-@triton.jit(do_not_specialize=["window", "num_seqs", "num_kv_heads"])
+@triton.jit(do_not_specialize=["window", "num_seqs", "num_kv_heads", "num_programs"])
 def merge_kernel(
     partial_ptr,  # float32 [2 * programs, group, D]
     max_ptr,  # float32 [2 * programs, group], of unscaled scores
@@ -304,32 +327,43 @@ def merge_kernel(
     window,
     num_seqs,
     num_kv_heads,
+    num_programs,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_S: tl.constexpr,
     WINDOW: tl.constexpr,
+    BY_ITEM: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Program (p, head of the group): if an item begins in the share of program p of decode_kernel
-    and goes on behind it, its parts weighted by exp(scaled max), over their sums weighted likewise.
+    """Program (item, head of the group), or (p, head of the group), whichever are fewer: if the
+    item, or one that begins in the share of program p of decode_kernel, goes on behind the share,
+    its parts weighted by exp(scaled max), over their sums weighted likewise.
     """
     begin(PDL)
-    first = tl.program_id(0)
     group_head = tl.program_id(1)
     group = tl.num_programs(1)
-    num_programs = tl.num_programs(0) + 1
     lens, ends, total, share = line_of_work(
         context_ptr, window, num_seqs, num_kv_heads, num_programs, BLOCK_N, BLOCK_S, WINDOW
     )
-    behind = (first + 1) * share
-    border = tl.minimum(behind, total) - 1
-    seq, _, kv_head, item_start, item_end = item_at(
-        border, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
-    )
+    if BY_ITEM:
+        seq = tl.program_id(0) // num_kv_heads
+        kv_head = tl.program_id(0) % num_kv_heads
+        _, item_start, item_end = item_of(
+            seq, kv_head, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
+        )
+        first = item_start // share
+        is_ours = True
+    else:
+        first = tl.program_id(0)
+        border = tl.minimum((first + 1) * share, total) - 1
+        seq, _, kv_head, item_start, item_end = item_at(
+            border, lens, ends, window, num_kv_heads, BLOCK_N, BLOCK_S, WINDOW
+        )
+        is_ours = item_start >= first * share
     # also where nothing is to be done: the next kernel relies on all that ran before this one
     wait(PDL)
-    if (behind < total) & (item_start >= first * share) & (item_end > behind):
+    if is_ours & (item_end > (first + 1) * share):
         last = (item_end - 1) // share
         dims = tl.arange(0, BLOCK_D)
         acc = tl.zeros([BLOCK_D], tl.float32)

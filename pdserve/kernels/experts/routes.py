@@ -76,14 +76,15 @@ def launch_choose(
         ),
         (num_rows, float(routing.scaling)),
         SPLITS=splits,
-        **_constants(routing),
+        **routing_constants(routing),
         num_warps=1,
         **launch_options(parts.device),
     )
     return experts, weights, Lists(counts, slots)
 
 
-def _constants(routing: Routing) -> dict[str, object]:
+def routing_constants(routing: Routing) -> dict[str, object]:
+    """Of the kernels that choose."""
     return {
         "NUM_GROUPS": routing.num_groups,
         "GROUP_SIZE": routing.group_size,
@@ -153,46 +154,25 @@ def _best(x, index):
     return best, tl.min(tl.min(tl.where(x == best, index, 1 << 30), 1), 0)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def choose_kernel(
-    parts_ptr,  # float32 [SPLITS, num_rows, experts]
+@triton.jit
+def choose(
+    scores,  # float32 [BLOCK_GROUPS, BLOCK_SIZE]: the router's logits
+    index,  # of the experts there
+    there,
     bias_ptr,  # float32 [experts], or None
-    live_ptr,  # uint8 [num_rows], or None
-    experts_ptr,  # int32 [num_rows, PLACES]
-    weights_ptr,  # float32 [num_rows, PLACES]
-    counts_ptr,  # int32 [experts and shared], added to
-    slots_ptr,  # int32 [experts and shared, num_rows]
-    load_ptr,  # int64 [experts], added to
-    num_rows,
     scaling,
-    SPLITS: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
     BLOCK_GROUPS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
-    PLACES: tl.constexpr,
     BLOCK_K: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     SOFTMAX: tl.constexpr,
     NORMALIZE: tl.constexpr,
     BEST_TWO: tl.constexpr,
-    PDL: tl.constexpr,
 ):
-    """Program (row). Experts stand as [group, place in it]."""
-    begin(PDL)
-    row = tl.program_id(0).to(tl.int64)
+    """Experts and weights of a row, [BLOCK_K]: the chosen ones, then shared ones with weight 1."""
     groups = tl.arange(0, BLOCK_GROUPS)
-    places = tl.arange(0, BLOCK_SIZE)
-    index = groups[:, None] * GROUP_SIZE + places[None, :]
-    there = (groups < NUM_GROUPS)[:, None] & (places < GROUP_SIZE)[None, :]
-    num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
-
-    wait(PDL)
-    scores = tl.zeros([BLOCK_GROUPS, BLOCK_SIZE], tl.float32)
-    for split in tl.static_range(SPLITS):
-        at = (split * num_rows + row) * num_experts
-        scores += tl.load(parts_ptr + at + index, mask=there, other=0.0)
     # a row of NaN or infinities goes to some experts, too, and to each but once
     scores = tl.where(tl.abs(scores) < float("inf"), scores, LOWEST)
     if SOFTMAX:
@@ -233,14 +213,72 @@ def choose_kernel(
     if NORMALIZE:
         weights = weights / tl.sum(weights, 0)
     weights = weights * scaling
+    chosen = tl.where(k < TOP_K, chosen, NUM_EXPERTS + k - TOP_K)
+    return chosen, tl.where(k < TOP_K, weights, 1.0)
 
+
+@triton.jit(do_not_specialize=["num_rows"])
+def choose_kernel(
+    parts_ptr,  # float32 [SPLITS, num_rows, experts]
+    bias_ptr,  # float32 [experts], or None
+    live_ptr,  # uint8 [num_rows], or None
+    experts_ptr,  # int32 [num_rows, PLACES]
+    weights_ptr,  # float32 [num_rows, PLACES]
+    counts_ptr,  # int32 [experts and shared], added to
+    slots_ptr,  # int32 [experts and shared, num_rows]
+    load_ptr,  # int64 [experts], added to
+    num_rows,
+    scaling,
+    SPLITS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP_SIZE: tl.constexpr,
+    BLOCK_GROUPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOP_K: tl.constexpr,
+    PLACES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BEST_TWO: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Program (row). Experts stand as [group, place in it]."""
+    begin(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    groups = tl.arange(0, BLOCK_GROUPS)
+    places = tl.arange(0, BLOCK_SIZE)
+    index = groups[:, None] * GROUP_SIZE + places[None, :]
+    there = (groups < NUM_GROUPS)[:, None] & (places < GROUP_SIZE)[None, :]
+    num_experts: tl.constexpr = NUM_GROUPS * GROUP_SIZE
+
+    wait(PDL)
+    scores = tl.zeros([BLOCK_GROUPS, BLOCK_SIZE], tl.float32)
+    for split in tl.static_range(SPLITS):
+        at = (split * num_rows + row) * num_experts
+        scores += tl.load(parts_ptr + at + index, mask=there, other=0.0)
+    chosen, weights = choose(
+        scores,
+        index,
+        there,
+        bias_ptr,
+        scaling,
+        NUM_GROUPS,
+        BLOCK_GROUPS,
+        num_experts,
+        TOP_K,
+        BLOCK_K,
+        TOP_GROUPS,
+        SOFTMAX,
+        NORMALIZE,
+        BEST_TWO,
+    )
+    k = tl.arange(0, BLOCK_K)
     is_live = True
     if live_ptr is not None:
         is_live = tl.load(live_ptr + row) != 0
     is_choice = k < TOP_K
     is_shared = (k >= TOP_K) & (k < PLACES)
-    chosen = tl.where(is_choice, chosen, num_experts + k - TOP_K)
-    weights = tl.where(is_choice, weights, 1.0)
     counted = is_choice & is_live
     at = row * PLACES + k
     tl.store(experts_ptr + at, tl.where(is_live, chosen, -1), mask=k < PLACES)

@@ -7,6 +7,7 @@ from pdserve.kernels.experts.few_rows import MAX_ROWS, launch_few_rows
 from pdserve.kernels.experts.many_rows import launch_many_rows
 from pdserve.kernels.experts.ops import Choice, Experts, Router
 from pdserve.kernels.experts.routes import launch_choose, launch_router_product
+from pdserve.kernels.experts.row_route import launch_route_row
 from pdserve.kernels.launching.checks import check_ids, check_rows
 
 
@@ -17,6 +18,8 @@ def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choic
     if len(x) == 0:
         shape = (0, router.routing.num_places)
         return Choice(x.new_empty(shape, dtype=torch.int32), x.new_empty(shape).float())
+    if len(x) <= MAX_ROWS:
+        return Choice(*launch_route_row(x, router, live, load))
     parts, counts = launch_router_product(x, router)
     experts, weights, lists = launch_choose(parts, counts, router, live, load)
     return Choice(experts, weights, lists)

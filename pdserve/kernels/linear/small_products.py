@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pdserve.kernels.launching.arrivals import arrivals
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
 from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
@@ -27,8 +28,6 @@ ROW_TILE = 4096  # weights of a step of one program
 SPLIT_INPUTS = 512
 MAX_SPLITS = 8
 STAGE_BYTES = 192 * 1024  # shared memory of the tiles in flight
-MAX_TILES = 1024  # that may be split: no more than multiprocessors
-_ARRIVALS: dict[torch.device, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -125,16 +124,16 @@ def launch_small_product(
     num_tiles = cdiv(num_outputs, tiles.block_out)
     block_rows = padded_rows(num_rows)
     partial = None
-    arrivals = None
+    arrived = None
     if tiles.num_splits > 1:
         partial = torch.empty(
             (tiles.num_splits, num_outputs, block_rows), dtype=torch.float32, device=x.device
         )
-        arrivals = _arrivals(x.device)
+        arrived = arrivals(x.device)
     launch(
         small_product_kernel,
         (num_tiles, tiles.num_splits),
-        (x, weight, bias, out, partial, arrivals),
+        (x, weight, bias, out, partial, arrived),
         (num_rows, num_outputs, num_inputs, x.stride(0), weight.stride(0)),
         SILU=silu,
         ADD=residual is not None,
@@ -147,22 +146,6 @@ def launch_small_product(
         **launch_options(x.device),
     )
     return out
-
-
-def _arrivals(device: torch.device) -> Tensor:
-    """How many splits of each tile have arrived: zeros between launches, which is why products of
-    one device must not run in two streams at once.
-    """
-    if (
-        device.type == "cuda"
-        and torch.cuda.is_current_stream_capturing()
-        and device not in _ARRIVALS
-    ):
-        # zeroed by the graph, not before: its own
-        return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-    if device not in _ARRIVALS:
-        _ARRIVALS[device] = torch.zeros(MAX_TILES, dtype=torch.int32, device=device)
-    return _ARRIVALS[device]
 
 
 @triton.jit
