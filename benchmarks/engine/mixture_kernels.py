@@ -53,11 +53,11 @@ TILES = {
     ],
 }
 LATENT_TILES = [
-    LatentTiles(16, 64, 8, 2),
-    LatentTiles(16, 32, 4, 2),
-    LatentTiles(16, 32, 4, 3),
-    LatentTiles(16, 32, 8, 3),
-    LatentTiles(16, 16, 4, 4),
+    LatentTiles(16, 64, 4, 2),
+    LatentTiles(16, 64, 8, 4),
+    LatentTiles(16, 32, 4, 4),
+    LatentTiles(16, 32, 8, 5),
+    LatentTiles(16, 16, 4, 5),
 ]
 
 
@@ -169,9 +169,15 @@ def latents_of(contexts: list[int], block_size: int = 64) -> tuple[torch.Tensor,
     return pool, Paged(tables, rows, lens, 32768)
 
 
-def decode_layers(q: torch.Tensor, pool: torch.Tensor, paged: Paged, out: torch.Tensor) -> None:
+def decode_layers(
+    q: torch.Tensor,
+    pool: torch.Tensor,
+    paged: Paged,
+    out: torch.Tensor,
+    tiles: LatentTiles | None = None,
+) -> None:
     for layer in range(LAYERS):
-        launch_latent(q, pool[:, :, layer], paged, LATENT_SPEC, out)
+        launch_latent(q, pool[:, :, layer], paged, LATENT_SPEC, out, tiles=tiles)
 
 
 def latent_cases(sweep: bool) -> Iterator[Case]:

@@ -144,10 +144,11 @@ class Scheduler:
         """
         full = min(seq.num_computed, len(seq.token_ids)) // self.hasher.block_size
         if full > seq.num_committed:
-            hashes = seq.hashes(self.hasher)
             blocks = self.home_of(seq).blocks
-            for index in range(seq.num_committed, full):
-                blocks.commit(seq.block_table[index], hashes[index])
+            if blocks.enable_caching:
+                hashes = seq.hashes(self.hasher)
+                for index in range(seq.num_committed, full):
+                    blocks.commit(seq.block_table[index], hashes[index])
             seq.num_committed = full
 
     def check_integrity(self) -> None:
@@ -239,11 +240,12 @@ class Scheduler:
         return missing + blocks.num_free_among(cached) + home.num_running <= blocks.num_free
 
     def _cached_prefix(self, seq: Sequence) -> list[int]:
-        if seq.request.wants_prompt_logprobs:
+        blocks = self.home_of(seq).blocks
+        if seq.request.wants_prompt_logprobs or not blocks.enable_caching:
             return []
         # the last token is always computed, for its logits
         limit = (seq.num_tokens - 1) // self.hasher.block_size
-        return self.home_of(seq).blocks.match(seq.hashes(self.hasher)[:limit])
+        return blocks.match(seq.hashes(self.hasher)[:limit])
 
     def _take_prefix(self, seq: Sequence, cached: list[int]) -> None:
         self.home_of(seq).blocks.acquire(cached)

@@ -43,11 +43,12 @@ class LatentTiles:
 
 def latent_tiles(num_rows: int, dtype: torch.dtype) -> LatentTiles:
     """num_rows: of the longest sequence. Sums of a row are as wide as the latent, so they fill
-    the registers of a program soon."""
+    the registers of a program soon. Blocks are looked up two stages before their rows are needed:
+    from five stages on, two steps' rows are under way."""
     if dtype == torch.float32:
         return LatentTiles(16, 16, 8, 1)
     if num_rows <= 16:
-        return LatentTiles(16, 64, 4, 2)
+        return LatentTiles(16, 32, 4, 5)
     return LatentTiles(64, 32, 8, 2)
 
 
