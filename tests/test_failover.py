@@ -20,6 +20,7 @@ from support.processes import freeze
 from support.routers import RouterProcess
 from support.served import DEMO, MODEL, Cluster, blocks_in_use, cluster
 from support.streams import Ask, check, drafted, mid_stream, prompts
+from support.tiny_models import make_speaking
 from support.waiting import Condition, until_async
 
 from pdserve.configs.router import RouterConfig
@@ -44,10 +45,15 @@ class Stage:
         return self.workers[name]
 
 
-@pytest.fixture(scope="module")
-def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Host]]:
+@pytest.fixture(scope="module", params=["demo", pytest.param("latents", marks=pytest.mark.slow)])
+def workers(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Host]]:
+    """Of a model with rows for each KV head, and of one with latents."""
+    folder = tmp_path_factory.mktemp(request.param)
+    model = DEMO if request.param == "demo" else make_speaking("deepseek-v3", folder)
     names = [*(f"P{i}" for i in range(4)), *(f"D{i}" for i in range(6))]
-    with hosts(DEMO, *names, engine=ENGINE, shells=tmp_path_factory.mktemp("shells")) as started:
+    with hosts(model, *names, engine=ENGINE, shells=tmp_path_factory.mktemp("shells")) as started:
         yield started
 
 

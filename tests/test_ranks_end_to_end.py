@@ -5,7 +5,6 @@ between unlike degrees of tensor parallelism. The tokens are those of one engine
 import asyncio
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ from typing import Any
 import pytest
 from support.hosts import Host, hosts
 from support.served import DEMO, Cluster, cluster
-from support.tiny_models import make_tiny
+from support.tiny_models import make_speaking
 
 from demo.recall import recall_prompts
 from pdserve.configs.transfer import PoolConfig
@@ -24,7 +23,6 @@ from pdserve.kvtransfer.pool.lmcache_server import PoolServer
 
 DEGREES = [(2, 1), (1, 2), (2, 4), (4, 2), (2, 2)]
 SAMPLE = {(2, 1), (1, 2)}
-LIKE_THE_DEMO: dict[str, Any] = {"vocab_size": 1536, "max_position_embeddings": 4096}
 SETTINGS: list[dict[str, Any]] = [
     {"temperature": 0, "max_tokens": 16},
     {"temperature": 0.9, "top_p": 0.95, "n": 2, "max_tokens": 12},
@@ -46,10 +44,7 @@ def llm() -> LLM:
 @pytest.fixture(scope="module")
 def latents(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of DeepSeek's kind that speaks the demo's tokens."""
-    folder = make_tiny("deepseek-v3", tmp_path_factory.mktemp("latents"), **LIKE_THE_DEMO)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / file, folder)
-    return folder
+    return make_speaking("deepseek-v3", tmp_path_factory.mktemp("latents"))
 
 
 async def assert_answers_of(llm: LLM, running: Cluster, prompts: list[str]) -> None:

@@ -16,7 +16,7 @@ from support.tiny_models import make_tiny
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.stepping.packing import Arrays, blank, unpack
-from pdserve.kernels.attention import dense
+from pdserve.kernels.attention import dense, expanded
 from pdserve.protocol.start_progress import StartProgress
 
 pytestmark = pytest.mark.gpu
@@ -27,7 +27,7 @@ PROMPTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama3", "qwen3"])
+@pytest.fixture(scope="module", params=["llama3", "qwen3", "qwen3-moe", "deepseek-v2"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(request.param, tmp_path_factory.mktemp(request.param), seed=3)
 
@@ -357,6 +357,41 @@ def test_a_long_prompt_waits_for_no_compiler_either(tmp_path: Path) -> None:
     for one, two in zip(outputs, again.generate(prompts, params, use_tqdm=False), strict=True):
         a, b = ([logprob_of(entry) for entry in (x.prompt_logprobs or [])[1:]] for x in (one, two))
         assert (torch.tensor(a) - torch.tensor(b)).abs().mean() < 0.1
+
+
+def test_prompts_over_latents_say_the_same_in_both_spaces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, in chunks, behind pieces, beside decodes: with keys and values of their own, and in
+    the latent's space, up to the rounding of bfloat16."""
+    sizes = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 64}
+    folder = make_tiny("deepseek-v2", tmp_path, max_position_embeddings=16384, **sizes)
+    engine = {"max_num_batched_tokens": 2048, "num_kv_blocks": 1600, "block_size": 16}
+    prompts = [
+        torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()
+        for n in (40, 900, 6100, 300, 2000, 1300)
+    ]
+    params = SamplingParams(temperature=0, max_tokens=8, prompt_logprobs=0, ignore_eos=True)
+    expand = expanded.expanded_prefill
+    calls: list[tuple[tuple[int, int], ...]] = []
+
+    def note(*args: Any) -> None:
+        calls.append(args[2].chunks)
+        expand(*args)
+
+    monkeypatch.setattr(expanded, "expanded_prefill", note)
+    llm = make_llm(folder, "bfloat16", **engine)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert llm.engine.num_late_compiles == 0
+    assert any(before for chunks in calls for before, _ in chunks)
+    assert any(before > 4096 for chunks in calls for before, _ in chunks), "no pieces"
+    calls.clear()
+    monkeypatch.setattr(expanded, "expansion_pays", lambda *_: False)
+    again = make_llm(folder, "bfloat16", **engine)
+    for one, two in zip(outputs, again.generate(prompts, params, use_tqdm=False), strict=True):
+        a, b = ([logprob_of(entry) for entry in (x.prompt_logprobs or [])[1:]] for x in (one, two))
+        assert (torch.tensor(a) - torch.tensor(b)).abs().mean() < 0.1
+    assert not calls
 
 
 def test_the_pool_is_sized_by_what_is_left(folder: Path) -> None:

@@ -130,7 +130,7 @@ def test_a_long_context_goes_in_pieces() -> None:
     assert group == (5120, (0,), (16_384,))
 
 
-@pytest.mark.parametrize("max_rows", [512, 2048, 8192])
+@pytest.mark.parametrize("max_rows", [512, 1000, 2048, 8192])
 def test_every_group_has_a_shape_that_is_warmed(max_rows: int) -> None:
     shapes = set(expanded._shapes(max_rows))
     chance = torch.Generator().manual_seed(0)

@@ -6,10 +6,13 @@ that greedy output depends on every weight, on positions and on the mask: a mode
 them gives other tokens.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
+
+DEMO = Path(__file__).parents[2] / "demo" / "pdserve-demo"
 
 LLAMA3_ROPE = {
     "rope_type": "llama3",
@@ -127,3 +130,11 @@ def make_tiny(
                 buffer.normal_(0.0, 0.2, generator=generator)
     model.save_pretrained(path, max_shard_size=max_shard_size)
     return Path(path)
+
+
+def make_speaking(family: str, path: Path | str) -> Path:
+    """A tiny model that takes and gives the demo's tokens, and has its tokenizer."""
+    folder = make_tiny(family, path, vocab_size=1536, max_position_embeddings=4096)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / file, folder)
+    return folder

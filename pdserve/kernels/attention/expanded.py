@@ -11,6 +11,7 @@ As in dense.py, only shapes that have been warmed are taken. Knows nothing of en
 through triton_ops.py.
 """
 
+import logging
 import threading
 from collections.abc import Iterator
 from functools import lru_cache
@@ -24,6 +25,8 @@ from pdserve.kernels.attention.expanded_rows import launch_lay_out, launch_take_
 from pdserve.kernels.attention.join import launch_join_attention
 from pdserve.kernels.attention.spec import LatentAttentionSpec, LatentHeads, Prefills
 from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_below
+
+logger = logging.getLogger(__name__)
 
 MIN_LENGTH = 256
 LENGTH_MULTIPLE = 512  # above 512
@@ -71,16 +74,26 @@ def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) 
 
 
 def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> None:
-    """Makes cuDNN's plans for steps of up to num_rows rows; 30 ms each. Call it on the thread that
-    runs the model."""
-    heads, width = spec.attends.num_heads, spec.nope_dim + spec.rope_dim
+    """Makes cuDNN's plans for steps of up to num_rows rows, if it attends to such heads; 30 ms
+    each. Call it on the thread that runs the model."""
+
+    def attend(batch: int, num_queries: int, num_keys: int, causal: bool) -> None:
+        heads, width = spec.attends.num_heads, spec.nope_dim + spec.rope_dim
+        q, k = (like.new_zeros(rows, heads, width) for rows in (num_queries, num_keys))
+        v = like.new_zeros(num_keys, heads, spec.v_dim)
+        attend_rows(batch, q, k, v, causal, spec.attends.scale)
+
+    try:  # torch's own check does not know of values of another width
+        attend(1, MIN_LENGTH, MIN_LENGTH, True)
+    except RuntimeError as error:
+        logger.info(
+            "prompts stay in the latent's space: cuDNN does not attend to %s: %s", spec, error
+        )
+        return
     for batch, length in _shapes(num_rows):
-        q, k = like.new_zeros(2, batch * length, heads, width)
-        v = like.new_zeros(batch * length, heads, spec.v_dim)
-        attend_rows(batch, q, k, v, True, spec.attends.scale)
-    k, v = (like.new_zeros(num_rows, heads, size) for size in (width, spec.v_dim))
-    for length in range(LONG_MULTIPLE, num_rows + 1, LONG_MULTIPLE):
-        attend_rows(1, like.new_zeros(length, heads, width), k, v, False, spec.attends.scale)
+        attend(batch, batch * length, batch * length, True)
+    for length in range(LONG_MULTIPLE, num_rows + LONG_MULTIPLE, LONG_MULTIPLE):
+        attend(1, length, num_rows, False)
     _warm.max_rows[_key(spec, like)] = num_rows
 
 
