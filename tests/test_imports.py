@@ -54,6 +54,7 @@ ORDER: dict[str, list[str]] = {
         "collective kv",
         "linear",
         "attention experts",
+        "latents",
         "ops",
     ],
     "engine": [

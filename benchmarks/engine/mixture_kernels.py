@@ -18,20 +18,15 @@ import torch
 import triton
 
 from benchmarks.support.kernel_timer import Case, add_timer_arguments, replayed, time_all
-from pdserve.kernels.attention.latent_kernel import LatentTiles, launch_latent
-from pdserve.kernels.attention.spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LatentHeads,
-    Paged,
-    Prefills,
-)
-from pdserve.kernels.attention.triton_ops import expanded_prefill, warm_latents
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.experts.many_rows import launch_many_rows
 from pdserve.kernels.experts.ops import Choice, Experts, Router
 from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.experts.tiles import Tile
 from pdserve.kernels.experts.triton_ops import mix, route
+from pdserve.kernels.latents.attention import LatentTiles, launch_latent
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
+from pdserve.kernels.latents.triton_ops import expanded_prefill, warm
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.norm.ops import Norm
 
@@ -205,7 +200,7 @@ def latent_cases(sweep: bool) -> Iterator[Case]:
         flops = 2 * LATENT_HEADS * (NOPE + ROPE + VALUE) * pairs
         yield Case(f"latents prefill {num_seqs} x {length}", call, flops, "TFLOP/s")
         spec = LatentAttentionSpec(LATENT_SPEC, NOPE, VALUE, is_interleaved=True)
-        warm_latents(kv, paged.tables, spec, 8192)
+        warm(kv, paged.tables, spec, 8192)
         prefills = Prefills(paged, starts, length, ((0, length),) * num_seqs)
         norm = Norm(random(RANK), 1e-6)
         both = random(LATENT_HEADS, NOPE + VALUE, RANK)

@@ -20,6 +20,8 @@ from pdserve.kernels.experts import reference as experts
 from pdserve.kernels.experts.ops import ExpertOps
 from pdserve.kernels.kv import reference as kv
 from pdserve.kernels.kv.ops import KVOps
+from pdserve.kernels.latents import reference as latents
+from pdserve.kernels.latents.ops import LatentOps
 from pdserve.kernels.norm import reference as norm
 from pdserve.kernels.norm.ops import NormOps
 from pdserve.kernels.sampling import reference as sampling
@@ -37,10 +39,11 @@ class Ops:
     batch: BatchOps
     sampling: SamplingOps
     experts: ExpertOps
+    latents: LatentOps
     collective: Collective = IDENTITY
 
 
-TORCH = Ops(attention, kv, norm, batch, sampling, experts)
+TORCH = Ops(attention, kv, norm, batch, sampling, experts, latents)
 
 
 def ops_for(device: torch.device) -> Ops:
@@ -60,7 +63,8 @@ def triton_ops() -> Ops:
     from pdserve.kernels.batch import triton_ops as batch
     from pdserve.kernels.experts import triton_ops as experts
     from pdserve.kernels.kv import triton_ops as kv
+    from pdserve.kernels.latents import triton_ops as latents
     from pdserve.kernels.norm import triton_ops as norm
     from pdserve.kernels.sampling import triton_ops as sampling
 
-    return Ops(attention, kv, norm, batch, sampling, experts)
+    return Ops(attention, kv, norm, batch, sampling, experts, latents)

@@ -2,7 +2,7 @@
 bit for bit.
 
 Knows the scaling rules of a RopeSpec; not the rotation itself,
-which is a kernel (`rope_write_kv`, `rope_write_latent`). Called by the models when they are built.
+which is a kernel (`rope_write_kv`, `latents.rope_write`). Called by the models when they are built.
 """
 
 import math

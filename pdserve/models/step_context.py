@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 
 RopeTables = tuple[Tensor, Tensor]
 """cos and sin, see models/rope.py."""

@@ -72,9 +72,6 @@ class Spy:
     """The reference's attention; notes what it was given."""
 
     warm_prefill = staticmethod(TORCH.attention.warm_prefill)
-    expansion_pays = staticmethod(TORCH.attention.expansion_pays)
-    expanded_prefill = staticmethod(TORCH.attention.expanded_prefill)
-    warm_latents = staticmethod(TORCH.attention.warm_latents)
 
     def __init__(self) -> None:
         self.decodes: list[tuple[int, list[int], int]] = []
@@ -89,8 +86,8 @@ class Spy:
     def prefill(
         self,
         q: torch.Tensor,
-        k: torch.Tensor | None,
-        v: torch.Tensor | None,
+        k: torch.Tensor,
+        v: torch.Tensor,
         kv: torch.Tensor,
         prefills: Prefills,
         spec: Any,

@@ -16,7 +16,8 @@ from support.tiny_models import make_tiny
 from pdserve.engine.execution.cuda_graphs import DecodeGraphs
 from pdserve.engine.llm import LLM, SamplingParams
 from pdserve.engine.stepping.packing import Arrays, blank, unpack
-from pdserve.kernels.attention import dense, expanded
+from pdserve.kernels.attention import dense
+from pdserve.kernels.latents import expanded
 from pdserve.protocol.start_progress import StartProgress
 
 pytestmark = pytest.mark.gpu
@@ -364,8 +365,15 @@ def test_prompts_over_latents_say_the_same_in_both_spaces(
 ) -> None:
     """Whole, in chunks, behind pieces, beside decodes: with keys and values of their own, and in
     the latent's space, up to the rounding of bfloat16."""
-    sizes = {"qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 32, "kv_lora_rank": 64}
-    folder = make_tiny("deepseek-v2", tmp_path, max_position_embeddings=16384, **sizes)
+    folder = make_tiny(
+        "deepseek-v2",
+        tmp_path,
+        max_position_embeddings=16384,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        kv_lora_rank=64,
+    )
     engine = {"max_num_batched_tokens": 2048, "num_kv_blocks": 1600, "block_size": 16}
     prompts = [
         torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)).tolist()

@@ -8,14 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention import expanded, reference, triton_ops
-from pdserve.kernels.attention.spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LatentHeads,
-    Paged,
-    Prefills,
-)
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+from pdserve.kernels.latents import expanded, reference, triton_ops
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.norm.ops import Norm
 
 ON_GPU = torch.cuda.is_available()

@@ -12,17 +12,12 @@ from pdserve.configs.kv_layout import KVLayout, LayerGroup
 from pdserve.engine.execution.attention import AttentionBatch, PagedAttention
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
-from pdserve.kernels.attention import latent_kernel
-from pdserve.kernels.attention.spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LatentHeads,
-    Paged,
-    Prefills,
-)
-from pdserve.kernels.kv import reference
-from pdserve.kernels.kv import triton_ops as triton
-from pdserve.kernels.kv.ops import KVOps
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
+from pdserve.kernels.latents import attention as latent_attention
+from pdserve.kernels.latents import reference
+from pdserve.kernels.latents import triton_ops as triton
+from pdserve.kernels.latents.ops import LatentOps
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.norm.ops import Norm
 from pdserve.kernels.ops import TORCH, triton_ops
 
@@ -46,7 +41,7 @@ def tables(rotated: int, num_positions: int = 400) -> tuple[Tensor, Tensor]:
     [(1, 16, 4, torch.float32), (5, 40, 12, torch.float16), (16, 512, 64, torch.bfloat16)],
 )
 def test_rows_are_rotated_and_written(
-    ops: KVOps,
+    ops: LatentOps,
     is_interleaved: bool,
     is_in_place: bool,
     heads: int,
@@ -78,9 +73,7 @@ def test_rows_are_rotated_and_written(
     want_latent = wide * scale * norm.weight.double()
     wider = torch.zeros(4, heads, 5 + rotated, device=DEVICE).to(dtype)
     into = q if is_in_place else wider[:, :, 5:]
-    ops.rope_write_latent(
-        q, into, latent, norm, cos, sin, positions, pool[:, :, 1], slots, is_interleaved
-    )
+    ops.rope_write(q, into, latent, norm, cos, sin, positions, pool[:, :, 1], slots, is_interleaved)
     stored = pool[slots // BLOCK, 0, 1, 0, slots % BLOCK]
     for mine, want in (
         (into, want_q),
@@ -205,7 +198,8 @@ def test_the_kernel_attends_as_its_twin(
     contexts = [601, 40, 1] if kind == "decode" else [75, 18, 9]
     queries = [1, 1, 1] if kind == "decode" else [21, 18, 1]
     width = rank + rotated
-    spec = AttentionSpec(heads, 1, width, scale=width**-0.5, value_width=rank)
+    attends = AttentionSpec(heads, 1, width, scale=width**-0.5, value_width=rank)
+    spec = LatentAttentionSpec(attends, NOPE, VALUE, is_interleaved=True)
     num_blocks = sum(-(-n // BLOCK) for n in contexts) + 1
     pool = torch.randn(num_blocks, 1, 2, 1, BLOCK, width, generator=chance).to(DEVICE, dtype)
     pool[0] = float("nan")
@@ -223,11 +217,11 @@ def test_the_kernel_attends_as_its_twin(
     q = torch.randn(num_tokens, heads, width + 3, generator=chance).to(DEVICE, dtype)[:, :, 3:]
     kv = pool[:, :, 1]
     if kind == "decode":
-        got, want = (ops.attention.decode(q, kv, paged, spec) for ops in (TRITON, TORCH))
+        got, want = (ops.latents.decode(q, kv, paged, spec) for ops in (TRITON, TORCH))
     else:
         starts = torch.tensor([0, *queries], dtype=torch.int32, device=DEVICE).cumsum(0).int()
         prefills = Prefills(paged, starts, max(queries))
-        got, want = (ops.attention.prefill(q, q, q, kv, prefills, spec) for ops in (TRITON, TORCH))
+        got, want = (ops.latents.prefill(q, kv, prefills, spec) for ops in (TRITON, TORCH))
     assert got.shape == (num_tokens, heads, rank)
     near = 2e-6 if dtype == torch.float32 else 4e-3
     torch.testing.assert_close(got.float(), want.float(), atol=near, rtol=0)
@@ -236,32 +230,34 @@ def test_the_kernel_attends_as_its_twin(
 
 
 def test_a_context_of_nothing_gets_zeros() -> None:
-    spec = AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=RANK)
+    attends = AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=RANK)
+    spec = LatentAttentionSpec(attends, NOPE, VALUE, is_interleaved=True)
     kv = torch.full((3, 1, 1, BLOCK, RANK + ROPE), float("nan"), device=DEVICE)
     ids = torch.zeros(2, dtype=torch.int32, device=DEVICE)
     q = torch.randn(2, HEADS, RANK + ROPE, device=DEVICE)
     for longest in (16, 4096):
         paged = Paged(torch.zeros(1, 256, dtype=torch.int32, device=DEVICE), ids, ids, longest)
-        assert not TRITON.attention.decode(q, kv, paged, spec).any()
+        assert not TRITON.latents.decode(q, kv, paged, spec).any()
 
 
 def test_a_warm_up_meets_every_way_to_deal_out_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=RANK)
+    attends = AttentionSpec(HEADS, 1, RANK + ROPE, scale=0.3, value_width=RANK)
+    spec = LatentAttentionSpec(attends, NOPE, VALUE, is_interleaved=True)
     seen: set[int] = set()
-    launch = latent_kernel.launch
+    launch = latent_attention.launch
 
     def note(kernel: Any, grid: Any, pointers: Any, numbers: Any, **options: Any) -> None:
         seen.add(options["PARTS"])
         launch(kernel, grid, pointers, numbers, **options)
 
-    monkeypatch.setattr(latent_kernel, "launch", note)
-    monkeypatch.setattr(latent_kernel, "num_sms", lambda device: 132)
+    monkeypatch.setattr(latent_attention, "launch", note)
+    monkeypatch.setattr(latent_attention, "num_sms", lambda device: 132)
     kv = torch.zeros(2, 1, 1, BLOCK, RANK + ROPE, device=DEVICE)
     q = torch.zeros(1, HEADS, RANK + ROPE, device=DEVICE)
     tables = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
-    TRITON.attention.warm_latents(kv, tables, LatentAttentionSpec(spec, NOPE, VALUE, True), 16)
+    TRITON.latents.warm(kv, tables, spec, 16)
     assert seen == {1, 2, 4, 8, 16, 32}
     ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for longest in (1, 700, 2_999, 100_000):
-        TRITON.attention.decode(q, kv, Paged(tables, ids, ids, longest), spec)
+        TRITON.latents.decode(q, kv, Paged(tables, ids, ids, longest), spec)
     assert seen == {1, 2, 4, 8, 16, 32}

@@ -130,22 +130,22 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         4,
     ),
     "latent decode": (
-        "attention.latent_kernel:latent_kernel",
+        "latents.attention:latent_kernel",
         LATENT | {"PARTS": 16, "BLOCK_M": 16, "BLOCK_N": 64, "starts_ptr": None},
         4,
     ),
     "latent prefill": (
-        "attention.latent_kernel:latent_kernel",
+        "latents.attention:latent_kernel",
         LATENT | {"PARTS": 1, "BLOCK_M": 64, "BLOCK_N": 32},
         8,
     ),
     "latent merge": (
-        "attention.latent_kernel:latent_merge_kernel",
+        "latents.attention:latent_merge_kernel",
         {"RANK": 512, "BLOCK": 128, "PARTS": 16},
         4,
     ),
     "laid out": (
-        "attention.expanded_rows:lay_out_kernel",
+        "latents.expanded_rows:lay_out_kernel",
         {
             "RANK": 512,
             "BLOCK_RANK": 512,
@@ -157,9 +157,9 @@ CASES: dict[str, tuple[str, dict[str, Any], int]] = {
         },
         4,
     ),
-    "taken back": ("attention.expanded_rows:take_back_kernel", {"ROWS": 8, "COLUMNS": 1024}, 4),
+    "taken back": ("latents.expanded_rows:take_back_kernel", {"ROWS": 8, "COLUMNS": 1024}, 4),
     "latent rows": (
-        "kv.latent_rows:rope_write_latent_kernel",
+        "latents.rows:rope_write_latent_kernel",
         {
             "HALF": 32,
             "BLOCK_HALF": 32,
@@ -180,6 +180,6 @@ def test_they_compile(case: str) -> None:
     name, constants, num_warps = CASES[case]
     said = ptx(f"pdserve.kernels.{name}", constants | {"PDL": True}, KINDS, num_warps, MULTIPLES)
     assert ("griddepcontrol.wait" in said) == ("expanded_rows" not in name)
-    if "product" in name or "latent_kernel:latent_kernel" in name:
+    if "product" in name or ":latent_kernel" in name:
         assert "wgmma" in said or "mma.sync" in said
         assert "cp.async" in said

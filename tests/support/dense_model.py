@@ -2,9 +2,10 @@
 
 import torch
 
-from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.kv.reference import apply_rope, norm_heads
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.norm.reference import rms_norm
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import Attend, RopeTables, StepContext

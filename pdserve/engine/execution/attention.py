@@ -12,15 +12,10 @@ from torch import Tensor
 
 from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.work import StepShape
-from pdserve.kernels.attention.latent import into_latent, out_of_latent
-from pdserve.kernels.attention.spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LatentHeads,
-    Paged,
-    Prefills,
-)
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.latents.space import into_latent, out_of_latent
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
 
 
@@ -96,11 +91,11 @@ class PagedAttention:
         bits do not depend on which of them decode."""
         kv = self._layers[layer]
         num = self._num_decodes
-        attention = self._ops.attention
-        expands = num < len(q) and attention.expansion_pays(self._prefills, spec, q)
+        ops = self._ops.latents
+        expands = num < len(q) and ops.expansion_pays(self._prefills, spec, q)
         wide = q.new_empty(num if expands else len(q), q.shape[1], spec.attends.head_dim)
         nope, rotated = q.split((spec.nope_dim, spec.rope_dim), 2)
-        self._ops.kv.rope_write_latent(
+        ops.rope_write(
             rotated,
             rotated if expands else wide[:, :, spec.rank :],
             latent,
@@ -113,18 +108,28 @@ class PagedAttention:
         )
         into_latent(nope[: len(wide)], heads, wide[:, :, : spec.rank])
         if not expands:
-            return out_of_latent(self._attend(spec.attends, wide, None, None, kv), heads)
+            return out_of_latent(self._attend_inside(spec, wide, kv), heads)
         out = q.new_empty(*q.shape[:2], spec.v_dim)
-        attention.expanded_prefill(q[num:], kv, self._prefills, spec, heads, out[num:])
+        ops.expanded_prefill(q[num:], kv, self._prefills, spec, heads, out[num:])
         if num:
             wide[:, :, spec.rank :] = rotated[:num]
-            attended = attention.decode(wide, kv, self._decodes, spec.attends)
+            attended = ops.decode(wide, kv, self._decodes, spec)
             out[:num] = out_of_latent(attended, heads)
         return out
 
-    def _attend(
-        self, spec: AttentionSpec, q: Tensor, k: Tensor | None, v: Tensor | None, kv: Tensor
-    ) -> Tensor:
+    def _attend_inside(self, spec: LatentAttentionSpec, q: Tensor, kv: Tensor) -> Tensor:
+        """In the latent's space."""
+        num = self._num_decodes
+        ops = self._ops.latents
+        if num == len(q):
+            return ops.decode(q, kv, self._decodes, spec)
+        out = q.new_empty(*q.shape[:2], spec.rank)
+        if num:
+            ops.decode(q[:num], kv, self._decodes, spec, out[:num])
+        ops.prefill(q[num:], kv, self._prefills, spec, out[num:])
+        return out
+
+    def _attend(self, spec: AttentionSpec, q: Tensor, k: Tensor, v: Tensor, kv: Tensor) -> Tensor:
         num = self._num_decodes
         attention = self._ops.attention
         if num == len(q):
@@ -133,6 +138,5 @@ class PagedAttention:
             return attention.prefill(q, k, v, kv, self._prefills, spec)
         out = q.new_empty(*q.shape[:2], spec.out_width)
         attention.decode(q[:num], kv, self._decodes, spec, out[:num])
-        k, v = (None if rows is None else rows[num:] for rows in (k, v))
-        attention.prefill(q[num:], k, v, kv, self._prefills, spec, out[num:])
+        attention.prefill(q[num:], k[num:], v[num:], kv, self._prefills, spec, out[num:])
         return out

@@ -23,8 +23,9 @@ from pdserve.engine.memory.kv_cache import KVCache
 from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
-from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.kv.ops import HeadNorms
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import RopeTables, StepContext
@@ -192,7 +193,7 @@ class ModelRunner:
             if spec.attends not in warmed:
                 warmed.add(spec.attends)
                 kv = self.kv_cache.layers[layer]
-                self.ops.attention.warm_latents(kv, self.tables, spec, num_rows)
+                self.ops.latents.warm(kv, self.tables, spec, num_rows)
             return latents_like(layer, spec, q, *others)
 
         self._hidden(zeros, StepContext(attend, zeros, attend_latent=attend_latent))
@@ -228,7 +229,7 @@ def latents_like(
     heads: LatentHeads,
     rope: RopeTables,
 ) -> Tensor:
-    """Stands in for attention over latents, with as much memory as attention/expanded.py holds, or
+    """Stands in for attention over latents, with as much memory as latents/expanded.py holds, or
     the latent's space: of rows twice as many as the step's, latents, queries, keys, values and what
     they give."""
     attends = spec.attends

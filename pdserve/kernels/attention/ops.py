@@ -5,13 +5,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from pdserve.kernels.attention.spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LatentHeads,
-    Paged,
-    Prefills,
-)
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 
 
 class AttentionOps(Protocol):
@@ -29,33 +23,15 @@ class AttentionOps(Protocol):
     def prefill(
         self,
         q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
+        k: Tensor,
+        v: Tensor,
         kv: Tensor,
         prefills: Prefills,
         spec: AttentionSpec,
         out: Tensor | None = None,
     ) -> Tensor:
         """Causal attention of several queries a sequence, q [T, Hq, D]; padding rows yield zeros.
-        k, v [T, Hk, D]: the same rows' keys and values as they were written, None of latents."""
-        ...
-
-    def expansion_pays(self, prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
-        """Whether prompts over latents are attended to faster by expanded_prefill. like: of the
-        dtype and device of the queries."""
-        ...
-
-    def expanded_prefill(
-        self,
-        q: Tensor,
-        kv: Tensor,
-        prefills: Prefills,
-        spec: LatentAttentionSpec,
-        heads: LatentHeads,
-        out: Tensor,
-    ) -> None:
-        """prefill over latents, by keys and values that the heads make of them: rotated q [T, H,
-        nope_dim + rope_dim] to out [T, H, v_dim], contiguous."""
+        k, v [T, Hk, D]: the same rows' keys and values as they were written."""
         ...
 
     def warm_prefill(
@@ -64,10 +40,4 @@ class AttentionOps(Protocol):
         """Prepare prefill for steps of up to len(q) rows whose q, k and v lie in memory like these.
         It may be slow; call it at start, on the thread that runs the model. tables: as of Paged, of
         whose row 0 the null block is read."""
-        ...
-
-    def warm_latents(
-        self, kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int
-    ) -> None:
-        """As warm_prefill, of attention over latents, decodes too."""
         ...

@@ -12,15 +12,8 @@ one torch thread, which workers use; `LLM` leaves torch its threads.
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention.latent import into_latent, out_of_latent
 from pdserve.kernels.attention.reference_tiles import Ints, attend, plan_tiles, rows_in_use
-from pdserve.kernels.attention.spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LatentHeads,
-    Paged,
-    Prefills,
-)
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 
 
 def decode(
@@ -32,8 +25,8 @@ def decode(
 
 def prefill(
     q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
+    k: Tensor,
+    v: Tensor,
     kv: Tensor,
     prefills: Prefills,
     spec: AttentionSpec,
@@ -65,32 +58,6 @@ def paged_prefill(
 def warm_prefill(
     q: Tensor, k: Tensor, v: Tensor, kv: Tensor, tables: Tensor, spec: AttentionSpec
 ) -> None:
-    """Nothing to prepare."""
-
-
-def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
-    """Never: decodes and prompts must come to the same bits."""
-    return False
-
-
-def expanded_prefill(
-    q: Tensor,
-    kv: Tensor,
-    prefills: Prefills,
-    spec: LatentAttentionSpec,
-    heads: LatentHeads,
-    out: Tensor,
-) -> None:
-    """In the latent's space."""
-    rank = spec.rank
-    queries = q.new_empty(*q.shape[:2], spec.attends.head_dim)
-    into_latent(q[:, :, : spec.nope_dim], heads, queries[:, :, :rank])
-    queries[:, :, rank:] = q[:, :, spec.nope_dim :]
-    attended = paged_prefill(queries, kv, prefills, spec.attends)
-    out.copy_(out_of_latent(attended, heads))
-
-
-def warm_latents(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int) -> None:
     """Nothing to prepare."""
 
 

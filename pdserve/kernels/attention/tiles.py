@@ -2,8 +2,8 @@
 """What the attention kernels share: tile sizes, loads of paged KV rows, the online softmax.
 
 They know the layout of one layer's KV, `[num_blocks, kv_heads, 2, block_size, head_dim]`, and
-nothing of grids or sequences. Called by decode.py and prefill.py; latent_kernel.py, whose rows have
-one plane, uses the offsets alone.
+nothing of grids or sequences. Called by decode.py and prefill.py; those of latents, whose rows
+have one plane, use the offsets alone.
 """
 
 from dataclasses import dataclass

@@ -1,32 +1,21 @@
-"""AttentionOps on a GPU: decode.py, prefill.py and latent_kernel.py in Triton, dense.py by cuDNN
-where it pays."""
+"""AttentionOps on a GPU: decode.py and prefill.py in Triton, dense.py by cuDNN where it pays."""
 
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention import dense, expanded
+from pdserve.kernels.attention import dense
 from pdserve.kernels.attention.decode import decode_tiles, launch_decode, num_decode_programs
-from pdserve.kernels.attention.latent_kernel import PARTED, launch_latent
 from pdserve.kernels.attention.prefill import launch_prefill, prefill_tiles
-from pdserve.kernels.attention.spec import (
-    AttentionSpec,
-    LatentAttentionSpec,
-    LatentHeads,
-    Paged,
-    Prefills,
-)
+from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
 from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows, num_sms
 
 
 def decode(
     q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec, out: Tensor | None = None
 ) -> Tensor:
-    _check(q, kv, paged, spec)
-    out = _output(q, spec, out)
+    check_attention(q, kv, paged, spec)
+    out = output_of(q, spec, out)
     if q.numel() == 0:
-        return out
-    if spec.value_width is not None:
-        launch_latent(q, kv, paged, spec, out)
         return out
     num_seqs, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[1]
@@ -41,17 +30,15 @@ def decode(
 
 def prefill(
     q: Tensor,
-    k: Tensor | None,
-    v: Tensor | None,
+    k: Tensor,
+    v: Tensor,
     kv: Tensor,
     prefills: Prefills,
     spec: AttentionSpec,
     out: Tensor | None = None,
 ) -> Tensor:
     """By cuDNN where all keys are this step's rows, or but for whole pieces of them before it."""
-    if spec.value_width is not None:
-        return _latent_prefill(q, kv, prefills, spec, out)
-    if spec.is_plain and k is not None and v is not None:
+    if spec.is_plain:
         fresh = prefills.fresh_lens
         if fresh and dense.fresh_prefill_pays(q, k, v, fresh):
             done = dense.fresh_prefill(q, k, v, fresh, spec.scale)
@@ -59,7 +46,7 @@ def prefill(
         if prefills.prefix_len and dense.chunk_prefill_pays(
             q, k, v, prefills.prefix_len, kv.shape[3]
         ):
-            return _chunk(q, k, v, kv, prefills, spec, _output(q, spec, out))
+            return _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, out))
     return paged_prefill(q, kv, prefills, spec, out)
 
 
@@ -67,7 +54,7 @@ def paged_prefill(
     q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None = None
 ) -> Tensor:
     """prefill by the paged kernel."""
-    out = _output(q, spec, out)
+    out = output_of(q, spec, out)
     if q.numel():
         _launch(q, kv, prefills, spec, out, max(prefills.max_query_len, 1), 0)
     return out
@@ -89,41 +76,7 @@ def warm_prefill(
         )
         paged = Paged(tables, rows, lens, 2 * num_rows)
         prefills = Prefills(paged, starts, num_rows, ((num_rows, num_rows),))
-        _chunk(q, k, v, kv, prefills, spec, _output(q, spec, None))
-
-
-def expansion_pays(prefills: Prefills, spec: LatentAttentionSpec, like: Tensor) -> bool:
-    return expanded.expansion_pays(prefills, spec, like)
-
-
-def expanded_prefill(
-    q: Tensor,
-    kv: Tensor,
-    prefills: Prefills,
-    spec: LatentAttentionSpec,
-    heads: LatentHeads,
-    out: Tensor,
-) -> None:
-    """By cuDNN, on keys and values laid out anew."""
-    check_rows(q=q, block_tables=prefills.paged.tables)
-    check_kv(kv)
-    paged = prefills.paged
-    check_ids(
-        table_rows=paged.rows, context_lens=paged.context_lens, query_starts=prefills.query_starts
-    )
-    check_ids(out=out)
-    expanded.expanded_prefill(q, kv, prefills, spec, heads, out)
-
-
-def warm_latents(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int) -> None:
-    """Decodes whose keys are dealt out in every way, prompts in both spaces."""
-    row, lens = (torch.zeros(1, dtype=torch.int32, device=kv.device) for _ in range(2))
-    attends = spec.attends
-    q = kv.new_zeros(1, attends.num_heads, attends.head_dim)
-    for longest in PARTED:
-        decode(q, kv, Paged(tables, row, lens, longest), attends)
-    if kv.is_cuda and kv.dtype != torch.float32:
-        expanded.warm_expansion(spec, num_rows, q)
+        _chunk(q, k, v, kv, prefills, spec, output_of(q, spec, None))
 
 
 def _chunk(
@@ -156,7 +109,7 @@ def _launch(
     skip: int,
 ) -> None:
     """Without the first `skip` rows of each sequence."""
-    _check(q, kv, prefills.paged, spec)
+    check_attention(q, kv, prefills.paged, spec)
     check_ids(query_starts=prefills.query_starts)
     num_tokens, num_heads, head_dim = q.shape
     group = num_heads // kv.shape[1]
@@ -165,19 +118,8 @@ def _launch(
     launch_prefill(q, kv, prefills, spec, tiles, out, max_query_len, skip)
 
 
-def _latent_prefill(
-    q: Tensor, kv: Tensor, prefills: Prefills, spec: AttentionSpec, out: Tensor | None
-) -> Tensor:
-    _check(q, kv, prefills.paged, spec)
-    check_ids(query_starts=prefills.query_starts)
-    out = _output(q, spec, out)
-    if q.numel():
-        longest = max(prefills.max_query_len, 1)
-        launch_latent(q, kv, prefills.paged, spec, out, prefills.query_starts, longest)
-    return out
-
-
-def _output(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
+def output_of(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
+    """A new output for q, or `out` if it is given; ValueError when that does not fit."""
     shape = (*q.shape[:2], spec.out_width)
     if out is None:
         return torch.empty(shape, dtype=q.dtype, device=q.device)
@@ -188,7 +130,8 @@ def _output(q: Tensor, spec: AttentionSpec, out: Tensor | None) -> Tensor:
     return out
 
 
-def _check(q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec) -> None:
+def check_attention(q: Tensor, kv: Tensor, paged: Paged, spec: AttentionSpec) -> None:
+    """ValueError for what kernels would read wrong."""
     check_rows(q=q, block_tables=paged.tables)
     check_kv(kv)
     check_ids(table_rows=paged.rows, context_lens=paged.context_lens)

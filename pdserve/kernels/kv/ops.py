@@ -35,22 +35,6 @@ class KVOps(Protocol):
         ones no more. norms: None for models whose heads have none."""
         ...
 
-    def rope_write_latent(
-        self,
-        q: Tensor,
-        rotated: Tensor,
-        latent: Tensor,
-        norm: Norm,
-        cos: Tensor,
-        sin: Tensor,
-        positions: Tensor,
-        kv: Tensor,
-        slot_mapping: Tensor,
-        is_interleaved: bool,
-    ) -> None:
-        """Writes into kv and into rotated, which may be q."""
-        ...
-
     def copy_blocks(self, kv_cache: Tensor, src: Tensor, dst: Tensor) -> None: ...
 
     def repack(

@@ -5,7 +5,6 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.kv.ops import HeadNorms
-from pdserve.kernels.norm.ops import Norm
 from pdserve.kernels.norm.reference import rms_norm
 
 
@@ -60,35 +59,6 @@ def rope_write_kv(
     q, k = apply_rope(*norm_heads(q, k, norms), cos, sin, positions)
     write_kv(k, v, kv, slot_mapping)
     return q, k
-
-
-def rope_write_latent(
-    q: Tensor,
-    rotated: Tensor,
-    latent: Tensor,
-    norm: Norm,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    kv: Tensor,
-    slot_mapping: Tensor,
-    is_interleaved: bool,
-) -> None:
-    """Rotates q [T, H, R] into `rotated` [T, H, R]. Of latent [T, W] the first W - R columns are
-    normed, the others rotated, and its rows written into one layer's `kv` [num_blocks, 1, 1,
-    block_size, W] (see write_kv).
-
-    is_interleaved: columns 2i and 2i + 1 are a pair, which come out as columns i and R / 2 + i.
-    """
-    rank = latent.shape[1] - q.shape[2]
-    k = latent[:, None, rank:]
-    if is_interleaved:
-        q, k = (torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1) for x in (q, k))
-    q, k = apply_rope(q, k, cos, sin, positions)
-    rotated.copy_(q)
-    rows = torch.cat((rms_norm(latent[:, :rank], norm), k[:, 0]), dim=1)
-    block_size = kv.shape[3]
-    kv[slot_mapping // block_size, 0, 0, slot_mapping % block_size] = rows
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:

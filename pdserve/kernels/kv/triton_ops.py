@@ -3,11 +3,9 @@
 from torch import Tensor
 
 from pdserve.kernels.kv.cache_rows import launch_copy_blocks, launch_rope_write_kv
-from pdserve.kernels.kv.latent_rows import launch_rope_write_latent
 from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.kv.repack import launch_repack
 from pdserve.kernels.launching.checks import check_ids, check_kv, check_rows
-from pdserve.kernels.norm.ops import Norm
 
 
 def rope_write_kv(
@@ -28,28 +26,6 @@ def rope_write_kv(
     if q.numel():
         launch_rope_write_kv(q, k, v, cos, sin, positions, kv, slot_mapping, norms)
     return q, k
-
-
-def rope_write_latent(
-    q: Tensor,
-    rotated: Tensor,
-    latent: Tensor,
-    norm: Norm,
-    cos: Tensor,
-    sin: Tensor,
-    positions: Tensor,
-    kv: Tensor,
-    slot_mapping: Tensor,
-    is_interleaved: bool,
-) -> None:
-    """reference.rope_write_latent."""
-    check_rows(q=q, rotated=rotated, latent=latent)
-    check_kv(kv)
-    check_ids(positions=positions, slot_mapping=slot_mapping)
-    if q.numel():
-        launch_rope_write_latent(
-            q, rotated, latent, norm, cos, sin, positions, kv, slot_mapping, is_interleaved
-        )
 
 
 def copy_blocks(kv_cache: Tensor, src: Tensor, dst: Tensor) -> None:

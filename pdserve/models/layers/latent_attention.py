@@ -3,8 +3,9 @@ the attention itself, rotation included, is the step's."""
 
 from functools import cached_property
 
-from pdserve.kernels.attention.spec import AttentionSpec, LatentAttentionSpec, LatentHeads
+from pdserve.kernels.attention.spec import AttentionSpec
 from pdserve.kernels.collective.ops import Stream
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.models.facts.latent import LatentSpec
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, Stack, column_parts, row_shard

@@ -1,14 +1,14 @@
 """Prompts over latents with keys and values of their own for every head, made of the latents when
 they are needed, and attended to by cuDNN.
 
-In the latent's space (latent_kernel.py) a prompt costs three times the arithmetic, on tiles that
+In the latent's space (attention.py) a prompt costs three times the arithmetic, on tiles that
 fill the registers. Here a step's sequences are laid out anew, those of about one length together,
 each with all of its context in front of its queries: rows before the queries are computed with
 them, and thrown away. Rows past a sequence's end are zeros, which no query sees, because they come
 last. A context longer than two steps is attended to in pieces, joined by their log-sum-exps.
 
-As in dense.py, only shapes that have been warmed are taken. Knows nothing of engines. Called
-through triton_ops.py.
+As in attention/dense.py, only shapes that have been warmed are taken. Knows nothing of engines.
+Called through triton_ops.py.
 """
 
 import logging
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.attention.dense import attend_rows
-from pdserve.kernels.attention.expanded_rows import launch_lay_out, launch_take_back
 from pdserve.kernels.attention.join import launch_join_attention
-from pdserve.kernels.attention.spec import LatentAttentionSpec, LatentHeads, Prefills
+from pdserve.kernels.attention.spec import Prefills
+from pdserve.kernels.latents.expanded_rows import launch_lay_out, launch_take_back
+from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_below
 
 logger = logging.getLogger(__name__)
@@ -105,7 +106,7 @@ def expanded_prefill(
     heads: LatentHeads,
     out: Tensor,
 ) -> None:
-    """`AttentionOps.expanded_prefill`, where expansion_pays()."""
+    """`LatentOps.expanded_prefill`, where expansion_pays()."""
     max_rows = _warm.max_rows[_key(spec, q)]
     layout = lay_out(prefills.chunks, max_rows)
     num_queries = sum(rows for _, rows in prefills.chunks)

@@ -62,7 +62,7 @@ def launch_latent(
     max_query_len: int = 1,
     tiles: LatentTiles | None = None,
 ) -> None:
-    """AttentionOps.decode, or prefill with query_starts, where values are a part of the keys; out
+    """LatentOps.decode, or prefill with query_starts; out
     `[T, Hq, out_width]`, contiguous. tiles: other than latent_tiles() would choose."""
     num_tokens, num_heads, width = q.shape
     num_seqs = len(paged.context_lens)

@@ -12,7 +12,7 @@ from pdserve.kernels.norm.elementwise import weighted
 from pdserve.kernels.norm.ops import Norm
 
 
-def launch_rope_write_latent(
+def launch_rope_write(
     q: Tensor,
     rotated: Tensor,
     latent: Tensor,
@@ -24,7 +24,7 @@ def launch_rope_write_latent(
     slot_mapping: Tensor,
     is_interleaved: bool,
 ) -> None:
-    """reference.rope_write_latent; the last dims of q, rotated and latent are contiguous."""
+    """reference.rope_write; the last dims of q, rotated and latent are contiguous."""
     num_tokens, num_heads, width = q.shape
     rank = latent.shape[1] - width
     launch(

@@ -8,7 +8,7 @@ of them that is a multiple of ROW_MULTIPLE.
 import torch
 from torch import Tensor
 
-from pdserve.kernels.attention.spec import LatentHeads
+from pdserve.kernels.latents.spec import LatentHeads
 
 
 def into_latent(nope: Tensor, heads: LatentHeads, out: Tensor) -> None:
