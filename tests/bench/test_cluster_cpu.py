@@ -44,6 +44,7 @@ def test_one_round(tmp_path: Path) -> None:
     )
     # 1: slower than wanted, as a machine that runs tests may be
     assert done.returncode in (0, 1), done.stderr
+    assert out.stat().st_size, done.stderr
     row = json.loads(out.read_text())
     by_kind = row["median_round"]["by_kind"]
     assert by_kind["Router"] > 0 and "EngineActor" in by_kind
