@@ -156,8 +156,8 @@ def _num_qkv_over_latents(kinds: Sequence[str]) -> int:
 
 
 def _between(before: str, after: str, count: int, num_qkv: int) -> tuple[str, ...]:
-    """So many products between two landmarks ("": an end of the trace); "unplaced": no order is of
-    that length."""
+    """The parts of `count` products between two landmarks ("": an end of the trace); "unplaced": no
+    order is of that length."""
     over_latents = num_qkv > 0
     if over_latents and after in ATTENTION and before in (*ATTENTION, "latent write"):
         return ("latents",) * count
@@ -186,9 +186,9 @@ def _orders(before: str, after: str, num_qkv: int) -> tuple[tuple[str, ...], ...
 
 
 def _resolve(parts: Sequence[str], over_latents: bool) -> list[str]:
-    """What belongs to a neighbour: a reduction to the product before it, a merge to attention or
-    sampling, torch's copies and sums to what they bring together, the unknown behind the head to
-    sampling.
+    """Gives to a neighbour what belongs to it: a reduction to the product before it, a merge to
+    attention or sampling, torch's copies and sums to what they bring together, the unknown behind
+    the head to sampling.
     """
     resolved: list[str] = []
     product = "other"
@@ -216,8 +216,8 @@ def _resolve(parts: Sequence[str], over_latents: bool) -> list[str]:
 
 
 def added_us(kernels: Sequence[Kernel]) -> list[float]:
-    """What each kernel adds at the end of all before it, without the gap before its start; kernels
-    in order of start.
+    """The time that each kernel adds at the end of all before it, without the gap before its start;
+    kernels in order of start.
 
     The next kernel may start while one still runs (programmatic dependent launch) and wait inside
     for its results, so durations add up to more than the time that passed.

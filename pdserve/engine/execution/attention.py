@@ -118,7 +118,7 @@ class PagedAttention:
         return out
 
     def _attend_inside(self, spec: LatentAttentionSpec, q: Tensor, kv: Tensor) -> Tensor:
-        """In the latent's space."""
+        """Attends in the latent's space, decodes and prompts."""
         num = self._num_decodes
         ops = self._ops.latents
         if num == len(q):

@@ -83,7 +83,7 @@ def _launch_product(
     num_experts, num_rows = lists.slots.shape
     block_out = tile.outputs // 2 if is_gated else tile.outputs
     x_steps = weight_steps = None
-    if tile.has_tma and can_use_tma(weight):
+    if tile.has_tma and _can_use_tma(weight):
         flat = weight.flatten(0, 1)
         weight_steps = TensorDescriptor.from_tensor(flat, [block_out, tile.inputs])
         if not is_gated:
@@ -107,7 +107,8 @@ def _launch_product(
     )
 
 
-def can_use_tma(weight: Tensor) -> bool:
+def _can_use_tma(weight: Tensor) -> bool:
+    """Whether the device has TMA and rows are of a size that it reads."""
     row_bytes = weight.shape[-1] * weight.element_size()
     return is_hopper(weight.device) and row_bytes % TMA_BYTES == 0
 

@@ -55,12 +55,11 @@ def launch_choose(
 ) -> tuple[Tensor, Tensor, Lists]:
     """`Choice`'s experts and weights, and the rows of each expert."""
     routing = router.routing
-    splits, num_rows, num_experts = parts.shape
+    splits, num_rows = parts.shape[:2]
     shape = (num_rows, routing.num_places)
     experts = torch.empty(shape, dtype=torch.int32, device=parts.device)
     weights = torch.empty(shape, dtype=torch.float32, device=parts.device)
-    num_lists = num_experts + routing.num_shared
-    slots = torch.empty(num_lists, num_rows, dtype=torch.int32, device=parts.device)
+    slots = torch.empty(len(counts), num_rows, dtype=torch.int32, device=parts.device)
     launch(
         choose_kernel,
         (num_rows,),
@@ -84,7 +83,7 @@ def launch_choose(
 
 
 def routing_constants(routing: Routing) -> dict[str, object]:
-    """Of the kernels that choose."""
+    """Constants of the kernels that choose."""
     return {
         "NUM_GROUPS": routing.num_groups,
         "GROUP_SIZE": routing.group_size,

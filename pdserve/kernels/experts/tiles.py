@@ -1,4 +1,4 @@
-"""Which steps the kernels of a mixture take, by the number of rows.
+"""The steps that the kernels of a mixture take, by the number of rows.
 
 Few sizes of each, so that few kernels are compiled, and `rows_to_warm` names numbers of rows that
 meet them all. Torch-free.

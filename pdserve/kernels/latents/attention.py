@@ -62,8 +62,8 @@ def launch_latent(
     max_query_len: int = 1,
     tiles: LatentTiles | None = None,
 ) -> None:
-    """LatentOps.decode, or prefill with query_starts; out
-    `[T, Hq, out_width]`, contiguous. tiles: other than latent_tiles() would choose."""
+    """LatentOps.decode, or prefill with query_starts; out `[T, Hq, out_width]`, contiguous. tiles:
+    other than latent_tiles() would choose."""
     num_tokens, num_heads, width = q.shape
     num_seqs = len(paged.context_lens)
     tiles = tiles or latent_tiles(max_query_len * num_heads, q.dtype)

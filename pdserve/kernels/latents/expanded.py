@@ -214,7 +214,7 @@ def _join_pieces(
     own: tuple[Tensor, Tensor],
     piece: int,
 ) -> None:
-    """Of a group of one: into `own`, what its queries get of their own part, goes what they get of
+    """Adds to `own`, which the queries of a group of one get of their own part, what they get of
     the pieces before it."""
     made, lse = own
     rows = len(queries)

@@ -24,10 +24,10 @@ def launch_lay_out(
     keys: Tensor,
     queries: Tensor,
 ) -> None:
-    """Of the sequences and from the rows that `where` (int32 `[2, batch]`) names, `length` rows
-    each: latents `[batch * length, rank]`; the rotated columns of all heads' keys `[batch * length,
-    H, width]`; queries as keys, at the end of their sequences, unless q is None. What is past a
-    sequence's end, or has no query, is 0."""
+    """Lays out `length` rows of each of the sequences, and from the rows on, that `where` (int32
+    `[2, batch]`) names: latents `[batch * length, rank]`; the rotated columns of all heads' keys
+    `[batch * length, H, width]`; queries as keys, at the end of their sequences, unless q is None.
+    What is past a sequence's end, or has no query, is 0."""
     paged = prefills.paged
     num_heads, width = keys.shape[1:]
     rank = latents.shape[1]
@@ -71,8 +71,8 @@ def launch_lay_out(
 def launch_take_back(
     made: Tensor, prefills: Prefills, where: Tensor, length: int, out: Tensor
 ) -> None:
-    """What the queries got, of made `[batch * length, H, v_dim]`, to their rows of out `[T, H,
-    v_dim]`, both contiguous."""
+    """Copies what the queries got, from made `[batch * length, H, v_dim]` to their rows of out
+    `[T, H, v_dim]`, both contiguous."""
     launch(
         take_back_kernel,
         (cdiv(length, ROWS), where.shape[1]),
@@ -86,8 +86,8 @@ def launch_take_back(
 
 @triton.jit
 def _queries(context_ptr, starts_ptr, where_ptr, rows):
-    """Of the program's sequence: its number, its first row laid out, its rows from there on, which
-    of `rows` are queries, and where the first row's query would be."""
+    """Returns of the program's sequence its number, its first row laid out, how many rows it has
+    from there on, which of `rows` are queries, and where the first row's query would be."""
     member = tl.program_id(1)
     sequence = tl.load(where_ptr + member)
     begin = tl.load(where_ptr + tl.num_programs(1) + member)

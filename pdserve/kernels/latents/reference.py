@@ -61,7 +61,7 @@ def expanded_prefill(
     heads: LatentHeads,
     out: Tensor,
 ) -> None:
-    """In the latent's space."""
+    """Attends in the latent's space."""
     wide = q.new_empty(*q.shape[:2], spec.attends.head_dim)
     into_latent(q[:, :, : spec.nope_dim], heads, wide[:, :, : spec.rank])
     wide[:, :, spec.rank :] = q[:, :, spec.nope_dim :]

@@ -24,7 +24,7 @@ def launch_rope_write(
     slot_mapping: Tensor,
     is_interleaved: bool,
 ) -> None:
-    """reference.rope_write; the last dims of q, rotated and latent are contiguous."""
+    """LatentOps.rope_write; the last dims of q, rotated and latent are contiguous."""
     num_tokens, num_heads, width = q.shape
     rank = latent.shape[1] - width
     launch(

@@ -68,7 +68,7 @@ def expanded_prefill(
     heads: LatentHeads,
     out: Tensor,
 ) -> None:
-    """By cuDNN, on keys and values laid out anew."""
+    """Attends by cuDNN, on keys and values laid out anew."""
     paged = prefills.paged
     check_rows(q=q, block_tables=paged.tables)
     check_kv(kv)
@@ -82,7 +82,7 @@ def expanded_prefill(
 
 
 def warm(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int) -> None:
-    """Decodes whose keys are dealt out in every way, and cuDNN's plans."""
+    """Launches decodes whose keys are dealt out in every way, and makes cuDNN's plans."""
     row, lens = (torch.zeros(1, dtype=torch.int32, device=kv.device) for _ in range(2))
     q = kv.new_zeros(1, spec.attends.num_heads, spec.attends.head_dim)
     for longest in PARTED:

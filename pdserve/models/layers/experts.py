@@ -67,7 +67,7 @@ class ExpertMlp:
 
 
 class _GatedExpert:
-    """Of every row, scaled by a sigmoid of it."""
+    """An MLP that every row goes to, scaled by a sigmoid of the row."""
 
     def __init__(
         self, context: LayerContext, module: str, names: ExpertNames, norm: RmsNorm, size: int
@@ -132,8 +132,8 @@ class _ExpertWeights:
 def _each_expert(
     context: LayerContext, spec: ExpertSpec, names: ExpertNames, module: str
 ) -> list[tuple[str, int, int, int]]:
-    """Module, width, and which part of how many the rank has of it. Shared experts are parts of
-    one module."""
+    """Names each expert's module, the module's width, and which part of how many the rank has of
+    it. Shared experts are parts of one module."""
     dims = context.dims
     routing = spec.routing
     experts = [
