@@ -48,11 +48,10 @@ TILES = {
     ],
 }
 LATENT_TILES = [
-    LatentTiles(16, 64, 4, 2),
-    LatentTiles(16, 64, 8, 4),
     LatentTiles(16, 32, 4, 4),
+    LatentTiles(16, 64, 4, 5),
+    LatentTiles(16, 64, 8, 5),
     LatentTiles(16, 32, 8, 5),
-    LatentTiles(16, 16, 4, 5),
 ]
 
 
@@ -176,7 +175,16 @@ def decode_layers(
 
 
 def latent_cases(sweep: bool) -> Iterator[Case]:
-    for num_seqs, context in ((1, 128), (1, 1024), (1, 8192), (64, 1024), (256, 1024), (64, 8192)):
+    for num_seqs, context in (
+        (1, 128),
+        (1, 1024),
+        (1, 8192),
+        (64, 1024),
+        (64, 1280),
+        (256, 1024),
+        (512, 512),
+        (64, 8192),
+    ):
         pool, paged = latents_of([context] * num_seqs)
         q = random(num_seqs, LATENT_HEADS, RANK + ROPE)
         out = torch.empty(num_seqs, LATENT_HEADS, RANK, dtype=DTYPE, device="cuda")

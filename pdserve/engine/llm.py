@@ -348,8 +348,9 @@ def _token_ids(ids: Any) -> list[int]:
     """Plain integers from a list, tuple or array of them."""
     if isinstance(ids, Iterable):
         items = list(ids)
-        if all(isinstance(item, Integral) and not isinstance(item, bool) for item in items):
-            return [int(item) for item in items]
+        kinds = set(map(type, items))
+        if all(issubclass(kind, Integral) and kind is not bool for kind in kinds):
+            return list(map(int, items))
     raise ValueError(
         "prompt must be text, a list of token ids or {'prompt_token_ids': [...]}, not "
         f"{ids!r:.80}"

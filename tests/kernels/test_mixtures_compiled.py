@@ -32,7 +32,7 @@ MULTIPLES = [
     "stride_q",
     "size",
 ]
-LATENT = {"RANK": 512, "BLOCK_RANK": 512, "ROPE": 64, "BLOCK_ROPE": 64}
+LATENT = {"RANK": 512, "BLOCK_RANK": 512, "PIECE": 64, "ROPE": 64, "BLOCK_ROPE": 64}
 # as launched for Qwen3-30B-A3B and DeepSeek-V3
 CASES: dict[str, tuple[str, dict[str, Any], int]] = {
     "router": (

@@ -136,6 +136,11 @@ def few_down_kernel(
     weights = tl.load(weights_ptr + slots, mask=is_there, other=0.0)
     hidden_rows = hidden_ptr + (slots.to(tl.int64) * NUM_INPUTS)[:, None]
     weight_rows = weight_ptr + ((experts * num_outputs + outputs) * NUM_INPUTS)[:, None]
+    made = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    out = out_ptr + row.to(tl.int64) * num_outputs + made
+    total = tl.zeros([BLOCK_OUT], tl.float32)
+    if ADD:
+        total += tl.load(out, mask=made < num_outputs, other=0.0).to(tl.float32)
     y = tl.zeros([BLOCK_OUT * BLOCK_PLACES, BLOCK_IN], tl.float32)
     for step in tl.static_range((NUM_INPUTS + BLOCK_IN - 1) // BLOCK_IN):
         at = (step * BLOCK_IN + columns)[None, :]
@@ -144,9 +149,5 @@ def few_down_kernel(
         hidden = tl.load(hidden_rows + at, mask=mask, other=0.0)
         y += w.to(tl.float32) * hidden.to(tl.float32)
     parts = tl.sum(y, 1) * weights
-    total = tl.sum(tl.reshape(parts, [BLOCK_OUT, BLOCK_PLACES]), 1)
-    made = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    out = out_ptr + row.to(tl.int64) * num_outputs + made
-    if ADD:
-        total += tl.load(out, mask=made < num_outputs, other=0.0).to(tl.float32)
+    total += tl.sum(tl.reshape(parts, [BLOCK_OUT, BLOCK_PLACES]), 1)
     tl.store(out, total.to(out_ptr.dtype.element_ty), mask=made < num_outputs)

@@ -1,11 +1,11 @@
-# mypy: allow-untyped-defs
+# mypy: allow-untyped-defs, disable-error-code="assignment"
 """Paged attention over latents in Triton: decodes and prompts alike, in the latent's space.
 
 All heads share one row a key, which is read once for as many of them as a tile holds; its first
-RANK columns are the values, too. A row of a tile is a head of a query, so a decode of 16 heads and
-a prompt fill tiles in the same way. The keys of a decode are dealt out in equal parts to several
-programs, whose results a second kernel merges (Flash-Decoding, Dao et al. 2023). Called through
-triton_ops.py.
+RANK columns are the values, too. Rows are read in pieces of few columns. A row of a tile is a head
+of a query, so a decode of 16 heads and a prompt fill tiles in the same way. The keys of a decode
+are dealt out in equal parts to several programs, whose results a second kernel merges
+(Flash-Decoding, Dao et al. 2023). Called through triton_ops.py.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.attention.spec import AttentionSpec, Paged
-from pdserve.kernels.attention.tiles import LOG2_E, kv_rows
+from pdserve.kernels.attention.tiles import LOG2_E
 from pdserve.kernels.launching.checks import num_sms
 from pdserve.kernels.launching.dependent_launch import begin, launch_options, wait
 from pdserve.kernels.launching.dot import dot
@@ -27,6 +27,9 @@ MAX_PARTS = 32
 PARTED = [
     MIN_PART << i for i in range(MAX_PARTS.bit_length())
 ]  # contexts, for every count of parts
+# Columns of a load: as wide as eight lanes read, so that a thread has few rows, whose addresses are
+# most of the instructions of a step.
+PIECE = 64
 MERGE_WARPS = 4
 MERGE_BLOCK = 128  # columns of a program
 
@@ -49,7 +52,7 @@ def latent_tiles(num_rows: int, dtype: torch.dtype) -> LatentTiles:
         return LatentTiles(16, 16, 8, 1)
     if num_rows <= 16:
         return LatentTiles(16, 32, 4, 5)
-    return LatentTiles(64, 32, 8, 2)
+    return LatentTiles(64, 32, 8, 5)
 
 
 def launch_latent(
@@ -70,7 +73,7 @@ def launch_latent(
     num_tiles = cdiv(max_query_len * num_heads, tiles.rows)
     parts = 1
     if query_starts is None:
-        room = 2 * num_sms(q.device) // max(num_seqs * num_tiles, 1)
+        room = num_sms(q.device) // max(num_seqs * num_tiles, 1)
         parts = power_of_2_below(min(room, cdiv(paged.longest, MIN_PART), MAX_PARTS))
     partial = maxima = sums = None
     if parts > 1:
@@ -100,11 +103,12 @@ def launch_latent(
             num_seqs,
             kv.shape[3].bit_length() - 1,
             *q.stride()[:2],
-            kv.stride(0),
+            kv.stride(0) // width,
             paged.tables.stride(0),
         ),
         RANK=spec.out_width,
         BLOCK_RANK=next_power_of_2(spec.out_width),
+        PIECE=min(PIECE, next_power_of_2(spec.out_width)),
         PARTS=parts,
         ROPE=width - spec.out_width,
         BLOCK_ROPE=max(next_power_of_2(width - spec.out_width), 16),
@@ -126,6 +130,27 @@ def launch_latent(
             num_warps=MERGE_WARPS,
             **launch_options(q.device),
         )
+
+
+@triton.jit
+def load_columns(rows, columns, WIDTH: tl.constexpr):
+    """Zeros from WIDTH on. rows: pointers `[N, 1]`."""
+    if columns.shape[0] <= WIDTH:
+        return tl.load(rows + columns[None, :])
+    return tl.load(rows + columns[None, :], mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def store_pieces(rows, pieces, sums, is_row, RANK: tl.constexpr, PIECE: tl.constexpr):
+    """rows: pointers `[N]`. Divided by sums `[N]` unless that is None."""
+    for i in tl.static_range(len(pieces)):
+        columns = i * PIECE + tl.arange(0, PIECE)
+        piece = pieces[i]
+        if sums is not None:
+            piece /= sums[:, None]
+        mask = is_row[:, None] & (columns < RANK)[None, :]
+        pointers = rows[:, None] + columns[None, :]
+        tl.store(pointers, piece.to(rows.dtype.element_ty), mask=mask)
 
 
 @triton.jit(
@@ -151,10 +176,11 @@ def latent_kernel(
     block_shift,
     stride_q_token,
     stride_q_head,
-    stride_block,
+    block_rows,
     stride_table,
     RANK: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
+    PIECE: tl.constexpr,
     PARTS: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_ROPE: tl.constexpr,
@@ -168,11 +194,10 @@ def latent_kernel(
     tile = tl.program_id(0)
     part = tl.program_id(1)
     seq = tl.program_id(2)
-    ranks = tl.arange(0, BLOCK_RANK)
+    columns = tl.arange(0, PIECE)
     ropes = tl.arange(0, BLOCK_ROPE)
-    in_rank = (ranks < RANK)[None, :]
-    in_rope = (ropes < ROPE)[None, :]
     width: tl.constexpr = RANK + ROPE
+    pieces: tl.constexpr = BLOCK_RANK // PIECE
 
     wait(PDL)
     if seq < num_seqs:
@@ -190,46 +215,56 @@ def latent_kernel(
             # of what lies past the last query, any position will do
             positions = context - num_queries + tl.minimum(rows // num_heads, num_queries - 1)
             q_rows = q_ptr + tokens * stride_q_token + heads.to(tl.int64) * stride_q_head
-            q = tl.load(q_rows[:, None] + ranks[None, :], mask=is_row[:, None] & in_rank, other=0.0)
-            q_rope = tl.load(
-                q_rows[:, None] + RANK + ropes[None, :], mask=is_row[:, None] & in_rope, other=0.0
-            )
+            q = ()
+            acc = ()
+            for piece in tl.static_range(pieces):
+                ranks = piece * PIECE + columns
+                mask = is_row[:, None] & (ranks < RANK)[None, :]
+                q += (tl.load(q_rows[:, None] + ranks[None, :], mask=mask, other=0.0),)
+                acc += (tl.zeros([BLOCK_M, PIECE], tl.float32),)
+            is_rope = is_row[:, None] & (ropes < ROPE)[None, :]
+            q_rope = tl.load(q_rows[:, None] + RANK + ropes[None, :], mask=is_rope, other=0.0)
             table = table_ptr + tl.load(table_rows_ptr + seq).to(tl.int64) * stride_table
             end = tl.max(positions, 0) + 1
             share = tl.cdiv(tl.cdiv(end, BLOCK_N), PARTS) * BLOCK_N
             start = part * share
             stop = tl.minimum(start + share, end)
-            acc = tl.zeros([BLOCK_M, BLOCK_RANK], tl.float32)
+            last = tl.maximum(stop - 1, 0)
             row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
             row_sum = tl.zeros([BLOCK_M], tl.float32)
             for at in range(start, stop, BLOCK_N):
                 keys = at + tl.arange(0, BLOCK_N)
-                valid = keys < stop
-                offsets = kv_rows(table, keys, valid, block_shift, stride_block, width)
-                stored = kv_ptr + offsets[:, None]
-                k = tl.load(stored + ranks[None, :], mask=valid[:, None] & in_rank, other=0.0)
-                k_rope = tl.load(
-                    stored + RANK + ropes[None, :], mask=valid[:, None] & in_rope, other=0.0
-                )
-                scores = dot(q, tl.trans(k), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
-                scores = dot(q_rope, tl.trans(k_rope), scores)
-                visible = valid[None, :] & (keys[None, :] <= positions[:, None])
+                # behind the last key it is read again: without masks a load is one instruction
+                stored = tl.minimum(keys, last)
+                blocks = tl.load(table + (stored >> block_shift))
+                stored = blocks * block_rows + (stored & ((1 << block_shift) - 1))
+                rows_at = kv_ptr + stored.to(tl.int64)[:, None] * width
+                k = ()
+                for piece in tl.static_range(pieces):
+                    k += (load_columns(rows_at + piece * PIECE, columns, RANK - piece * PIECE),)
+                k_rope = load_columns(rows_at + RANK, ropes, ROPE)
+                scores = dot(q_rope, tl.trans(k_rope), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+                for piece in tl.static_range(pieces):
+                    scores = dot(q[piece], tl.trans(k[piece]), scores)
+                visible = keys[None, :] <= tl.minimum(positions, last)[:, None]
                 scores = tl.where(visible, scores, float("-inf"))
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 probs = tl.exp2((scores - new_max[:, None]) * scale_log2)
                 keep = tl.exp2((row_max - new_max) * scale_log2)
-                acc = dot(probs.to(k.dtype), k, acc * keep[:, None])
+                weights = probs.to(kv_ptr.dtype.element_ty)
+                sums = ()
+                for piece in tl.static_range(pieces):
+                    sums += (dot(weights, k[piece], acc[piece] * keep[:, None]),)
+                acc = sums
                 row_sum = row_sum * keep + tl.sum(probs, 1)
                 row_max = new_max
-            mask = is_row[:, None] & in_rank
             if PARTS == 1:
-                y = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-                out = out_ptr + (tokens * num_heads + heads)[:, None] * RANK + ranks[None, :]
-                tl.store(out, y.to(out_ptr.dtype.element_ty), mask=mask)
+                out = out_ptr + (tokens * num_heads + heads) * RANK
+                store_pieces(out, acc, tl.where(row_sum > 0, row_sum, 1.0), is_row, RANK, PIECE)
             else:
                 left = (part.to(tl.int64) * num_tokens + tokens) * num_heads + heads
                 if start < stop:  # of a part without keys the merge reads its maximum alone
-                    tl.store(partial_ptr + left[:, None] * RANK + ranks[None, :], acc, mask=mask)
+                    store_pieces(partial_ptr + left * RANK, acc, None, is_row, RANK, PIECE)
                 tl.store(max_ptr + left, row_max, mask=is_row)
                 tl.store(sum_ptr + left, row_sum, mask=is_row)
     else:
@@ -237,10 +272,10 @@ def latent_kernel(
             padding = tl.load(starts_ptr + num_seqs)
             for token in range(padding + tile, num_tokens, tl.num_programs(0)):
                 row = (tl.zeros([], tl.int64) + token) * num_heads
-                for head in range(num_heads):
-                    out = out_ptr + (row + head) * RANK + ranks
-                    zeros = tl.zeros([BLOCK_RANK], out_ptr.dtype.element_ty)
-                    tl.store(out, zeros, mask=ranks < RANK)
+                for at in range(0, num_heads * RANK, PIECE):
+                    behind = at + columns
+                    zeros = tl.zeros([PIECE], out_ptr.dtype.element_ty)
+                    tl.store(out_ptr + row * RANK + behind, zeros, mask=behind < num_heads * RANK)
 
 
 @triton.jit

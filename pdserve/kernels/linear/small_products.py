@@ -23,7 +23,8 @@ from pdserve.kernels.launching.launch import cdiv, launch, next_power_of_2
 from pdserve.kernels.norm.elementwise import gated
 
 MAX_ROWS = 64
-ROW_TILE = 4096  # weights of a step of one program
+WARP_TILE = 1024  # weights of a row product's step, of one warp
+NARROW = 2048  # inputs of a row product, up to which programs of half the size are the faster
 # the fewest inputs of one split: a shorter one costs more in the merge than it wins
 SPLIT_INPUTS = 512
 MAX_SPLITS = 8
@@ -45,9 +46,10 @@ class ProductTiles:
 def row_tiles(num_inputs: int, silu: bool) -> ProductTiles:
     """32 weights a thread: so few registers that programs of the next kernel are resident too, with
     loads in flight."""
-    block_in = min(next_power_of_2(num_inputs), 2048)
-    block_out = min(ROW_TILE // block_in, 16)
-    return ProductTiles(block_out // 2 if silu else block_out, block_in, 4)
+    num_warps = 2 if num_inputs <= NARROW else 4
+    block_in = min(next_power_of_2(num_inputs), 512 * num_warps)
+    block_out = min(WARP_TILE * num_warps // block_in, 16)
+    return ProductTiles(block_out // 2 if silu else block_out, block_in, num_warps)
 
 
 def small_tiles(
