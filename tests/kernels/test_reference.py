@@ -13,7 +13,7 @@ from pdserve.kernels.kv.reference import apply_rope
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.reference import linear
 from pdserve.kernels.norm.ops import Norm
-from pdserve.kernels.norm.reference import gate, rms_norm
+from pdserve.kernels.norm.reference import gate, rms_norm, sigmoid
 from pdserve.kernels.ops import TORCH
 
 HEADS = [(1, 1), (2, 1), (3, 3), (6, 2), (7, 1), (8, 2), (32, 8), (64, 1)]
@@ -159,6 +159,14 @@ def test_elementwise_ops_are_batch_invariant(width: int) -> None:
         rotated = apply_rope(q[rows], k[rows], cos, sin, positions[rows])
         for part, full in zip(rotated, apply_rope(q, k, cos, sin, positions), strict=True):
             assert torch.equal(part, full[rows])
+
+
+def test_a_sigmoid_is_the_same_wherever_it_stands() -> None:
+    x = torch.randn(1000)
+    whole = sigmoid(x)
+    torch.testing.assert_close(whole, x.sigmoid())
+    for i in range(len(x)):
+        assert sigmoid(x[i : i + 1]) == whole[i]
 
 
 @pytest.mark.parametrize("in_features,out_features", [(64, 64), (96, 80), (256, 1000), (1000, 72)])

@@ -13,7 +13,7 @@ from pdserve.kernels.experts.ops import Choice, Experts, Router
 from pdserve.kernels.experts.routing import Routing
 from pdserve.kernels.linear.matrix import Matrix
 from pdserve.kernels.linear.reference import ROW_MULTIPLE, linear
-from pdserve.kernels.norm.reference import gate
+from pdserve.kernels.norm.reference import gate, sigmoid
 
 
 def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choice:
@@ -33,7 +33,7 @@ def route(x: Tensor, router: Router, live: Tensor | None, load: Tensor) -> Choic
 
 def choose(logits: Tensor, routing: Routing, bias: Tensor | None) -> Choice:
     """The choice by the router's logits, float32 `[T, num_experts]`, without shared ones."""
-    scores = logits.softmax(-1) if routing.scoring == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if routing.scoring == "softmax" else sigmoid(logits)
     ranked = scores if bias is None else scores + bias
     if routing.num_groups > 1:
         ranked = ranked.masked_fill(~_in_best_groups(ranked, routing), float("-inf"))

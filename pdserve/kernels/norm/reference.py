@@ -24,3 +24,9 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
     if activation == "silu":
         return functional.silu(first) * up
     return functional.gelu(first, approximate="tanh") * up
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """On CPU equal bits for an element, wherever it stands: torch's own rounds the last ones of a
+    tensor, those that fill no vector, in another way, but its exp does not."""
+    return x.sigmoid() if x.is_cuda else 1.0 / (1.0 + torch.exp(-x))

@@ -12,6 +12,7 @@ from pdserve.kernels.collective.ops import Stream, normed
 from pdserve.kernels.experts.ops import Experts, Router
 from pdserve.kernels.linear.matrix import Shard
 from pdserve.kernels.linear.schemes.scheme import TensorSpec
+from pdserve.kernels.norm.reference import sigmoid
 from pdserve.models.facts.experts import ExpertSpec
 from pdserve.models.layers.context import LayerContext
 from pdserve.models.layers.linear import Linear, Stack, row_shard
@@ -77,7 +78,7 @@ class _GatedExpert:
         self._gate = Linear(context, [part], context.spec.hidden_size, bias=False)
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._gate(x).sigmoid() * self._mlp.of_rows(x)
+        return sigmoid(self._gate(x)) * self._mlp.of_rows(x)
 
 
 class _RouterWeight:
