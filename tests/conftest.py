@@ -32,13 +32,14 @@ guard = Guard()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what the tests start; skip what this machine has no devices for, and say so. Tests that
-    start processes run one after the other: they share the machine with what they started."""
+    """Mark what the tests start; skip what this machine has no devices for, and say so. With
+    several test processes (-n), one runs all tests that start processes, since these share the
+    machine with what they started; of the others a file's stay together, and its fixtures."""
     devices = torch.cuda.device_count()
     for item in items:
         mark(item)
-        if item.get_closest_marker("processes"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+        starts = item.get_closest_marker("processes") is not None
+        item.add_marker(pytest.mark.xdist_group("processes" if starts else str(item.path)))
         if item.get_closest_marker("gpu") and devices < 1:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
         if item.get_closest_marker("multigpu") and devices < 2:

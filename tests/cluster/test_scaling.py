@@ -3,9 +3,11 @@ go on elsewhere."""
 
 import os
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ FAKE = "fake_engine_host:FakeEngineHost"
 APP = "scaled"
 PROXY_PORT = 8123
 DRAIN_S = 1.0
+ROUTE_S = 30.0
 # 8 s each
 NUM_STREAMS = 6
 LENGTH = 400
@@ -119,10 +122,17 @@ def test_up_and_down_with_streams_open(client: Client, journal: Path) -> None:
 
 
 def metrics(prefix: str) -> str:
-    with urllib.request.urlopen(
-        f"http://127.0.0.1:{PROXY_PORT}{prefix}/metrics", timeout=60
-    ) as response:
-        return response.read().decode()
+    """The proxy may hear of a route a while after its application runs."""
+    url = f"http://127.0.0.1:{PROXY_PORT}{prefix}/metrics"
+    limit = time.monotonic() + ROUTE_S
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=60) as response:
+                return response.read().decode()
+        except urllib.error.HTTPError as error:
+            if error.code != HTTPStatus.NOT_FOUND or time.monotonic() > limit:
+                raise
+            time.sleep(0.1)
 
 
 def test_the_command_line(client: Client, capsys: pytest.CaptureFixture[str]) -> None:

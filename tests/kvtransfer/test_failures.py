@@ -53,6 +53,7 @@ def make_source(config: TransferConfig, incarnation: int) -> Source:
 @pytest.fixture(scope="module")
 def source(config: TransferConfig, sink: Engine) -> Iterator[Source]:
     source = make_source(config, 1)
+    assert sink.connect(source.meta).connected  # a frozen one would not answer the first time
     yield source
     source.close()
 
