@@ -35,19 +35,19 @@ class CausalLM(Protocol):
     expert_load: Mapping[int, Tensor]
 
     def embed(self, ids: Tensor, step: StepContext) -> Stream:
-        """`ids [T]` -> `[T, hidden]`."""
+        """`ids [T]` -> `[T, hidden]`; the first stage's."""
         ...
 
     def forward(self, stream: Stream, step: StepContext) -> Stream:
-        """Through all layers; the stream that is given may be overwritten."""
+        """Through the layers that are here; the stream that is given may be overwritten."""
         ...
 
     def hidden(self, stream: Stream) -> Tensor:
-        """`[T, hidden]` after the last norm."""
+        """`[T, hidden]` after the last norm; the last stage's."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype."""
+        """`hidden [N, hidden]` -> `[N, vocab]`, in the model's dtype; the last stage's."""
         ...
 
 

@@ -18,6 +18,7 @@ class ParallelDims:
     process's `rank`.
 
     Ranks are numbered with tp innermost, then dp, then pp; expert groups reuse the tp and dp ranks.
+    Stages of a pipeline are counted from the last: rank 0, which samples, has the last layers.
     ValueError for a degree below 1, an ep that tp * dp is no multiple of, and a rank outside the
     world.
     """
@@ -59,6 +60,28 @@ class ParallelDims:
     @property
     def ep_rank(self) -> int:
         return self.rank % self.ep
+
+    @property
+    def stage(self) -> int:
+        """Which part of the layers this rank has, in the order that rows go through them."""
+        return self.pp - 1 - self.pp_rank
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.pp - 1
+
+    def layers_of(self, num_layers: int) -> range:
+        """The layers that this rank's stage has. ValueError if there are fewer than stages."""
+        if num_layers < self.pp:
+            raise ValueError(
+                f"engine.pipeline_parallel ({self.pp}) does not fit the model: it has {num_layers} "
+                "layers (config.json), and each stage needs one"
+            )
+        return range(self.stage * num_layers // self.pp, (self.stage + 1) * num_layers // self.pp)
 
     def ranks_along(self, axis: Axis) -> tuple[int, ...]:
         """The ranks that differ from this one in its place on `axis` alone, itself among them, in

@@ -41,9 +41,29 @@ def test_ranks_are_numbered_tensor_first(tp: int, pp: int, dp: int) -> None:
 
 
 def test_ranks_along_an_axis_differ_there_alone() -> None:
-    dims = ParallelDims(tp=2, pp=2, dp=3, ep=6, rank=9)  # stage 1, second of three, tp rank 1
+    dims = ParallelDims(tp=2, pp=2, dp=3, ep=6, rank=9)  # pp rank 1, second of three, tp rank 1
     assert (dims.pp_rank, dims.dp_rank, dims.tp_rank) == (1, 1, 1)
     assert dims.ranks_along("tp") == (8, 9)
     assert dims.ranks_along("dp") == (7, 9, 11)
     assert dims.ranks_along("pp") == (3, 9)
     assert dims.ranks_along("ep") == (6, 7, 8, 9, 10, 11)
+
+
+def test_every_layer_is_in_one_stage_and_rank_0_has_the_last() -> None:
+    for num_layers in (4, 5, 7, 61):
+        for pp in (1, 2, 3, 4):
+            stages = {}
+            for rank in range(2 * pp):
+                dims = ParallelDims(tp=2, pp=pp, rank=rank)
+                stages.setdefault(dims.stage, set()).add(tuple(dims.layers_of(num_layers)))
+                assert dims.is_last_stage == (rank < 2)
+                assert dims.is_first_stage == (rank >= 2 * pp - 2)
+            layers = [layer for stage in range(pp) for [held] in [stages[stage]] for layer in held]
+            assert layers == list(range(num_layers))
+            sizes = {len(held) for [held] in stages.values()}
+            assert max(sizes) - min(sizes) <= 1
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"engine.pipeline_parallel \(3\).*has 2 layers"):
+        ParallelDims(pp=3).layers_of(2)

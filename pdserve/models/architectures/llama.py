@@ -77,24 +77,34 @@ class Llama:
         self.spec = spec
         self.weights = WeightSet(dtype, device)
         context = LayerContext(spec, ops, self.weights, dims)
-        self._embedding = Embedding(context, "model.embed_tokens")
+        held = dims.layers_of(spec.num_layers)
+        self._first = held.start
+        self._embedding: Embedding | None = None
+        if dims.is_first_stage or (dims.is_last_stage and spec.tie_embeddings):
+            self._embedding = Embedding(context, "model.embed_tokens")
         rope = rope_tables(spec.rope, spec.head_dim, spec.max_position, device)
-        self._layers = [self.layer(context, i, rope) for i in range(spec.num_layers)]
+        self._layers = [self.layer(context, i, rope) for i in held]
         self.attention = tuple(layer.attention.attends for layer in self._layers)
         self.expert_load = context.expert_load
-        last = spec.num_layers + spec.extra_layers
-        self.weights.elsewhere += tuple(
-            f"model.layers.{layer}." for layer in range(spec.num_layers, last)
-        )
-        norm = RmsNorm(context, "model.norm", spec.hidden_size)
-        tied = self._embedding if spec.tie_embeddings else None
-        self._head = Head(context, "lm_head", norm, tied)
+        self._head: Head | None = None
+        if dims.is_last_stage:
+            norm = RmsNorm(context, "model.norm", spec.hidden_size)
+            tied = self._embedding if spec.tie_embeddings else None
+            self._head = Head(context, "lm_head", norm, tied)
+        everywhere = range(spec.num_layers + spec.extra_layers)
+        elsewhere = [f"model.layers.{layer}." for layer in everywhere if layer not in held]
+        if self._embedding is None:
+            elsewhere.append("model.embed_tokens.")
+        if self._head is None:
+            elsewhere += ["model.norm.", "lm_head."]
+        self.weights.elsewhere += tuple(elsewhere)
 
     def embed(self, ids: Tensor, step: StepContext) -> Stream:
+        assert self._embedding is not None, "the first stage embeds"
         return self._embedding(ids, step)
 
     def forward(self, stream: Stream, step: StepContext) -> Stream:
-        for number, layer in enumerate(self._layers):
+        for number, layer in enumerate(self._layers, self._first):
             if number in step.taps:
                 stream = finished(stream)
                 step.taps[number] = stream.clone()
@@ -102,7 +112,9 @@ class Llama:
         return stream
 
     def hidden(self, stream: Stream) -> Tensor:
+        assert self._head is not None, "the last stage has the last norm"
         return self._head.hidden(stream)
 
     def logits(self, hidden: Tensor) -> Tensor:
+        assert self._head is not None, "the last stage has the output matrix"
         return self._head.logits(hidden)
