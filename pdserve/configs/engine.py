@@ -11,6 +11,7 @@ from pdserve.configs.base import Config
 Dtype = Literal["auto", "float32", "float16", "bfloat16"]
 Device = Literal["cpu", "cuda"]
 MAX_RANKS = 32  # of tensor parallelism: more than any node has GPUs
+MAX_STAGES = 64
 
 
 class ModelConfig(Config):
@@ -56,8 +57,9 @@ class EngineConfig(Config):
     batch-invariant arithmetic (always so on CPU; refused on CUDA for now). async_scheduling: plan
     and queue a step while the device computes the one before (on CUDA). cuda_graphs: replay
     captured decode steps (CUDA only). tensor_parallel: so many ranks, each with a GPU of its own,
-    share every layer (docs/parallel.md). step_deadline_s: a step that takes longer hangs, and the
-    engine ends (600; CUDA 60).
+    share every layer (docs/parallel.md). pipeline_parallel: so many stages, each of as many ranks,
+    have some of the layers each. step_deadline_s: a step that takes longer hangs, and the engine
+    ends (600; CUDA 60).
     """
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -73,7 +75,12 @@ class EngineConfig(Config):
     async_scheduling: bool | None = None
     cuda_graphs: bool = True
     tensor_parallel: int = Field(1, ge=1, le=MAX_RANKS)
+    pipeline_parallel: int = Field(1, ge=1, le=MAX_STAGES)
     step_deadline_s: float | None = Field(None, gt=0)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel
 
     def for_device(self, device: Device) -> "ResolvedEngineConfig":
         """The same with nothing left to choose."""
@@ -97,3 +104,11 @@ class ResolvedEngineConfig(EngineConfig):
     max_num_seqs: int
     async_scheduling: bool
     step_deadline_s: float
+
+    @property
+    def max_steps_in_flight(self) -> int:
+        """With stages one more than they are: each has one, and one is on its way back. On CPU
+        rank 0 computes a step when it sends it."""
+        if self.pipeline_parallel > 1:
+            return self.pipeline_parallel + 1
+        return 2 if self.async_scheduling else 1

@@ -144,6 +144,16 @@ class ClusterConfig(Config):
     start: StartConfig = StartConfig()
     logging: LogConfig = LogConfig()
 
+    @model_validator(mode="after")
+    def _check_stages(self) -> "ClusterConfig":
+        for key in ("prefill", "decode"):
+            if getattr(self, key).engine.pipeline_parallel > 1:
+                raise ValueError(
+                    f"{key}.engine.pipeline_parallel: workers of a cluster have no stages yet; set "
+                    "it to 1 (LLM(pipeline_parallel_size=...) has them, on CPU)"
+                )
+        return self
+
     @model_validator(mode="before")
     @classmethod
     def _inherit_engine(cls, data: Any) -> Any:

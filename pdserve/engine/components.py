@@ -18,7 +18,7 @@ from pdserve.engine.execution.cuda_graphs import graph_sizes
 from pdserve.engine.execution.expert_load import ExpertLoad
 from pdserve.engine.execution.follower import Follower
 from pdserve.engine.execution.local_executor import SCORED_ROWS, LocalExecutor
-from pdserve.engine.execution.model_runner import ModelRunner
+from pdserve.engine.execution.model_runner import ModelRunner, Stage
 from pdserve.engine.memory.cpu_memory import keep_freed_memory
 from pdserve.engine.memory.kv_cache import TORCH_DTYPES, layout_of
 from pdserve.engine.memory.kv_cache_size import (
@@ -41,6 +41,7 @@ from pdserve.models.loader import load_model
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.groups import cpu_group
 from pdserve.parallel.peer_memory import PeerMemory
+from pdserve.parallel.pipe import GroupPipe, Pipe
 from pdserve.protocol.start_progress import StartProgress
 
 
@@ -128,6 +129,8 @@ def _load(
     resolved = config.for_device("cuda" if device.type == "cuda" else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
+    if group.dims.pp > 1 and device.type == "cuda":
+        raise ValueError("engine.pipeline_parallel is not supported on CUDA yet: set it to 1")
     if resolved.deterministic and device.type == "cuda":
         raise ValueError(
             "engine.deterministic is not supported on CUDA yet: set it to false (CPU is always so)"
@@ -142,6 +145,7 @@ def _load(
                 progress.enter("config")
             spec = read_spec(path, model.load_format, model.seed)
             spec.check_tensor_parallel(group.dims.tp)
+            group.dims.layers_of(spec.num_layers)
             group.agree("config", [path, spec.model_dump_json()])
         else:
             path, said = group.agree("config")[0]
@@ -171,7 +175,13 @@ def _load(
     layout = layout_of(weights.attention, resolved.block_size, dtype)
     num_slots = num_slots_for(resolved.max_num_seqs)
     runner = ModelRunner(
-        weights, resolved.block_size, num_slots, layout.num_blocks_for(max_len), ops, device
+        weights,
+        resolved.block_size,
+        num_slots,
+        layout.num_blocks_for(max_len),
+        ops,
+        device,
+        Stage(group.dims, _pipe(group, spec, torch_dtype, resolved)),
     )
     fingerprint = f"{spec.fingerprint()}/{dtype}"
     return _Loaded(resolved, spec, layout, runner, num_slots, fingerprint, max_len)
@@ -184,7 +194,7 @@ def _collective(
     dtype: torch.dtype,
     config: ResolvedEngineConfig,
 ) -> Collective:
-    if group.is_alone:
+    if group.dims.tp == 1:
         return IDENTITY
     if device.type == "cpu":
         return GroupCollective(cpu_group(group, "tp", config.step_deadline_s))
@@ -202,6 +212,15 @@ def _collective(
     memory = PeerMemory(group, layout.num_bytes, device)
     host_fault = torch.zeros(1, dtype=torch.int32, pin_memory=True)
     return PeerCollective(layout, group.dims.tp_rank, memory.addresses, host_fault, memory)
+
+
+def _pipe(
+    group: RankGroup, spec: ModelSpec, dtype: torch.dtype, config: ResolvedEngineConfig
+) -> Pipe | None:
+    if group.dims.pp == 1:
+        return None
+    along = cpu_group(group, "pp", config.step_deadline_s)
+    return GroupPipe(along, spec.hidden_size, dtype, config.max_steps_in_flight)
 
 
 def _give_memory(

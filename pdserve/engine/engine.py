@@ -49,7 +49,11 @@ class Engine:
         self.hasher = BlockHasher(self.rows_digest, self.config.block_size, self.model_fingerprint)
         homes = [Home(self.blocks, self.config.max_num_seqs, self.spec.longest_window)]
         self.scheduler = Scheduler(
-            homes, self.hasher, self.config.max_num_batched_tokens, self.config.max_num_seqs
+            homes,
+            self.hasher,
+            self.config.max_num_batched_tokens,
+            self.config.max_num_seqs,
+            self.config.pipeline_parallel,
         )
         self.max_request_tokens = min(
             self.max_model_len, self.blocks.num_usable * self.config.block_size
@@ -75,7 +79,7 @@ class Engine:
         self._collector = StepCollector(
             self.hasher, self.layout, self.scheduler, self._requests, self.stats
         )
-        self._max_in_flight = 2 if self.config.async_scheduling else 1
+        self._max_in_flight = self.config.max_steps_in_flight
         self._in_flight: deque[PlannedStep] = deque()
         self._is_blocked = False
         self._is_torn = False  # True during a step: whatever ends it early leaves it so

@@ -78,8 +78,9 @@ class LLM:
     weights). dtype, generation_config: see ModelConfig. seed: ModelConfig's; it also draws the
     seeds of requests that have none, so that a run repeats. tokenizer: another
     folder to take the tokenizer from; False works with token ids alone. tensor_parallel_size: so
-    many GPUs (processes, on CPU) share the model; the processes end with this object, and an error
-    in a step ends it. Other keywords are EngineConfig's. ValueError names a bad one.
+    many GPUs (processes, on CPU) share every layer; pipeline_parallel_size: so many stages of as
+    many have some of the layers each (CPU alone, for now). The processes end with this object, and
+    an error in a step ends it. Other keywords are EngineConfig's. ValueError names a bad one.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class LLM:
         tokenizer: str | bool = True,
         generation_config: str = "auto",
         tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
         **engine: Any,
     ) -> None:
         config = ModelConfig(
@@ -110,6 +112,7 @@ class LLM:
                 "sampling parameters by default, of generation_config.json: %s", described(defaults)
             )
         engine.setdefault("tensor_parallel", tensor_parallel_size)
+        engine.setdefault("pipeline_parallel", pipeline_parallel_size)
         self.engine, self._steps = build_with_ranks(config, EngineConfig(**engine))
         folder = config.resolved_path if tokenizer is True else tokenizer
         self.tokenizer = Tokenizer.load(folder) if isinstance(folder, str) else None

@@ -44,11 +44,10 @@ class RankProcesses:
     by `close`. children: by rank."""
 
     def __init__(self, model: ModelConfig, config: EngineConfig) -> None:
-        degree = config.tensor_parallel
         self.children: dict[int, subprocess.Popen[bytes]] = {}
-        self.group = RankGroup.host(ParallelDims(tp=degree), watch=self._check)
+        self.group = RankGroup.host(dims_of(config), watch=self._check)
         try:
-            for rank in range(1, degree):
+            for rank in range(1, config.num_ranks):
                 self.children[rank] = self._start(model, config, rank)
         except BaseException:
             self.close()
@@ -98,17 +97,23 @@ class RankProcesses:
                 )
 
 
+def dims_of(config: EngineConfig, rank: int = 0) -> ParallelDims:
+    return ParallelDims(tp=config.tensor_parallel, pp=config.pipeline_parallel, rank=rank)
+
+
 RunWork = Callable[[Callable[[threading.Event], None]], None]
 """Runs work, which ends soon after the event that it is given is set."""
 
 
 def build_with_ranks(model: ModelConfig, config: EngineConfig) -> tuple[Engine, RunWork]:
-    """An engine of `config.tensor_parallel` ranks, the others in processes that end with it; and
+    """An engine of `config.num_ranks` ranks, the others in processes that end with it; and
     what runs work on it. ValueError names a parameter that is wrong."""
-    if config.tensor_parallel == 1:
+    if config.num_ranks == 1:
         return build_engine(model, config), lambda work: work(threading.Event())
     folder = resolve_folder(model.resolved_path, model.load_format)
-    read_spec(str(folder), "dummy").check_tensor_parallel(config.tensor_parallel)
+    spec = read_spec(str(folder), "dummy")
+    spec.check_tensor_parallel(config.tensor_parallel)
+    dims_of(config).layers_of(spec.num_layers)
     processes = RankProcesses(model, config)
     try:
         engine = build_engine(model, config, group=processes.group)
@@ -167,7 +172,7 @@ class RankTask(msgspec.Struct, frozen=True):
             config.model_dump(mode="json", exclude_unset=True),
             rank,
             group.address,
-            max(torch.get_num_threads() // config.tensor_parallel, 1),
+            max(torch.get_num_threads() // config.num_ranks, 1),
             os.getpid(),
         )
 
@@ -178,8 +183,7 @@ class RankTask(msgspec.Struct, frozen=True):
     def start(self) -> Following:
         """This rank, ready to follow."""
         config = EngineConfig.model_validate(self.config)
-        dims = ParallelDims(tp=config.tensor_parallel, rank=self.rank)
-        group = RankGroup.join(dims, self.address, device_index=self.rank)
+        group = RankGroup.join(dims_of(config, self.rank), self.address, device_index=self.rank)
         return Following(ModelConfig.model_validate(self.model), config, group)
 
 

@@ -23,15 +23,15 @@ from pdserve.parallel.dims import ParallelDims
 
 class CausalLM(Protocol):
     """A decoder-only language model, or a rank's share of one: of its layers a stage may hold some,
-    and the first and last stage the two ends. attention: how each of its layers attends, this
-    rank's heads. expert_load: of layers that are mixtures, rows that went to each expert, int64
-    `[num_experts]`. T rows, N of which get logits; both are left as they are: where Ops wants
-    padded rows (CPU), the caller pads.
+    and the first and last stage the two ends. attention: how each of its layers attends, by their
+    numbers in the whole model, this rank's heads. expert_load: of layers that are mixtures, rows
+    that went to each expert, int64 `[num_experts]`. T rows, N of which get logits; both are left as
+    they are: where Ops wants padded rows (CPU), the caller pads.
     """
 
     spec: ModelSpec
     weights: WeightSet
-    attention: tuple[AttentionSpec, ...]
+    attention: Mapping[int, AttentionSpec]
     expert_load: Mapping[int, Tensor]
 
     def embed(self, ids: Tensor, step: StepContext) -> Stream:

@@ -19,8 +19,7 @@ Attend = Callable[
     [int, AttentionSpec, Tensor, Tensor, Tensor, RopeTables, HeadNorms | None], Tensor
 ]
 """`attend(layer, spec, q [T, Hq, D], k [T, Hk, D], v [T, Hk, D], rope, norms) -> [T, Hq, D]`; it
-norms the heads of q and k (None: they have no norms) and rotates them, and may do so in place.
-layer: its number among those of the rank."""
+norms the heads of q and k (None: they have no norms) and rotates them, and may do so in place."""
 AttendLatent = Callable[[int, LatentAttentionSpec, Tensor, Tensor, LatentHeads, RopeTables], Tensor]
 """`attend_latent(layer, spec, q [T, Hq, nope_dim + rope_dim], latent [T, rank + rope_dim], heads,
 rope) -> [T, Hq, v_dim]`; it norms the latent, rotates the last columns of q and of the latent, and

@@ -1,7 +1,9 @@
 """Who runs when, and with which blocks: the scheduler below an engine whose model is on paper (see
 harness)."""
 
+import itertools
 import random
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -599,22 +601,53 @@ class Workload:
 
 
 @pytest.mark.lengthy
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+@pytest.mark.parametrize(
+    "mode",
+    [{"async_scheduling": False}, {"async_scheduling": True}, {"pipeline_parallel": 3}],
+    ids=["sync", "async", "stages"],
+)
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(requests=REQUESTS, num_blocks=st.integers(7, 16), budget=st.sampled_from([16, 24, 100]))
 def test_any_workload_ends_with_the_right_tokens(
-    tiny_llama: Path, is_async: bool, requests: list[dict], num_blocks: int, budget: int
+    tiny_llama: Path, mode: dict[str, Any], requests: list[dict], num_blocks: int, budget: int
 ) -> None:
     engine = paper_engine(
         tiny_llama,
         num_kv_blocks=num_blocks,
         max_num_batched_tokens=budget,
         max_num_seqs=6,
-        async_scheduling=is_async,
+        **mode,
     )
     workload = Workload(engine, requests)
     workload.run()
     workload.check()
+
+
+def test_with_stages_decodes_are_dealt_out_evenly(tiny_llama: Path) -> None:
+    engine = paper_engine(tiny_llama, pipeline_parallel=2)
+    driver = Driver(engine)
+    for number in range(7):
+        driver.add(prompt_of(4, number), greedy(12), cache_salt=str(number))
+    driver.run()
+    steps = paper_of(engine).plans
+    assert list(steps[0].values()) == [4] * 7
+    decodes = [list(step) for step in steps[1:]]
+    assert [len(step) for step in decodes[:4]] == [4, 3, 4, 3]
+    for before, after in itertools.pairwise(decodes[:20]):
+        assert not set(before) & set(after), "a sequence goes on before its token is known"
+    counts = Counter(seq for step in decodes for seq in step)
+    assert set(counts.values()) == {11}
+    assert paper_of(engine).num_late == 0
+
+
+def test_with_stages_prompts_that_end_at_once_find_slots(tiny_llama: Path) -> None:
+    """A sequence that is complete keeps its slot while its step is in flight; three are."""
+    engine = paper_engine(tiny_llama, pipeline_parallel=2, max_num_seqs=2)
+    driver = Driver(engine)
+    for number in range(20):
+        driver.add(prompt_of(3, number), greedy(1), cache_salt=str(number))
+    driver.run()
+    driver.assert_empty()
 
 
 def test_a_prompt_preempted_half_way_is_scored_once(tiny_llama: Path) -> None:

@@ -1,30 +1,27 @@
 """Several ranks on CPU, each a process: the tokens of one rank, whatever is asked for; and what
 becomes of them when something ends early.
 
-The processes are kept between tests (support/rank_pool.py), but for those of tests that kill them.
+Most processes are kept between tests (conftest.py), but not those of tests that kill them.
 """
 
 import gc
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from engine.several_ranks import CASES, ROOMY, TIGHT, answers, assert_same
 from support.far_ranks import part_files
-from support.rank_pool import RankPool
-from support.tiny_models import FAMILIES, make_tiny
 
 from pdserve.engine import ranks as ranks_module
-from pdserve.engine.llm import LLM, RequestOutput, SamplingParams
+from pdserve.engine.llm import LLM
 from pdserve.engine.memory.kv_cache import layout_of
 from pdserve.engine.ranks import RankProcesses
 from pdserve.kernels.attention.spec import AttentionSpec
@@ -32,109 +29,10 @@ from pdserve.kernels.collective.ops import slice_of
 
 pytestmark = [pytest.mark.lengthy, pytest.mark.processes]
 
-TOLERANCE = 1e-4
-NEW = 24
 REPOSITORY = Path(__file__).parent.parent.parent
-# 10 blocks of 16 tokens: preemptions and copies of blocks
-TIGHT: dict[str, Any] = {"num_kv_blocks": 12, "max_num_batched_tokens": 48, "max_num_seqs": 6}
-ROOMY: dict[str, Any] = {"num_kv_blocks": 80}
+DEADLINE_S = 4.0  # of a step: three processes may share a busy core
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[RankPool]:
-    pool = RankPool()
-    yield pool
-    gc.collect()
-    pool.close()
-
-
-@pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    @cache
-    def get(family: str, **overrides: Any) -> Path:
-        return make_tiny(family, tmp_path_factory.mktemp(family), seed=3, **overrides)
-
-    return get
-
-
-@pytest.fixture
-def make_llm(pool: RankPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., LLM]]:
-    """An LLM of pooled ranks; all that were made end with the test."""
-    monkeypatch.setattr(ranks_module, "RankProcesses", pool.ranks_of)
-
-    def make(folder: Path, tp: int, **engine: Any) -> LLM:
-        return LLM(
-            str(folder), tokenizer=False, device="cpu", tensor_parallel_size=tp, **ROOMY | engine
-        )
-
-    yield make
-    gc.collect()
-
-
-def workload() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Everything that a sampler does, and prompts of several lengths, two with a beginning in
-    common."""
-    chance = random.Random(5)
-    common = [chance.randrange(250) for _ in range(32)]
-    prompts = [[chance.randrange(250) for _ in range(length)] for length in (5, 70, 16, 33, 40)]
-    prompts += [[*common, 7, 9], [*common, 8]]
-    params = [
-        SamplingParams(temperature=0, logprobs=3, max_tokens=NEW, ignore_eos=True),
-        SamplingParams(temperature=0, prompt_logprobs=2, max_tokens=NEW, ignore_eos=True),
-        SamplingParams(temperature=1, seed=1, n=3, max_tokens=NEW, ignore_eos=True),
-        SamplingParams(
-            temperature=0.8,
-            seed=2,
-            top_p=0.9,
-            top_k=40,
-            repetition_penalty=1.2,
-            max_tokens=NEW,
-            ignore_eos=True,
-        ),
-        SamplingParams(
-            temperature=1,
-            seed=3,
-            frequency_penalty=0.5,
-            logit_bias={7: 3.0},
-            min_tokens=4,
-            stop_token_ids=[7, 8, 9],
-            max_tokens=NEW,
-        ),
-        SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True),
-        SamplingParams(temperature=1, seed=4, min_p=0.05, max_tokens=NEW, ignore_eos=True),
-    ]
-    return prompts, params
-
-
-def answers(llm: LLM) -> list[RequestOutput]:
-    return llm.generate(*workload(), use_tqdm=False)
-
-
-def assert_same(found: list[RequestOutput], expected: list[RequestOutput]) -> None:
-    for mine, other in zip(found, expected, strict=True):
-        for choice, want in zip(mine.outputs, other.outputs, strict=True):
-            assert choice.token_ids == want.token_ids
-            assert (choice.finish_reason, choice.stop_reason) == (
-                want.finish_reason,
-                want.stop_reason,
-            )
-            for entry, wanted in zip(choice.logprobs or [], want.logprobs or [], strict=True):
-                assert entry.logprob == pytest.approx(wanted.logprob, abs=TOLERANCE)
-                assert [i for i, _ in entry.top] == [i for i, _ in wanted.top]
-        scored = zip(mine.prompt_logprobs or [], other.prompt_logprobs or [], strict=True)
-        for score, wanted_score in scored:
-            assert (score is None) == (wanted_score is None)
-            if score is not None and wanted_score is not None:
-                assert score.logprob == pytest.approx(wanted_score.logprob, abs=TOLERANCE)
-
-
-# 250 tokens: ranks have unequal parts of the vocabulary
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{family: (family, {}) for family in FAMILIES},
-    "tied": ("llama3", {"tie_word_embeddings": True, "vocab_size": 250}),
-    "biases": ("llama2", {"attention_bias": True, "mlp_bias": True}),
-    "few tokens": ("qwen3", {"vocab_size": 250}),
-}
 SAMPLE = {("qwen2", 2), ("tied", 4), ("qwen2-moe", 2), ("deepseek-v3", 2)}
 
 
@@ -249,18 +147,26 @@ def own_ranks(monkeypatch: pytest.MonkeyPatch) -> list[RankProcesses]:
 @pytest.mark.parametrize(
     "how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
 )
+@pytest.mark.parametrize(("tp", "pp", "rank"), [(2, 1, 1), (1, 3, 1), (1, 3, 2)])
 def test_a_rank_that_dies_or_stands_still_is_found(
-    how: signal.Signals, folder_of: Callable[..., Path], own_ranks: list[RankProcesses]
+    tp: int,
+    pp: int,
+    rank: int,
+    how: signal.Signals,
+    folder_of: Callable[..., Path],
+    own_ranks: list[RankProcesses],
 ) -> None:
+    """Of three stages the one in the middle, and the first."""
     llm = LLM(
         str(folder_of("qwen2")),
         tokenizer=False,
-        tensor_parallel_size=2,
-        step_deadline_s=2.0,
+        tensor_parallel_size=tp,
+        pipeline_parallel_size=pp,
+        step_deadline_s=DEADLINE_S,
         **ROOMY,
     )
     [ranks] = own_ranks
-    child = ranks.children[1]
+    child = ranks.children[rank]
     assert answers(llm)
     struck = [0.0]
 
@@ -275,9 +181,9 @@ def test_a_rank_that_dies_or_stands_still_is_found(
             answers(llm)
     timer.join()
     taken = time.monotonic() - struck[0]
-    assert taken < (1.0 if how == signal.SIGKILL else 4.0), f"{caught.value} after {taken:.1f} s"
+    assert taken < (1.0 if how == signal.SIGKILL else DEADLINE_S + 2.0), f"{caught.value} after {taken:.1f} s"
     if how == signal.SIGKILL:
-        assert "the process of rank 1 has ended" in str(caught.value)
+        assert f"the process of rank {rank} has ended" in str(caught.value)
     with pytest.raises(RuntimeError, match="of no use any more"):
         answers(llm)
     del llm, caught
@@ -355,7 +261,7 @@ def test_a_rank_that_ends_while_the_engine_starts_is_named(
 
 def test_kv_heads_of_a_rank_by_their_global_ids() -> None:
     spec = AttentionSpec(4, 2, 16, 0.25, first_kv_head=6)
-    assert layout_of([spec, spec], 16, "float32").groups[0].heads == (6, 7)
+    assert layout_of({0: spec, 1: spec}, 16, "float32").groups[0].heads == (6, 7)
 
 
 @pytest.mark.parametrize("width", [1, 7, 16, 250, 256, 128256, 151936, 50257])

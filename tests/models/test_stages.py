@@ -1,6 +1,7 @@
 """Stages of a model, one after the other, are the model: every rank loads its layers and ends."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from support.dense_model import dense_attend, dense_attend_latent, our_logits
 from support.tiny_models import FAMILIES, make_tiny
 
 from pdserve.kernels.ops import ops_for
+from pdserve.models.checkpoint import LoadFormat
 from pdserve.models.config import read_spec
 from pdserve.models.loader import load_model
 from pdserve.models.registry import CausalLM
@@ -19,7 +21,7 @@ CPU = torch.device("cpu")
 NUM_LAYERS = 3
 
 
-def load(folder: Path, dims: ParallelDims, load_format: str = "auto") -> CausalLM:
+def load(folder: Path, dims: ParallelDims, load_format: LoadFormat = "auto") -> CausalLM:
     spec = read_spec(str(folder), load_format)
     return load_model(
         str(folder), spec, torch.float32, CPU, ops_for(CPU), load_format=load_format, dims=dims
@@ -39,11 +41,11 @@ def test_they_make_the_whole(family: str, pp: int, tmp_path: Path) -> None:
     assert sum(len(model.attention) for model in models) == NUM_LAYERS
     places: list[list[int]] = []
 
-    def attend_at(layer: int, *others: object) -> torch.Tensor:
+    def attend_at(layer: int, *others: Any) -> torch.Tensor:
         places[-1].append(layer)
         return dense_attend()(layer, *others)
 
-    def attend_latent_at(layer: int, *others: object) -> torch.Tensor:
+    def attend_latent_at(layer: int, *others: Any) -> torch.Tensor:
         places[-1].append(layer)
         return dense_attend_latent(layer, *others)
 
@@ -54,7 +56,7 @@ def test_they_make_the_whole(family: str, pp: int, tmp_path: Path) -> None:
             places.append([])
             stream = model.forward(stream, step)
         logits = models[-1].logits(models[-1].hidden(stream))
-    assert places == [list(range(len(model.attention))) for model in models]
+    assert places == [list(model.attention) for model in models]
     assert torch.equal(logits, our_logits(whole, ids))
     loads = [layer for model in models for layer in model.expert_load]
     assert loads == list(whole.expert_load)

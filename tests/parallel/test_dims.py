@@ -52,7 +52,7 @@ def test_ranks_along_an_axis_differ_there_alone() -> None:
 def test_every_layer_is_in_one_stage_and_rank_0_has_the_last() -> None:
     for num_layers in (4, 5, 7, 61):
         for pp in (1, 2, 3, 4):
-            stages = {}
+            stages: dict[int, set[tuple[int, ...]]] = {}
             for rank in range(2 * pp):
                 dims = ParallelDims(tp=2, pp=pp, rank=rank)
                 stages.setdefault(dims.stage, set()).add(tuple(dims.layers_of(num_layers)))

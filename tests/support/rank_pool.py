@@ -15,9 +15,8 @@ import msgspec
 import torch
 
 from pdserve.configs.engine import EngineConfig, ModelConfig
-from pdserve.engine.ranks import RankTask
+from pdserve.engine.ranks import RankTask, dims_of
 from pdserve.parallel.bring_up import RankFailed, RankGroup
-from pdserve.parallel.dims import ParallelDims
 
 PATIENCE_S = 10.0
 TESTS = Path(__file__).parent.parent
@@ -63,8 +62,8 @@ class PooledRanks:
     def __init__(self, pool: RankPool, model: ModelConfig, config: EngineConfig) -> None:
         self._pool = pool
         self.children: dict[int, subprocess.Popen[bytes]] = {}
-        self.group = RankGroup.host(ParallelDims(tp=config.tensor_parallel), watch=self._check)
-        for rank in range(1, config.tensor_parallel):
+        self.group = RankGroup.host(dims_of(config), watch=self._check)
+        for rank in range(1, config.num_ranks):
             child = self.children[rank] = pool.take()
             assert child.stdin is not None
             task = RankTask.of(model, config, rank, self.group)

@@ -1,7 +1,8 @@
 """The other ranks' side of a group: each carries out rank 0's messages on its own device, in the
 order that they come.
 
-It samples nothing: the tokens that rank 0 draws come by a collective.
+It samples nothing: the tokens that rank 0 draws come by a collective, or, where layers are parted
+into stages, in the messages of the steps that read them.
 """
 
 from collections.abc import Callable, Sequence
@@ -46,10 +47,12 @@ class Follower:
 
     def _forward(self, work: ForwardWork) -> None:
         output = self.runner.forward(work)
+        if output is None:
+            return
         for scored in work.scores:
             for _ in logits_to_score(self.runner, output.hidden, scored):
                 pass  # rank 0 has them
-        if work.num_samples:
+        if work.num_samples and self.runner.stage.dims.pp == 1:
             room = torch.empty(work.num_samples, dtype=torch.int32, device=self.runner.device)
             tokens = self.runner.ops.collective.broadcast(room)
             self.runner.store_tokens(output.slots, tokens)

@@ -106,6 +106,7 @@ class LocalExecutor:
         assert self._open is None, "a step is forwarded before the one before it was sampled"
         began = Fence(self._device)
         output = self.runner.forward(work)
+        assert output is not None, "rank 0 has the last stage"
         scores = [self._score(output.hidden, scored) for scored in work.scores]
         hidden = None
         if work.hidden_rows is not None:
@@ -129,8 +130,9 @@ class LocalExecutor:
         if step.forwarded is not None:
             step.resumed = Fence(self._device)
         step.sampled = self.sampler.sample(opened.logits, work.rows)
-        tokens = self._collective.broadcast(step.sampled.token_ids)
-        self.runner.store_tokens(opened.slots, tokens)
+        if self.runner.stage.dims.pp == 1:  # else the next message has them
+            tokens = self._collective.broadcast(step.sampled.token_ids)
+            self.runner.store_tokens(opened.slots, tokens)
         step.ended = Fence(self._device)
 
     def warm_prefill(self, num_rows: int) -> None:
@@ -145,8 +147,9 @@ class LocalExecutor:
             sampling.result()
 
     def reset(self) -> None:
-        if self._open is not None:  # other ranks wait for its tokens
-            self._collective.broadcast(torch.zeros_like(self._open.slots))
+        if self._open is not None:
+            if self.runner.stage.dims.pp == 1:  # other ranks wait for its tokens
+                self._collective.broadcast(torch.zeros_like(self._open.slots))
             self._open = None
         self.runner.synchronize()
 

@@ -10,7 +10,7 @@ batch-invariant. Called by the executor.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,14 +24,25 @@ from pdserve.engine.stepping.executor import Padding
 from pdserve.engine.stepping.packing import Arrays, to_device, unpack
 from pdserve.engine.stepping.work import ForwardWork, StepShape
 from pdserve.kernels.attention.spec import AttentionSpec
+from pdserve.kernels.collective.ops import Stream, finished
 from pdserve.kernels.kv.ops import HeadNorms
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import RopeTables, StepContext
+from pdserve.parallel.dims import ParallelDims
+from pdserve.parallel.pipe import Pipe
 from pdserve.protocol.start_progress import Report
 
 ROW_MULTIPLE = 16
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Which of the layers the rank has, and the pipe to the others; None if there are none."""
+
+    dims: ParallelDims = field(default_factory=ParallelDims)
+    pipe: Pipe | None = None
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,10 @@ class ModelRunner:
         max_blocks: int,
         ops: Ops,
         device: torch.device,
+        stage: Stage = Stage(),
     ) -> None:
         self.model = model
+        self.stage = stage
         self.block_size = block_size
         self.ops = ops
         self.device = device
@@ -88,8 +101,8 @@ class ModelRunner:
         return Padding(0, num_rows + more, num_sequences)
 
     @torch.inference_mode()
-    def forward(self, work: ForwardWork) -> StepOutput:
-        """Queue the step's rows."""
+    def forward(self, work: ForwardWork) -> StepOutput | None:
+        """Queue the step's rows. None on another stage than the last."""
         for copies in work.copies:
             src, dst = (to_device(ids, self.device) for ids in (copies.sources, copies.targets))
             self.ops.kv.copy_blocks(self.kv_cache.data, src, dst)
@@ -99,7 +112,16 @@ class ModelRunner:
             assert self._graphs is not None, "a step for a CUDA graph, but none was captured"
             return self._pick(work, *self._graphs.replay(work.graph, work.packed))
         arrays = unpack(to_device(work.packed, self.device), work.lengths)
-        hidden = self._forward(arrays, work.shape)
+        dims, pipe = self.stage.dims, self.stage.pipe
+        received = None
+        if not dims.is_first_stage:
+            assert pipe is not None, "a stage without a pipe"
+            received = pipe.recv(len(arrays.ids))
+        hidden = self._forward(arrays, work.shape, received)
+        if not dims.is_last_stage:
+            assert pipe is not None, "a stage without a pipe"
+            pipe.send(hidden)
+            return None
         assert work.logit_rows is not None, "an eager step must say which rows sample"
         slots = to_device(work.logit_rows.slots, self.device)
         if not work.num_samples:
@@ -119,7 +141,10 @@ class ModelRunner:
         return self.model.logits(hidden.index_select(0, to_device(index, self.device)))[: len(rows)]
 
     def synchronize(self) -> None:
-        """Wait until the device has nothing left to do, also when it has failed."""
+        """Wait until the device has nothing left to do, also when it has failed, and the next stage
+        has what it was sent."""
+        if self.stage.pipe is not None:
+            self.stage.pipe.flush()
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # a device error that was raised already
                 torch.cuda.synchronize(self.device)
@@ -139,7 +164,10 @@ class ModelRunner:
         hidden = self._forward(arrays, StepShape(len(arrays.ids), longest))
         return hidden, self.model.logits(hidden)
 
-    def _forward(self, arrays: Arrays[Tensor], shape: StepShape) -> Tensor:
+    def _forward(
+        self, arrays: Arrays[Tensor], shape: StepShape, received: Tensor | None = None
+    ) -> Tensor:
+        """See _hidden."""
         ids, slot_mapping = self.ops.batch.gather_inputs(
             arrays.ids,
             arrays.positions,
@@ -161,10 +189,23 @@ class ModelRunner:
         # the null block's rows are padding
         live = slot_mapping >= self.block_size if self.model.spec.experts else None
         step = StepContext(attend, arrays.positions, live=live, attend_latent=attend.latent)
-        return self._hidden(ids, step)
+        return self._hidden(ids, step, received)
 
-    def _hidden(self, ids: Tensor, step: StepContext) -> Tensor:
-        return self.model.hidden(self.model.forward(self.model.embed(ids, step), step))
+    def _hidden(self, ids: Tensor, step: StepContext, received: Tensor | None = None) -> Tensor:
+        """`[T, hidden]`: after the last norm on the last stage, else the stream for the next one.
+        received: of the stage before; None: it does not matter what goes through."""
+        dims = self.stage.dims
+        stream: Stream
+        if dims.is_first_stage:
+            stream = self.model.embed(ids, step)
+        elif received is not None:
+            stream = received
+        else:
+            width = self.model.spec.hidden_size
+            dtype = self.model.weights.dtype
+            stream = torch.zeros(len(ids), width, dtype=dtype, device=self.device)
+        stream = self.model.forward(stream, step)
+        return self.model.hidden(stream) if dims.is_last_stage else finished(stream)
 
     @torch.inference_mode()
     def warm_dense_prefill(self, num_rows: int) -> None:

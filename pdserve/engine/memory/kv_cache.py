@@ -4,7 +4,7 @@ Knows the layout; not who owns which block (block_manager), nor what is in them.
 `kv_cache_size.allocate_kv_cache`; the staging ring is one too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -60,10 +60,10 @@ class KVCache:
         return self.data[:, start : start + used].view(dtype).unflatten(1, shape)
 
 
-def layout_of(attention: Sequence[AttentionSpec], block_size: int, dtype: str) -> KVLayout:
-    """The layout for layers that attend so: those that store rows of one shape make a group."""
+def layout_of(attention: Mapping[int, AttentionSpec], block_size: int, dtype: str) -> KVLayout:
+    """The layout for these layers: those that store rows of one shape make a group."""
     groups: dict[tuple[range, int, int], list[int]] = {}
-    for layer, spec in enumerate(attention):
+    for layer, spec in attention.items():
         heads = range(spec.first_kv_head, spec.first_kv_head + spec.num_kv_heads)
         groups.setdefault((heads, spec.planes, spec.row_width), []).append(layer)
     return KVLayout(

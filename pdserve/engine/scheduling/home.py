@@ -37,6 +37,10 @@ class Home:
         """How many sequences have a slot."""
         return self._num_slots - len(self._slots)
 
+    @property
+    def num_free_slots(self) -> int:
+        return len(self._slots)
+
     def take_slot(self) -> int:
         return self._slots.pop()
 

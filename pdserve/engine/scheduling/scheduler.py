@@ -43,11 +43,14 @@ class Scheduler:
         hasher: BlockHasher,
         max_num_batched_tokens: int,
         max_num_seqs: int,
+        num_stages: int = 1,
     ) -> None:
         self.homes = tuple(homes)
         self.hasher = hasher
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_num_seqs = max_num_seqs
+        self.num_stages = num_stages
+        self._num_plans = 0
         self.last_chunk_tokens = min(LAST_CHUNK, max_num_batched_tokens)
         self.num_preemptions = 0
         self.prefix_queries = 0
@@ -124,8 +127,7 @@ class Scheduler:
         self.wants_blocks = False
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
-        # decodes first, however late they came
-        for seq in sorted(self.running, key=lambda s: s.num_uncomputed > 1):
+        for seq in self._in_order():
             if budget == 0:
                 break
             # It may have been preempted for one before it.
@@ -135,6 +137,9 @@ class Scheduler:
             self._admit(budget, plan)
         if not plan and self.waiting and not self.running and may_preempt:
             self._break_hold_and_wait()
+        self._num_plans += 1
+        for seq in plan.chunks:
+            seq.last_plan = self._num_plans
         return plan
 
     def commit_full_blocks(self, seq: Sequence) -> None:
@@ -161,6 +166,18 @@ class Scheduler:
         for number, home in enumerate(self.homes):
             home.check_slots(seq.slot for seq in self.running if seq.home == number)
         assert not any(seq.slot for seq in self.waiting)
+
+    def _in_order(self) -> list[Sequence]:
+        """The running sequences that may go on: decodes first, however late they came. With stages
+        those whose newest token is known, and an equal share of them, so that each stage has some;
+        those first that waited longest."""
+        if self.num_stages == 1:
+            return sorted(self.running, key=lambda s: s.num_uncomputed > 1)
+        decodes = [s for s in self.running if s.num_uncomputed == 1 and not s.is_complete]
+        share = -(-len(decodes) // self.num_stages)
+        known = sorted((s for s in decodes if not s.num_pending), key=lambda s: s.last_plan)
+        prompts = [s for s in self.running if s.num_uncomputed > 1]
+        return known[:share] + prompts
 
     def _stop_running(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -203,7 +220,7 @@ class Scheduler:
             is_crowded = min(longest, wanted) > 1 and (
                 wanted > budget or max(wanted, longest) >= LONG_PROMPT
             )
-            if width > slots or is_crowded:
+            if width > min(slots, self._num_free_slots(seq)) or is_crowded:
                 return
             if not self._fits(seq, cached):
                 self.wants_blocks = True
@@ -219,6 +236,11 @@ class Scheduler:
             longest = max(longest, count)
             budget -= count
             slots -= width
+
+    def _num_free_slots(self, seq: Sequence) -> int:
+        """Beside those that running sequences will fork into. Complete ones keep theirs while their
+        last step is in flight."""
+        return self.home_of(seq).num_free_slots - sum(len(s.pending_forks) for s in self.running)
 
     def _chunk(self, seq: Sequence, wanted: int, budget: int, least: int) -> int:
         """How many of the tokens to compute now. Of `least` or more, an overlapped prompt's last

@@ -101,6 +101,7 @@ class Sequence:
     blocks in order of position. num_dropped: of them, the first, given up because no later row
     reads them (a window). num_committed: of them, known to the prefix cache; num_synced: of
     them, known to the device. slot: row of the device's tables while it runs, else 0.
+    last_plan: number of the step that it was planned for last.
     pending_forks: choices that fork off when the prompt is computed.
     """
 
@@ -114,6 +115,7 @@ class Sequence:
     num_committed: int = 0
     num_synced: int = 0
     slot: int = 0
+    last_plan: int = 0
     status: Status = Status.WAITING
     pending_forks: tuple[int, ...] = ()
     _hashes: list[bytes] = field(default_factory=list)

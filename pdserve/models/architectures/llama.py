@@ -78,13 +78,12 @@ class Llama:
         self.weights = WeightSet(dtype, device)
         context = LayerContext(spec, ops, self.weights, dims)
         held = dims.layers_of(spec.num_layers)
-        self._first = held.start
         self._embedding: Embedding | None = None
         if dims.is_first_stage or (dims.is_last_stage and spec.tie_embeddings):
             self._embedding = Embedding(context, "model.embed_tokens")
         rope = rope_tables(spec.rope, spec.head_dim, spec.max_position, device)
-        self._layers = [self.layer(context, i, rope) for i in held]
-        self.attention = tuple(layer.attention.attends for layer in self._layers)
+        self._layers = {i: self.layer(context, i, rope) for i in held}
+        self.attention = {i: layer.attention.attends for i, layer in self._layers.items()}
         self.expert_load = context.expert_load
         self._head: Head | None = None
         if dims.is_last_stage:
@@ -104,7 +103,7 @@ class Llama:
         return self._embedding(ids, step)
 
     def forward(self, stream: Stream, step: StepContext) -> Stream:
-        for number, layer in enumerate(self._layers, self._first):
+        for number, layer in self._layers.items():
             if number in step.taps:
                 stream = finished(stream)
                 step.taps[number] = stream.clone()

@@ -27,7 +27,7 @@ class Attention:
         post_norm: RmsNorm | None = None,
     ) -> None:
         spec = context.spec
-        self._place = context.place_of(layer)
+        self._layer = layer
         self._rope = rope
         self._norm = norm
         self._post_norm = post_norm
@@ -54,7 +54,7 @@ class Attention:
         qkv, stream = self._qkv.of_norm(stream, self._norm)
         heads = qkv.view(len(qkv), sum(self._heads), self.attends.head_dim)
         q, k, v = heads.split_with_sizes(self._heads, 1)
-        attended = step.attend(self._place, self.attends, q, k, v, self._rope, self._head_norms)
+        attended = step.attend(self._layer, self.attends, q, k, v, self._rope, self._head_norms)
         return self._o.add_to(stream, attended.flatten(1), self._post_norm)
 
     @cached_property

@@ -20,7 +20,3 @@ class LayerContext:
     weights: WeightSet
     dims: ParallelDims
     expert_load: dict[int, Tensor] = field(default_factory=dict)
-
-    def place_of(self, layer: int) -> int:
-        """The layer's number among those that this rank has: in its KV cache, too."""
-        return layer - self.dims.layers_of(self.spec.num_layers).start

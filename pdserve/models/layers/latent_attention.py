@@ -26,7 +26,7 @@ class LatentAttention:
         spec = context.spec
         sizes = spec.latent
         assert sizes is not None, "attention over latents in a model that has none"
-        self._place = context.place_of(layer)
+        self._layer = layer
         self._rope = rope
         self._norm = norm
         self._spec = latent_attention_spec(context, sizes)
@@ -57,7 +57,7 @@ class LatentAttention:
             queries = self._query_up(self._query_norm(queries))
         q = queries.unflatten(1, (self.attends.num_heads, -1))
         attended = step.attend_latent(
-            self._place, self._spec, q, latent, self._latent_heads, self._rope
+            self._layer, self._spec, q, latent, self._latent_heads, self._rope
         )
         return self._o.add_to(stream, attended.flatten(1))
 

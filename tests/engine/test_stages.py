@@ -1,0 +1,56 @@
+"""Stages of the layers in processes of their own: the tokens of one rank, whatever is asked for."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engine.several_ranks import CASES, TIGHT, answers, assert_same
+
+from pdserve.engine.llm import LLM
+
+pytestmark = [pytest.mark.lengthy, pytest.mark.processes]
+
+DEGREES = [(1, 2), (2, 2), (1, 4)]  # tp, pp
+SAMPLE = {("qwen2", 1, 2), ("tied", 2, 2), ("deepseek-v3", 1, 2), ("qwen2-moe", 1, 4)}
+LAYERS = {"num_hidden_layers": 5}
+
+
+@pytest.mark.parametrize(
+    ("case", "tp", "pp"),
+    [
+        pytest.param(case, tp, pp, marks=[] if (case, tp, pp) in SAMPLE else [pytest.mark.slow])
+        for case in CASES
+        for tp, pp in DEGREES
+    ],
+)
+def test_stages_answer_as_one_rank_does(
+    case: str,
+    tp: int,
+    pp: int,
+    folder_of: Callable[..., Path],
+    make_llm: Callable[..., LLM],
+) -> None:
+    """Of 5 layers: stages are unequal."""
+    family, overrides = CASES[case]
+    folder = folder_of(family, **LAYERS, **overrides)
+    expected = answers(make_llm(folder, 1))
+    llm = make_llm(folder, tp, pp)
+    assert_same(answers(llm), expected)
+    assert_same(answers(llm), expected)  # from the prefix cache
+
+
+@pytest.mark.parametrize("engine", [TIGHT, {"max_num_batched_tokens": 16, "num_kv_blocks": 80}])
+def test_preemptions_and_prompts_in_pieces(
+    engine: dict[str, Any], folder_of: Callable[..., Path], make_llm: Callable[..., LLM]
+) -> None:
+    folder = folder_of("llama3", **LAYERS)
+    expected = answers(make_llm(folder, 1))
+    llm = make_llm(folder, 1, 2, **engine)
+    assert_same(answers(llm), expected)
+    assert (llm.engine.scheduler.num_preemptions > 0) == (engine is TIGHT)
+
+
+def test_more_stages_than_layers_are_refused(folder_of: Callable[..., Path]) -> None:
+    with pytest.raises(ValueError, match=r"engine.pipeline_parallel \(6\).*has 5 layers"):
+        LLM(str(folder_of("llama3", **LAYERS)), tokenizer=False, pipeline_parallel_size=6)
