@@ -181,7 +181,9 @@ def test_a_rank_that_dies_or_stands_still_is_found(
             answers(llm)
     timer.join()
     taken = time.monotonic() - struck[0]
-    assert taken < (1.0 if how == signal.SIGKILL else DEADLINE_S + 2.0), f"{caught.value} after {taken:.1f} s"
+    assert taken < (1.0 if how == signal.SIGKILL else DEADLINE_S + 2.0), (
+        f"{caught.value} after {taken:.1f} s"
+    )
     if how == signal.SIGKILL:
         assert f"the process of rank {rank} has ended" in str(caught.value)
     with pytest.raises(RuntimeError, match="of no use any more"):

@@ -137,9 +137,10 @@ class Scheduler:
             self._admit(budget, plan)
         if not plan and self.waiting and not self.running and may_preempt:
             self._break_hold_and_wait()
-        self._num_plans += 1
-        for seq in plan.chunks:
-            seq.last_plan = self._num_plans
+        if self.num_stages > 1:
+            self._num_plans += 1
+            for seq in plan.chunks:
+                seq.last_plan = self._num_plans
         return plan
 
     def commit_full_blocks(self, seq: Sequence) -> None:
@@ -211,6 +212,10 @@ class Scheduler:
         slots = self.max_num_seqs - sum(
             1 + len(s.pending_forks) for s in self.running if not s.is_complete
         )
+        # complete ones keep theirs while their last step is in flight
+        free = [home.num_free_slots for home in self.homes]
+        for running in self.running:
+            free[running.home] -= len(running.pending_forks)
         longest = max((chunk.num_rows for chunk in plan.chunks.values()), default=0)
         while self.waiting and budget > 0:
             seq = self.waiting[0]
@@ -220,7 +225,7 @@ class Scheduler:
             is_crowded = min(longest, wanted) > 1 and (
                 wanted > budget or max(wanted, longest) >= LONG_PROMPT
             )
-            if width > min(slots, self._num_free_slots(seq)) or is_crowded:
+            if width > min(slots, free[seq.home]) or is_crowded:
                 return
             if not self._fits(seq, cached):
                 self.wants_blocks = True
@@ -236,11 +241,7 @@ class Scheduler:
             longest = max(longest, count)
             budget -= count
             slots -= width
-
-    def _num_free_slots(self, seq: Sequence) -> int:
-        """Beside those that running sequences will fork into. Complete ones keep theirs while their
-        last step is in flight."""
-        return self.home_of(seq).num_free_slots - sum(len(s.pending_forks) for s in self.running)
+            free[seq.home] -= width
 
     def _chunk(self, seq: Sequence, wanted: int, budget: int, least: int) -> int:
         """How many of the tokens to compute now. Of `least` or more, an overlapped prompt's last
