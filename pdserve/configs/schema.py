@@ -146,11 +146,11 @@ class ClusterConfig(Config):
 
     @model_validator(mode="after")
     def _check_stages(self) -> "ClusterConfig":
-        for key in ("prefill", "decode"):
-            if getattr(self, key).engine.pipeline_parallel > 1:
+        for engine in (self.engine, self.prefill.engine, self.decode.engine):
+            if engine is not None and engine.pipeline_parallel > 1:
                 raise ValueError(
-                    f"{key}.engine.pipeline_parallel: workers of a cluster have no stages yet; set "
-                    "it to 1 (LLM(pipeline_parallel_size=...) has them, on CPU)"
+                    "engine.pipeline_parallel: workers of a cluster have no stages yet; set it "
+                    "to 1 (LLM(pipeline_parallel_size=...) has them, on CPU)"
                 )
         return self
 

@@ -37,6 +37,7 @@ SURFACE: dict[type[Config], dict[str, Any]] = {
         "async_scheduling": None,
         "cuda_graphs": True,
         "tensor_parallel": 1,
+        "pipeline_parallel": 1,
         "step_deadline_s": None,
     },
     DeploymentConfig: {
@@ -341,3 +342,11 @@ def test_bounds_of_autoscaling_hold_what_is_started() -> None:
         ValidationError, match=r"replicas \(5\) must be from autoscaling.min \(1\) to .* \(3\)"
     ):
         DeploymentConfig.model_validate({"replicas": 5, "autoscaling": {"max": 3}})
+
+
+@pytest.mark.parametrize("key", [None, "prefill", "decode"])
+def test_a_cluster_has_no_stages_yet(key: str | None) -> None:
+    staged = {"engine": {"pipeline_parallel": 2}}
+    args = staged if key is None else {key: staged}
+    with pytest.raises(ValueError, match=r"engine\.pipeline_parallel: workers of a cluster"):
+        ClusterConfig.model_validate(args)

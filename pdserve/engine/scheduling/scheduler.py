@@ -127,7 +127,7 @@ class Scheduler:
         self.wants_blocks = False
         budget = self.max_num_batched_tokens
         preemptions = self.num_preemptions
-        for seq in self._in_order():
+        for seq in _in_order(self.running, self.num_stages):
             if budget == 0:
                 break
             # It may have been preempted for one before it.
@@ -167,18 +167,6 @@ class Scheduler:
         for number, home in enumerate(self.homes):
             home.check_slots(seq.slot for seq in self.running if seq.home == number)
         assert not any(seq.slot for seq in self.waiting)
-
-    def _in_order(self) -> list[Sequence]:
-        """The running sequences that may go on: decodes first, however late they came. With stages
-        those whose newest token is known, and an equal share of them, so that each stage has some;
-        those first that waited longest."""
-        if self.num_stages == 1:
-            return sorted(self.running, key=lambda s: s.num_uncomputed > 1)
-        decodes = [s for s in self.running if s.num_uncomputed == 1 and not s.is_complete]
-        share = -(-len(decodes) // self.num_stages)
-        known = sorted((s for s in decodes if not s.num_pending), key=lambda s: s.last_plan)
-        prompts = [s for s in self.running if s.num_uncomputed > 1]
-        return known[:share] + prompts
 
     def _stop_running(self, seq: Sequence) -> None:
         self.running.remove(seq)
@@ -346,3 +334,15 @@ def _chunk_of(seq: Sequence, num_rows: int) -> Chunk:
     """The last row of a sequence samples, if tokens are wanted of it."""
     samples = num_rows == seq.num_uncomputed and seq.request.kind == "generate"
     return Chunk(num_rows, num_samples=int(samples))
+
+
+def _in_order(running: list[Sequence], num_stages: int) -> list[Sequence]:
+    """Those that may go on: decodes first, however late they came. With stages those whose newest
+    token is known, and an equal share of them, so that each stage has some; those first that waited
+    longest."""
+    if num_stages == 1:
+        return sorted(running, key=lambda s: s.num_uncomputed > 1)
+    decodes = [s for s in running if s.num_uncomputed == 1 and not s.is_complete]
+    share = -(-len(decodes) // num_stages)
+    known = sorted((s for s in decodes if not s.num_pending), key=lambda s: s.last_plan)
+    return known[:share] + [s for s in running if s.num_uncomputed > 1]
