@@ -3,9 +3,9 @@
     python -m benchmarks.engine.alike_rows --model benchmarks/shapes/deepseek-v2-lite
 
 Routers of zeros give every expert the same score, and the first of them win, so that a step reads
-few experts however many rows it has. To compare with figures of other engines that are below what
-reading all experts takes: dummy weights near zero give equal scores, too, where scores are rounded
-to bfloat16. Of rows that differ, benchmarks/targets has the figures. Needs a CUDA device.
+few experts however many rows it has. That is for comparing with figures of other engines that are
+below what reading all experts takes: dummy weights near zero give equal scores, too, where scores
+are rounded to bfloat16. benchmarks/targets has the figures of rows that differ.
 """
 
 import argparse

@@ -63,7 +63,7 @@ class ParallelDims:
 
     @property
     def stage(self) -> int:
-        """Which part of the layers this rank has, in the order that rows go through them."""
+        """The number of this rank's part of the layers, in the order that rows go through them."""
         return self.pp - 1 - self.pp_rank
 
     @property

@@ -1,4 +1,4 @@
-"""What brings rows from one stage of a pipeline to the next.
+"""A pipe brings rows from one stage of a pipeline to the next.
 
 Rows come in the order that they were sent, to the rank of the next stage that has the same place in
 tensor parallelism. Both sides know their number from the step's message. Knows no model.

@@ -1,4 +1,4 @@
-"""What tests of engines with several ranks share: a workload of all that a sampler does, and
+"""Tests of engines with several ranks share this: a workload of all that a sampler does, and
 whether two engines give the same answers."""
 
 import random

@@ -31,7 +31,7 @@ def test_stages_answer_as_one_rank_does(
     folder_of: Callable[..., Path],
     make_llm: Callable[..., LLM],
 ) -> None:
-    """Of 5 layers: stages are unequal."""
+    """Stages of 5 layers are unequal."""
     family, overrides = CASES[case]
     folder = folder_of(family, **LAYERS, **overrides)
     expected = answers(make_llm(folder, 1))

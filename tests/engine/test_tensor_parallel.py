@@ -156,7 +156,7 @@ def test_a_rank_that_dies_or_stands_still_is_found(
     folder_of: Callable[..., Path],
     own_ranks: list[RankProcesses],
 ) -> None:
-    """Of three stages the one in the middle, and the first."""
+    """The rank is one of a layer's, or the stage in the middle, or the first."""
     llm = LLM(
         str(folder_of("qwen2")),
         tokenizer=False,

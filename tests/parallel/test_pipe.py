@@ -39,7 +39,7 @@ def on_stages(pp: int, work: Callable[[GroupPipe, ParallelDims], Any]) -> list[F
 
 
 def rows_of(step: int) -> torch.Tensor:
-    """Of every step other rows, and another number of them: up to half a megabyte."""
+    """Every step has other rows, and another number of them: up to half a megabyte."""
     return torch.full((1 + step * step % 17 * 1000, WIDTH), float(step))
 
 

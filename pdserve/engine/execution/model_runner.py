@@ -39,7 +39,7 @@ ROW_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Stage:
-    """Which of the layers the rank has, and the pipe to the others; None if there are none."""
+    """A rank's part of the layers. pipe: to the other stages; None if there are none."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
     pipe: Pipe | None = None

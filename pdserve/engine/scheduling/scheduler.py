@@ -197,6 +197,8 @@ class Scheduler:
         one: a whole prompt is faster than two parts, and a step that is not quite full loses
         nothing. A long one has a step for itself.
         """
+        if not self.waiting:
+            return
         slots = self.max_num_seqs - sum(
             1 + len(s.pending_forks) for s in self.running if not s.is_complete
         )
@@ -337,9 +339,9 @@ def _chunk_of(seq: Sequence, num_rows: int) -> Chunk:
 
 
 def _in_order(running: list[Sequence], num_stages: int) -> list[Sequence]:
-    """Those that may go on: decodes first, however late they came. With stages those whose newest
-    token is known, and an equal share of them, so that each stage has some; those first that waited
-    longest."""
+    """Returns those that may go on: decodes first, however late they came. With stages only decodes
+    whose newest token is known, and an equal share of them, so that each stage has some; those
+    first that waited longest."""
     if num_stages == 1:
         return sorted(running, key=lambda s: s.num_uncomputed > 1)
     decodes = [s for s in running if s.num_uncomputed == 1 and not s.is_complete]

@@ -27,6 +27,6 @@ def gate(gate_up: Tensor, activation: Activation) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """On CPU equal bits for an element, wherever it stands: torch's own rounds the last ones of a
-    tensor, those that fill no vector, in another way, but its exp does not."""
+    """Gives an element equal bits wherever it stands, also on CPU: there torch's own sigmoid rounds
+    the last ones of a tensor, those that fill no vector, in another way; its exp does not."""
     return x.sigmoid() if x.is_cuda else 1.0 / (1.0 + torch.exp(-x))
