@@ -41,7 +41,7 @@ from pdserve.models.loader import load_model
 from pdserve.parallel.bring_up import RankGroup
 from pdserve.parallel.groups import cpu_group
 from pdserve.parallel.peer_memory import PeerMemory
-from pdserve.parallel.pipe import GroupPipe, Pipe
+from pdserve.parallel.pipe import NO_PIPE, GroupPipe, Pipe
 from pdserve.protocol.start_progress import StartProgress
 
 
@@ -216,9 +216,9 @@ def _collective(
 
 def _pipe(
     group: RankGroup, spec: ModelSpec, dtype: torch.dtype, config: ResolvedEngineConfig
-) -> Pipe | None:
+) -> Pipe:
     if group.dims.pp == 1:
-        return None
+        return NO_PIPE
     along = cpu_group(group, "pp", config.step_deadline_s)
     return GroupPipe(along, spec.hidden_size, dtype, config.max_steps_in_flight)
 

@@ -29,6 +29,22 @@ class Pipe(Protocol):
         ...
 
 
+class _NoPipe:
+    """See `Pipe`: of a rank that has all layers."""
+
+    def send(self, rows: Tensor) -> None:
+        raise AssertionError("rows for another stage, but there is none")
+
+    def recv(self, num_rows: int) -> Tensor:
+        raise AssertionError("rows of another stage, but there is none")
+
+    def flush(self) -> None:
+        """Nothing was sent."""
+
+
+NO_PIPE: Pipe = _NoPipe()
+
+
 class GroupPipe:
     """Over a process group of torch along "pp": gloo's on CPU. Ranks are counted from the last
     stage (ParallelDims), so rows go to the rank before. max_steps: in flight at most; of a step

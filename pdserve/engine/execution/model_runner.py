@@ -31,7 +31,7 @@ from pdserve.kernels.ops import Ops
 from pdserve.models.registry import CausalLM
 from pdserve.models.step_context import RopeTables, StepContext
 from pdserve.parallel.dims import ParallelDims
-from pdserve.parallel.pipe import Pipe
+from pdserve.parallel.pipe import NO_PIPE, Pipe
 from pdserve.protocol.start_progress import Report
 
 ROW_MULTIPLE = 16
@@ -39,10 +39,10 @@ ROW_MULTIPLE = 16
 
 @dataclass(frozen=True)
 class Stage:
-    """A rank's part of the layers. pipe: to the other stages; None if there are none."""
+    """A rank's part of the layers. pipe: to the other stages."""
 
     dims: ParallelDims = field(default_factory=ParallelDims)
-    pipe: Pipe | None = None
+    pipe: Pipe = NO_PIPE
 
 
 @dataclass(frozen=True)
@@ -113,13 +113,9 @@ class ModelRunner:
             return self._pick(work, *self._graphs.replay(work.graph, work.packed))
         arrays = unpack(to_device(work.packed, self.device), work.lengths)
         dims, pipe = self.stage.dims, self.stage.pipe
-        received = None
-        if not dims.is_first_stage:
-            assert pipe is not None, "a stage without a pipe"
-            received = pipe.recv(len(arrays.ids))
+        received = None if dims.is_first_stage else pipe.recv(len(arrays.ids))
         hidden = self._forward(arrays, work.shape, received)
         if not dims.is_last_stage:
-            assert pipe is not None, "a stage without a pipe"
             pipe.send(hidden)
             return None
         assert work.logit_rows is not None, "an eager step must say which rows sample"
@@ -143,8 +139,7 @@ class ModelRunner:
     def synchronize(self) -> None:
         """Wait until the device has nothing left to do, also when it has failed, and the next stage
         has what it was sent."""
-        if self.stage.pipe is not None:
-            self.stage.pipe.flush()
+        self.stage.pipe.flush()
         if self.device.type == "cuda":
             with contextlib.suppress(RuntimeError):  # a device error that was raised already
                 torch.cuda.synchronize(self.device)
