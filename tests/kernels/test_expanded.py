@@ -4,12 +4,16 @@ laid out, in pieces, taken back.
 Without CUDA the kernels run in the interpreter, and attention in plain torch.
 """
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from pdserve.kernels.attention import join
 from pdserve.kernels.attention.spec import AttentionSpec, Paged, Prefills
-from pdserve.kernels.latents import expanded, reference, triton_ops
+from pdserve.kernels.latents import expanded, expanded_rows, reference, triton_ops
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.norm.ops import Norm
 
@@ -106,6 +110,30 @@ def test_they_get_what_they_would_in_the_latents_space(chunks: Chunks, short_ste
     near = 0.03 if ON_GPU else 1e-5
     torch.testing.assert_close(gets.cpu(), wants, atol=near, rtol=0)
     assert not gets[-3:].any()
+
+
+def test_a_warm_up_launches_all_that_a_context_in_pieces_takes(
+    short_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: set[tuple[Any, ...]] = set()
+
+    def note(
+        launch: Any, kernel: Any, grid: Any, pointers: Any, *args: Any, **options: Any
+    ) -> None:
+        launched.add((kernel, *(each is None for each in pointers), *options.items()))
+        launch(kernel, grid, pointers, *args, **options)
+
+    for module in (expanded_rows, join):
+        monkeypatch.setattr(module, "launch", partial(note, module.launch))
+    q, kv, prefills, heads = problem(((200, 3),))
+    tables = prefills.paged.tables
+    expanded.warm_pieces(kv, tables[:, : 2 * short_steps // BLOCK], SPEC, heads)
+    assert not launched, "no context is so long"
+    expanded.warm_pieces(kv, tables, SPEC, heads)
+    warmed = set(launched)
+    launched.clear()
+    triton_ops.expanded_prefill(q, kv, prefills, SPEC, heads, q.new_empty(len(q), HEADS, VALUE))
+    assert launched and launched <= warmed
 
 
 def test_sequences_of_about_one_length_go_together() -> None:

@@ -255,7 +255,7 @@ def test_a_warm_up_meets_every_way_to_deal_out_keys(monkeypatch: pytest.MonkeyPa
     kv = torch.zeros(2, 1, 1, BLOCK, RANK + ROPE, device=DEVICE)
     q = torch.zeros(1, HEADS, RANK + ROPE, device=DEVICE)
     tables = torch.zeros(1, 4, dtype=torch.int32, device=DEVICE)
-    TRITON.latents.warm(kv, tables, spec, 16)
+    TRITON.latents.warm(kv, tables, spec, Latents([1]).heads, 16)
     assert seen == {1, 2, 4, 8, 16, 32}
     ids = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     for longest in (1, 700, 2_999, 100_000):

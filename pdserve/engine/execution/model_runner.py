@@ -225,12 +225,19 @@ class ModelRunner:
                 self.ops.attention.warm_prefill(q, k, v, kv, self.tables, spec)
             return torch.zeros_like(q)
 
-        def attend_latent(layer: int, spec: LatentAttentionSpec, q: Tensor, *others: Any) -> Tensor:
+        def attend_latent(
+            layer: int,
+            spec: LatentAttentionSpec,
+            q: Tensor,
+            latent: Tensor,
+            heads: LatentHeads,
+            rope: RopeTables,
+        ) -> Tensor:
             if spec.attends not in warmed:
                 warmed.add(spec.attends)
                 kv = self.kv_cache.layers[layer]
-                self.ops.latents.warm(kv, self.tables, spec, num_rows)
-            return latents_like(layer, spec, q, *others)
+                self.ops.latents.warm(kv, self.tables, spec, heads, num_rows)
+            return latents_like(layer, spec, q, latent, heads, rope)
 
         self._hidden(zeros, StepContext(attend, zeros, attend_latent=attend_latent))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pdserve.kernels.attention.dense import attend_rows
 from pdserve.kernels.attention.join import launch_join_attention
-from pdserve.kernels.attention.spec import Prefills
+from pdserve.kernels.attention.spec import Paged, Prefills
 from pdserve.kernels.latents.expanded_rows import launch_lay_out, launch_take_back
 from pdserve.kernels.latents.spec import LatentAttentionSpec, LatentHeads
 from pdserve.kernels.launching.launch import cdiv, next_power_of_2, power_of_2_below
@@ -96,6 +96,21 @@ def warm_expansion(spec: LatentAttentionSpec, num_rows: int, like: Tensor) -> No
     for length in range(LONG_MULTIPLE, num_rows + LONG_MULTIPLE, LONG_MULTIPLE):
         attend(1, length, num_rows, False)
     _warm.max_rows[_key(spec, like)] = num_rows
+
+
+def warm_pieces(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, heads: LatentHeads) -> None:
+    """Launches what joins pieces, where plans are made and a context can be so long."""
+    max_rows = _warm.max_rows.get(_key(spec, kv), 0)
+    before = 2 * max_rows
+    if not max_rows or tables.shape[1] * kv.shape[3] <= before:
+        return
+    row, context_lens = torch.tensor([[0], [before + 1]], dtype=torch.int32, device=kv.device)
+    starts = torch.tensor([0, 1], dtype=torch.int32, device=kv.device)
+    paged = Paged(tables, row, context_lens, before + 1)
+    num_heads = spec.attends.num_heads
+    q = kv.new_zeros(1, num_heads, spec.nope_dim + spec.rope_dim)
+    out = kv.new_empty(1, num_heads, spec.v_dim)
+    expanded_prefill(q, kv, Prefills(paged, starts, 1, ((before, 1),)), spec, heads, out)
 
 
 def expanded_prefill(

@@ -78,7 +78,14 @@ class LatentOps(Protocol):
         nope_dim + rope_dim] to out [T, H, v_dim], contiguous."""
         ...
 
-    def warm(self, kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int) -> None:
+    def warm(
+        self,
+        kv: Tensor,
+        tables: Tensor,
+        spec: LatentAttentionSpec,
+        heads: LatentHeads,
+        num_rows: int,
+    ) -> None:
         """Prepare decodes, and prompts for steps of up to num_rows rows. It may be slow; call it at
         start, on the thread that runs the model. tables: as of Paged, of whose row 0 the null block
         is read."""

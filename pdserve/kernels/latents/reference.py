@@ -68,5 +68,7 @@ def expanded_prefill(
     out.copy_(out_of_latent(prefill(wide, kv, prefills, spec), heads))
 
 
-def warm(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int) -> None:
+def warm(
+    kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, heads: LatentHeads, num_rows: int
+) -> None:
     """Nothing to prepare."""

@@ -81,11 +81,15 @@ def expanded_prefill(
     expanded.expanded_prefill(q, kv, prefills, spec, heads, out)
 
 
-def warm(kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, num_rows: int) -> None:
-    """Launches decodes whose keys are dealt out in every way, and makes cuDNN's plans."""
+def warm(
+    kv: Tensor, tables: Tensor, spec: LatentAttentionSpec, heads: LatentHeads, num_rows: int
+) -> None:
+    """Launches decodes whose keys are dealt out in every way, makes cuDNN's plans, and launches
+    what a context in pieces takes."""
     row, lens = (torch.zeros(1, dtype=torch.int32, device=kv.device) for _ in range(2))
     q = kv.new_zeros(1, spec.attends.num_heads, spec.attends.head_dim)
     for longest in PARTED:
         decode(q, kv, Paged(tables, row, lens, longest), spec)
     if kv.is_cuda and kv.dtype != torch.float32:
         expanded.warm_expansion(spec, num_rows, q)
+        expanded.warm_pieces(kv, tables, spec, heads)
