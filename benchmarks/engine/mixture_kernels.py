@@ -208,11 +208,11 @@ def latent_cases(sweep: bool) -> Iterator[Case]:
         flops = 2 * LATENT_HEADS * (NOPE + ROPE + VALUE) * pairs
         yield Case(f"latents prefill {num_seqs} x {length}", call, flops, "TFLOP/s")
         spec = LatentAttentionSpec(LATENT_SPEC, NOPE, VALUE, is_interleaved=True)
-        warm(kv, paged.tables, spec, 8192)
-        prefills = Prefills(paged, starts, length, ((0, length),) * num_seqs)
         norm = Norm(random(RANK), 1e-6)
         both = random(LATENT_HEADS, NOPE + VALUE, RANK)
         heads = LatentHeads(norm, both[:, :NOPE], both[:, NOPE:])
+        warm(kv, paged.tables, spec, heads, 8192)
+        prefills = Prefills(paged, starts, length, ((0, length),) * num_seqs)
         made = torch.empty(len(q), LATENT_HEADS, VALUE, dtype=DTYPE, device="cuda")
         narrow = random(len(q), LATENT_HEADS, NOPE + ROPE)
         call = partial(expanded_prefill, narrow, kv, prefills, spec, heads, made)
